@@ -1,0 +1,248 @@
+"""A block made ready for replay: what it does to storages and to streams, worked out once.
+
+A 126-layer model calls one block 126 times a microbatch. Its events on streams do not depend on the call;
+its effect on memory does only through which inputs share storage, which of them the caller has given up, and
+which results it takes. So each block is read once, and each such situation ("signature") once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from paraplan.cost_models.costs import Costs
+from paraplan.ir.errors import CostModelError
+from paraplan.ir.graph import refs
+from paraplan.ir.rank_program import Block, InstrKind
+
+BEGIN, NEVER = -1, 1 << 60
+
+# Per argument: (position of the first argument with the same storage, whether no outer name holds it, its bytes).
+ArgState = tuple[int, bool, int]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a call does to memory, in one situation.
+
+    Attributes:
+        begin_drop: bytes that die as the call begins.
+        allocated, freed: bytes per instruction.
+        end_drop: bytes that die as the call ends.
+        net: bytes alive after the call minus before.
+        peak: the most bytes alive inside the call, above those alive before it.
+        peak_instr: the instruction that reaches it (-1: the block has none).
+    """
+
+    begin_drop: int
+    allocated: tuple[int, ...]
+    freed: tuple[int, ...]
+    end_drop: int
+    net: int
+    peak: int
+    peak_instr: int
+
+
+@dataclass(frozen=True)
+class MemoryBlock:
+    """A block's storages: who owns what, and when the block lets go of it."""
+
+    block: Block
+    _profiles: dict[object, Profile] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def results(self) -> tuple[str | None, ...]:
+        """Local names behind a CALL's `outs`: outputs, then saved values."""
+        return (*self.block.outputs, *self.block.saved)
+
+    @cached_property
+    def owners(self) -> dict[str, str]:
+        """For every name, the name that owns its storage; inputs own theirs."""
+        inputs, values = frozenset(self.block.inputs), self.block.values
+        found: dict[str, str] = {}
+        for name in values:
+            root = name
+            while root not in inputs and values[root].base != root:
+                root = values[root].base
+            found[name] = root
+        return found
+
+    @cached_property
+    def released(self) -> dict[str, int]:
+        """Per name: the instruction after which the block no longer holds it; BEGIN: an input it never reads.
+
+        A name in no `frees` is held to its last use if it is an input, else to the end (index len(instrs)).
+        """
+        last_use = dict.fromkeys(self.block.inputs, BEGIN)
+        end = len(self.block.instrs)
+        found: dict[str, int] = {}
+        for index, instr in enumerate(self.block.instrs):
+            for name in refs((instr.args, tuple(instr.kwargs.values()))):
+                if name in last_use:
+                    last_use[name] = index
+            found |= {name: end for name in instr.outs if name is not None}
+            for name in instr.frees:
+                found[name] = index
+        return last_use | found
+
+    @cached_property
+    def last_hold(self) -> dict[str, int]:
+        """Per owner: the instruction at which the block's last name of its storage goes."""
+        found: dict[str, int] = {}
+        for name, index in self.released.items():
+            owner = self.owners[name]
+            found[owner] = max(found.get(owner, BEGIN), index)
+        return found
+
+    @cached_property
+    def fresh(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """Per instruction, the storages it makes: (owner, bytes)."""
+        values, owners = self.block.values, self.owners
+        return tuple(
+            tuple((name, values[name].storage_bytes) for name in instr.outs if name and owners[name] == name)
+            for instr in self.block.instrs
+        )
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Per instruction, local shapes of its outputs."""
+        values = self.block.values
+        return tuple(tuple(values[name].shape for name in instr.outs if name) for instr in self.block.instrs)
+
+    @cached_property
+    def storage_bytes(self) -> dict[str, int]:
+        """Bytes of every storage the block makes, by owner."""
+        return {owner: size for made in self.fresh for owner, size in made}
+
+    def profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...]) -> Profile:
+        """The effect on memory of a call whose arguments are in state `args`, taking the results in `taken`."""
+        key = (args, taken)
+        if key not in self._profiles:
+            self._profiles[key] = self._make_profile(args, taken)
+        return self._profiles[key]
+
+    def _make_profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...]) -> Profile:
+        block, owners = self.block, self.owners
+        count = len(block.instrs)
+        kept = {owners[name] for name, take in zip(self.results, taken, strict=True) if take and name is not None}
+        # Results the caller does not take are held to the end of the block, as results are.
+        held = {owners[name] for name in self.results if name is not None} - kept
+        freed = [0] * (count + 1)
+        begin_drop = 0
+        for owner, size in self.storage_bytes.items():
+            if owner not in kept:
+                freed[count if owner in held else min(self.last_hold[owner], count)] += size
+        for index, (first, orphan, size) in enumerate(args):
+            if first != index or not orphan:
+                continue
+            same = [name for name, state in zip(block.inputs, args, strict=True) if state[0] == index]
+            if any(name in kept for name in same):
+                continue
+            last = count if any(name in held for name in same) else max(self.last_hold[name] for name in same)
+            if last == BEGIN:
+                begin_drop += size
+            else:
+                freed[min(last, count)] += size
+        return self._walk(begin_drop, freed)
+
+    def _walk(self, begin_drop: int, freed: list[int]) -> Profile:
+        live, peak, peak_instr = -begin_drop, 0, -1
+        allocated = tuple(sum(size for _, size in made) for made in self.fresh)
+        for index, instr in enumerate(self.block.instrs):
+            live += allocated[index]
+            if peak_instr < 0 or live + instr.workspace_bytes > peak:
+                peak, peak_instr = live + instr.workspace_bytes, index
+            live -= freed[index]
+        return Profile(
+            begin_drop=begin_drop, allocated=allocated, freed=tuple(freed[:-1]), end_drop=freed[-1],
+            net=live - freed[-1], peak=peak, peak_instr=peak_instr,
+        )  # fmt: skip
+
+
+# Events of a block on streams: run compute for a while; issue a collective; wait for one.
+@dataclass(frozen=True)
+class Run:
+    """Compute busy for `seconds`."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Issue:
+    """A collective put on `stream` once compute gets here; its end is known as `name`."""
+
+    stream: str
+    seconds: float
+    name: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Compute stands still until the collective behind `name` has ended."""
+
+    name: str
+
+
+Event = Run | Issue | Wait
+
+
+@dataclass(frozen=True)
+class TimeBlock:
+    """A block's events on streams; consecutive ops are one run.
+
+    Attributes:
+        events: in program order.
+        work: seconds per stream.
+        exported: (result index, name) of issued collectives that leave the block unfinished.
+        imported: (argument index, name) of values the block waits for but did not issue.
+    """
+
+    events: tuple[Event, ...]
+    work: dict[str, float]
+    exported: tuple[tuple[int, str], ...]
+    imported: tuple[tuple[int, str], ...]
+
+
+def compile_time(block: Block, costs: Costs) -> TimeBlock:
+    """A block's events, each instruction priced once.
+
+    Raises:
+        CostModelError: a price is refused, or a wait names nothing issued or passed in.
+    """
+    events: list[Event] = []
+    work: dict[str, float] = {}
+    run = 0.0
+    issued: set[str] = set()
+    waited: set[str] = set()
+    for instr in block.instrs:
+        seconds, stream = costs.instr_s(block, instr), costs.stream(instr)
+        work[stream] = work.get(stream, 0.0) + seconds
+        if instr.kind is InstrKind.OP:
+            run += seconds
+            continue
+        if run:
+            events.append(Run(run))
+            run = 0.0
+        if instr.kind is InstrKind.COLLECTIVE:
+            name = instr.outs[0] or ""
+            issued.add(name)
+            events.append(Issue(stream, seconds, name, instr.target))
+        else:
+            name = next(refs(instr.args))
+            if name not in issued and name not in block.inputs:
+                raise CostModelError(f"block {block.name}: waits for {name!r}, which nothing issued")
+            waited.add(name)
+            events.append(Wait(name))
+    if run:
+        events.append(Run(run))
+    results = (*block.outputs, *block.saved)
+    return TimeBlock(
+        events=tuple(events), work=work,
+        exported=tuple((index, name) for index, name in enumerate(results) if name in issued - waited and name),
+        imported=tuple((index, name) for index, name in enumerate(block.inputs) if name in waited - issued),
+    )  # fmt: skip
+
+
+BlockTimer = Callable[[Block], TimeBlock]

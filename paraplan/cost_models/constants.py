@@ -1,0 +1,63 @@
+"""Every efficiency constant of the cost model, with its meaning and its source.
+
+A cluster's rates are peaks from data sheets; these numbers say what share of a peak real kernels reach.
+There are seven, none fitted per model or per published row. A CPU "cluster" carries measured rates
+(`ClusterSpec.local`), so its shares are 1.
+"""
+
+from __future__ import annotations
+
+from paraplan.ir.struct import Value
+
+
+class Efficiency(Value, frozen=True, kw_only=True):
+    """Shares of the peak that software reaches on a kind of machine.
+
+    Attributes:
+        matmul: share of the peak matrix rate a large, well-shaped GEMM reaches (power and clock limits).
+        attention: the same for fused attention (softmax between two matmuls, masked tiles).
+        half_dim: Hockney's half-performance length: a GEMM whose narrowest dim is this wide runs at half of
+            `matmul`'s share (about one output tile: below it, tiles are padded and pipelines do not fill).
+        memory: share of the memory bandwidth a streaming kernel reaches.
+        in_node, between_nodes: share of a link's bandwidth a collective's ring reaches.
+        collective_start_s: time before a collective's first byte moves (kernel, rendezvous of channels).
+    """
+
+    matmul: float
+    attention: float
+    half_dim: int
+    memory: float
+    in_node: float
+    between_nodes: float
+    collective_start_s: float
+
+
+GPU = Efficiency(
+    # cuBLAS bf16 8192^3: 740-790 of 989 TFLOP/s on H100/H200, 250-270 of 312 on A100; the low end, since
+    # sustained training throttles.
+    matmul=0.75,
+    # FlashAttention-2 reaches 0.6-0.7 on A100 forward, 0.35-0.4 on H100; FlashAttention-3 0.6-0.75 on H100 and
+    # 0.5-0.55 backward (Dao 2023, arXiv 2307.08691, figures 4-7; Shah et al. 2024, arXiv 2407.08608, figures 5-6).
+    attention=0.5,
+    # Hockney & Jesshope 1988 (n-half); 128 is cuBLAS' common tile edge (NVIDIA, Matrix Multiplication
+    # Background, tile quantization).
+    half_dim=128,
+    # BabelStream: 0.88-0.92 on A100 and H100; framework pointwise kernels slightly below.
+    memory=0.85,
+    # nccl-tests all_reduce bus bandwidth at 1 GB: 230-240 of 300 GB/s on A100 NVLink3, 360-370 of 450 on H100
+    # NVLink4 without SHARP.
+    in_node=0.8,
+    # nccl-tests over 200/400 Gb/s InfiniBand with GPUDirect: 0.85-0.95 of the port's rate.
+    between_nodes=0.88,
+    # NCCL src/graph/tuning.cc, baseLat of ring LL: 6.6 us.
+    collective_start_s=6.6e-6,
+)  # fmt: skip
+
+CPU = Efficiency(
+    matmul=1.0, attention=1.0, half_dim=16, memory=1.0, in_node=1.0, between_nodes=1.0, collective_start_s=0.0
+)  # fmt: skip
+
+
+def efficiency_of(backend: str) -> Efficiency:
+    """The shares for a device's backend ("cuda" or "cpu")."""
+    return CPU if backend == "cpu" else GPU

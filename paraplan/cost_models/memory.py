@@ -1,0 +1,243 @@
+"""Bytes alive on a rank as its program runs, and the sequence of entries a recording must equal.
+
+Storages are counted as `ir.rank_program` says: one lives while an outer name or a name of the running block
+holds it. Block calls are replayed from profiles (see `blocks`), so a step costs little however many
+instructions it has. Limits: the allocator's rounding and fragmentation are not modelled here; a storage has
+the bytes its `LocalValue` or `OuterValue` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paraplan.cost_models.blocks import ArgState, MemoryBlock, Profile
+from paraplan.ir.entry import Entry
+from paraplan.ir.errors import CostModelError
+from paraplan.ir.rank_program import InstrKind, RankProgram, Step, StepKind
+from paraplan.ir.tensor import DTYPE_BYTES
+
+
+class Storage:
+    """Bytes on the device and how many outer names hold them."""
+
+    __slots__ = ("names", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.names = 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an outer name stands for: a storage, and the tensor lying in it."""
+
+    storage: Storage
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        count = DTYPE_BYTES[self.dtype]
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What one step did to memory.
+
+    Attributes:
+        before, after: bytes alive.
+        peak: the most alive inside, workspace included.
+        dropped: bytes that died as it began (CALL) or in all (DROP, ACCUMULATE).
+        overwritten: bytes that died as outer names were bound anew.
+        profile: a CALL's inside.
+        moved: whether an ACCUMULATE found no accumulator.
+        held: an ACCUMULATE's accumulator.
+    """
+
+    before: int
+    after: int
+    peak: int
+    dropped: int = 0
+    overwritten: int = 0
+    profile: Profile | None = None
+    moved: bool = False
+    held: Held | None = None
+
+
+class MemoryWalk:
+    """The outer namespace of one rank while its steps are taken in order."""
+
+    def __init__(self, program: RankProgram) -> None:
+        self.program = program
+        self.blocks = {name: MemoryBlock(block) for name, block in program.blocks.items()}
+        self.outer: dict[str, Held] = {}
+        self.live = program.optimizer_bytes
+        for name, value in program.outer.items():
+            self._bind(name, Held(Storage(value.nbytes), value.dtype, value.shape))
+            self.live += value.nbytes
+        self.taken = 0
+
+    def advance(self, step: Step) -> StepMemory:
+        """Take one step.
+
+        Raises:
+            CostModelError: the step names a value or block that does not exist, with its place.
+        """
+        try:
+            result = _TAKE[step.kind](self, step)
+        except KeyError as fault:
+            where = f"step {self.taken} ({step.action}, {step.kind.value})"
+            raise CostModelError(f"{where}: nothing is called {fault}") from None
+        self.taken += 1
+        self.live = result.after
+        return result
+
+    def _bind(self, name: str, held: Held) -> int:
+        """Give a name to a value; returns the bytes that die because the name meant something else."""
+        held.storage.names += 1
+        died = self._give_up(name) if name in self.outer else 0
+        self.outer[name] = held
+        return died
+
+    def _give_up(self, name: str) -> int:
+        """Take a name away; returns the bytes that die if nothing else holds them."""
+        storage = self.outer.pop(name).storage
+        storage.names -= 1
+        return 0 if storage.names else storage.nbytes
+
+    def _call(self, step: Step) -> StepMemory:
+        block = self.blocks[step.block]
+        if len(step.args) != len(block.block.inputs) or len(step.outs) != len(block.results):
+            raise CostModelError(
+                f"step {self.taken} ({step.action}): block {step.block} takes {len(block.block.inputs)} values and "
+                f"gives {len(block.results)}, but {len(step.args)} and {len(step.outs)} are bound"
+            )
+        held = [self.outer[name] for name in step.args]
+        passed = {id(value.storage) for value in held}
+        dropped = 0
+        for name in step.drops:
+            storage = self.outer[name].storage
+            died = self._give_up(name)
+            dropped += 0 if id(storage) in passed else died
+        first: dict[int, int] = {}
+        states: list[ArgState] = []
+        for index, value in enumerate(held):
+            storage = value.storage
+            states.append((first.setdefault(id(storage), index), storage.names == 0, storage.nbytes))
+        profile = block.profile(tuple(states), tuple([name is not None for name in step.outs]))
+        overwritten = self._take_results(step, block, held)
+        start = self.live - dropped
+        return StepMemory(
+            before=self.live, after=start + profile.net - overwritten, peak=max(self.live, start + profile.peak),
+            dropped=dropped + profile.begin_drop, overwritten=overwritten, profile=profile,
+        )  # fmt: skip
+
+    def _take_results(self, step: Step, block: MemoryBlock, held: list[Held]) -> int:
+        inputs = dict(zip(block.block.inputs, held, strict=True))
+        made: dict[str, Storage] = {}
+        results: list[tuple[str, Held]] = []
+        for name, local in zip(step.outs, block.results, strict=True):
+            if name is None or local is None:
+                continue
+            owner, value = block.owners[local], block.block.values[local]
+            if owner in inputs:
+                storage = inputs[owner].storage
+            else:
+                storage = made.setdefault(owner, Storage(block.storage_bytes.get(owner, 0)))
+            results.append((name, Held(storage, value.dtype, value.shape)))
+        # All results are held at once before any old meaning of a name is given up.
+        for _, value_held in results:
+            value_held.storage.names += 1
+        died = sum(self._bind(name, value_held) for name, value_held in results)
+        for _, value_held in results:
+            value_held.storage.names -= 1
+            died += 0 if value_held.storage.names else value_held.storage.nbytes
+        return died
+
+    def _accumulate(self, step: Step) -> StepMemory:
+        total, addend = step.args
+        value = self.outer[addend]
+        moved = total not in self.outer
+        if moved:
+            self._bind(total, value)
+        died = self._give_up(addend) + sum(self._give_up(name) for name in step.drops if name != addend)
+        return StepMemory(
+            before=self.live, after=self.live - died, peak=self.live, dropped=died, moved=moved, held=self.outer[total]
+        )  # fmt: skip
+
+    def _drop(self, step: Step) -> StepMemory:
+        died = sum(self._give_up(name) for name in step.drops)
+        return StepMemory(before=self.live, after=self.live - died, peak=self.live, dropped=died)
+
+    def _update(self, step: Step) -> StepMemory:
+        died = sum(self._give_up(name) for name in step.drops)
+        peak = self.live + self.program.update_workspace_bytes
+        return StepMemory(before=self.live, after=self.live - died, peak=peak, dropped=died)
+
+
+_TAKE = {
+    StepKind.CALL: MemoryWalk._call,
+    StepKind.ACCUMULATE: MemoryWalk._accumulate,
+    StepKind.DROP: MemoryWalk._drop,
+    StepKind.UPDATE: MemoryWalk._update,
+}
+
+
+def entries(program: RankProgram) -> Iterator[Entry]:
+    """Everything a rank does in one step, line by line: what its recording must equal (see `ir.entry`).
+
+    Raises:
+        CostModelError: a step names something that does not exist.
+    """
+    walk = MemoryWalk(program)
+    for step in program.steps:
+        memory = walk.advance(step)
+        if step.kind is StepKind.CALL:
+            yield from _call_entries(step, memory, walk.blocks[step.block])
+        elif step.kind is StepKind.DROP:
+            yield from _drop_entry(step, memory.dropped)
+        else:
+            shapes = (memory.held.shape,) if memory.held is not None else ()
+            yield _entry(step, step.kind.value, shapes=shapes, freed_bytes=memory.dropped)
+
+
+def _call_entries(step: Step, memory: StepMemory, block: MemoryBlock) -> Iterator[Entry]:
+    profile = memory.profile
+    assert profile is not None
+    yield from _drop_entry(step, memory.dropped, step.block)
+    for index, instr in enumerate(block.block.instrs):
+        is_collective = instr.kind is InstrKind.COLLECTIVE
+        yield _entry(
+            step, "wait" if instr.kind is InstrKind.WAIT else instr.target, shapes=block.shapes[index],
+            allocated_bytes=profile.allocated[index], freed_bytes=profile.freed[index],
+            collective=f"{instr.target}@{instr.axis}" if is_collective else "", note=f"{step.block}[{index}]",
+        )  # fmt: skip
+    yield from _drop_entry(step, profile.end_drop + memory.overwritten, step.block)
+
+
+def _drop_entry(step: Step, freed_bytes: int, note: str = "") -> Iterator[Entry]:
+    if freed_bytes:
+        yield _entry(step, "drop", freed_bytes=freed_bytes, note=note)
+
+
+def _entry(
+    step: Step, target: str, *, shapes: tuple[tuple[int, ...], ...] = (), allocated_bytes: int = 0,
+    freed_bytes: int = 0, collective: str = "", note: str = "",
+) -> Entry:  # fmt: skip
+    return Entry(
+        action=step.action, segment=step.segment, microbatch=step.microbatch, target=target, shapes=shapes,
+        allocated_bytes=allocated_bytes, freed_bytes=freed_bytes, collective=collective, note=note,
+    )  # fmt: skip
+
+
+def live_bytes(program: RankProgram) -> Iterator[int]:
+    """Bytes alive after each entry of `entries(program)`, the start's not included."""
+    live = program.optimizer_bytes + sum(value.nbytes for value in program.outer.values())
+    for entry in entries(program):
+        live += entry.allocated_bytes - entry.freed_bytes
+        yield live

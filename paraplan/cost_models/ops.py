@@ -1,0 +1,260 @@
+"""What one op does (flops, bytes) and how long a device takes: a roofline per op class.
+
+    t = launch + max(flops / (rate(dtype) · share(class, shape)), bytes / (memory bandwidth · share))
+
+Classes: "matmul" (GEMMs and convolutions), "attention" (fused), "memory" (everything that streams its
+operands once), "view" (no work at all). Shapes are local. An op that is not known streams its inputs and
+outputs: the model never fails on a name. Limits: no cache reuse between ops, no wave quantization, fused
+kernels are assumed to pass over memory once. Source: Williams et al. 2009 (roofline).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from paraplan.cost_models.constants import efficiency_of
+from paraplan.ir.cluster import Device
+from paraplan.ir.errors import CostModelError
+from paraplan.ir.graph import Arg
+from paraplan.ir.struct import Value
+from paraplan.ir.tensor import DTYPE_BYTES, FLOATS
+
+
+class Spec(Protocol):
+    """Anything with a dtype and a local shape: `TensorSpec`, `LocalValue`."""
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape."""
+
+
+Specs = tuple[Spec, ...]
+Outs = tuple[Spec | None, ...]
+
+
+class OpWork(Value, frozen=True, kw_only=True):
+    """What an op does, whatever the device.
+
+    Attributes:
+        kind: "matmul", "attention", "memory" or "view".
+        flops: floating-point operations of its matrix products (0 for the rest).
+        read_bytes, write_bytes: traffic to device memory.
+        dtype: what the flops are done in.
+        narrow: the narrowest dim of its matrix product, which limits its efficiency; 0 where it has none.
+    """
+
+    kind: str
+    flops: int
+    read_bytes: int
+    write_bytes: int
+    dtype: str
+    narrow: int = 0
+
+
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view", "_unsafe_view", "permute", "transpose", "t", "expand", "slice", "select", "detach", "alias", "squeeze",
+        "unsqueeze", "split", "split_with_sizes", "chunk", "unbind", "as_strided", "diagonal", "narrow", "unfold",
+        "reshape", "view_as", "expand_as", "lift_fresh", "numpy_T", "movedim", "swapaxes", "flatten", "unflatten",
+        "view_as_real", "view_as_complex", "_assert_tensor_metadata", "sym_size",
+    )
+) | {"_operator.getitem"}  # fmt: skip
+_ROW_READERS = frozenset({
+    "paraplan.embedding", "aten.embedding", "aten.gather", "aten.index", "aten.index_select", "paraplan.ce_target",
+})  # fmt: skip
+_OUT_READERS = frozenset({"paraplan.shard"})
+
+
+def op_name(target: str) -> str:
+    """A target without its overload: "aten.mm.default" to "aten.mm"."""
+    return ".".join(target.split(".", 2)[:2])
+
+
+def is_free(target: str) -> bool:
+    """Whether an op only reinterprets its input (no kernel, no bytes) when its output is a view."""
+    return op_name(target) in _VIEWS
+
+
+def nbytes(spec: Spec) -> int:
+    """Bytes of a dense tensor."""
+    return math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+
+
+def variant(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> bool:
+    """The one flag of an op that changes its work beyond its shapes: causal attention, transposed convolution."""
+    found = _FLAGS.get(op_name(target))
+    if found is None:
+        return False
+    key, position = found
+    return bool(kwargs.get(key, args[position] if len(args) > position else False))
+
+
+_FLAGS = {
+    "paraplan.attention": ("causal", 7),
+    "paraplan.attention_grad": ("causal", 10),
+    "aten.scaled_dot_product_attention": ("is_causal", 5),
+    "aten.convolution": ("transposed", 6),
+    "aten.convolution_backward": ("transposed", 7),
+}
+
+# A matrix product's (flops, narrowest dim).
+_Product = tuple[int, int]
+
+
+def _linear(ins: Specs, outs: Outs, flag: bool) -> _Product:
+    k, n, rows = ins[0].shape[-1], _first(outs).shape[-1], math.prod(ins[0].shape[:-1])
+    return 2 * rows * k * n, min(rows, k, n)
+
+
+def _linear_grad_weight(ins: Specs, outs: Outs, flag: bool) -> _Product:
+    n, k, rows = ins[0].shape[-1], ins[1].shape[-1], math.prod(ins[0].shape[:-1])
+    return 2 * rows * k * n, min(rows, k, n)
+
+
+def _mm(ins: Specs, outs: Outs, flag: bool) -> _Product:
+    (m, k), n = ins[-2].shape[-2:], ins[-1].shape[-1]
+    return 2 * math.prod(ins[-2].shape[:-2]) * m * k * n, min(m, k, n)
+
+
+def _matmul(ins: Specs, outs: Outs, flag: bool) -> _Product:
+    k, numel = ins[0].shape[-1], math.prod(_first(outs).shape)
+    n = ins[1].shape[-1] if len(ins[1].shape) > 1 else 1
+    return 2 * numel * k, min(k, n, ins[0].shape[-2] if len(ins[0].shape) > 1 else 1)
+
+
+def _attention(ins: Specs, outs: Outs, flag: bool) -> _Product:
+    (b, h, s, d), (t, e) = ins[0].shape, ins[2].shape[-2:]
+    return 2 * b * h * s * t * (d + e) // (2 if flag else 1), min(s, t)
+
+
+def _attention_grad(ins: Specs, outs: Outs, flag: bool) -> _Product:
+    # Scores again and dq, dk over d; dv and the probabilities' gradient over e.
+    (b, h, s, d), (t, e) = ins[1].shape, ins[3].shape[-2:]
+    return 2 * b * h * s * t * (3 * d + 2 * e) // (2 if flag else 1), min(s, t)
+
+
+def _convolution(ins: Specs, outs: Outs, flag: bool) -> _Product:
+    moved, weight = (ins[0] if flag else _first(outs)), ins[1].shape
+    per_element = math.prod(weight[1:])
+    rows = math.prod(moved.shape) // max(moved.shape[1], 1)
+    return 2 * math.prod(moved.shape) * per_element, min(rows, weight[0], per_element)
+
+
+def _convolution_backward(ins: Specs, outs: Outs, flag: bool) -> _Product:
+    products = sum(out is not None for out in outs[:2])
+    flops, narrow = _convolution((ins[1], ins[2]), (ins[0],), flag)
+    return products * flops, narrow
+
+
+def _first(outs: Outs) -> Spec:
+    for out in outs:
+        if out is not None:
+            return out
+    raise CostModelError("an op without any output has no matrix product to price")
+
+
+_PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, bool], _Product]]] = {
+    "paraplan.linear": ("matmul", _linear),
+    "paraplan.linear_grad_input": ("matmul", _linear),
+    "paraplan.linear_grad_weight": ("matmul", _linear_grad_weight),
+    "aten.linear": ("matmul", _linear),
+    "aten.mm": ("matmul", _mm),
+    "aten.bmm": ("matmul", _mm),
+    "aten.addmm": ("matmul", _mm),
+    "aten.baddbmm": ("matmul", _mm),
+    "aten.matmul": ("matmul", _matmul),
+    "aten.convolution": ("matmul", _convolution),
+    "aten.convolution_backward": ("matmul", _convolution_backward),
+    "paraplan.attention": ("attention", _attention),
+    "paraplan.attention_grad": ("attention", _attention_grad),
+    "aten.scaled_dot_product_attention": ("attention", _attention),
+}
+
+
+def op_cost(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], inputs: Specs, outputs: Outs) -> OpWork:
+    """The work of one op.
+
+    Args:
+        target: e.g. "aten.mm.default" or "paraplan.linear".
+        args, kwargs: as in `ir.graph`; only the flags of `variant` are read.
+        inputs: the input tensors in the order arguments name them (`Op.tensors`), local shapes.
+        outputs: the output tensors, None where absent.
+    Returns:
+        Its class, flops, bytes and dtype; a view's work is zero.
+    """
+    return work_of(target, variant(target, args, kwargs), inputs, outputs)
+
+
+def work_of(target: str, flag: bool, inputs: Specs, outputs: Outs) -> OpWork:
+    """`op_cost` with the flag already read."""
+    if is_free(target):
+        return OpWork(kind="view", flops=0, read_bytes=0, write_bytes=0, dtype="float32")
+    name = op_name(target)
+    read, write = sum(map(nbytes, inputs)), sum(nbytes(out) for out in outputs if out is not None)
+    if name in _PRODUCTS:
+        kind, product = _PRODUCTS[name]
+        # addmm names its bias first; the product's operands are always among the first two.
+        dtype = inputs[min(1, len(inputs) - 1)].dtype
+        flops, narrow = product(inputs, outputs, flag)
+        return OpWork(kind=kind, flops=flops, read_bytes=read, write_bytes=write, dtype=dtype, narrow=narrow)
+    if name in _ROW_READERS:
+        read += write - (nbytes(inputs[0]) if inputs else 0)
+    elif name in _OUT_READERS:
+        read = write
+    elif name in ("paraplan.embedding_grad", "aten.embedding_dense_backward"):
+        # Zero fill, then every row of g is added into the table: read, read, write.
+        read, write = read + nbytes(inputs[0]), write + nbytes(inputs[0])
+    return OpWork(kind="memory", flops=0, read_bytes=read, write_bytes=write, dtype=_dtype(inputs, outputs))
+
+
+def copy_work(outputs: Outs) -> OpWork:
+    """The work of a view op that had to copy: its output is read and written once."""
+    size = sum(nbytes(out) for out in outputs if out is not None)
+    return OpWork(kind="memory", flops=0, read_bytes=size, write_bytes=size, dtype=_dtype((), outputs))
+
+
+def _dtype(inputs: Specs, outputs: Outs) -> str:
+    return next((spec.dtype for spec in (*inputs, *outputs) if spec is not None), "float32")
+
+
+def rate_of(device: Device, dtype: str) -> float:
+    """Peak matrix rate of a device in flop/s; integers and complex numbers go at the slowest rate it has.
+
+    Raises:
+        CostModelError: a float dtype the device has no rate for.
+    """
+    rate = device.flops_per_s.get(dtype)
+    if rate is not None:
+        return rate
+    if dtype in FLOATS:
+        has = ", ".join(device.flops_per_s)
+        raise CostModelError(f"{device.kind} has no rate for {dtype} (only {has}); use one of these or another device")
+    return min(device.flops_per_s.values())
+
+
+def op_time_s(work: OpWork, device: Device) -> float:
+    """Roofline time of one op on one device.
+
+    t = launch_s + max(flops / (rate · share · w / (w + half_dim)), bytes / (bandwidth · share)), w = work.narrow
+
+    Returns:
+        Seconds; 0.0 for a view (nothing is launched).
+    Raises:
+        CostModelError: the device has no rate for the work's float dtype.
+    """
+    if work.kind == "view":
+        return 0.0
+    share = efficiency_of(device.backend)
+    time = (work.read_bytes + work.write_bytes) / (device.memory_bytes_per_s * share.memory)
+    if work.flops:
+        of_class = share.attention if work.kind == "attention" else share.matmul
+        filled = work.narrow / (work.narrow + share.half_dim)
+        time = max(time, work.flops / (rate_of(device, work.dtype) * of_class * filled))
+    return device.launch_s + time

@@ -1,0 +1,85 @@
+"""A plan's prediction: the simulation said in the terms of `ir.plan.Prediction`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paraplan.cost_models.costs import Costs
+from paraplan.cost_models.ops import op_cost, rate_of
+from paraplan.cost_models.simulate import Simulation, simulate
+from paraplan.ir.graph import Graph, Phase
+from paraplan.ir.plan import Plan, Prediction
+from paraplan.ir.program import Program
+from paraplan.ir.rank_program import RankProgram
+
+_COMPUTE_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+
+
+def forward_flops(program: Program) -> int:
+    """Flops of every matrix product of the model's forward over the global batch, each counted once."""
+    per_kind = [_forward_flops(kind.graph) for kind in program.kinds]
+    return sum(per_kind[segment.kind] for segment in program.segments)
+
+
+def _forward_flops(graph: Graph) -> int:
+    total = 0
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD:
+            inputs = tuple(graph.values[name] for name in op.tensors)
+            outputs = tuple(None if name is None else graph.values[name] for name in op.outs)
+            total += op_cost(op.target, op.args, op.kwargs, inputs, outputs).flops
+    return total
+
+
+def model_flops(program: Program) -> int:
+    """Flops the model needs per step: three times the forward's (Chowdhery et al. 2022, appendix B).
+
+    Nothing a plan adds (recomputation, work done on several ranks) counts.
+    """
+    return 3 * forward_flops(program)
+
+
+def plan_costs(plan: Plan) -> tuple[Costs, ...]:
+    """Per rank class of the schedule, what things cost on its stage's mesh."""
+    per_stage = [Costs(plan.cluster, stage.mesh) for stage in plan.stages]
+    stage_of = {device: index for index, stage in enumerate(plan.stages) for device in stage.mesh.devices}
+    first_rank: dict[int, int] = {}
+    for rank, rank_class in enumerate(plan.schedule.rank_class):
+        first_rank.setdefault(rank_class, rank)
+    return tuple(per_stage[stage_of.get(first_rank.get(index, 0), 0)] for index in range(len(plan.schedule.classes)))
+
+
+def simulate_plan(plan: Plan, programs: Sequence[RankProgram]) -> Simulation:
+    """Simulate a plan's lowered programs, one per rank class of its schedule.
+
+    Raises:
+        CostModelError: see `simulate`.
+    """
+    return simulate(programs, plan_costs(plan), plan.schedule.rank_class)
+
+
+def predict(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation | None = None) -> Prediction:
+    """What the simulator says of a plan.
+
+    mfu = model_flops / (step_s · Σ over the cluster's devices of the peak rate of the compute dtype)
+
+    Args:
+        plan: the plan; its own prediction is not read.
+        programs: its lowered programs, one per rank class.
+        simulation: of these programs, where it was already made.
+    Raises:
+        CostModelError: see `simulate`; or a device has no rate for the compute dtype.
+    """
+    result = simulation or simulate_plan(plan, programs)
+    program = plan.program
+    dtype = _COMPUTE_DTYPE.get(program.precision, program.precision)
+    peak = sum(
+        group.nodes * group.devices_per_node * rate_of(group.device, dtype) for group in plan.cluster.groups
+    )  # fmt: skip
+    tokens = math.prod(next(iter(program.batch.values())).spec.shape[:2]) if program.batch else 0
+    step = result.step_s
+    return Prediction(
+        step_s=step, peak_bytes=result.peak_bytes, compute_s=result.compute_s, exposed_comm_s=result.exposed_comm_s,
+        tokens_per_s=tokens / step if step else 0.0, mfu=model_flops(program) / (step * peak) if step else 0.0,
+    )  # fmt: skip

@@ -1,0 +1,228 @@
+"""The simulator: what a step of every rank takes, in time and in memory.
+
+In: one `RankProgram` per class of equal ranks, and what things cost on each class' mesh. Out: step time, busy
+and exposed time per stream, bytes alive, and spans for timelines. Ranks of a class do equal work at equal
+times, so a class is simulated once, and a collective among them starts when any of them reaches it.
+
+Each class is a `RankEngine` that takes its steps one at a time; `simulate` lets every engine run until it
+has ended. (Messages between stages will make an engine pause until its partner has got there.)
+Limits: host-side launch queues, contention between link levels and stragglers are not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paraplan.cost_models.blocks import TimeBlock, compile_time
+from paraplan.cost_models.bound import stream_bound
+from paraplan.cost_models.costs import COMPUTE, Costs
+from paraplan.cost_models.memory import MemoryWalk, StepMemory
+from paraplan.cost_models.timeline import Span, TimeWalk
+from paraplan.ir.errors import CostModelError
+from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.struct import Value
+
+
+class MemoryPoint(Value, frozen=True, kw_only=True):
+    """Memory around one step of the program.
+
+    Attributes:
+        step: index into the program's steps.
+        end_s: when compute has finished it.
+        live_bytes: alive after it.
+        peak_bytes: the most alive inside it.
+    """
+
+    step: int
+    end_s: float
+    live_bytes: int
+    peak_bytes: int
+
+
+class RankTrace(Value, frozen=True, kw_only=True):
+    """What one rank of a class went through.
+
+    Attributes:
+        step_s: until its last stream falls idle.
+        peak_bytes: the most bytes alive at once, workspace and optimizer state included.
+        peak_step, peak_instr: where: index of the step (-1: before the first), and of the instruction in its
+            block (-1: not inside one).
+        start_bytes: alive before the first step.
+        compute_s: compute stream busy.
+        comm_s: per comm stream, seconds busy.
+        exposed_comm_s: seconds compute stood still for communication, the step's end included (step_s - compute_s).
+        spans: stretches of every stream, for timelines.
+        memory: one point per step.
+    """
+
+    step_s: float
+    peak_bytes: int
+    peak_step: int
+    peak_instr: int
+    start_bytes: int
+    compute_s: float
+    comm_s: dict[str, float]
+    exposed_comm_s: float
+    spans: tuple[Span, ...]
+    memory: tuple[MemoryPoint, ...]
+
+    @property
+    def work(self) -> dict[str, float]:
+        """Seconds of work per stream."""
+        return {COMPUTE: self.compute_s, **self.comm_s}
+
+    @property
+    def bound_s(self) -> float:
+        """What this work takes at least (see `bound.stream_bound`)."""
+        return stream_bound(self.work)
+
+
+class Simulation(Value, frozen=True, kw_only=True):
+    """One step of the whole cluster.
+
+    Attributes:
+        traces: one per rank class.
+        rank_class: class of every rank.
+        busiest: the class whose rank ends last.
+    """
+
+    traces: tuple[RankTrace, ...]
+    rank_class: tuple[int, ...]
+    busiest: int
+
+    @property
+    def step_s(self) -> float:
+        """Time of the step: until the last rank ends."""
+        return self.traces[self.busiest].step_s
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Per rank class, the most bytes alive at once."""
+        return tuple(trace.peak_bytes for trace in self.traces)
+
+    @property
+    def compute_s(self) -> float:
+        """Compute of the busiest rank."""
+        return self.traces[self.busiest].compute_s
+
+    @property
+    def comm_s(self) -> dict[str, float]:
+        """Communication per stream of the busiest rank."""
+        return self.traces[self.busiest].comm_s
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """Exposed communication of the busiest rank."""
+        return self.traces[self.busiest].exposed_comm_s
+
+
+class RankEngine:
+    """One rank of a class on its way through its program; every block is read and priced once."""
+
+    def __init__(self, program: RankProgram, costs: Costs) -> None:
+        if program.mesh_shape != costs.mesh.shape:
+            raise CostModelError(f"a program for mesh {program.mesh_shape} cannot be priced on {costs.mesh.shape}")
+        self.program, self.costs = program, costs
+        self.memory, self.time = MemoryWalk(program), TimeWalk()
+        self.start_bytes = self.memory.live
+        self.peak = (self.memory.live, -1, -1)
+        self.points: list[MemoryPoint] = []
+        self._blocks: dict[str, TimeBlock] = {}
+        self._next = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether every step was taken."""
+        return self._next == len(self.program.steps)
+
+    def advance(self) -> None:
+        """Take the next step."""
+        step = self.program.steps[self._next]
+        memory = self.memory.advance(step)
+        if step.kind is StepKind.CALL:
+            self.time.call(step, self._block(step.block))
+        elif step.kind is StepKind.ACCUMULATE:
+            self.time.compute(step, self._accumulate_s(memory), "accumulate")
+        elif step.kind is StepKind.UPDATE:
+            self.time.compute(step, self._update_s(step), "update")
+        if memory.peak > self.peak[0]:
+            inside = memory.profile.peak_instr if memory.profile and memory.peak > memory.before else -1
+            self.peak = (memory.peak, self._next, inside)
+        end = self.time.clock[COMPUTE]
+        self.points.append(MemoryPoint(step=self._next, end_s=end, live_bytes=memory.after, peak_bytes=memory.peak))
+        self._next += 1
+
+    def trace(self) -> RankTrace:
+        """What was seen so far."""
+        work = dict(self.time.work)
+        compute = work.pop(COMPUTE)
+        return RankTrace(
+            step_s=self.time.end_s, peak_bytes=self.peak[0], peak_step=self.peak[1], peak_instr=self.peak[2],
+            start_bytes=self.start_bytes, compute_s=compute, comm_s=work,
+            exposed_comm_s=self.time.stalled_s + (self.time.end_s - self.time.clock[COMPUTE]),
+            spans=tuple(self.time.spans), memory=tuple(self.points),
+        )  # fmt: skip
+
+    def _block(self, name: str) -> TimeBlock:
+        if name not in self._blocks:
+            self._blocks[name] = compile_time(self.program.blocks[name], self.costs)
+        return self._blocks[name]
+
+    def _accumulate_s(self, memory: StepMemory) -> float:
+        """Nothing for a move; else one kernel that reads both and writes one."""
+        if memory.moved or memory.held is None:
+            return 0.0
+        size = memory.held.nbytes
+        return self.costs.memory_s(2 * size, size)
+
+    def _update_s(self, step: Step) -> float:
+        """One fused kernel: parameters and states read and written, gradients read."""
+        held = self.memory.outer
+        roles = ("param", "state")
+        by_source = {value.source: name for name, value in self.program.outer.items() if value.role in roles}
+        params = grads = 0
+        for name in step.args:
+            outer = self.program.outer.get(name)
+            source = outer.source if outer is not None else name
+            stored = held.get(name) or held.get(by_source.get(source, ""))
+            grad = held.get(self.program.grads.get(source, ""))
+            size = stored.nbytes if stored is not None else 0
+            params += size
+            grads += grad.nbytes if grad is not None else size
+        states = self.program.optimizer_bytes
+        return self.costs.memory_s(params + grads + states, params + states)
+
+
+def simulate_rank(program: RankProgram, costs: Costs) -> RankTrace:
+    """One rank's step.
+
+    Args:
+        program: what the rank executes.
+        costs: of its stage's mesh.
+    Raises:
+        CostModelError: the program names what does not exist, does not fit the mesh, or cannot be priced.
+    """
+    return simulate((program,), (costs,)).traces[0]
+
+
+def simulate(
+    programs: Sequence[RankProgram], costs: Sequence[Costs], rank_class: tuple[int, ...] = (0,)
+) -> Simulation:
+    """One step of every rank.
+
+    Args:
+        programs: one per rank class.
+        costs: parallel to `programs`: of the mesh each class runs on.
+        rank_class: class of every rank.
+    Raises:
+        CostModelError: as `simulate_rank`, or no program at all.
+    """
+    if not programs or len(programs) != len(costs):
+        raise CostModelError(f"{len(programs)} rank programs, {len(costs)} costs: one of each per class, at least one")
+    engines = [RankEngine(program, of) for program, of in zip(programs, costs, strict=True)]
+    for engine in engines:
+        while not engine.ended:
+            engine.advance()
+    traces = tuple(engine.trace() for engine in engines)
+    busiest = max(range(len(traces)), key=lambda index: traces[index].step_s)
+    return Simulation(traces=traces, rank_class=rank_class, busiest=busiest)

@@ -1,0 +1,111 @@
+"""Streams of one rank: clocks that run side by side, and the spans drawn on them.
+
+Instructions are issued in program order. Compute runs them one after another. A collective starts on its
+comm stream once compute has reached it (its input is then ready) and the stream is free, and runs beside
+compute; a wait holds compute until the collective has ended. That is CUDA's stream order under
+torch.distributed: one communication stream per link level.
+"""
+
+from __future__ import annotations
+
+import re
+
+from paraplan.cost_models.blocks import Issue, Run, TimeBlock
+from paraplan.cost_models.costs import COMPUTE
+from paraplan.ir.rank_program import Step
+from paraplan.ir.struct import Value
+
+_PHASE = re.compile(r"\d*([A-Z_]*)")
+
+
+class Span(Value, frozen=True, kw_only=True):
+    """A stretch of a stream: one step's compute, or one collective.
+
+    Attributes:
+        stream: "compute", "comm:in_node", "comm:between_nodes", "copy".
+        start_s, end_s: from the step's begin.
+        label: the block, or the collective's name.
+        action, segment, microbatch: of the step it belongs to.
+        phase: the action's kind ("F", "B", "UPDATE").
+        busy_s: seconds of work inside; the rest of a compute span is waiting.
+    """
+
+    stream: str
+    start_s: float
+    end_s: float
+    label: str
+    action: str
+    segment: int
+    microbatch: int
+    phase: str
+    busy_s: float
+
+
+class TimeWalk:
+    """The clocks of one rank while its steps are taken in order."""
+
+    def __init__(self) -> None:
+        self.clock: dict[str, float] = {COMPUTE: 0.0}
+        self.work: dict[str, float] = {COMPUTE: 0.0}
+        self.stalled_s = 0.0
+        self.spans: list[Span] = []
+        self._unfinished: dict[str, float] = {}
+
+    @property
+    def end_s(self) -> float:
+        """When the last stream falls idle."""
+        return max(self.clock.values())
+
+    def call(self, step: Step, block: TimeBlock) -> None:
+        """Run a block's events."""
+        begin = now = self.clock[COMPUTE]
+        busy = 0.0
+        bound = ((name, step.args[index]) for index, name in block.imported)
+        ends = {name: self._unfinished[outer] for name, outer in bound if outer in self._unfinished}
+        for event in block.events:
+            if isinstance(event, Run):
+                now += event.seconds
+                busy += event.seconds
+            elif isinstance(event, Issue):
+                ends[event.name] = self._issue(step, event, now)
+            else:
+                end = ends.get(event.name, now)
+                if end > now:
+                    self.stalled_s += end - now
+                    now = end
+        self.clock[COMPUTE] = now
+        self.work[COMPUTE] += busy
+        for index, name in block.exported:
+            outer = step.outs[index]
+            if outer is not None:
+                self._unfinished[outer] = ends[name]
+        self._span(step, COMPUTE, begin, now, step.block, busy)
+
+    def compute(self, step: Step, seconds: float, label: str) -> None:
+        """Run one kernel outside of blocks."""
+        begin = self.clock[COMPUTE]
+        self.clock[COMPUTE] = begin + seconds
+        self.work[COMPUTE] += seconds
+        self._span(step, COMPUTE, begin, begin + seconds, label, seconds)
+
+    def _issue(self, step: Step, event: Issue, now: float) -> float:
+        start = max(now, self.clock.get(event.stream, 0.0))
+        end = start + event.seconds
+        self.clock[event.stream] = end
+        self.work[event.stream] = self.work.get(event.stream, 0.0) + event.seconds
+        self._span(step, event.stream, start, end, event.label, event.seconds)
+        return end
+
+    def _span(self, step: Step, stream: str, start: float, end: float, label: str, busy: float) -> None:
+        if end > start:
+            span = Span(
+                stream=stream, start_s=start, end_s=end, label=label, action=step.action, segment=step.segment,
+                microbatch=step.microbatch, phase=phase_of(step.action), busy_s=busy,
+            )  # fmt: skip
+            self.spans.append(span)
+
+
+def phase_of(action: str) -> str:
+    """The kind in an action's text: "F" of "0F1"."""
+    match = _PHASE.match(action)
+    return match[1] if match else ""

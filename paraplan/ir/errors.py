@@ -1,0 +1,53 @@
+"""The one exception tree: what went wrong, where, the numbers, and what to do next.
+
+Every message names the place (op and source line, file and field, stage, rank), the numbers that did not
+fit, and a way out. `assert` is kept for bugs of our own.
+"""
+
+
+class ParaplanError(Exception):
+    """Base of every error a user can meet."""
+
+
+class CaptureError(ParaplanError):
+    """The model cannot be traced; carries the user's own source line and the remedy."""
+
+
+class UnsupportedOpError(ParaplanError):
+    """An op has no meaning in the program (not merely no sharding rule)."""
+
+
+class ClusterError(ParaplanError):
+    """A cluster description is malformed or describes no machine."""
+
+
+class CostModelError(ParaplanError):
+    """A cost was asked for with arguments that make no sense."""
+
+
+class ConstraintError(ParaplanError):
+    """The user's pinned choices contradict each other, the model or the cluster."""
+
+
+class InfeasibleError(ParaplanError):
+    """Proved: no plan exists under the given limits."""
+
+
+class SolverLimitError(ParaplanError):
+    """Not proved: the time limit passed before any plan was found."""
+
+
+class InvalidPlanError(ParaplanError):
+    """A plan (or a piece of one) breaks a rule of legality."""
+
+
+class PlanMismatchError(ParaplanError):
+    """A legal plan meant for another model, cluster or version."""
+
+
+class CodegenError(ParaplanError):
+    """A rank program could not be turned into modules."""
+
+
+class RuntimeFailure(ParaplanError):
+    """Running a plan failed; names the rank and the action."""

@@ -1,0 +1,296 @@
+"""Building one block: local ops, layout changes, and their memory.
+
+A `BlockEmitter` holds values by (name, layout). Asking for a value in a layout it is not in emits the moves
+of `ir.reshard` once; later requests reuse the result. Shapes follow from layouts, strides from
+`ir.strides`; a reshape that cannot be a view becomes an explicit copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paraplan.ir.graph import Arg, Graph, Op, map_refs
+from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.mesh import Layout, Shard, layout_text, local_shape
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.reshard import Move, reshard_path
+from paraplan.ir.rules.dims import LocalContext, op_def
+from paraplan.ir.rules.strategies import Strategy
+from paraplan.ir.strides import contiguous_strides, elementwise_strides, is_contiguous, view_strides
+from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
+
+Dims = tuple[int, ...]
+
+
+class BlockEmitter:
+    """Collects the instructions of one block on an extended mesh (axis 0: microbatches)."""
+
+    def __init__(self, name: str, mesh_shape: Dims) -> None:
+        self.name = name
+        self.mesh_shape = mesh_shape
+        self.values: dict[str, LocalValue] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        self.inputs: dict[str, None] = {}
+        self._home: dict[str, Layout] = {}
+        self._given: dict[str, LocalValue] = {}
+        self._at: dict[tuple[str, Layout], str] = {}
+        self._instrs: list[Instr] = []
+        self._origin = -1
+
+    def give(self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = "") -> None:
+        """A value the caller can bind as `name`; it becomes an input of the block only if read.
+
+        Ops ask for it as `known_as` where that differs.
+        """
+        shape = local_shape(spec.shape, layout, self.mesh_shape)
+        nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
+        strides = contiguous_strides(shape) if strides is None else strides
+        self._given[name] = LocalValue(dtype=spec.dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes)
+        known = known_as or name
+        self.specs[known] = spec
+        self._home[known] = layout
+        self._at[known, layout] = name
+
+    def home(self, name: str) -> Layout:
+        """The layout a value was given or made in."""
+        return self._home[name]
+
+    def get(self, name: str, layout: Layout) -> str:
+        """The local name of a value in a layout, moving it there first if need be."""
+        found = self._at.get((name, layout))
+        if found is None:
+            source = self._home[name]
+            found = self._use(self._at[name, source])
+            for move in reshard_path(self.specs[name].shape, source, layout, self.mesh_shape, frozen=1):
+                found = self._move(name, found, move)
+            self._at[name, layout] = found
+        return self._use(found)
+
+    def _use(self, local: str) -> str:
+        if local in self._given and local not in self.values:
+            self.values[local] = self._given[local]
+            self.inputs[local] = None
+        return local
+
+    def op(self, op: Op, graph: Graph, strategy: Strategy, origin: int) -> None:
+        """Emit one op of the joint graph under a strategy (layouts on the extended mesh)."""
+        self._origin = origin
+        names = {}
+        for name, layout in zip(op.tensors, strategy.inputs, strict=True):
+            names[name, layout] = self.get(name, layout)
+        args, kwargs = self._local_args(op, graph, strategy, names)
+        locals_: list[str | None] = []
+        for out, layout, final in zip(op.outs, strategy.computed, strategy.outputs, strict=True):
+            if out is None or layout is None or final is None:
+                locals_.append(None)
+                continue
+            self.specs[out] = graph.values[out]
+            self._home[out] = final
+            locals_.append(out if layout == final else f"{out}@{layout_text(layout)}")
+        self._emit_op(op, args, kwargs, strategy, tuple(locals_), [names[k] for k in zip(op.tensors, strategy.inputs, strict=True)])
+        for out, layout, final, local in zip(op.outs, strategy.computed, strategy.outputs, locals_, strict=True):
+            if out is None or layout is None or final is None or local is None:
+                continue
+            self._at[out, layout] = local
+            if layout != final:
+                for move in reshard_path(self.specs[out].shape, layout, final, self.mesh_shape, frozen=1):
+                    local = self._move(out, local, move)
+                self._at[out, final] = local
+
+    def _local_args(
+        self, op: Op, graph: Graph, strategy: Strategy, names: dict[tuple[str, Layout], str]
+    ) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
+        queue = iter(zip(op.tensors, strategy.inputs, strict=True))
+
+        def rename(_: str) -> str:
+            return names[next(queue)]
+
+        args = tuple(map_refs(arg, rename) for arg in op.args)
+        kwargs = {key: map_refs(arg, rename) for key, arg in op.kwargs.items()}
+        definition = op_def(op.target)
+        if definition is not None and definition.localise is not None:
+            inputs = tuple(graph.values[name] for name in op.tensors)
+            outputs = tuple(None if name is None else graph.values[name] for name in op.outs)
+            context = LocalContext(
+                inputs=inputs, outputs=outputs, in_layouts=strategy.inputs, out_layouts=strategy.computed,
+                mesh_shape=self.mesh_shape, offset=self._offset,
+                local_inputs=tuple(local_shape(s.shape, lay, self.mesh_shape) for s, lay in zip(inputs, strategy.inputs, strict=True)),
+                local_outputs=tuple(
+                    () if s is None or lay is None else local_shape(s.shape, lay, self.mesh_shape)
+                    for s, lay in zip(outputs, strategy.computed, strict=True)
+                ),
+            )  # fmt: skip
+            args = definition.localise(args, context)
+        return args, kwargs
+
+    def _offset(self, spec: TensorSpec, layout: Layout, dim: int) -> str:
+        """The first index of this rank's block along a dim, as "#..." text."""
+        block, terms = spec.shape[dim], []
+        for axis, (placement, size) in enumerate(zip(layout, self.mesh_shape, strict=True)):
+            if placement == Shard(dim=dim):
+                block //= size
+                terms.append(f"{_axis_key(axis)}:{block}")
+        return "#" + ",".join(terms)
+
+    def _emit_op(
+        self, op: Op, args: tuple[Arg, ...], kwargs: dict[str, Arg], strategy: Strategy,
+        outs: tuple[str | None, ...], inputs: list[str],
+    ) -> None:  # fmt: skip
+        definition = op_def(op.target)
+        how = "contiguous" if definition is None else definition.strides
+        shapes = [
+            None if local is None or layout is None else local_shape(self.specs[name].shape, layout, self.mesh_shape)
+            for local, name, layout in zip(outs, op.outs, strategy.computed, strict=True)
+        ]  # type: ignore[index]
+        if how == "view":
+            assert outs[0] is not None and op.outs[0] is not None and shapes[0] is not None
+            self.view(op.target, args, inputs[0], outs[0], shapes[0])
+            return
+        sources = [self.values[name] for name in inputs]
+        for index, (local, shape) in enumerate(zip(outs, shapes, strict=True)):
+            if local is not None and shape is not None:
+                name = op.outs[index]
+                assert name is not None
+                self._fresh(local, self.specs[name].dtype, shape, _fresh_strides(how, shape, sources))
+        workspace = 0
+        if definition is not None and definition.workspace is not None:
+            results = [None if local is None else self.values[local] for local in outs]
+            workspace = definition.workspace(sources, results, args)
+        self._add(Instr(target=op.target, args=args, kwargs=kwargs, outs=outs, workspace_bytes=workspace, origin=self._origin))
+
+    def view(self, target: str, args: tuple[Arg, ...], source: str, out: str, shape: Dims, change: bool = False) -> None:
+        """Emit a view, or the copy that a reshape must be."""
+        value = self.values[source]
+        strides = _view_result(target, args, value, shape)
+        if strides is None:
+            self._fresh(out, value.dtype, shape, contiguous_strides(shape))
+            self._add(Instr(target="paraplan.reshape_copy", args=("%" + source, shape), outs=(out,), origin=self._origin, layout_change=change))
+            return
+        self.values[out] = LocalValue(dtype=value.dtype, shape=shape, strides=strides, base=value.base, storage_bytes=0)
+        self._add(Instr(target=target, args=args, outs=(out,), origin=self._origin, layout_change=change))
+
+    def local(
+        self, target: str, args: tuple[Arg, ...], out: str, dtype: str, shape: Dims, kwargs: dict[str, Arg] | None = None
+    ) -> str:
+        """Emit an op outside the joint graph, with one fresh contiguous result."""
+        self._fresh(out, dtype, shape, contiguous_strides(shape))
+        self._add(Instr(target=target, args=args, kwargs=kwargs or {}, outs=(out,), origin=self._origin, layout_change=True))
+        return out
+
+    def effect(self, target: str, args: tuple[Arg, ...]) -> None:
+        """Emit an op that makes nothing (a write into an input)."""
+        self._add(Instr(target=target, args=args, outs=(), origin=-1, layout_change=True))
+
+    def define(self, name: str, spec: TensorSpec, layout: Layout) -> None:
+        """Declare that a local value made by `local` is a value in a layout."""
+        self.specs[name] = spec
+        self._home[name] = layout
+        self._at[name, layout] = name
+
+    def _fresh(self, name: str, dtype: str, shape: Dims, strides: Dims) -> None:
+        nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        self.values[name] = LocalValue(dtype=dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes)
+
+    def _add(self, instr: Instr) -> None:
+        self._instrs.append(instr)
+
+    def _unique(self, stem: str) -> str:
+        count = 0
+        while f"{stem}~{count}" in self.values:
+            count += 1
+        return f"{stem}~{count}"
+
+    def _move(self, name: str, local: str, move: Move) -> str:
+        """Emit one move; returns the local name of the result."""
+        stem = f"{name}@{layout_text(move.after)}"
+        value = self.values[local]
+        after = local_shape(self.specs[name].shape, move.after, self.mesh_shape)
+        n = self.mesh_shape[move.axis]
+        if move.kind == "slice":
+            start = f"#{_axis_key(move.axis)}:{after[move.dim]}"
+            return self.local("paraplan.shard", ("%" + local, move.dim, after[move.dim], start), self._unique(stem), value.dtype, after)
+        if move.kind == "first_only":
+            return self.local("paraplan.first_only", ("%" + local, f"#{_axis_key(move.axis)}:1"), self._unique(stem), value.dtype, after)
+        if not is_contiguous(value.shape, value.strides):
+            local = self.local("paraplan.reshape_copy", ("%" + local, value.shape), self._unique(stem), value.dtype, value.shape)
+        if move.kind == "all_reduce":
+            return self._collective(move, local, stem, value.shape, move.reduction)
+        if move.kind == "all_gather":
+            stacked = self._collective(move, local, stem, (n * value.shape[0], *value.shape[1:]), "")
+            return self._unstack(stacked, stem, n, move.dim, after)
+        split = move.dim if move.kind == "reduce_scatter" else move.to_dim
+        local = self._stack(local, stem, n, split)
+        shape = self.values[local].shape
+        if move.kind == "reduce_scatter":
+            return self._collective(move, local, stem, (shape[0] // n, *shape[1:]), move.reduction)
+        exchanged = self._collective(move, local, stem, shape, "")
+        return self._unstack(exchanged, stem, n, move.dim, after)
+
+    def _stack(self, local: str, stem: str, n: int, dim: int) -> str:
+        """Chunks along `dim` laid one after another along dim 0; a view where nothing but ones leads."""
+        value = self.values[local]
+        if dim == 0:
+            return local
+        shape = (n * value.shape[0], *(size // n if i == dim else size for i, size in enumerate(value.shape) if i > 0))
+        out = self._unique(stem)
+        if math.prod(value.shape[:dim]) == 1:
+            self.view("aten.view.default", ("%" + local, shape), local, out, shape, change=True)
+            return out
+        return self.local("paraplan.stack", ("%" + local, n, dim), out, value.dtype, shape)
+
+    def _unstack(self, local: str, stem: str, n: int, dim: int, after: Dims) -> str:
+        """The inverse: blocks along dim 0 laid side by side along `dim`."""
+        if dim == 0:
+            return local
+        out = self._unique(stem)
+        if math.prod(after[:dim]) == 1:
+            self.view("aten.view.default", ("%" + local, after), local, out, after, change=True)
+            return out
+        return self.local("paraplan.unstack", ("%" + local, n, dim), out, self.values[local].dtype, after)
+
+    def _collective(self, move: Move, local: str, stem: str, shape: Dims, reduction: str) -> str:
+        issued, done = self._unique(stem + "!"), self._unique(stem)
+        value = self.values[local]
+        self._fresh(issued, value.dtype, shape, contiguous_strides(shape))
+        self.values[done] = LocalValue(dtype=value.dtype, shape=shape, strides=contiguous_strides(shape), base=issued, storage_bytes=0)
+        axis = move.axis - 1
+        common = {"axis": axis, "origin": self._origin, "layout_change": True}
+        self._add(Instr(kind=InstrKind.COLLECTIVE, target=move.kind, args=("%" + local, ":" + reduction), outs=(issued,), **common))
+        held = () if move.kind == "all_reduce" else ("%" + local,)
+        self._add(Instr(kind=InstrKind.WAIT, target="wait", args=("%" + issued, *held), outs=(done,), **common))
+        return done
+
+    def finish(self, outputs: Sequence[str | None], saved: Sequence[str]) -> Block:
+        """The block: collectives issued early and waited late, values freed at their last use."""
+        return finish_block(self.name, tuple(self.inputs), tuple(outputs), tuple(saved), self.values, self._instrs)
+
+
+def _axis_key(axis: int) -> str:
+    return "m" if axis == 0 else str(axis - 1)
+
+
+def _fresh_strides(how: str, shape: Dims, inputs: list[LocalValue]) -> Dims:
+    if how == "elementwise":
+        return elementwise_strides(shape, [(value.shape, value.strides) for value in inputs])
+    if how == "attention" and len(shape) == 4:
+        b, h, s, e = shape
+        return (s * h * e, e, h * e, 1)
+    return contiguous_strides(shape)
+
+
+def _view_result(target: str, args: tuple[Arg, ...], value: LocalValue, shape: Dims) -> Dims | None:
+    """Strides of a view's result; None where only a copy will do."""
+    if target == "aten.permute.default":
+        return tuple(value.strides[int(dim) % len(shape)] for dim in args[1])
+    if target == "aten.expand.default":
+        lead = len(shape) - len(value.shape)
+        tail = zip(value.shape, value.strides, shape[lead:], strict=True)
+        return (0,) * lead + tuple(0 if size == 1 and out != 1 else stride for size, stride, out in tail)
+    if target == "aten.slice.Tensor":
+        dim, step = int(args[1]) % len(shape), int(args[4]) if len(args) > 4 else 1
+        return tuple(stride * step if index == dim else stride for index, stride in enumerate(value.strides))
+    if target == "aten.select.int":
+        dim = int(args[1]) % len(value.shape)
+        return value.strides[:dim] + value.strides[dim + 1 :]
+    return view_strides(value.shape, value.strides, shape)

@@ -1,0 +1,78 @@
+"""Ordering a block: collectives as early as their input exists, waits as late as their result is needed.
+
+Compute keeps its order. Every value is then freed at its last use.
+"""
+
+from __future__ import annotations
+
+from paraplan.ir.graph import refs
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+
+
+def finish_block(
+    name: str, inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...],
+    values: dict[str, LocalValue], instrs: list[Instr],
+) -> Block:  # fmt: skip
+    """The block of these instructions, ordered and with frees."""
+    ordered = _overlap(inputs, outputs, saved, instrs)
+    kept = {out for out in outputs if out is not None} | set(saved)
+    return Block(name=name, inputs=inputs, outputs=outputs, saved=saved, values=values, instrs=_with_frees(inputs, kept, ordered))
+
+
+def _reads(instr: Instr) -> list[str]:
+    return list(refs((instr.args, tuple(instr.kwargs.values()))))
+
+
+def _overlap(inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]) -> list[Instr]:
+    made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}
+    waiting = [instr for instr in instrs if instr.kind is InstrKind.COLLECTIVE]
+    ready = set(inputs)
+    ordered: list[Instr] = []
+
+    def emit(instr: Instr) -> None:
+        for name in _reads(instr):
+            if name not in ready:
+                emit(made_by_wait[name])
+        ordered.append(instr)
+        ready.update(out for out in instr.outs if out is not None)
+        issue()
+
+    def issue() -> None:
+        for collective in list(waiting):
+            source = _reads(collective)[0]
+            if source in ready and collective in waiting:
+                waiting.remove(collective)
+                ordered.append(collective)
+                ready.update(out for out in collective.outs if out is not None)
+
+    issue()
+    for instr in instrs:
+        if instr.kind is InstrKind.OP:
+            emit(instr)
+        elif instr.kind is InstrKind.COLLECTIVE and instr in waiting:
+            source = _reads(instr)[0]
+            if source not in ready:
+                emit(made_by_wait[source])
+    for out in (*outputs, *saved):
+        if out is not None and out not in ready:
+            emit(made_by_wait[out])
+    return ordered
+
+
+def _with_frees(inputs: tuple[str, ...], kept: set[str], instrs: list[Instr]) -> tuple[Instr, ...]:
+    last: dict[str, int] = {}
+    for index, instr in enumerate(instrs):
+        for name in (*(out for out in instr.outs if out is not None), *_reads(instr)):
+            last[name] = index
+    dying: dict[int, list[str]] = {}
+    for name, index in last.items():
+        if name not in kept:
+            dying.setdefault(index, []).append(name)
+    return tuple(_freed(instr, tuple(dying.get(index, ()))) for index, instr in enumerate(instrs))
+
+
+def _freed(instr: Instr, frees: tuple[str, ...]) -> Instr:
+    return Instr(
+        kind=instr.kind, target=instr.target, args=instr.args, kwargs=instr.kwargs, outs=instr.outs, axis=instr.axis, frees=frees,
+        workspace_bytes=instr.workspace_bytes, origin=instr.origin, layout_change=instr.layout_change,
+    )  # fmt: skip

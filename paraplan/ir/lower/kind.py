@@ -1,0 +1,240 @@
+"""A kind under one choice -> its forward and backward blocks.
+
+Backward values that the forward made are saved in the layout they were produced in; inputs of the segment and
+its outputs are not saved again, for the outer namespace holds them. Parameters are read from their stored
+layout in each phase anew (a sharded one is gathered, used and freed), and every gradient leaves the block in
+the layout the plan gives it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.graph import Phase
+from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
+from paraplan.ir.micro import KindMicro, dual
+from paraplan.ir.plan import KindChoice
+from paraplan.ir.program import SegmentKind
+from paraplan.ir.rank_program import Block
+from paraplan.ir.rules.strategies import AxisChoice, GraphKey, Strategy, graph_strategies
+from paraplan.ir.strides import is_dense
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value a block can be given: its layout on the extended mesh and its strides (None: contiguous)."""
+
+    layout: Layout
+    strides: Dims | None = None
+
+
+@dataclass(frozen=True)
+class KindContext:
+    """All that shapes a kind's blocks besides the choice: equal contexts share blocks.
+
+    Attributes:
+        num_microbatches, mesh_shape: of the stage.
+        inputs: per boundary input.
+        params: per parameter slot, where it is stored.
+        param_grads: per parameter slot, the layout its gradient is handed over in (on the mesh).
+        grad_dtype: dtype gradients are accumulated in, "" for that of the gradient.
+    """
+
+    num_microbatches: int
+    mesh_shape: Dims
+    inputs: tuple[Given, ...]
+    params: tuple[Layout, ...]
+    param_grads: tuple[Layout, ...]
+    grad_dtype: str
+
+
+@dataclass(frozen=True)
+class LoweredForward:
+    """The forward block and what it hands on.
+
+    Attributes:
+        block: its inputs keep the graph's names (parameters, boundary inputs, seed).
+        outputs: per output, where and how it lies.
+        saved: graph name -> (local name in the block, how it lies) of every value saved for the backward.
+        strategies: of every op, on the extended mesh.
+    """
+
+    block: Block
+    outputs: tuple[Given, ...]
+    saved: dict[str, tuple[str, Given]]
+    strategies: tuple[Strategy, ...]
+
+
+@dataclass(frozen=True)
+class LoweredBackward:
+    """The backward block: inputs are parameters, boundary inputs, seed, saved values (under the forward
+    block's local names), outputs and tangents; results are the gradients of the boundary inputs (`grads`
+    says how each lies, None where it has none), then those of the parameters."""
+
+    block: Block
+    grads: tuple[Given | None, ...]
+
+
+def extend(strategy: Strategy, micro: AxisChoice) -> Strategy:
+    """A mesh strategy with the microbatch axis put in front."""
+
+    def outs(layouts: tuple[Layout | None, ...]) -> tuple[Layout | None, ...]:
+        return tuple(
+            None if layout is None or first is None else (first, *layout)
+            for first, layout in zip(micro.outputs, layouts, strict=True)
+        )
+
+    inputs = tuple((first, *layout) for first, layout in zip(micro.inputs, strategy.inputs, strict=True))
+    return Strategy(strategy.key, inputs, outs(strategy.computed), outs(strategy.outputs))
+
+
+def chosen_strategies(kind: SegmentKind, choice: KindChoice, micro: KindMicro, mesh_shape: Dims, m: int) -> tuple[Strategy, ...]:
+    """The strategy of every op, on the extended mesh.
+
+    Raises:
+        InvalidPlanError: a key names no legal strategy of its op.
+    """
+    legal = graph_strategies(GraphKey(kind.graph, mesh_shape, micro.choices, m))
+    if len(choice.ops) != len(kind.graph.ops):
+        raise InvalidPlanError(f"kind {kind.name} has {len(kind.graph.ops)} ops, the plan chooses for {len(choice.ops)}")
+    found = []
+    for op, key, options, along in zip(kind.graph.ops, choice.ops, legal, micro.choices, strict=True):
+        strategy = next((option for option in options if option.key == key), None)
+        if strategy is None:
+            raise InvalidPlanError(
+                f"kind {kind.name}, {op.target} ({kind.graph.source_of(op)}): {key!r} is no legal strategy on mesh {mesh_shape}; "
+                f"legal: {', '.join(option.key for option in options[:12])}"
+            )
+        found.append(extend(strategy, along))
+    return tuple(found)
+
+
+def lower_forward(name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext) -> LoweredForward:
+    """Lower a kind's forward ops."""
+    m, graph = context.num_microbatches, kind.graph
+    strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
+    emitter = BlockEmitter(name, (m, *context.mesh_shape))
+    _give_sources(emitter, kind, context)
+    _emit_phase(emitter, kind, strategies, Phase.FORWARD)
+    layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in kind.outputs)
+    locals_ = tuple(emitter.get(out, layout) for out, layout in zip(kind.outputs, layouts, strict=True))
+    outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
+    made = {out for op in graph.ops if op.phase is Phase.FORWARD for out in op.outs if out is not None}
+    needed = _backward_reads(kind)
+    saved = {}
+    for value in graph.values:
+        if value in made and value in needed and value not in kind.outputs:
+            local = emitter.get(value, emitter.home(value))
+            saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
+    block = emitter.finish(locals_, tuple(local for local, _ in saved.values()))
+    return LoweredForward(block, outputs, saved, strategies)
+
+
+def lower_backward(
+    name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext, forward: LoweredForward,
+    tangents: tuple[Given | None, ...],
+) -> LoweredBackward:  # fmt: skip
+    """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
+    graph = kind.graph
+    emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape))
+    _give_sources(emitter, kind, context)
+    for value, (local, given) in forward.saved.items():
+        emitter.give(local, graph.values[value], given.layout, given.strides, known_as=value)
+    for out, given in zip(kind.outputs, forward.outputs, strict=True):
+        emitter.give(out, graph.values[out], given.layout, given.strides)
+    for tangent, arrives in zip(kind.tangents, tangents, strict=True):
+        if tangent is not None and arrives is not None:
+            emitter.give(tangent, graph.values[tangent], arrives.layout, arrives.strides)
+    _emit_phase(emitter, kind, forward.strategies, Phase.BACKWARD)
+    layouts = _input_grad_layouts(kind, choice, micro, emitter)
+    grads = tuple(
+        None if grad is None or layout is None else emitter.get(grad, layout)
+        for grad, layout in zip(kind.input_grads, layouts, strict=True)
+    )
+    param_grads = _param_grads(emitter, kind, context, context.num_microbatches)
+    results = _unshared(emitter, (*grads, *param_grads))
+    grads = results[: len(grads)]
+    block = emitter.finish(results, ())
+    lies = tuple(
+        None if local is None or layout is None else Given(layout, emitter.values[local].strides)
+        for local, layout in zip(grads, layouts, strict=True)
+    )
+    return LoweredBackward(block, lies)
+
+
+def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    """Results that own their storage: gradients are accumulated in place, so no two may share one."""
+    taken = set(emitter.inputs)
+    found: list[str | None] = []
+    for local in results:
+        if local is not None:
+            value = emitter.values[local]
+            if value.base in taken or not is_dense(value.shape, value.strides):
+                local = emitter.local("paraplan.reshape_copy", ("%" + local, value.shape), f"{local}^own{len(found)}", value.dtype, value.shape)
+                value = emitter.values[local]
+            taken.add(value.base)
+        found.append(local)
+    return tuple(found)
+
+
+def _give_sources(emitter: BlockEmitter, kind: SegmentKind, context: KindContext) -> None:
+    values = kind.graph.values
+    for name, layout in zip(kind.params, context.params, strict=True):
+        emitter.give(name, values[name], (R, *layout))
+    for name, given in zip(kind.inputs, context.inputs, strict=True):
+        emitter.give(name, values[name], given.layout, given.strides)
+    if kind.seed is not None:
+        emitter.give(kind.seed, values[kind.seed], (R,) * (1 + len(context.mesh_shape)))
+
+
+def _emit_phase(emitter: BlockEmitter, kind: SegmentKind, strategies: tuple[Strategy, ...], phase: Phase) -> None:
+    for index, (op, strategy) in enumerate(zip(kind.graph.ops, strategies, strict=True)):
+        if op.phase is phase:
+            emitter.op(op, kind.graph, strategy, index)
+
+
+def _backward_reads(kind: SegmentKind) -> set[str]:
+    reads = {name for op in kind.graph.ops if op.phase is Phase.BACKWARD for name in op.tensors}
+    return reads | {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
+
+
+def _output_layout(home: Layout, out: str, kind: SegmentKind, m: int) -> Layout:
+    """Outputs leave in the layout they were made in; a scalar is counted once over microbatches."""
+    if m > 1 and not kind.graph.values[out].shape:
+        return (P, *home[1:])
+    return home
+
+
+def _input_grad_layouts(kind: SegmentKind, choice: KindChoice, micro: KindMicro, backward: BlockEmitter) -> tuple[Layout | None, ...]:
+    found: list[Layout | None] = []
+    for name, grad, text in zip(kind.inputs, kind.input_grads, choice.input_grads, strict=True):
+        if grad is None:
+            found.append(None)
+            continue
+        if text is None:
+            raise InvalidPlanError(f"kind {kind.name}: the gradient of input {name} has no layout in the plan")
+        first = dual(micro.placements[name]) if backward.mesh_shape[0] > 1 else R
+        found.append((first, *parse_layout(text)))
+    return tuple(found)
+
+
+def _param_grads(backward: BlockEmitter, kind: SegmentKind, context: KindContext, m: int) -> tuple[str | None, ...]:
+    found: list[str | None] = []
+    for name, grad, layout in zip(kind.params, kind.param_grads, context.param_grads, strict=True):
+        if grad is None:
+            found.append(None)
+            continue
+        local = backward.get(grad, (P if m > 1 else R, *layout))
+        dtype = backward.values[local].dtype
+        if context.grad_dtype and dtype != context.grad_dtype:
+            value = backward.values[local]
+            local = backward.local(
+                "aten._to_copy.default", ("%" + local,), f"{grad}@{layout_text(layout)}^{context.grad_dtype}", context.grad_dtype,
+                value.shape, {"dtype": ":" + context.grad_dtype},
+            )  # fmt: skip
+        found.append(local)
+    return tuple(found)

@@ -1,0 +1,70 @@
+"""The outer namespace: what is alive before a step, and when its values are given up."""
+
+from __future__ import annotations
+
+import math
+
+from paraplan.ir.lower.stage import StageBlocks
+from paraplan.ir.lower.updates import is_view
+from paraplan.ir.mesh import Layout, R, layout_text, local_shape, parse_layout
+from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.program import master_dtype, trained_params
+from paraplan.ir.rank_program import OuterValue, Step, StepKind
+from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
+
+
+def outer_values(plan: Plan, stage: Stage, parts: StageBlocks) -> dict[str, OuterValue]:
+    """Every value that exists before the step: parameters, optimizer views, batch, buffers, seeds."""
+    program, shape = plan.program, stage.mesh.shape
+    whole = (R,) * len(shape)
+    found: dict[str, OuterValue] = {}
+    trained = set(trained_params(program, stage.first, stage.stop))
+    for name, layouts in stage.params.items():
+        spec = program.params[name].spec
+        found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.stored), shape, True)
+        if name in trained:
+            dtype = master_dtype(program.precision, spec.dtype)
+            own = dtype != spec.dtype or not is_view(layouts.stored, layouts.state)
+            found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), parse_layout(layouts.state), shape, own)
+    for name, text in stage.batch.items():
+        entry = program.batch[name]
+        extended = (parts.micro.values[f"batch:{name}"], *parse_layout(text))
+        local = local_shape(entry.spec.shape, extended, (plan.num_microbatches, *shape))
+        for m in range(plan.num_microbatches):
+            nbytes = math.prod(local) * DTYPE_BYTES[entry.spec.dtype]
+            found[f"batch:{name}@{m}"] = OuterValue(
+                role="batch", source=name, dtype=entry.spec.dtype, shape=local, layout=text, nbytes=nbytes
+            )
+    for name, spec in program.buffers.items():
+        found[f"buffer:{name}"] = _value("buffer", name, spec, whole, shape, True)
+    for index in range(stage.first, stage.stop):
+        if program.kinds[program.segments[index].kind].seed is not None:
+            found[f"seed:{index}"] = _value("seed", str(index), TensorSpec("int64", ()), whole, shape, True)
+    return found
+
+
+def _value(role: str, source: str, spec: TensorSpec, layout: Layout, mesh_shape: tuple[int, ...], own: bool) -> OuterValue:
+    local = local_shape(spec.shape, layout, mesh_shape)
+    nbytes = math.prod(local) * DTYPE_BYTES[spec.dtype] if own else 0
+    return OuterValue(role=role, source=source, dtype=spec.dtype, shape=local, layout=layout_text(layout), nbytes=nbytes)
+
+
+def with_drops(steps: tuple[Step, ...], outer: dict[str, OuterValue], kept: set[str]) -> tuple[Step, ...]:
+    """The steps, each giving up the values it is the last to read (what nobody reads is dropped at once)."""
+    seen = set(outer) | kept
+    found: list[Step] = []
+    for step in reversed(steps):
+        unread = tuple(out for out in step.outs if out is not None and out not in seen)
+        if unread:
+            found.append(Step(kind=StepKind.DROP, action=step.action, drops=unread, microbatch=step.microbatch, segment=step.segment))
+        dying = dict.fromkeys(name for name in step.args if name not in seen)
+        seen.update((*dying, *(out for out in step.outs if out is not None)))
+        found.append(_dropping(step, (*step.drops, *dying)) if step.kind is StepKind.CALL else step)
+    return tuple(reversed(found))
+
+
+def _dropping(step: Step, drops: tuple[str, ...]) -> Step:
+    return Step(
+        kind=step.kind, action=step.action, block=step.block, args=step.args, outs=step.outs, drops=drops,
+        microbatch=step.microbatch, segment=step.segment,
+    )  # fmt: skip

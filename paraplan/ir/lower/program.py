@@ -1,0 +1,210 @@
+"""Program + Plan -> RankProgram: the steps around the blocks.
+
+Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what the optimizer updates),
+`batch:<name>@<m>`, `buffer:<name>`, `seed:<segment>`, `<output>@<m>`, `d:<output>@<m>` (its gradient),
+`<segment>/<value>@<m>` (saved), `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads
+it), `den<i>`, `tangent<i>`, `num<i>`, `loss`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.lower.outer import outer_values, with_drops
+from paraplan.ir.lower.stage import StageBlocks, lower_stage
+from paraplan.ir.lower.updates import count_block, loss_block, reduce_block, restore_block, tangent_block
+from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.program import master_dtype, trained_params
+from paraplan.ir.rank_program import Block, RankProgram, Step, StepKind
+from paraplan.ir.schedule import ActionKind, parse_action
+from paraplan.ir.tensor import TensorSpec
+
+
+def lower(plan: Plan) -> tuple[RankProgram, ...]:
+    """One program per rank class of the plan's schedule.
+
+    Raises:
+        InvalidPlanError: the plan does not fit its program.
+    """
+    if len(plan.stages) != 1:
+        raise InvalidPlanError(f"a plan of {len(plan.stages)} stages: only single-stage plans can be lowered by this version")
+    stage = plan.stages[0]
+    return tuple(_Steps(plan, stage).build(actions) for actions in plan.schedule.classes)
+
+
+class _Steps:
+    """Writes the steps of one rank class, action by action."""
+
+    def __init__(self, plan: Plan, stage: Stage) -> None:
+        self.plan, self.stage, self.program = plan, stage, plan.program
+        self.m = plan.num_microbatches
+        self.extended = (self.m, *stage.mesh.shape)
+        self.parts: StageBlocks = lower_stage(plan, stage)
+        self.blocks: dict[str, Block] = {}
+        self.steps: list[Step] = []
+        self.tangent_of: dict[str, str] = {}
+        self.action = ""
+        self.trained = trained_params(self.program, stage.first, stage.stop)
+
+    def build(self, actions: tuple[str, ...]) -> RankProgram:
+        self._denominators()
+        for text in actions:
+            action, self.action = parse_action(text), text
+            if action.kind is ActionKind.F:
+                self._forward(action.microbatch)
+            elif action.kind is ActionKind.B:
+                self._backward(action.microbatch)
+            elif action.kind is ActionKind.REDUCE_GRAD:
+                grads = self._reduce()
+                self._loss()
+            elif action.kind is ActionKind.UPDATE:
+                self._update()
+            else:
+                raise InvalidPlanError(f"action {text}: {action.kind.value} cannot occur in a single-stage plan")
+        self._add(StepKind.DROP, drops=tuple(grads.values()))
+        outer = outer_values(self.plan, self.stage, self.parts)
+        optimizer = self.plan.optimizer
+        sizes = [outer[f"state:{name}"] for name in self.trained]
+        full = [math.prod(value.shape) * _itemsize(value.dtype) for value in sizes]
+        return RankProgram(
+            mesh_axes=self.stage.mesh.axes, mesh_shape=self.stage.mesh.shape, num_microbatches=self.m, blocks=self.blocks,
+            outer=outer, steps=with_drops(tuple(self.steps), outer, {"loss", *grads.values()}), loss="loss", grads=grads,
+            optimizer_bytes=sum(n * optimizer.state_slots + optimizer.scalar_bytes for n in full),
+            update_workspace_bytes=max(full, default=0) * optimizer.workspace_slots,
+        )  # fmt: skip
+
+    def _add(self, kind: StepKind, block: Block | None = None, **fields: object) -> None:
+        if block is not None:
+            self.blocks[block.name] = block
+            fields["block"] = block.name
+        self.steps.append(Step(kind=kind, action=self.action, **fields))  # type: ignore[arg-type]
+
+    def _denominators(self) -> None:
+        self.action = "0F0"
+        layouts = []
+        for index, denominator in enumerate(self.program.denominators):
+            given = tuple(self.parts.given[name].layout for name in denominator.inputs)
+            block, layout = count_block(f"den{index}.count", denominator, self.parts.micro.denominators[index], given, self.extended)
+            layouts.append(layout)
+            named = dict(zip(denominator.graph.inputs, denominator.inputs, strict=True))
+            for m in range(self.m):
+                args = tuple(self._at(named[local], m) for local in block.inputs)
+                self._add(StepKind.CALL, block, args=args, outs=(f"den{index}@{m}",), microbatch=m)
+                self._add(StepKind.ACCUMULATE, args=(f"den{index}", f"den{index}@{m}"), microbatch=m)
+        for index, term in enumerate(self.program.loss):
+            spec = self._scalar(term.numerator)
+            if term.denominator is None:
+                block = tangent_block(f"tangent{index}", spec, None, self.extended)
+                self._add(StepKind.CALL, block, args=(), outs=(None, f"tangent{index}"))
+            else:
+                block = tangent_block(f"tangent{index}", spec, layouts[term.denominator], self.extended)
+                self._add(StepKind.CALL, block, args=(f"den{term.denominator}",), outs=(f"total{index}", f"tangent{index}"))
+            self.tangent_of[term.numerator] = f"tangent{index}"
+
+    def _scalar(self, value: str) -> TensorSpec:
+        for segment in self.program.segments:
+            if value in segment.outputs:
+                kind = self.program.kinds[segment.kind]
+                return kind.graph.values[kind.outputs[segment.outputs.index(value)]]
+        raise InvalidPlanError(f"the loss reads {value!r}, which no segment makes")
+
+    def _at(self, value: str, m: int) -> str:
+        return value if value.startswith("buffer:") else f"{value}@{m}"
+
+    def _sources(self, index: int, m: int) -> dict[str, str]:
+        """Local name in a segment's blocks -> outer name."""
+        segment = self.program.segments[index]
+        kind = self.program.kinds[segment.kind]
+        names = {local: f"param:{outer}" for local, outer in zip(kind.params, segment.params, strict=True)}
+        names |= {local: self._at(outer, m) for local, outer in zip(kind.inputs, segment.inputs, strict=True)}
+        if kind.seed is not None:
+            names[kind.seed] = f"seed:{index}"
+        return names
+
+    def _forward(self, m: int) -> None:
+        numerators = {term.numerator: index for index, term in enumerate(self.program.loss)}
+        for index in range(self.stage.first, self.stage.stop):
+            segment, lowered = self.program.segments[index], self.parts.forwards[index]
+            names = self._sources(index, m)
+            outs = tuple(f"{out}@{m}" for out in segment.outputs)
+            saved = tuple(f"{index}/{local}@{m}" for local in lowered.block.saved)
+            args = tuple(names[local] for local in lowered.block.inputs)
+            self._add(StepKind.CALL, lowered.block, args=args, outs=(*outs, *saved), microbatch=m, segment=index)
+            for out in segment.outputs:
+                if out in numerators:
+                    self._add(StepKind.ACCUMULATE, args=(f"num{numerators[out]}", f"{out}@{m}"), microbatch=m, segment=index)
+
+    def _backward(self, m: int) -> None:
+        for index in reversed(range(self.stage.first, self.stage.stop)):
+            segment, lowered = self.program.segments[index], self.parts.backwards[index]
+            kind = self.program.kinds[segment.kind]
+            names = self._sources(index, m)
+            names |= {local: f"{index}/{local}@{m}" for local in self.parts.forwards[index].block.saved}
+            names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
+            for tangent, out in zip(kind.tangents, segment.outputs, strict=True):
+                if tangent is not None:
+                    names[tangent] = self.tangent_of.get(out, f"d:{out}@{m}")
+            self._call_backward(index, m, lowered.block, names)
+
+    def _call_backward(self, index: int, m: int, block: Block, names: dict[str, str]) -> None:
+        segment = self.program.segments[index]
+        targets = [f"d:{outer}@{m}" for outer in segment.inputs] + [f"acc:{outer}" for outer in segment.params]
+        present = [(local, target) for local, target in zip(block.outputs, targets, strict=True) if local is not None]
+        if not present:
+            return
+        outs: list[str | None] = [None] * len(targets)
+        adds = []
+        for position, (local, target) in enumerate(zip(block.outputs, targets, strict=True)):
+            if local is not None:
+                outs[position] = f"{target}+{index}.{position}"
+                adds.append((target, f"{target}+{index}.{position}"))
+        args = tuple(names[local] for local in block.inputs)
+        self._add(StepKind.CALL, block, args=args, outs=tuple(outs), microbatch=m, segment=index)
+        for pair in adds:
+            self._add(StepKind.ACCUMULATE, args=pair, microbatch=m, segment=index)
+
+    def _reduce(self) -> dict[str, str]:
+        grads, made = {}, {}
+        for name in self.trained:
+            layouts = self.stage.params[name]
+            if layouts.grad == layouts.state:
+                grads[name] = f"acc:{name}"
+                continue
+            param = self.program.params[name].spec
+            spec = TensorSpec(master_dtype(self.program.precision, param.dtype), param.shape)
+            key = (spec, layouts.grad, layouts.state)
+            if key not in made:
+                made[key] = reduce_block(f"reduce.{len(made)}", spec, layouts, self.stage.mesh.shape)
+            grads[name] = f"grad:{name}"
+            self._add(StepKind.CALL, made[key], args=(f"acc:{name}",), outs=(f"grad:{name}",))
+        return grads
+
+    def _loss(self) -> None:
+        terms = self.program.loss
+        specs = tuple(self._scalar(term.numerator) for term in terms)
+        layouts = tuple(self.parts.given[term.numerator].layout for term in terms)
+        block = loss_block("loss", terms, specs, layouts, self.extended)
+        names = {f"numerator{i}": f"num{i}" for i in range(len(terms))} | {f"denominator{i}": f"total{i}" for i in range(len(terms))}
+        self._add(StepKind.CALL, block, args=tuple(names[local] for local in block.inputs), outs=("loss",))
+
+    def _update(self) -> None:
+        names = self.trained
+        self._add(StepKind.UPDATE, args=tuple(f"state:{name}" for name in names))
+        made: dict[object, Block] = {}
+        for name in names:
+            param, layouts = self.program.params[name], self.stage.params[name]
+            dtype = master_dtype(self.program.precision, param.spec.dtype)
+            if layouts.stored == layouts.state and dtype == param.spec.dtype:
+                continue
+            key = (param.spec, layouts.stored, layouts.state)
+            if key not in made:
+                made[key] = restore_block(f"restore.{len(made)}", param, dtype, layouts, self.stage.mesh.shape)
+            block = made[key]
+            sources = {"stored": f"param:{name}", "state": f"state:{name}"}
+            self._add(StepKind.CALL, block, args=tuple(sources[local] for local in block.inputs), outs=())
+
+
+def _itemsize(dtype: str) -> int:
+    return TensorSpec(dtype, ()).nbytes
+

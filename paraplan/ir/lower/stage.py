@@ -1,0 +1,105 @@
+"""All blocks of a stage: each (kind, choice, context) lowered once, however many segments share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.lower.kind import Given, KindContext, LoweredBackward, LoweredForward, lower_backward, lower_forward
+from paraplan.ir.mesh import R, parse_layout
+from paraplan.ir.micro import ProgramMicro, program_micro
+from paraplan.ir.plan import Plan, Stage
+
+
+@dataclass
+class StageBlocks:
+    """Blocks of a stage as they are built.
+
+    Attributes:
+        micro: what everything does along the microbatch axis.
+        forwards, backwards: per segment.
+        given: how every program value lies.
+        grads: how the gradient of every segment output lies.
+    """
+
+    micro: ProgramMicro
+    forwards: dict[int, LoweredForward] = field(default_factory=dict)
+    backwards: dict[int, LoweredBackward] = field(default_factory=dict)
+    given: dict[str, Given] = field(default_factory=dict)
+    grads: dict[str, Given] = field(default_factory=dict)
+
+
+def lower_stage(plan: Plan, stage: Stage) -> StageBlocks:
+    """Lower the forward of every segment in order, then the backwards in reverse."""
+    program = plan.program
+    blocks = StageBlocks(program_micro(program, plan.num_microbatches))
+    whole = (R,) * (1 + len(stage.mesh.shape))
+    blocks.given.update({f"buffer:{name}": Given(whole) for name in program.buffers})
+    for name, text in stage.batch.items():
+        blocks.given[f"batch:{name}"] = Given((blocks.micro.values[f"batch:{name}"], *parse_layout(text)))
+    contexts = {}
+    done: dict[object, LoweredForward] = {}
+    for index in range(stage.first, stage.stop):
+        contexts[index] = _context(plan, stage, blocks, index)
+        _forward(plan, stage, blocks, index, contexts[index], done)
+    for term in program.loss:
+        blocks.grads[term.numerator] = Given(whole)
+    done_back: dict[object, LoweredBackward] = {}
+    for index in reversed(range(stage.first, stage.stop)):
+        _backward(plan, stage, blocks, index, contexts[index], done_back)
+    return blocks
+
+
+def _context(plan: Plan, stage: Stage, blocks: StageBlocks, index: int) -> KindContext:
+    segment = plan.program.segments[index]
+    try:
+        params = [stage.params[name] for name in segment.params]
+        inputs = tuple(blocks.given[name] for name in segment.inputs)
+    except KeyError as missing:
+        raise InvalidPlanError(f"segment {index} reads {missing.args[0]!r}, which the plan gives no layout") from None
+    return KindContext(
+        num_microbatches=plan.num_microbatches, mesh_shape=stage.mesh.shape, inputs=inputs,
+        params=tuple(parse_layout(p.stored) for p in params), param_grads=tuple(parse_layout(p.grad) for p in params),
+        grad_dtype="float32" if plan.program.precision == "bf16" else "",
+    )  # fmt: skip
+
+
+def _forward(
+    plan: Plan, stage: Stage, blocks: StageBlocks, index: int, context: KindContext, done: dict[object, LoweredForward]
+) -> None:
+    segment = plan.program.segments[index]
+    kind = plan.program.kinds[segment.kind]
+    chosen = stage.segment_choice[index - stage.first]
+    micro = blocks.micro.segments[index]
+    key = (chosen, context, tuple(micro.placements[name] for name in kind.inputs))
+    if key not in done:
+        done[key] = lower_forward(f"{kind.name}.{len(done)}.F", kind, stage.choices[chosen], micro, context)
+    blocks.forwards[index] = done[key]
+    blocks.given.update(zip(segment.outputs, done[key].outputs, strict=True))
+
+
+def _backward(
+    plan: Plan, stage: Stage, blocks: StageBlocks, index: int, context: KindContext, done: dict[object, LoweredBackward]
+) -> None:
+    segment = plan.program.segments[index]
+    kind = plan.program.kinds[segment.kind]
+    chosen = stage.segment_choice[index - stage.first]
+    forward = blocks.forwards[index]
+    tangents = []
+    for tangent, out in zip(kind.tangents, segment.outputs, strict=True):
+        if tangent is not None and out not in blocks.grads:
+            raise InvalidPlanError(f"segment {index} ({kind.name}): no later segment gives the gradient of its output {out}")
+        tangents.append(None if tangent is None else blocks.grads[out])
+    key = (forward.block.name, context, tuple(tangents))
+    if key not in done:
+        name = f"{kind.name}.{len(done)}.B"
+        micro = blocks.micro.segments[index]
+        done[key] = lower_backward(name, kind, stage.choices[chosen], micro, context, forward, tuple(tangents))
+    blocks.backwards[index] = done[key]
+    for outer, given in zip(segment.inputs, done[key].grads, strict=True):
+        if given is None:
+            continue
+        if blocks.grads.setdefault(outer, given).layout != given.layout:
+            raise InvalidPlanError(
+                f"the gradient of {outer} reaches its segment in two layouts; give every reader's choice the same input_grads layout"
+            )

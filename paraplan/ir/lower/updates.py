@@ -1,0 +1,105 @@
+"""The small blocks around the segments: denominators, loss, gradient reduction, parameter restoration."""
+
+from __future__ import annotations
+
+from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.kind import extend
+from paraplan.ir.mesh import Layout, P, R, layout_text, local_shape, parse_layout
+from paraplan.ir.micro import KindMicro
+from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.program import Denominator, LossTerm, ParamSpec
+from paraplan.ir.rank_program import Block
+from paraplan.ir.rules.strategies import GraphKey, Strategy, graph_strategies
+from paraplan.ir.tensor import TensorSpec
+
+Dims = tuple[int, ...]
+
+
+def count_block(name: str, denominator: Denominator, micro: KindMicro, given: tuple[Layout, ...], extended: Dims) -> tuple[Block, Layout]:
+    """One microbatch's share of a denominator; the result stays partial."""
+    graph = denominator.graph
+    emitter = BlockEmitter(name, extended)
+    for value, layout in zip(graph.inputs, given, strict=True):
+        emitter.give(value, graph.values[value], layout)
+    legal = graph_strategies(GraphKey(graph, extended[1:], micro.choices, extended[0]))
+    for index, (op, options, along) in enumerate(zip(graph.ops, legal, micro.choices, strict=True)):
+        homes = tuple(emitter.home(name)[1:] for name in op.tensors)
+        emitter.op(op, graph, extend(_nearest(options, homes), along), index)
+    out = graph.outputs[0]
+    assert out is not None
+    layout = (P if extended[0] > 1 else R, *emitter.home(out)[1:])
+    return emitter.finish((emitter.get(out, layout),), ()), layout
+
+
+def _nearest(options: tuple[Strategy, ...], homes: tuple[Layout, ...]) -> Strategy:
+    """The strategy that moves the fewest inputs and keeps partial sums partial: counts are never gathered."""
+
+    def moves(option: Strategy) -> int:
+        return sum(have != need for have, need in zip(homes, option.inputs, strict=True))
+
+    fitting = [option for option in options if option.computed == option.outputs]
+    return min(fitting, key=moves)
+
+
+def tangent_block(name: str, spec: TensorSpec, layout: Layout | None, extended: Dims) -> Block:
+    """The whole denominator and the tangent 1/denominator; just the tangent 1 where there is none."""
+    emitter = BlockEmitter(name, extended)
+    if layout is None:
+        one = emitter.local("aten.full.default", ((), 1.0), "tangent", spec.dtype, (), {"dtype": ":" + spec.dtype})
+        return emitter.finish((None, one), ())
+    emitter.give("count", spec, (R, *layout[1:]))
+    total = emitter.get("count", (R,) * len(extended))
+    tangent = emitter.local("aten.reciprocal.default", ("%" + total,), "tangent", spec.dtype, ())
+    return emitter.finish((total, tangent), ())
+
+
+def loss_block(
+    name: str, terms: tuple[LossTerm, ...], specs: tuple[TensorSpec, ...], layouts: tuple[Layout, ...], extended: Dims
+) -> Block:
+    """loss = sum of numerator/denominator, whole on every rank; inputs `numerator<i>` and `denominator<i>`."""
+    emitter = BlockEmitter(name, extended)
+    whole = (R,) * len(extended)
+    total = ""
+    for index, (term, spec, layout) in enumerate(zip(terms, specs, layouts, strict=True)):
+        emitter.give(f"numerator{index}", spec, (R, *layout[1:]))
+        local = emitter.get(f"numerator{index}", whole)
+        if term.denominator is not None:
+            emitter.give(f"denominator{index}", spec, whole)
+            below = emitter.get(f"denominator{index}", whole)
+            local = emitter.local("aten.div.Tensor", ("%" + local, "%" + below), f"term{index}", spec.dtype, ())
+        total = local if not total else emitter.local("aten.add.Tensor", ("%" + total, "%" + local), f"sum{index}", spec.dtype, ())
+    return emitter.finish((total,), ())
+
+
+def reduce_block(name: str, spec: TensorSpec, layouts: ParamLayouts, mesh_shape: Dims) -> Block:
+    """The accumulated gradient brought to the layout the optimizer updates in; input `grad`."""
+    emitter = BlockEmitter(name, (1, *mesh_shape))
+    emitter.give("grad", spec, (R, *parse_layout(layouts.grad)))
+    return emitter.finish((emitter.get("grad", (R, *parse_layout(layouts.state))),), ())
+
+
+def restore_block(name: str, param: ParamSpec, state_dtype: str, layouts: ParamLayouts, mesh_shape: Dims) -> Block:
+    """The updated parameter written back into its stored copy; inputs `stored` and `state`."""
+    emitter = BlockEmitter(name, (1, *mesh_shape))
+    stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
+    emitter.give("stored", param.spec, (R, *stored))
+    emitter.give("state", TensorSpec(state_dtype, param.spec.shape), (R, *state))
+    source = "state"
+    if state_dtype != param.spec.dtype:
+        shape = local_shape(param.spec.shape, state, mesh_shape)
+        local = emitter.get("state", (R, *state))
+        dtype = param.spec.dtype
+        source = emitter.local("aten._to_copy.default", ("%" + local,), "cast", dtype, shape, {"dtype": ":" + dtype})
+        emitter.define(source, param.spec, (R, *state))
+    updated = emitter.get(source, (R, *stored))
+    emitter.effect("paraplan.write", ("%" + emitter.get("stored", (R, *stored)), "%" + updated))
+    return emitter.finish((), ())
+
+
+def is_view(stored: str, state: str) -> bool:
+    """Whether the state layout only cuts the stored one further, so that it can be a view of it."""
+    pairs = zip(parse_layout(stored), parse_layout(state), strict=True)
+    return all(a == b or a == R for a, b in pairs)
+
+
+__all__ = ["count_block", "is_view", "layout_text", "loss_block", "reduce_block", "restore_block", "tangent_block"]

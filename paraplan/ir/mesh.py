@@ -1,0 +1,155 @@
+"""Meshes with named axes, and how a tensor lies on one.
+
+Axis means mesh, dim means tensor, always. A `Layout` is one `Placement` per mesh axis. Where two axes
+shard the same dim, the earlier axis is the outer one (blocks of blocks), as in DTensor.
+
+Text forms, used in plan files: `R`, `S0`, `P` (partial sum), `Pmax`; a layout joins them with commas.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.struct import Value
+
+
+class Placement(Value, frozen=True, kw_only=True):
+    """How a tensor lies along one mesh axis; one of the three subclasses."""
+
+
+class Replicate(Placement, frozen=True, kw_only=True):
+    """Every rank holds the whole tensor (along this axis)."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+class Shard(Placement, frozen=True, kw_only=True):
+    """Each rank holds one contiguous block of dim `dim`, equal in size."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S{self.dim}"
+
+
+class Partial(Placement, frozen=True, kw_only=True):
+    """Each rank holds a full-size addend; the tensor is their reduction by `op` ("sum" or "max")."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.op == "sum" else f"P{self.op}"
+
+
+Layout = tuple[Placement, ...]
+
+R = Replicate()
+P = Partial()
+
+
+@lru_cache(maxsize=None)
+def S(dim: int) -> Shard:
+    """Short for `Shard(dim=dim)`."""
+    return Shard(dim=dim)
+
+
+class Mesh(Value, frozen=True, kw_only=True):
+    """Devices arranged in a grid with named axes, outermost first.
+
+    Attributes:
+        axes: names, e.g. ("dp", "tp").
+        shape: sizes, one per axis.
+        devices: global device numbers in row-major order.
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.shape)
+
+    def coordinates(self, device: int) -> tuple[int, ...]:
+        """Position of a device on every axis."""
+        index = self.devices.index(device)
+        coords = []
+        for size in reversed(self.shape):
+            index, coord = divmod(index, size)
+            coords.append(coord)
+        return tuple(reversed(coords))
+
+    def group(self, device: int, axis: int) -> tuple[int, ...]:
+        """The devices that differ from `device` along `axis` only, in order of that coordinate."""
+        index = self.devices.index(device)
+        stride = math.prod(self.shape[axis + 1 :])
+        start = index - self.coordinates(device)[axis] * stride
+        return tuple(self.devices[start + k * stride] for k in range(self.shape[axis]))
+
+
+def make_mesh(shape: tuple[int, ...], axes: tuple[str, ...], first_device: int = 0) -> Mesh:
+    """A row-major mesh over consecutive devices."""
+    devices = tuple(range(first_device, first_device + math.prod(shape)))
+    return Mesh(axes=axes, shape=shape, devices=devices)
+
+
+@lru_cache(maxsize=None)
+def parse_placement(text: str) -> Placement:
+    """`R`, `S3`, `P` or `Pmax` to its placement.
+
+    Raises:
+        InvalidPlanError: any other text.
+    """
+    if text == "R":
+        return R
+    if text.startswith("S") and text[1:].isdigit():
+        return S(int(text[1:]))
+    if text == "P":
+        return P
+    if text == "Pmax":
+        return Partial(op="max")
+    raise InvalidPlanError(f"no such placement: {text!r} (R, S<dim>, P, Pmax)")
+
+
+def parse_layout(text: str) -> Layout:
+    """`"S0,R"` to a layout; the empty text is the layout on a mesh without axes."""
+    return tuple(parse_placement(part) for part in text.split(",")) if text else ()
+
+
+def layout_text(layout: Layout) -> str:
+    """The inverse of `parse_layout`."""
+    return ",".join(map(str, layout))
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape one rank holds.
+
+    Args:
+        shape: global shape.
+        layout: one placement per axis.
+        mesh_shape: axis sizes.
+    Raises:
+        InvalidPlanError: a dim does not divide by the axes that shard it.
+    """
+    local = list(shape)
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        if isinstance(placement, Shard):
+            if placement.dim >= len(local) or local[placement.dim] % size:
+                raise InvalidPlanError(f"shape {shape} cannot lie as {layout_text(layout)} on a mesh of shape {mesh_shape}")
+            local[placement.dim] //= size
+    return tuple(local)
+
+
+def is_shardable(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
+    """Whether `local_shape` would succeed."""
+    factor = [1] * len(shape)
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        if isinstance(placement, Shard):
+            if placement.dim >= len(shape):
+                return False
+            factor[placement.dim] *= size
+    return all(n % k == 0 for n, k in zip(shape, factor, strict=True))

@@ -1,0 +1,147 @@
+"""Microbatches as one more mesh axis, in time instead of space.
+
+A program is captured at its global batch. Running it in M microbatches shards every batch dim M ways along
+an axis whose coordinate is the microbatch index: the same rules say what each op does there, constants of
+the graph stay those of the global batch, and what is partial along the axis is accumulated, so the result is
+exact. No communication exists along it: a value may be sliced or counted once, never gathered; an op that
+would need to see other microbatches makes the program not splittable, and is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.graph import Graph, Op
+from paraplan.ir.mesh import P, Partial, Placement, R, S, Shard, is_shardable
+from paraplan.ir.program import Program
+from paraplan.ir.rules.strategies import AxisChoice, axis_choices, dims_of
+
+
+@dataclass(frozen=True)
+class KindMicro:
+    """What a kind's ops and values do along the microbatch axis.
+
+    Attributes:
+        choices: per op, what it does.
+        placements: per value, where it stands (after production).
+    """
+
+    choices: tuple[AxisChoice, ...]
+    placements: dict[str, Placement]
+
+
+@dataclass(frozen=True)
+class ProgramMicro:
+    """`KindMicro` per segment (equal instances share one) and per denominator; placements of program values."""
+
+    segments: tuple[KindMicro, ...]
+    denominators: tuple[KindMicro, ...]
+    values: dict[str, Placement]
+
+
+def dual(placement: Placement) -> Placement:
+    """Where the gradient of a value stands: shards stay, whole values collect sums, sums spread whole."""
+    if isinstance(placement, Shard):
+        return placement
+    return R if isinstance(placement, Partial) else P
+
+
+def program_micro(program: Program, num_microbatches: int) -> ProgramMicro:
+    """What everything does along the microbatch axis; trivially whole for one microbatch.
+
+    Raises:
+        ConstraintError: the batch does not divide, or an op mixes samples.
+    """
+    m = num_microbatches
+    if m < 1 or program.batch_size % m:
+        raise ConstraintError(
+            f"a batch of {program.batch_size} does not divide into {m} microbatches; use a divisor of {program.batch_size}"
+        )
+    values: dict[str, Placement] = {f"buffer:{name}": R for name in program.buffers}
+    for name, entry in program.batch.items():
+        values[f"batch:{name}"] = S(entry.batch_dim) if m > 1 and entry.batch_dim is not None else R
+    cache: dict[object, KindMicro] = {}
+    segments = []
+    for segment in program.segments:
+        kind = program.kinds[segment.kind]
+        given = {local: values[outer] for local, outer in zip(kind.inputs, segment.inputs, strict=True)}
+        key = (segment.kind, tuple(given.values()))
+        if key not in cache:
+            duals = {t: o for t, o in zip(kind.tangents, kind.outputs, strict=True) if t is not None}
+            cache[key] = _graph_micro(kind.graph, given, duals, m, kind.name)
+        found = cache[key]
+        for local, outer in zip(kind.outputs, segment.outputs, strict=True):
+            values[outer] = found.placements[local]
+        segments.append(found)
+    denominators = tuple(
+        _graph_micro(d.graph, {n: values[o] for n, o in zip(d.graph.inputs, d.inputs, strict=True)}, {}, m, "denominator")
+        for d in program.denominators
+    )
+    return ProgramMicro(tuple(segments), denominators, values)
+
+
+def _graph_micro(graph: Graph, given: dict[str, Placement], duals: dict[str, str], m: int, where: str) -> KindMicro:
+    placements: dict[str, Placement] = {name: given.get(name, R) for name in graph.inputs}
+    choices = []
+    pending = dict(duals)
+    for op in graph.ops:
+        for tangent in [t for t in op.tensors if t in pending]:
+            placements[tangent] = dual(placements[pending.pop(tangent)]) if m > 1 else R
+            if not graph.values[tangent].shape:
+                placements[tangent] = R
+        choice = _choose(graph, op, tuple(placements[name] for name in op.tensors), m, where)
+        choices.append(choice)
+        for out, placement in zip(op.outs, choice.outputs, strict=True):
+            if out is not None:
+                assert placement is not None
+                placements[out] = placement
+    for tangent, output in pending.items():
+        placements[tangent] = dual(placements[output]) if m > 1 and graph.values[tangent].shape else R
+    return KindMicro(tuple(choices), placements)
+
+
+def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str) -> AxisChoice:
+    options = _options(op, tuple(graph.values[n] for n in op.tensors), tuple(graph.values[n] if n else None for n in op.outs))
+    if m == 1 or all(placement == R for placement in have):
+        return options[0]
+    best: tuple[int, AxisChoice] | None = None
+    for choice in options:
+        if any(h != need and h != R for h, need in zip(have, choice.inputs, strict=True)):
+            continue
+        specs = [graph.values[name] for name in (*op.tensors, *(n for n in op.outs if n))]
+        places = [*choice.inputs, *(p for p in choice.outputs if p is not None)]
+        if not all(is_shardable(spec.shape, (place,), (m,)) for spec, place in zip(specs, places, strict=True)):
+            continue
+        moves = sum(h != need for h, need in zip(have, choice.inputs, strict=True))
+        if best is None or moves < best[0]:
+            best = (moves, choice)
+    if best is None:
+        raise ConstraintError(
+            f"{where}: {op.target} ({graph.source_of(op)}) mixes samples of the batch, so the batch cannot be split into "
+            f"{m} microbatches; use 1 microbatch"
+        )
+    return best[1]
+
+
+@lru_cache(maxsize=20_000)
+def _cached_choices(key: _OpKey) -> tuple[AxisChoice, ...]:
+    return axis_choices(dims_of(key.op, key.values))
+
+
+@dataclass(frozen=True, eq=False)
+class _OpKey:
+    op: Op
+    values: dict[str, object]
+
+    def __hash__(self) -> int:
+        return id(self.op)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OpKey) and self.op is other.op
+
+
+def _options(op: Op, inputs: tuple[object, ...], outputs: tuple[object, ...]) -> tuple[AxisChoice, ...]:
+    values = dict(zip(op.tensors, inputs, strict=True)) | {n: s for n, s in zip(op.outs, outputs, strict=True) if n}
+    return _cached_choices(_OpKey(op, values))

@@ -1,0 +1,174 @@
+"""The plan: the narrow waist between planners, simulator and runtime.
+
+A plan says, for one training step of one program on one cluster: the stages, every layout, what happens
+to every saved activation, and the ordered actions of every rank; with it, what was predicted and proved.
+It is data: loading one never imports or executes anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.mesh import Mesh
+from paraplan.ir.program import Program
+from paraplan.ir.schedule import Schedule
+from paraplan.ir.struct import Value
+
+PLAN_VERSION = 1
+
+
+class ModelRef(Value, frozen=True, kw_only=True):
+    """Which model a plan is for.
+
+    Attributes:
+        display: what people call it; never imported.
+        hf_type: transformers model type when built from a configuration, else None.
+        hf_settings: the configuration's settings as data.
+    """
+
+    display: str
+    hf_type: str | None = None
+    hf_settings: dict[str, Any] = {}
+
+
+class Optimizer(Value, frozen=True, kw_only=True):
+    """What an optimizer keeps and needs.
+
+    Attributes:
+        name: e.g. "adamw".
+        state_slots: tensors of a parameter's size it keeps.
+        workspace_slots: tensors of one parameter's size alive at once while that parameter is updated.
+        scalar_bytes: bytes of small state per parameter (step counters).
+    """
+
+    name: str
+    state_slots: int
+    workspace_slots: int
+    scalar_bytes: int = 0
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": Optimizer(name="sgd", state_slots=0, workspace_slots=0),
+    "momentum": Optimizer(name="momentum", state_slots=1, workspace_slots=0),
+    "adam": Optimizer(name="adam", state_slots=2, workspace_slots=2, scalar_bytes=4),
+    "adamw": Optimizer(name="adamw", state_slots=2, workspace_slots=2, scalar_bytes=4),
+}
+
+
+class ParamLayouts(Value, frozen=True, kw_only=True):
+    """Where a parameter lives between uses; each a layout in text form on the stage's mesh.
+
+    `stored` is the copy ops read (used layouts are reached from it), `grad` the accumulator each
+    microbatch adds into, `state` the layout the optimizer updates in (gradients are brought there once a
+    step, and the updated parameter goes back to `stored`). ZeRO-3 shards all three, ZeRO-2 the last two,
+    ZeRO-1 the last.
+    """
+
+    stored: str
+    grad: str
+    state: str
+
+
+class KindChoice(Value, frozen=True, kw_only=True):
+    """How the instances of a kind that take this choice run.
+
+    Attributes:
+        kind: index into the program's kinds.
+        ops: per op of the joint graph, the key of its strategy (see `ir.rules.strategies`).
+        input_grads: per boundary input, the layout its gradient is handed over in, or None.
+        activations: per saved value not simply kept: "recompute", "offload:host", "offload:disk", "encode:<codec>".
+    """
+
+    kind: int
+    ops: tuple[str, ...]
+    input_grads: tuple[str | None, ...]
+    activations: dict[str, str] = {}
+
+
+class Stage(Value, frozen=True, kw_only=True):
+    """A run of segments on a mesh.
+
+    Attributes:
+        first, stop: segments [first, stop).
+        mesh: its devices.
+        choices: the kind choices used here.
+        segment_choice: per segment, index into `choices`.
+        batch: layout of each batch input the stage reads.
+        params: layouts of each parameter the stage holds.
+    """
+
+    first: int
+    stop: int
+    mesh: Mesh
+    choices: tuple[KindChoice, ...]
+    segment_choice: tuple[int, ...]
+    batch: dict[str, str]
+    params: dict[str, ParamLayouts]
+
+
+class Prediction(Value, frozen=True, kw_only=True):
+    """What the simulator says of the plan.
+
+    Attributes:
+        step_s: time of one step.
+        peak_bytes: per rank class, the most bytes alive at once.
+        compute_s, exposed_comm_s: of the busiest rank.
+        tokens_per_s: elements of the first batch input's leading two dims per second.
+        mfu: model flops per second over the cluster's peak.
+    """
+
+    step_s: float
+    peak_bytes: tuple[int, ...]
+    compute_s: float
+    exposed_comm_s: float
+    tokens_per_s: float
+    mfu: float
+
+
+class Certificate(Value, frozen=True, kw_only=True):
+    """What was proved.
+
+    Attributes:
+        status: "optimal" (within the scope), "feasible" (time limit) or "pinned" (nothing was searched).
+        objective_s: the solver's objective; equals the plan's cost evaluated afresh.
+        bound_s: lower bound on the simulated step over every plan in scope.
+        bound_scope: what was fixed.
+        gap: (step_s - bound_s) / step_s.
+    """
+
+    status: str
+    objective_s: float
+    bound_s: float
+    bound_scope: str
+    gap: float
+
+
+class Plan(Value, frozen=True, kw_only=True):
+    """Everything needed to simulate, show and run one training step.
+
+    Attributes:
+        version: of this format.
+        made_with: versions of paraplan and of the libraries that shape a plan.
+        model: which model.
+        program: the captured model.
+        cluster: where it runs, with the rates used.
+        num_microbatches: microbatches per step; each takes 1/num of the global batch.
+        optimizer: what keeps states.
+        stages, schedule: the plan proper.
+        prediction, certificate: what is foretold and proved.
+        notes: what the reader should know (ops replicated for want of a rule, times measured or modelled).
+    """
+
+    version: int = PLAN_VERSION
+    made_with: dict[str, str]
+    model: ModelRef
+    program: Program
+    cluster: ClusterSpec
+    num_microbatches: int
+    optimizer: Optimizer
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    prediction: Prediction | None = None
+    certificate: Certificate | None = None
+    notes: tuple[str, ...] = ()

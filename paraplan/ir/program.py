@@ -1,0 +1,141 @@
+"""The model as data: a list of segments, each an instance of a kind.
+
+A segment kind is one piece of the model between two narrow cuts, with its joint forward and backward
+graph. What differs between instances of a kind (parameters, random seed) is an input, so a 126-layer
+transformer has about five kinds and everything expensive is done once per kind.
+"""
+
+from __future__ import annotations
+
+from paraplan.ir.graph import Graph
+from paraplan.ir.struct import Value
+from paraplan.ir.tensor import TensorSpec
+
+
+class SegmentKind(Value, frozen=True, kw_only=True):
+    """One piece of the model: the joint graph and what its inputs and outputs mean.
+
+    Attributes:
+        name: e.g. "k2".
+        graph: the joint graph; forward ops first, then backward ops.
+        params: graph inputs that are parameters.
+        inputs: graph inputs that come from the batch, buffers or other segments.
+        seed: graph input holding the instance's random seed (int64 scalar), if any op is random.
+        outputs: forward results other segments (or the loss) read.
+        tangents: graph inputs holding the gradient of each output; None where an output carries none.
+        input_grads: per entry of `inputs`, the value holding its gradient, or None.
+        param_grads: per entry of `params`, the value holding its gradient, or None (frozen, unused).
+    """
+
+    name: str
+    graph: Graph
+    params: tuple[str, ...]
+    inputs: tuple[str, ...]
+    seed: str | None = None
+    outputs: tuple[str, ...]
+    tangents: tuple[str | None, ...]
+    input_grads: tuple[str | None, ...]
+    param_grads: tuple[str | None, ...]
+
+
+class Segment(Value, frozen=True, kw_only=True):
+    """An instance of a kind.
+
+    Attributes:
+        kind: index into `Program.kinds`.
+        params: the model's parameter name for each entry of the kind's `params`.
+        inputs: the program value for each entry of the kind's `inputs`: "batch:<name>", "buffer:<name>"
+            or an output of an earlier segment.
+        outputs: program value names of its outputs, e.g. "s3.0".
+    """
+
+    kind: int
+    params: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class ParamSpec(Value, frozen=True, kw_only=True):
+    """A parameter: its spec, whether it trains, and the other names tied to it."""
+
+    spec: TensorSpec
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+
+class BatchInput(Value, frozen=True, kw_only=True):
+    """One tensor of the global batch; `batch_dim` None means the same on every microbatch."""
+
+    spec: TensorSpec
+    batch_dim: int | None = 0
+
+
+class LossTerm(Value, frozen=True, kw_only=True):
+    """loss = sum over terms of (sum over microbatches of numerator) / (sum over microbatches of denominator).
+
+    Attributes:
+        numerator: program value (a scalar segment output).
+        denominator: index into `Program.denominators`, or None where the numerator is already a mean
+            over the global batch and microbatches simply add.
+    """
+
+    numerator: str
+    denominator: int | None = None
+
+
+class Denominator(Value, frozen=True, kw_only=True):
+    """A count that depends on the batch alone (valid labels): known before any backward runs.
+
+    Attributes:
+        graph: inputs named in `inputs`, one scalar output.
+        inputs: program values ("batch:<name>").
+    """
+
+    graph: Graph
+    inputs: tuple[str, ...]
+
+
+class Program(Value, frozen=True, kw_only=True):
+    """A captured model at its global batch.
+
+    Attributes:
+        name: what people call it.
+        fingerprint: digest of the model's class, configuration, parameters and buffers; two models with
+            equal fingerprints run each other's plans.
+        precision: "fp32", "fp64" or "bf16": what the captured graphs compute in.
+        batch_size: size of the batch dims.
+        batch: the batch's tensors.
+        params: every parameter, in the model's order; tied names appear once, under the first.
+        buffers: tensors of the model that are no parameters.
+        kinds, segments: the pieces and their instances, in execution order.
+        loss: its terms.
+        denominators: counts the loss divides by.
+    """
+
+    name: str
+    fingerprint: str
+    precision: str
+    batch_size: int
+    batch: dict[str, BatchInput]
+    params: dict[str, ParamSpec]
+    buffers: dict[str, TensorSpec]
+    kinds: tuple[SegmentKind, ...]
+    segments: tuple[Segment, ...]
+    loss: tuple[LossTerm, ...]
+    denominators: tuple[Denominator, ...] = ()
+
+
+def master_dtype(precision: str, dtype: str) -> str:
+    """Dtype a parameter is updated (and its gradient accumulated) in: float32 master weights under bf16."""
+    return "float32" if precision == "bf16" and dtype == "bfloat16" else dtype
+
+
+def trained_params(program: Program, first: int = 0, stop: int | None = None) -> tuple[str, ...]:
+    """Parameters that receive a gradient in segments [first, stop), in the model's order."""
+    found = {
+        name
+        for segment in program.segments[first:stop]
+        for name, grad in zip(segment.params, program.kinds[segment.kind].param_grads, strict=True)
+        if grad is not None
+    }
+    return tuple(name for name in program.params if name in found)

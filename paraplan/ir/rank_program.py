@@ -1,0 +1,201 @@
+"""What one rank executes: the single idea of the program.
+
+`ir.lower` turns Program + Plan into a `RankProgram` per class of equal ranks. The simulator prices
+exactly this; codegen emits exactly this; the recorder of a run is compared with exactly this.
+
+A `Block` is the forward or the backward of one kind under one choice, lowered once however many segments
+call it: instructions over named local values. `Step`s call blocks on values of an outer namespace.
+
+Rank-dependent numbers (shard offsets) are strings in instruction arguments: "#0:256,m:1024" means
+256 * coordinate on mesh axis 0 + 1024 * microbatch index. "#" alone is 0.
+
+Memory semantics, the same in simulator and runtime: a value holds its storage (`LocalValue.base` names the
+value that owns it, views share it); a storage lives while any name in a block or in the outer namespace, or
+a bundle of saved values, holds it. An instruction allocates its fresh outputs, then `frees` drop names.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from paraplan.ir.graph import Arg
+from paraplan.ir.struct import Value
+from paraplan.ir.tensor import DTYPE_BYTES
+
+
+class LocalValue(Value, frozen=True, kw_only=True):
+    """A value as one rank holds it.
+
+    Attributes:
+        dtype, shape, strides: local; strides in elements.
+        base: name of the value whose storage it shares; its own name when it owns one. A block's input
+            owns its storage as far as the block is concerned.
+        storage_bytes: size of the owned storage, 0 for a view.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    base: str
+    storage_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        count = DTYPE_BYTES[self.dtype]
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class InstrKind(Enum):
+    """OP computes; COLLECTIVE issues communication; WAIT makes its result usable."""
+
+    OP = "op"
+    COLLECTIVE = "collective"
+    WAIT = "wait"
+
+
+class Instr(Value, frozen=True, kw_only=True):
+    """One instruction.
+
+    Attributes:
+        kind: see `InstrKind`.
+        target: an op ("aten.mm.default", "paraplan.linear"), or for collectives "all_reduce",
+            "all_gather", "reduce_scatter", "all_to_all".
+        args, kwargs: as in `ir.graph`, names local to the block. Collectives: ("%input", reduce op or "");
+            gathers stack and scatters split along dim 0. WAIT: ("%issued",), followed by the collective's input
+            where that must live until then (all but all_reduce, which works on a copy).
+        outs: names made. A WAIT's output is a view of what the collective issued.
+        axis: mesh axis a collective runs over; -1 otherwise.
+        frees: names dropped afterwards.
+        workspace_bytes: the most an op allocates and drops inside.
+        origin: index of the joint graph's op this serves; -1 for none.
+        layout_change: whether it belongs to a change of layout, not to the op itself.
+    """
+
+    kind: InstrKind = InstrKind.OP
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: dict[str, Arg] = {}
+    outs: tuple[str | None, ...]
+    axis: int = -1
+    frees: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    origin: int = -1
+    layout_change: bool = False
+
+
+class Block(Value, frozen=True, kw_only=True):
+    """Straight-line local code.
+
+    Attributes:
+        name: e.g. "k2.0.F".
+        inputs: names bound by the caller, in order.
+        outputs: names returned, in order (None: absent).
+        saved: names kept for the block's backward; a backward block takes them first among its inputs.
+        values: every name's local value.
+        instrs: in order. Inputs and values not returned or saved are freed at their last use.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str | None, ...]
+    saved: tuple[str, ...]
+    values: dict[str, LocalValue]
+    instrs: tuple[Instr, ...]
+
+
+class StepKind(Enum):
+    """What a step does to the outer namespace."""
+
+    CALL = "call"
+    ACCUMULATE = "accumulate"
+    DROP = "drop"
+    UPDATE = "update"
+
+
+class Step(Value, frozen=True, kw_only=True):
+    """One step of a rank's program; names are of the outer namespace.
+
+    CALL: run `block` on `args` (bound in order) giving `outs`; names in `drops` are given up by the outer
+        namespace as the call begins (so that the block can free them at their last use). Saved values of a
+        forward block come after its outputs in `outs`.
+    ACCUMULATE: args = (accumulator, addend): the accumulator becomes the addend where it does not exist
+        yet (a move: no time, no memory), else grows by it in place; the addend's name is dropped.
+    DROP: names in `drops` are given up.
+    UPDATE: the optimizer's update of the parameters in `args`.
+
+    Attributes:
+        action: the schedule's action it belongs to, e.g. "0F1".
+        microbatch: -1 outside of microbatches; gives "m" in offsets.
+        segment: whose instance it is; -1 for none.
+    """
+
+    kind: StepKind
+    action: str
+    block: str = ""
+    args: tuple[str, ...] = ()
+    outs: tuple[str | None, ...] = ()
+    drops: tuple[str, ...] = ()
+    microbatch: int = -1
+    segment: int = -1
+
+
+class OuterValue(Value, frozen=True, kw_only=True):
+    """A value of the outer namespace that exists before the step begins, or that UPDATE works on.
+
+    Attributes:
+        role: "param" (stored copy), "state" (optimizer's view or copy of a parameter), "batch", "buffer", "seed".
+        source: the parameter's, input's or buffer's name in the program; a seed's segment number as text.
+        dtype, shape: local.
+        layout: text form, on the stage's mesh.
+        nbytes: bytes it owns; 0 for a view of another one.
+    """
+
+    role: str
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    nbytes: int
+
+
+class RankProgram(Value, frozen=True, kw_only=True):
+    """All a rank does in one step.
+
+    Attributes:
+        mesh_axes, mesh_shape: of the rank's stage.
+        num_microbatches: extent of "m" in offsets.
+        blocks: by name.
+        outer: values alive before the step, by outer name.
+        steps: in order.
+        loss: outer name of the loss, whole on every rank, after the last step.
+        grads: parameter name -> outer name of its gradient in the state layout after the last step.
+        optimizer_bytes: bytes of optimizer state the rank keeps.
+        update_workspace_bytes: the most the update allocates and drops inside.
+    """
+
+    mesh_axes: tuple[str, ...]
+    mesh_shape: tuple[int, ...]
+    num_microbatches: int
+    blocks: dict[str, Block]
+    outer: dict[str, OuterValue]
+    steps: tuple[Step, ...]
+    loss: str
+    grads: dict[str, str]
+    optimizer_bytes: int
+    update_workspace_bytes: int
+
+
+def parse_offset(text: str) -> tuple[tuple[str, int], ...]:
+    """`"#0:256,m:1024"` to (("0", 256), ("m", 1024)); the key is a mesh axis number or "m"."""
+    body = text[1:]
+    if not body:
+        return ()
+    return tuple((key, int(step)) for key, step in (term.split(":") for term in body.split(",")))
+
+
+def offset_value(text: str, coordinates: tuple[int, ...], microbatch: int) -> int:
+    """The number an offset stands for on a rank, in a microbatch."""
+    return sum(step * (microbatch if key == "m" else coordinates[int(key)]) for key, step in parse_offset(text))

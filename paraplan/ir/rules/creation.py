@@ -1,0 +1,35 @@
+"""Ops that make values: constants and random masks."""
+
+from __future__ import annotations
+
+from paraplan.ir.graph import Arg, Op
+from paraplan.ir.mesh import Shard
+from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of
+
+
+@register("aten.full.default", localise=lambda args, ctx: (ctx.local_outputs[0], *args[1:]))
+def full(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`-> a b`: each rank makes its share."""
+    names = letters(len(outputs[0].shape))
+    return OpDims((), (names,), sizes_of((names, outputs[0].shape)))
+
+
+@register("aten.arange.start_step", "aten.arange.default", "aten.arange.start", "paraplan.constant")
+def whole(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """Small constants are made whole and cut afterwards."""
+    return OpDims((), ((WHOLE,) * len(outputs[0].shape),), {})
+
+
+def _starts(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
+    spec, layout = ctx.inputs[0], ctx.in_layouts[0]
+    starts = tuple(
+        ctx.offset(spec, layout, dim) if any(p == Shard(dim=dim) for p in layout) else 0 for dim in range(len(spec.shape))
+    )
+    return (*args[:5], starts)
+
+
+@register("paraplan.dropout", localise=_starts)
+def dropout(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b, () -> a b`, linear in x: the mask is keyed by the global element index, so any shard knows its own."""
+    names = letters(len(inputs[0].shape))
+    return OpDims((names, ()), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),))

@@ -1,0 +1,137 @@
+"""One line over named dims says how an op may be sharded.
+
+`a b k, n k -> a b n` (a linear layer): each letter names a dim; a letter may be sharded along any mesh
+axis, wherever it stands. A letter that an output lacks is contracted: sharded, it leaves that output
+partial. A dim without a letter (written `_`) must be whole. Everything else about an op's legal strategies
+follows mechanically (`ir.rules.strategies`).
+
+Multi-factor dims: where a dim is several letters merged, (b s), sharding the leading one shards the dim,
+and a letter's `size` is what must divide.
+
+Source: the idea is einsum-like annotations as in nnScaler's `dimops` and Tofu; partial sums as DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from paraplan.ir.graph import Arg, Op
+from paraplan.ir.mesh import Layout
+from paraplan.ir.tensor import TensorSpec
+
+WHOLE = "_"
+Letters = tuple[str, ...]
+Specs = tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class OpDims:
+    """The named dims of one op.
+
+    Attributes:
+        inputs: per tensor input (in argument order), a letter or `_` per dim.
+        outputs: likewise per output; None for an absent output.
+        sizes: what the number of shards of a letter must divide.
+        contracted: letter -> "sum" or "max": how shards of it are reduced in outputs that lack it.
+        linear: sets of inputs that may be partial sums together, making every output a partial sum.
+        addends: inputs added once (a bias): where a contracted letter is sharded they must be partial sums,
+            so that one rank alone adds them.
+    """
+
+    inputs: tuple[Letters, ...]
+    outputs: tuple[Letters | None, ...]
+    sizes: dict[str, int]
+    contracted: dict[str, str] = field(default_factory=dict)
+    linear: tuple[tuple[int, ...], ...] = ()
+    addends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LocalContext:
+    """What localising an op's arguments may look at.
+
+    Attributes:
+        inputs, outputs: global specs.
+        in_layouts, out_layouts: layouts on the (extended) mesh the op runs on; outputs as computed.
+        mesh_shape: its axis sizes.
+        local_inputs, local_outputs: local shapes.
+        offset: (spec, layout, dim) -> the "#..." text of a rank's first index along a sharded dim.
+    """
+
+    inputs: Specs
+    outputs: tuple[TensorSpec | None, ...]
+    in_layouts: tuple[Layout, ...]
+    out_layouts: tuple[Layout | None, ...]
+    mesh_shape: tuple[int, ...]
+    local_inputs: tuple[tuple[int, ...], ...]
+    local_outputs: tuple[tuple[int, ...], ...]
+    offset: Callable[[TensorSpec, Layout, int], str]
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """All that the program needs to know of an op.
+
+    Attributes:
+        dims: (op, input specs, output specs) -> its named dims.
+        localise: (args, context) -> arguments with local sizes; None keeps them.
+        strides: how fresh outputs lie: "contiguous", "elementwise", "attention"; "view" for views.
+        workspace: (input local specs, output local specs, args) -> bytes allocated and dropped inside.
+    """
+
+    dims: Callable[[Op, Specs, tuple[TensorSpec | None, ...]], OpDims]
+    localise: Callable[[tuple[Arg, ...], LocalContext], tuple[Arg, ...]] | None = None
+    strides: str = "contiguous"
+    workspace: Callable[[Any, Any, tuple[Arg, ...]], int] | None = None
+
+
+_REGISTRY: dict[str, OpDef] = {}
+
+
+def register(*targets: str, **fields: Any) -> Callable[[Callable[..., OpDims]], Callable[..., OpDims]]:
+    """Decorator: the function gives the dims of these targets; `fields` are the rest of `OpDef`."""
+
+    def wrap(dims: Callable[..., OpDims]) -> Callable[..., OpDims]:
+        for target in targets:
+            assert target not in _REGISTRY, target
+            _REGISTRY[target] = OpDef(dims=dims, **fields)
+        return dims
+
+    return wrap
+
+
+def op_def(target: str) -> OpDef | None:
+    """The definition of an op, or None: it is then replicated, and the plan says so."""
+    return _REGISTRY.get(target)
+
+
+def known_targets() -> tuple[str, ...]:
+    """Every op with a rule, sorted."""
+    return tuple(sorted(_REGISTRY))
+
+
+def replicated(inputs: Specs, outputs: tuple[TensorSpec | None, ...]) -> OpDims:
+    """Dims of an op nothing is known of: all whole."""
+    return OpDims(
+        inputs=tuple((WHOLE,) * len(spec.shape) for spec in inputs),
+        outputs=tuple(None if spec is None else (WHOLE,) * len(spec.shape) for spec in outputs),
+        sizes={},
+    )
+
+
+def letters(count: int, skip: str = "") -> Letters:
+    """The first `count` letters of the alphabet not in `skip`."""
+    free = [chr(code) for code in range(ord("a"), ord("z") + 1) if chr(code) not in skip]
+    return tuple(free[:count])
+
+
+def sizes_of(*pairs: tuple[Letters, tuple[int, ...]]) -> dict[str, int]:
+    """Letter sizes from (letters, shape) pairs; a letter seen twice keeps its first size."""
+    found: dict[str, int] = {}
+    for names, shape in pairs:
+        for name, size in zip(names, shape, strict=True):
+            if name != WHOLE:
+                found.setdefault(name, size)
+    return found

@@ -1,0 +1,93 @@
+"""Embedding and cross-entropy: the vocabulary is a dim like any other.
+
+Over a split vocabulary each rank looks up or scores its own rows, shifted by its offset, and the partial
+results add up (the maximum for `ce_max`): Megatron-LM's vocabulary parallelism (Shoeybi et al. 2019, 3).
+"""
+
+from __future__ import annotations
+
+from paraplan.ir.graph import Arg, Op
+from paraplan.ir.mesh import Shard
+from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of
+
+
+def _start(args: tuple[Arg, ...], ctx: LocalContext, position: int, index: int, dim: int, output: bool = False) -> tuple[Arg, ...]:
+    spec, layout = (ctx.outputs[index], ctx.out_layouts[index]) if output else (ctx.inputs[index], ctx.in_layouts[index])
+    assert spec is not None and layout is not None
+    sharded = any(placement == Shard(dim=dim) for placement in layout)
+    return (*args[:position], ctx.offset(spec, layout, dim) if sharded else 0, *args[position + 1 :])
+
+
+@register("paraplan.embedding", localise=lambda args, ctx: _start(args, ctx, 2, 0, 0))
+def embedding(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`v h, a b -> a b h`, v contracted."""
+    ids = letters(len(inputs[1].shape), skip="vh")
+    sizes = sizes_of((("v", "h"), inputs[0].shape), (ids, inputs[1].shape))
+    return OpDims((("v", "h"), ids), ((*ids, "h"),), sizes, {"v": "sum"}, ((0,),))
+
+
+def _grad_local(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
+    sized = (*args[:2], ctx.local_outputs[0][0], *args[3:])
+    return _start(sized, ctx, 4, 0, 0, output=True)
+
+
+@register("paraplan.embedding_grad", localise=_grad_local)
+def embedding_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b h, a b -> v h`: positions contracted; each rank may hold its own rows."""
+    ids = letters(len(inputs[1].shape), skip="vh")
+    sizes = sizes_of((("v", "h"), outputs[0].shape), (ids, inputs[1].shape))
+    return OpDims(((*ids, "h"), ids), (("v", "h"),), sizes, dict.fromkeys(ids, "sum"), ((0,),))
+
+
+def _rows(inputs: Specs, logits: int) -> tuple[tuple[str, ...], dict[str, int]]:
+    shape = inputs[logits].shape
+    rows = letters(len(shape) - 1, skip="v")
+    return rows, sizes_of(((*rows, "v"), shape))
+
+
+@register("paraplan.ce_max")
+def ce_max(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b v -> a b`, a maximum over v."""
+    rows, sizes = _rows(inputs, 0)
+    return OpDims(((*rows, "v"),), (rows,), sizes, {"v": "max"})
+
+
+@register("paraplan.ce_sumexp")
+def ce_sumexp(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b v, a b -> a b`, a sum over v."""
+    rows, sizes = _rows(inputs, 0)
+    return OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"})
+
+
+@register("paraplan.ce_target", localise=lambda args, ctx: _start(args, ctx, 3, 0, len(ctx.inputs[0].shape) - 1))
+def ce_target(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b v, a b -> a b`: the label's logit, found by the rank that has it."""
+    rows, sizes = _rows(inputs, 0)
+    return OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"})
+
+
+@register("paraplan.ce_loss")
+def ce_loss(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b, a b, a b, a b -> `: the sum over positions."""
+    rows = letters(len(inputs[0].shape))
+    return OpDims((rows,) * 4, ((),), sizes_of((rows, inputs[0].shape)), dict.fromkeys(rows, "sum"))
+
+
+@register("paraplan.ce_grad", localise=lambda args, ctx: _start(args, ctx, 6, 1, len(ctx.inputs[1].shape) - 1))
+def ce_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`(), a b v, a b, a b, a b -> a b v`."""
+    rows, sizes = _rows(inputs, 1)
+    return OpDims(((), (*rows, "v"), rows, rows, rows), ((*rows, "v"),), sizes)
+
+
+@register("aten.gather.default")
+def gather(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a _, a _ -> a _`: the gathered dim is whole; others must agree in size."""
+    dim = int(op.args[1]) % max(len(inputs[0].shape), 1)
+    names = tuple(
+        WHOLE if index == dim or size != other else name
+        for index, (name, size, other) in enumerate(
+            zip(letters(len(inputs[0].shape)), inputs[0].shape, inputs[1].shape, strict=True)
+        )
+    )
+    return OpDims((names, names), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),))

@@ -1,0 +1,67 @@
+"""Products of matrices: rules in einsum form.
+
+`paraplan.linear*` keep the leading dims apart (no batch*seq flattening), so batch and sequence stay dims.
+Products accumulate no workspace that torch's allocator sees.
+"""
+
+from __future__ import annotations
+
+from paraplan.ir.graph import Op
+from paraplan.ir.rules.dims import OpDims, Specs, letters, register, sizes_of
+
+
+@register("aten.mm.default")
+def mm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`m k, k n -> m n`."""
+    m, k, n = inputs[0].shape[0], inputs[0].shape[1], inputs[1].shape[1]
+    return OpDims((("m", "k"), ("k", "n")), (("m", "n"),), {"m": m, "k": k, "n": n}, {"k": "sum"}, ((0,), (1,)))
+
+
+@register("aten.addmm.default")
+def addmm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`n, m k, k n -> m n`; the bias is one of the addends, so with k sharded only one rank may hold it."""
+    (m, k), n = inputs[1].shape, inputs[2].shape[1]
+    bias = ("n",) if len(inputs[0].shape) == 1 else ("m", "n")
+    return OpDims((bias, ("m", "k"), ("k", "n")), (("m", "n"),), {"m": m, "k": k, "n": n}, {"k": "sum"}, ((0, 1), (0, 2)), (0,))
+
+
+@register("aten.bmm.default")
+def bmm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`b m k, b k n -> b m n`."""
+    (b, m, k), n = inputs[0].shape, inputs[1].shape[2]
+    sizes = {"b": b, "m": m, "k": k, "n": n}
+    return OpDims((("b", "m", "k"), ("b", "k", "n")), (("b", "m", "n"),), sizes, {"k": "sum"}, ((0,), (1,)))
+
+
+def _weight(transposed: bool) -> tuple[str, str]:
+    return ("k", "n") if transposed else ("n", "k")
+
+
+@register("paraplan.linear")
+def linear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b k, n k[, n] -> a b n`."""
+    lead = letters(len(inputs[0].shape) - 1, skip="kn")
+    weight = _weight(bool(op.args[3]))
+    dims = ((*lead, "k"), weight) + ((("n",),) if len(inputs) == 3 else ())
+    sizes = sizes_of((dims[0], inputs[0].shape), (weight, inputs[1].shape))
+    partial = ((0,), (1,)) if len(inputs) == 2 else ((0, 2), (1, 2))
+    return OpDims(dims, ((*lead, "n"),), sizes, {"k": "sum"}, partial, (2,) if len(inputs) == 3 else ())
+
+
+@register("paraplan.linear_grad_input")
+def linear_grad_input(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b n, n k -> a b k`."""
+    lead = letters(len(inputs[0].shape) - 1, skip="kn")
+    weight = _weight(bool(op.args[2]))
+    sizes = sizes_of(((*lead, "n"), inputs[0].shape), (weight, inputs[1].shape))
+    return OpDims(((*lead, "n"), weight), ((*lead, "k"),), sizes, {"n": "sum"}, ((0,), (1,)))
+
+
+@register("paraplan.linear_grad_weight")
+def linear_grad_weight(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b n, a b k -> n k`: the leading dims are contracted."""
+    lead = letters(len(inputs[0].shape) - 1, skip="kn")
+    sizes = sizes_of(((*lead, "n"), inputs[0].shape), ((*lead, "k"), inputs[1].shape))
+    return OpDims(
+        ((*lead, "n"), (*lead, "k")), (_weight(bool(op.args[2])),), sizes, dict.fromkeys(lead, "sum"), ((0,), (1,))
+    )  # fmt: skip

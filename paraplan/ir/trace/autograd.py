@@ -1,0 +1,132 @@
+"""Differentiable forms of the canonical ops, which the joint trace runs through.
+
+Each is an autograd.Function whose forward and backward call ops of `canonical`, so the recorded joint graph
+holds exactly those. A function marked `random` gets the seed and its slot from the segment that runs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.trace.canonical import ops
+
+Grads = tuple[Tensor | None, ...]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.transposed = transposed
+        return ops.linear(x, w, bias, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        (g,) = grads
+        x, w = ctx.saved_tensors
+        gx = ops.linear_grad_input(g, w, ctx.transposed) if ctx.needs_input_grad[0] else None
+        gw = ops.linear_grad_weight(g, x, ctx.transposed) if ctx.needs_input_grad[1] else None
+        lead = list(range(g.dim() - 1))
+        gb = (torch.ops.aten.sum.dim_IntList(g, lead) if lead else g) if ctx.needs_input_grad[2] else None
+        return gx, gw, gb, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.padding_idx = w.shape[0], padding_idx
+        return ops.embedding(w, ids, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        (ids,) = ctx.saved_tensors
+        return ops.embedding_grad(grads[0], ids, ctx.rows, ctx.padding_idx, 0), None, None
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seed: Tensor, p: float, slot: int) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.rest = (p, slot, list(x.shape), [0] * x.dim())
+        return ops.dropout(x, seed, *ctx.rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        (seed,) = ctx.saved_tensors
+        return ops.dropout(grads[0], seed, *ctx.rest), None, None, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, p: float, slot: int, causal: bool, scale: float
+    ) -> Tensor:
+        shape = [q.shape[0], q.shape[1], q.shape[2], k.shape[2]]
+        ctx.rest = (p, slot, causal, scale, shape, [0, 0, 0, 0])
+        out, lse = ops.attention(q, k, v, mask, seed, *ctx.rest)
+        ctx.save_for_backward(q, k, v, mask, seed, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        mask_grad = bool(ctx.needs_input_grad[3])
+        q, k, v, mask, seed, out, lse = ctx.saved_tensors
+        made = ops.attention_grad(grads[0], q, k, v, mask, seed, out, lse, *ctx.rest, mask_grad)
+        kept = [grad if ctx.needs_input_grad[index] else None for index, grad in enumerate(made)]
+        return (*kept, None, None, None, None, None)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        m = ops.ce_max(logits)
+        s = ops.ce_sumexp(logits, m)
+        t = ops.ce_target(logits, labels, ignore_index, 0)
+        ctx.save_for_backward(logits, m, s, labels)
+        ctx.ignore_index = ignore_index
+        return ops.ce_loss(m, s, t, labels, ignore_index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        logits, m, s, labels = ctx.saved_tensors
+        return ops.ce_grad(grads[0], logits, m, s, labels, ctx.ignore_index, 0), None, None
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """`paraplan.linear`, differentiable."""
+    return _Linear.apply(x, w, bias, transposed)
+
+
+def embedding(w: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    """`paraplan.embedding`, differentiable."""
+    return _Embedding.apply(w, ids, padding_idx)
+
+
+def dropout(x: Tensor, p: float, *, seed: Tensor, slot: int) -> Tensor:
+    """`paraplan.dropout`, differentiable."""
+    return _Dropout.apply(x, seed, p, slot)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """`paraplan.attention` without dropout, differentiable."""
+    return _Attention.apply(q, k, v, mask, None, 0.0, 0, causal, scale)
+
+
+def attention_dropout(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, p: float, *, seed: Tensor, slot: int
+) -> Tensor:
+    """`paraplan.attention` with dropout on the probabilities, differentiable."""
+    return _Attention.apply(q, k, v, mask, seed, p, slot, causal, scale)
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Sum of the cross-entropies of valid labels, differentiable; logits [..., v], labels [...]."""
+    return _CrossEntropy.apply(logits, labels, ignore_index)
+
+
+RANDOM = frozenset({dropout, attention_dropout})
+HEAVY = frozenset({linear, attention, attention_dropout, cross_entropy_sum})

@@ -1,0 +1,110 @@
+"""The canonical ops `paraplan.<name>` as torch.library ops, so that tracing records them by name.
+
+Kernels come from `kernels`; the shape functions here report the same shapes, dtypes and strides. Absent results
+(a mask gradient nobody asked for) are empty tensors here, since an op's schema cannot return None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.trace import kernels
+
+_LIBRARY = torch.library.Library("paraplan", "DEF")
+_ATTENTION = "Tensor? mask, Tensor? seed"
+_RANDOM = "float p, int slot, bool causal, float scale, int[] global_heads_batch, int[] starts"
+
+
+def _define(schema: str, kernel: Callable[..., object], shape: Callable[..., object]) -> None:
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema)
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, kernel, device)
+    torch.library.register_fake(f"paraplan::{name}", shape, lib=_LIBRARY)
+
+
+def _linear(x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[1 if transposed else 0]))
+
+
+def _linear_grad_input(g: Tensor, w: Tensor, transposed: bool) -> Tensor:
+    return g.new_empty((*g.shape[:-1], w.shape[0 if transposed else 1]))
+
+
+def _linear_grad_weight(g: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    n, k = g.shape[-1], x.shape[-1]
+    return g.new_empty((k, n) if transposed else (n, k))
+
+
+def _embedding(w: Tensor, ids: Tensor, v_start: int) -> Tensor:
+    return w.new_empty((*ids.shape, w.shape[1]))
+
+
+def _embedding_grad(g: Tensor, ids: Tensor, num_rows: int, padding_idx: int, v_start: int) -> Tensor:
+    return g.new_empty((num_rows, g.shape[-1]))
+
+
+def _dropout(x: Tensor, seed: Tensor, p: float, slot: int, global_shape: Sequence[int], starts: Sequence[int]) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _heads_last(like: Tensor, heads: int, rows: int, width: int) -> Tensor:
+    return like.new_empty((like.shape[0], rows, heads, width)).transpose(1, 2)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=kernels.accumulate_dtype(q.dtype))
+    return _heads_last(q, q.shape[1], q.shape[2], v.shape[3]), lse
+
+
+def _attention_grad_kernel(*args: object) -> tuple[Tensor, ...]:
+    *grads, dmask = kernels.attention_grad(*args)  # type: ignore[arg-type]
+    return (*grads, grads[0].new_empty(0) if dmask is None else dmask)
+
+
+def _attention_grad(
+    g_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, *rest: object
+) -> tuple[Tensor, ...]:
+    grads = tuple(_heads_last(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
+    return (*grads, q.new_empty(mask.shape, dtype=mask.dtype) if rest[-1] and mask is not None else q.new_empty(0))
+
+
+def _ce_rows(logits: Tensor, *rest: object) -> Tensor:
+    return logits.new_empty(logits.shape[:-1], dtype=kernels.accumulate_dtype(logits.dtype))
+
+
+def _ce_loss(m: Tensor, s: Tensor, t: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    return m.new_empty(())
+
+
+def _ce_grad(g: Tensor, logits: Tensor, *rest: object) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _register() -> None:
+    _define("linear(Tensor x, Tensor w, Tensor? bias, bool transposed) -> Tensor", kernels.linear, _linear)
+    _define("linear_grad_input(Tensor g, Tensor w, bool transposed) -> Tensor", kernels.linear_grad_input, _linear_grad_input)
+    _define("linear_grad_weight(Tensor g, Tensor x, bool transposed) -> Tensor", kernels.linear_grad_weight, _linear_grad_weight)
+    _define("embedding(Tensor w, Tensor ids, int v_start) -> Tensor", kernels.embedding, _embedding)
+    _define("embedding_grad(Tensor g, Tensor ids, int num_rows, int padding_idx, int v_start) -> Tensor",
+            kernels.embedding_grad, _embedding_grad)  # fmt: skip
+    _define("dropout(Tensor x, Tensor seed, float p, int slot, int[] global_shape, int[] starts) -> Tensor",
+            kernels.dropout, _dropout)  # fmt: skip
+    _define(f"attention(Tensor q, Tensor k, Tensor v, {_ATTENTION}, {_RANDOM}) -> (Tensor, Tensor)",
+            kernels.attention, _attention)  # fmt: skip
+    _define(f"attention_grad(Tensor g_out, Tensor q, Tensor k, Tensor v, {_ATTENTION}, Tensor out, Tensor lse, "
+            f"{_RANDOM}, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+            _attention_grad_kernel, _attention_grad)  # fmt: skip
+    _define("ce_max(Tensor logits) -> Tensor", kernels.ce_max, _ce_rows)
+    _define("ce_sumexp(Tensor logits, Tensor m) -> Tensor", kernels.ce_sumexp, _ce_rows)
+    _define("ce_target(Tensor logits, Tensor labels, int ignore_index, int v_start) -> Tensor", kernels.ce_target, _ce_rows)
+    _define("ce_loss(Tensor m, Tensor s, Tensor t, Tensor labels, int ignore_index) -> Tensor", kernels.ce_loss, _ce_loss)
+    _define("ce_grad(Tensor g, Tensor logits, Tensor m, Tensor s, Tensor labels, int ignore_index, int v_start) -> Tensor",
+            kernels.ce_grad, _ce_grad)  # fmt: skip
+
+
+_register()
+ops = torch.ops.paraplan

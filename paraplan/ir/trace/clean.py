@@ -1,0 +1,44 @@
+"""Removes from the forward graph what says nothing about the computation: assertions, aliases, devices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from paraplan.ir.trace.flow import aten_name
+from paraplan.ir.trace.rewrite import remove_dead
+
+_ASSERTIONS = frozenset({"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range"})
+_ALIASES = frozenset({"alias", "lift_fresh_copy", "lift_fresh", "contiguous", "clone"})
+_PLACES = ("device", "pin_memory", "layout", "memory_format", "non_blocking")
+
+
+def clean(graph: fx.Graph) -> None:
+    """Drops assertions, aliases, clones (the graph is functional), casts to the same dtype, placement arguments."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = aten_name(node.target)
+        if name in _ASSERTIONS:
+            graph.erase_node(node)
+        elif name in _ALIASES or _is_same_cast(node, name):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        else:
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key not in _PLACES}
+    remove_dead(graph)
+
+
+def _is_same_cast(node: fx.Node, name: str) -> bool:
+    if name != "_to_copy" or not isinstance(node.args[0], fx.Node):
+        return False
+    source = node.args[0].meta.get("val")
+    return isinstance(source, Tensor) and source.dtype == node.kwargs.get("dtype", source.dtype)
+
+
+def drop_idle_detach(graph: fx.Graph, carries: set[fx.Node]) -> None:
+    """Drops detach where there is no gradient to stop."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.detach.default and node.args[0] not in carries:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

@@ -1,0 +1,98 @@
+"""A structural copy of a model whose parameters and buffers have shapes and no data.
+
+The caller's model is never touched and no weight is copied: `deepcopy` runs with a memo that maps every parameter
+and buffer, by identity, to its fake stand-in, so ties stay ties.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.torch_private import FakeTensorMode
+
+PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+def traced_dtype(precision: str) -> torch.dtype:
+    """What floats are while exporting: fp64 is exported in float32 and lifted afterwards (`precision`)."""
+    if precision not in PRECISIONS:
+        raise CaptureError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def _keeps_own_dtype(model: nn.Module, module: nn.Module, name: str) -> bool:
+    """Hugging Face keeps its computed (non-persistent) float buffers, such as rotary frequencies, in float32."""
+    return hasattr(model, "config") and name in module._non_persistent_buffers_set
+
+
+def fake_copy(model: nn.Module, precision: str, mode: FakeTensorMode) -> nn.Module:
+    """The model with fake CPU parameters and buffers in the precision's traced dtype.
+
+    Raises:
+        CaptureError: the module cannot be copied.
+    """
+    dtype = traced_dtype(precision)
+    memo: dict[int, object] = {}
+    with mode:
+        for module in model.modules():
+            for param in module._parameters.values():
+                if param is not None and id(param) not in memo:
+                    kind = dtype if param.is_floating_point() else param.dtype
+                    memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=kind, device="cpu"), param.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in memo:
+                    cast = buffer.is_floating_point() and not _keeps_own_dtype(model, module, name)
+                    memo[id(buffer)] = torch.empty(buffer.shape, dtype=dtype if cast else buffer.dtype, device="cpu")
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as fault:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied for tracing ({type(fault).__name__}: {fault}); keep tensors that "
+            "are results of computations out of module attributes (register_buffer, or make them in forward)"
+        ) from fault
+    for module in copied.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # a cache only matters when generating
+    return copied
+
+
+def fake_batch(batch: dict[str, Tensor], precision: str, mode: FakeTensorMode) -> dict[str, Tensor]:
+    """Distinct fake tensors of the batch's shapes; float inputs in float32 where fp64 lifts them later."""
+    lift = precision == "fp64"
+    with mode:
+        return {
+            name: torch.empty(x.shape, dtype=torch.float32 if lift and x.is_floating_point() else x.dtype, device="cpu")
+            for name, x in batch.items()
+        }
+
+
+def name_inputs(model: nn.Module, example_inputs: dict[str, object] | tuple[object, ...]) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Tensors of the batch by the names of forward's parameters, and the other arguments.
+
+    Raises:
+        CaptureError: an input that forward does not take, or no tensor at all.
+    """
+    if isinstance(example_inputs, dict):
+        named: dict[str, object] = dict(example_inputs)
+    else:
+        values = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+        names = [
+            p.name for p in inspect.signature(model.forward).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]  # fmt: skip
+        names += [f"input{index}" for index in range(len(names), len(values))]
+        named = dict(zip(names, values, strict=False))
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+    if not tensors:
+        raise CaptureError(f"example_inputs of {type(model).__name__} hold no tensor; give one global batch")
+    for name, value in tensors.items():
+        if value.is_complex():
+            raise CaptureError(f"input {name!r} is complex; pass view_as_real(x) and build the complex value from real parts")
+    return tensors, others

@@ -1,0 +1,188 @@
+"""The joint forward and backward of a piece, recorded once with fake tensors.
+
+`make_fx` runs over the piece's nodes and `autograd.grad` of its outputs. Every recorded op is labelled with its
+phase and the source line it comes from: forward ops with the line of the node being run, backward ops with the
+line of the forward node whose gradient is being computed (a hook on each autograd node says when).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.func import functionalize
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paraplan.ir.graph import Phase
+from paraplan.ir.trace import autograd
+from paraplan.ir.trace.segments import Forward, Piece
+from paraplan.ir.trace.source import line_of_stack
+from paraplan.ir.trace.torch_private import FakeTensorMode, recording_graph, trace_ops
+
+LABEL = "paraplan_label"
+Label = tuple[Phase, str]
+
+
+class Joint(NamedTuple):
+    """A recorded joint graph.
+
+    Attributes:
+        graph: placeholders in order params, inputs, constants, seed (if random), tangents; results in order
+            outputs, gradients of params, gradients of inputs.
+        random: whether it takes a seed.
+        tangents: per output, whether it takes a tangent.
+        param_grads, input_grads: per parameter and input, whether a gradient is asked for.
+    """
+
+    graph: fx.Graph
+    random: bool
+    tangents: tuple[bool, ...]
+    param_grads: tuple[bool, ...]
+    input_grads: tuple[bool, ...]
+
+
+class _Labels:
+    """Labels nodes as they are recorded."""
+
+    def __init__(self) -> None:
+        self._label: Label = (Phase.FORWARD, "")
+        self._last: fx.Node | None = None
+
+    def switch(self, label: Label) -> None:
+        """Everything recorded since the last switch belonged to the old label."""
+        graph = recording_graph()
+        node = next(iter(graph.nodes), None) if self._last is None else self._last.next
+        while node is not None and node.op != "root":
+            node.meta[LABEL] = self._label
+            self._last, node = node, node.next
+        self._label = label
+
+
+def _hook_gradients(result: object, labels: _Labels, source: str, seen: set[object]) -> None:
+    """Has every new autograd node behind a result announce its source when it runs."""
+    stack = [x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]
+
+    def announce(grads: object) -> None:
+        labels.switch((Phase.BACKWARD, source))
+
+    while stack:
+        grad_fn = stack.pop()
+        if grad_fn in seen:
+            continue
+        seen.add(grad_fn)
+        if type(grad_fn).__name__ != "AccumulateGrad":
+            grad_fn.register_prehook(announce)
+        stack += [parent for parent, _ in grad_fn.next_functions if parent is not None]
+
+
+def run_nodes(nodes: Sequence[fx.Node], env: dict[fx.Node, object], seed: Tensor | None, labels: _Labels, hook: bool) -> None:
+    """Runs the nodes of a piece, results into `env`."""
+    seen: set[object] = set()
+    slot = 0
+    for node in nodes:
+        source = line_of_stack(node.meta.get("stack_trace"))
+        labels.switch((Phase.FORWARD, source))
+        args, kwargs = tree_map_only(fx.Node, lambda n: env[n], (node.args, node.kwargs))
+        if node.target in autograd.RANDOM:
+            kwargs = {**kwargs, "seed": seed, "slot": slot}
+            slot += 1
+        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        if hook:
+            _hook_gradients(env[node], labels, source, seen)
+
+
+def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode) -> Joint:
+    """Records the joint graph of a piece."""
+    carries = forward.flows
+    outside = [*piece.params, *piece.inputs]
+    wanted = [carries[node].carries for node in outside]
+    random = any(node.target in autograd.RANDOM for node in piece.nodes)
+    tangents = tuple(carries[node].carries for node in piece.outputs)
+    with mode:
+        args = [_fake_like(node, want) for node, want in zip(outside, wanted, strict=True)]
+        args += [_fake_like(node, False) for node in piece.constants]
+        args += [torch.empty((), dtype=torch.int64)] if random else []
+        args += [_fake_like(node, False) for node, want in zip(piece.outputs, tangents, strict=True) if want]
+
+    def joint(*flat: Tensor) -> list[Tensor | None]:
+        labels = _Labels()
+        given = iter(flat)
+        env: dict[fx.Node, object] = {node: next(given) for node in [*outside, *piece.constants]}
+        seed = next(given) if random else None
+        with torch.enable_grad():
+            run_nodes(piece.nodes, env, seed, labels, hook=True)
+            outputs = [env[node] for node in piece.outputs]
+            labels.switch((Phase.BACKWARD, ""))
+            leaves = [env[node] for node, want in zip(outside, wanted, strict=True) if want]
+            heads = [out for out, want in zip(outputs, tangents, strict=True) if want]
+            grads = torch.autograd.grad(heads, leaves, list(given), allow_unused=True) if heads and leaves else ()
+            labels.switch((Phase.BACKWARD, ""))
+        return [*outputs, *grads]
+
+    with mode:
+        module = trace_ops(joint)(*args)
+        if _writes_in_place(module.graph):
+            module = _without_mutation(module, args)
+    count = len(piece.params)
+    return Joint(module.graph, random, tangents, tuple(wanted[:count]), tuple(wanted[count:]))
+
+
+def trace_forward(forward: Forward, piece: Piece, mode: FakeTensorMode) -> fx.Graph:
+    """Records the forward alone of a piece without random ops; placeholders as in `trace_joint`."""
+    outside = [*piece.params, *piece.inputs, *piece.constants]
+    with mode:
+        args = [_fake_like(node, False) for node in outside]
+
+    def run(*flat: Tensor) -> list[object]:
+        labels = _Labels()
+        env: dict[fx.Node, object] = dict(zip(outside, flat, strict=True))
+        run_nodes(piece.nodes, env, None, labels, hook=False)
+        labels.switch((Phase.FORWARD, ""))
+        return [env[node] for node in piece.outputs]
+
+    with mode, torch.no_grad():
+        return trace_ops(run)(*args).graph
+
+
+def _fake_like(node: fx.Node, requires_grad: bool) -> Tensor:
+    value = node.meta["val"]
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu", requires_grad=requires_grad)
+
+
+def _writes_in_place(graph: fx.Graph) -> bool:
+    return any(isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in graph.nodes)
+
+
+def _without_mutation(module: fx.GraphModule, args: Sequence[Tensor]) -> fx.GraphModule:
+    """Some backward formulas write in place; records them again functionally, labels kept."""
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    places = [node for node in module.graph.nodes if node.op == "placeholder"]
+    output = module.graph.output_node()
+
+    def again(*flat: Tensor) -> object:
+        env: dict[fx.Node, object] = dict(zip(places, flat, strict=True))
+        for node in nodes:
+            args, kwargs = tree_map_only(fx.Node, lambda n: env[n], (node.args, node.kwargs))
+            env[node] = node.target(*args, **kwargs)
+        return tree_map_only(fx.Node, lambda n: env[n], output.args[0])
+
+    plain = [arg.detach() for arg in args]
+    with torch.no_grad():
+        made = trace_ops(functionalize(again, remove="mutations"))(*plain)
+    _copy_labels(made.graph, nodes)
+    return made
+
+
+def _copy_labels(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Functionalised ops keep their order: each takes the label of the last original op of the same name met."""
+    position = 0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for index in range(position, len(nodes)):
+            if str(nodes[index].target).split(".")[1].rstrip("_") == str(node.target).split(".")[1].rstrip("_"):
+                position = index
+                break
+        node.meta[LABEL] = nodes[position].meta[LABEL]

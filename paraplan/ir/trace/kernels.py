@@ -1,0 +1,122 @@
+"""Plain tensor functions of the canonical ops: what `paraplan.<name>` computes.
+
+Each works on a whole tensor or on one rank's block of it: sharded forms pass where the block starts. Workspace
+is bounded by walking over chunks of rows. No registration here, so any runtime may call these directly.
+Attention lives in `attention_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from paraplan.ir.trace.attention_kernels import attention, attention_grad
+from paraplan.ir.trace.random_kernels import dropout
+
+__all__ = [
+    "attention", "attention_grad", "ce_grad", "ce_loss", "ce_max", "ce_sumexp", "ce_target", "constant", "dropout",
+    "embedding", "embedding_grad", "linear", "linear_grad_input", "linear_grad_weight",
+]  # fmt: skip
+
+CHUNK_ELEMENTS = 1 << 20
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """y[..., n] = x[..., k] · w (+ bias); w: [n, k], or [k, n] when `transposed`."""
+    return F.linear(x, w.t() if transposed else w, bias)
+
+
+def linear_grad_input(g: Tensor, w: Tensor, transposed: bool) -> Tensor:
+    """The gradient of `linear` in x: [..., n] -> [..., k]."""
+    return torch.matmul(g, w.t() if transposed else w)
+
+
+def linear_grad_weight(g: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    """The gradient of `linear` in w, all leading dims contracted."""
+    g2, x2 = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
+    return x2.t() @ g2 if transposed else g2.t() @ x2
+
+
+def embedding(w: Tensor, ids: Tensor, v_start: int = 0) -> Tensor:
+    """Rows of w: [v, h] for ids in [v_start, v_start + v); zeros for the others."""
+    local = ids - v_start if v_start else ids
+    outside = (local < 0) | (local >= w.shape[0])
+    if not w.is_cuda and not bool(outside.any()):
+        return F.embedding(local, w)
+    rows = F.embedding(local.clamp(0, w.shape[0] - 1), w)
+    return rows.masked_fill_(outside.unsqueeze(-1), 0)
+
+
+def embedding_grad(g: Tensor, ids: Tensor, num_rows: int, padding_idx: int = -1, v_start: int = 0) -> Tensor:
+    """Sums g: [..., h] into [num_rows, h] by id; ids out of range and `padding_idx` contribute nothing."""
+    local = ids - v_start if v_start else ids
+    dropped = (local < 0) | (local >= num_rows) | (ids == padding_idx)
+    local = local.masked_fill(dropped, num_rows)
+    return torch.ops.aten.embedding_dense_backward(g, local, num_rows + 1, num_rows, False)[:num_rows]
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums over the vocabulary or the keys are kept in: float32 at least."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _row_chunks(rows: int, columns: int) -> Sequence[slice]:
+    step = max(1, CHUNK_ELEMENTS // max(columns, 1))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def ce_max(logits: Tensor) -> Tensor:
+    """m[...] = max over v of logits[..., v]."""
+    return logits.amax(-1).to(accumulate_dtype(logits.dtype))
+
+
+def ce_sumexp(logits: Tensor, m: Tensor) -> Tensor:
+    """s[...] = sum over v of exp(logits − m)."""
+    flat, top = logits.reshape(-1, logits.shape[-1]), m.reshape(-1, 1)
+    out = torch.empty(flat.shape[0], dtype=m.dtype, device=m.device)
+    for rows in _row_chunks(*flat.shape):
+        out[rows] = (flat[rows].to(m.dtype) - top[rows]).exp_().sum(-1)
+    return out.view(m.shape)
+
+
+def _local_labels(labels: Tensor, ignore_index: int, v_start: int, v: int) -> tuple[Tensor, Tensor]:
+    local = labels - v_start
+    inside = (local >= 0) & (local < v) & (labels != ignore_index)
+    return local.clamp(0, v - 1), inside
+
+
+def ce_target(logits: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0) -> Tensor:
+    """t[...] = logits at the label; 0 where it is ignored or outside this block of the vocabulary."""
+    local, inside = _local_labels(labels, ignore_index, v_start, logits.shape[-1])
+    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    return picked.to(accumulate_dtype(logits.dtype)).masked_fill_(~inside, 0)
+
+
+def ce_loss(m: Tensor, s: Tensor, t: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Sum over valid labels of log(s) + m − t."""
+    return (s.log() + m - t).masked_fill_(labels == ignore_index, 0).sum()
+
+
+def ce_grad(
+    g: Tensor, logits: Tensor, m: Tensor, s: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0
+) -> Tensor:
+    """g · (softmax − onehot(label)) for valid rows, zeros for ignored ones; dtype of the logits."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    top, total = m.reshape(-1, 1), s.reshape(-1, 1)
+    local, inside = _local_labels(labels.reshape(-1), ignore_index, v_start, flat.shape[-1])
+    valid = (labels.reshape(-1, 1) != ignore_index).to(m.dtype)
+    hit = -inside.to(m.dtype).unsqueeze(-1)
+    out = torch.empty(flat.shape, dtype=logits.dtype, device=logits.device)
+    for rows in _row_chunks(*flat.shape):
+        soft = (flat[rows].to(m.dtype) - top[rows]).exp_().div_(total[rows]).mul_(valid[rows])
+        soft.scatter_add_(-1, local[rows].unsqueeze(-1), hit[rows])
+        out[rows] = soft.mul_(g.to(m.dtype))
+    return out.view(logits.shape)
+
+
+def constant(values: Sequence[float | int | bool], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A small tensor written out in the program."""
+    return torch.tensor(list(values), dtype=dtype).view(tuple(shape))

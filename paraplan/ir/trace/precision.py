@@ -1,0 +1,68 @@
+"""fp64: every float of the captured forward becomes float64.
+
+The model is exported in float32, so no cast up to float32 exists in it; then the inputs, every float dtype written
+in the graph and the default dtype become float64 and all results are computed anew.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.rewrite import Rewriter
+from paraplan.ir.trace.source import line_of_stack
+
+NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def lift_to_float64(graph: fx.Graph, rewriter: Rewriter, constants: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Lifts a graph in place.
+
+    Args:
+        graph: forward graph, before canonical ops are put in.
+        rewriter: evaluates nodes.
+        constants: tensors the model wrote out.
+    Returns:
+        The constants, lifted.
+    Raises:
+        CaptureError: some float value is still narrower.
+    """
+    saved = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                node.meta["val"] = _lift_tensor(node.meta["val"], rewriter)
+            elif node.op == "call_function":
+                node.args, node.kwargs = _lift_literals(node.args), _lift_literals(node.kwargs)
+                node.meta["val"] = rewriter.evaluate(node)
+                _check(node)
+    finally:
+        torch.set_default_dtype(saved)
+    return {name: value.double() if value.dtype in NARROW else value for name, value in constants.items()}
+
+
+def _lift_tensor(value: Tensor, rewriter: Rewriter) -> Tensor:
+    if value.dtype not in NARROW:
+        return value
+    with rewriter.mode:
+        return torch.empty(value.shape, dtype=torch.float64, device="cpu")
+
+
+def _lift_literals(arg: object) -> object:  # type: ignore[no-untyped-def]
+    if isinstance(arg, torch.dtype):
+        return torch.float64 if arg in NARROW else arg
+    if isinstance(arg, (tuple, list)):
+        return type(arg)(_lift_literals(item) for item in arg)
+    if isinstance(arg, dict):
+        return {key: _lift_literals(item) for key, item in arg.items()}
+    return arg
+
+
+def _check(node: fx.Node) -> None:
+    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+    for value in values:
+        if isinstance(value, Tensor) and value.dtype in NARROW:
+            line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
+            raise CaptureError(f"{line}: {node.target} stays {value.dtype} under precision='fp64'; use precision='fp32'")

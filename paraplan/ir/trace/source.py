@@ -1,0 +1,47 @@
+"""Where in the user's code an op or an error comes from."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from pathlib import PurePath
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n(?:\s+(?P<code>[^\n]*))?')
+_TORCH = re.compile(r"[\\/](torch|functorch)[\\/]")
+_LIBRARY = re.compile(r"[\\/](transformers|accelerate|einops|torchvision|timm)[\\/]")
+_OURS = re.compile(r"[\\/]paraplan[\\/](ir|api|cli|planner|runtime|codegen)")
+
+
+def _spell(file: str, line: str | int, function: str, code: str) -> str:
+    return f"{PurePath(file).name}:{line}, in {function}: {code.strip()}"
+
+
+def _pick(frames: list[tuple[str, str]]) -> str:
+    """Of (file, text) from outermost to innermost: the user's innermost, else the innermost outside torch."""
+    ours = [(file, text) for file, text in frames if not _TORCH.search(file) and not _OURS.search(file)]
+    for file, text in reversed(ours):
+        if not _LIBRARY.search(file):
+            return text
+    return ours[-1][1] if ours else ""
+
+
+def line_of_stack(stack: str | None) -> str:
+    """The line to show for an fx node's stack trace; "" where there is none."""
+    found = _FRAME.finditer(stack or "")
+    frames = [(m["file"], _spell(m["file"], m["line"], m["function"], m["code"] or "")) for m in found]
+    return _pick(frames)
+
+
+def line_of_error(fault: BaseException) -> str:
+    """The user's line an exception was raised under, following its causes; "" where none is known."""
+    seen: BaseException | None = fault
+    while seen is not None:
+        frames = [
+            (f.filename, _spell(f.filename, f.lineno or 0, f.name, f.line or linecache.getline(f.filename, f.lineno or 0)))
+            for f in traceback.extract_tb(seen.__traceback__)
+        ]
+        if line := _pick(frames):
+            return line
+        seen = seen.__cause__ or seen.__context__
+    return ""

@@ -1,0 +1,170 @@
+"""Replaces torch's ops in the forward graph by the canonical ones, which rules and kernels exist for."""
+
+from __future__ import annotations
+
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace import autograd, losses
+from paraplan.ir.trace.flow import aten_name, value_of
+from paraplan.ir.trace.rewrite import Rewriter, remove_dead
+from paraplan.ir.trace.source import line_of_stack
+from paraplan.ir.trace.substitute_attention import attention
+from paraplan.ir.trace.substitute_loss import LOSSES
+
+aten = torch.ops.aten
+Rule = Callable[[Rewriter, fx.Node], fx.Node | None]
+VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
+
+
+def arguments(node: fx.Node) -> dict[str, object]:
+    """All arguments by the schema's names, defaults filled in."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    found = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    found |= {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
+    return found | dict(node.kwargs)
+
+
+def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """Puts canonical ops in.
+
+    Raises:
+        CaptureError: an op draws random numbers in a way that cannot be split over devices.
+    """
+    for node in list(graph.nodes):
+        rule = _RULES.get(aten_name(node.target)) if node.op == "call_function" else None
+        made = rule(rewriter, node) if rule else None
+        if made is not None:
+            rewriter.replace(node, made)
+    remove_dead(graph)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            _unflatten_linear(rewriter, node)
+            _reject_random(node)
+    remove_dead(graph)
+
+
+def _reject_random(node: fx.Node) -> None:
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
+        raise CaptureError(f"{line}: {node.target} draws random numbers that cannot be reproduced over devices; use nn.Dropout, or pass the noise as an input")
+
+
+def _linear(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    x, w = node.args[0], node.args[1]
+    bias = node.args[2] if len(node.args) > 2 else None
+    return rewriter.call(node, autograd.linear, x, w, bias, False)
+
+
+def _weight(node: object) -> tuple[fx.Node, bool] | None:
+    """A 2-D parameter (or its transpose) as (weight, transposed)."""
+    if not isinstance(node, fx.Node) or value_of(node).dim() != 2:
+        return None
+    if aten_name(node.target) in ("t", "transpose", "permute") and isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder":
+        return node.args[0], False
+    return (node, True) if node.op == "placeholder" else None
+
+
+def _matmul(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    found = _weight(node.args[1])
+    if found is None or value_of(node.args[0]).dim() < 2:
+        return None
+    return rewriter.call(node, autograd.linear, node.args[0], found[0], None, found[1])
+
+
+def _addmm(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    bias, x, w = node.args
+    found = _weight(w)
+    if found is None or value_of(bias).dim() != 1 or node.kwargs:
+        return None
+    return rewriter.call(node, autograd.linear, x, found[0], bias, found[1])
+
+
+def _unflatten_linear(rewriter: Rewriter, node: fx.Node) -> None:
+    """view(-1, k) -> linear -> view back becomes linear on the unflattened tensor."""
+    if node.target is not autograd.linear or aten_name(node.args[0].target) not in VIEWS:
+        return
+    source = node.args[0].args[0]
+    shape, width = value_of(source).shape, value_of(node).shape[-1]
+    if shape[-1] != value_of(node.args[0]).shape[-1] or len(shape) < 2:
+        return
+    wanted = (*shape[:-1], width)
+    views = list(node.users)
+    if not views or any(aten_name(user.target) not in VIEWS or tuple(value_of(user).shape) != wanted for user in views):
+        return
+    made = rewriter.call(node, autograd.linear, source, *node.args[1:])
+    for view in views:
+        rewriter.replace(view, made)
+
+
+def _embedding(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    found = arguments(node)
+    if found["scale_grad_by_freq"]:
+        return None
+    return rewriter.call(node, autograd.embedding, found["weight"], found["indices"], found["padding_idx"])
+
+
+def _native_dropout(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    """The mask output has no canonical form; a getitem of it stays dangling and is refused."""
+    x, p = node.args[0], float(node.args[1])
+    made = _dropped(rewriter, node, x, p, node.args[2] is not False)
+    for user in list(node.users):
+        if user.args[1] != 0:
+            raise CaptureError(f"{line_of_stack(node.meta.get('stack_trace'))}: the mask of native_dropout is read; use F.dropout")
+        rewriter.replace(user, made)
+    return None
+
+
+def _dropout(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    return _dropped(rewriter, node, node.args[0], float(node.args[1]), node.args[2] is not False)
+
+
+def _dropped(rewriter: Rewriter, node: fx.Node, x: fx.Node, p: float, train: bool) -> fx.Node:
+    if not train or p == 0.0:
+        return x
+    with rewriter.mode:
+        value = torch.empty(value_of(x).shape, dtype=value_of(x).dtype)
+    return rewriter.call(node, autograd.dropout, x, p, val=value)
+
+
+def _rms_norm(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    found = arguments(node)
+    eps = found["eps"]
+    tiny = torch.finfo(value_of(found["input"]).dtype).eps if eps is None else eps
+    return rewriter.call(node, losses.rms_norm, found["input"], len(found["normalized_shape"]), found["weight"], tiny)
+
+
+def _split(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Pieces of a split, chunk or unbind become slices or selects."""
+    source = node.args[0]
+    name = aten_name(node.target)
+    rank = value_of(source).dim()
+    dim = int(arguments(node)["dim"]) % rank
+    sizes = [1] * len(node.meta["val"]) if name == "unbind" else [piece.shape[dim] for piece in node.meta["val"]]
+    for user in list(node.users):
+        index = int(user.args[1]) % len(sizes)
+        start = sum(sizes[:index])
+        target = (aten.select.int, source, dim, index) if name == "unbind" else (aten.slice.Tensor, source, dim, start, start + sizes[index], 1)
+        rewriter.replace(user, rewriter.call(user, *target))
+    return None
+
+
+def _attention(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    return attention(rewriter, node, arguments(node))
+
+
+def _loss(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    return LOSSES[aten_name(node.target)](rewriter, node, arguments(node))
+
+
+_RULES: dict[str, Rule] = {
+    "linear": _linear, "matmul": _matmul, "mm": _matmul, "addmm": _addmm, "embedding": _embedding, "native_dropout": _native_dropout,
+    "dropout": _dropout, "rms_norm": _rms_norm, "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "unbind", "tensor_split"), _split),
+    **dict.fromkeys(LOSSES, _loss),
+}  # fmt: skip
+

@@ -1,0 +1,81 @@
+"""From decisions per kind and class to a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.mesh import Mesh
+from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
+from paraplan.ir.program import Program
+from paraplan.ir.rules.strategies import kept_whole
+from paraplan.ir.schedule import accumulate
+from paraplan.planner.classes import param_classes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned for: everything but the decisions.
+
+    Attributes:
+        program, cluster, optimizer: as in the plan.
+        model: which model, for the plan's readers.
+        versions: what the plan is made with.
+    """
+
+    program: Program
+    cluster: ClusterSpec
+    optimizer: Optimizer
+    model: ModelRef
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """One choice per kind, one layout per class.
+
+    Attributes:
+        mesh: logical mesh.
+        num_microbatches: microbatches per step.
+        ops: per kind, the strategy key of every op.
+        input_grads: per kind, per boundary input, the layout its gradient is handed over in.
+        params: per parameter class (order of `param_classes`).
+        batch: layout of each batch input.
+    """
+
+    mesh: Mesh
+    num_microbatches: int
+    ops: tuple[tuple[str, ...], ...]
+    input_grads: tuple[tuple[str | None, ...], ...]
+    params: tuple[ParamLayouts, ...]
+    batch: dict[str, str]
+
+
+def assemble(job: Job, decisions: Decisions) -> Plan:
+    """The plan these decisions make; not yet priced."""
+    program = job.program
+    classes = param_classes(program)
+    layouts = {name: lay for cls, lay in zip(classes, decisions.params, strict=True) for name in cls.params}
+    choices = tuple(
+        KindChoice(kind=index, ops=ops, input_grads=grads)
+        for index, (ops, grads) in enumerate(zip(decisions.ops, decisions.input_grads, strict=True))
+    )
+    stage = Stage(
+        first=0, stop=len(program.segments), mesh=decisions.mesh, choices=choices,
+        segment_choice=tuple(segment.kind for segment in program.segments), batch=decisions.batch,
+        params={name: layouts[name] for name in program.params if name in layouts},
+    )  # fmt: skip
+    return Plan(
+        made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
+        num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, stages=(stage,),
+        schedule=accumulate(decisions.num_microbatches, decisions.mesh.size), notes=_notes(program),
+    )  # fmt: skip
+
+
+def _notes(program: Program) -> tuple[str, ...]:
+    whole: dict[str, str] = {}
+    for kind in program.kinds:
+        for op in kind.graph.ops:
+            if kept_whole(op):
+                whole.setdefault(op.target, kind.graph.source_of(op))
+    return tuple(f"{target} has no sharding rule and runs replicated ({source})" for target, source in whole.items())

@@ -1,0 +1,76 @@
+"""What the user pins: everything left out is the planner's to choose."""
+
+from __future__ import annotations
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.struct import Value
+
+
+class Constraints(Value, frozen=True, kw_only=True):
+    """Pinned choices.
+
+    Attributes:
+        mesh: logical mesh shape, e.g. (8, 8); None lets the planner choose.
+        dp: size of a data-parallel axis: every op that sees the batch shards it there, and nothing else.
+        tp: size of a tensor-parallel axis: the weight of every linear layer is split over it, the batch never.
+        sp: with tp: activations between the split layers lie sharded along the sequence on the tp axis.
+        zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).
+        microbatches: how many microbatches a step takes.
+        memory_reserve_bytes: device memory to leave free.
+        params: layouts of named parameters, "stored/grad/state" texts.
+    """
+
+    mesh: tuple[int, ...] | None = None
+    dp: int | None = None
+    tp: int | None = None
+    sp: bool = False
+    zero: int | None = None
+    microbatches: int | None = None
+    memory_reserve_bytes: int = 0
+    params: dict[str, str] = {}
+
+
+def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
+    """The constraints themselves, when they make sense together.
+
+    Raises:
+        ConstraintError: a size below 1, degrees that do not multiply to the devices, zero without dp, sp without tp.
+    """
+    c = constraints
+    for name, size in (("dp", c.dp), ("tp", c.tp), ("microbatches", c.microbatches)):
+        if size is not None and size < 1:
+            raise ConstraintError(f"{name}={size}: must be at least 1")
+    if c.zero is not None and c.zero not in (0, 1, 2, 3):
+        raise ConstraintError(f"zero={c.zero}: must be 0, 1, 2 or 3")
+    if c.sp and (c.tp is None or c.tp < 2):
+        raise ConstraintError("sp needs a tensor-parallel axis to share: give tp of at least 2 as well")
+    if c.zero and c.dp is None and c.tp is not None:
+        raise ConstraintError(f"zero={c.zero} shards over a data-parallel axis: give dp as well")
+    if c.mesh is not None:
+        if any(size < 1 for size in c.mesh):
+            raise ConstraintError(f"mesh={c.mesh}: every axis must be at least 1")
+        if c.dp is not None or c.tp is not None:
+            raise ConstraintError(f"mesh={c.mesh} together with dp={c.dp} tp={c.tp}: give the mesh or the degrees, not both")
+        product = 1
+        for size in c.mesh:
+            product *= size
+        if product != num_devices:
+            raise ConstraintError(f"mesh={c.mesh} has {product} places for {num_devices} devices")
+    if c.dp is not None and c.tp is not None and c.dp * c.tp != num_devices:
+        raise ConstraintError(f"dp={c.dp} times tp={c.tp} is {c.dp * c.tp}, the cluster has {num_devices} devices")
+    for name, size in (("dp", c.dp), ("tp", c.tp)):
+        if size is not None and num_devices % size:
+            raise ConstraintError(f"{name}={size} does not divide the cluster's {num_devices} devices")
+    return c
+
+
+def parse_param_pin(name: str, text: str) -> tuple[str, str, str]:
+    """`"S0/S0/S0"` to (stored, grad, state).
+
+    Raises:
+        ConstraintError: not three layouts.
+    """
+    parts = text.split("/")
+    if len(parts) != 3:
+        raise ConstraintError(f"params[{name!r}] = {text!r}: give stored/grad/state, e.g. 'R,S0/R,S0/R,S0'")
+    return parts[0], parts[1], parts[2]

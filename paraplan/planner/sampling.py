@@ -1,0 +1,89 @@
+"""Random legal plans: every op, parameter and gradient takes any layout the rules allow.
+
+They are rarely good; they exist to hold rules, lowering, simulator and runtime against each other.
+"""
+
+from __future__ import annotations
+
+import random
+
+from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh
+from paraplan.ir.micro import program_micro
+from paraplan.ir.plan import ParamLayouts, Plan
+from paraplan.ir.program import Program
+from paraplan.ir.rules.strategies import GraphKey, graph_strategies
+from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.classes import grad_classes, param_classes
+
+
+def random_plan(job: Job, seed: int, max_microbatches: int = 2) -> Plan:
+    """A legal plan drawn at random on the whole cluster.
+
+    Args:
+        job: what to plan for.
+        seed: equal seeds give equal plans.
+        max_microbatches: microbatches are drawn up to this.
+    """
+    rng = random.Random(seed)
+    program, n = job.program, job.cluster.num_devices
+    shape = rng.choice(_mesh_shapes(n))
+    counts = [m for m in range(1, max_microbatches + 1) if program.batch_size % m == 0]
+    m = rng.choice(counts)
+    mesh = make_mesh(shape, tuple(f"axis{i}" for i in range(len(shape))))
+    micro = program_micro(program, m)
+    along = {segment.kind: found.choices for segment, found in zip(program.segments, micro.segments, strict=True)}
+    ops = []
+    calm = rng.random()
+    for index, kind in enumerate(program.kinds):
+        legal = graph_strategies(GraphKey(kind.graph, shape, along[index], m))
+        ops.append(tuple(_draw(rng, [option.key for option in options], calm) for options in legal))
+    batch = {}
+    for name, entry in program.batch.items():
+        first = micro.values[f"batch:{name}"]
+        batch[name] = layout_text(_random_layout(rng, entry.spec.shape, shape, first, m, partial=False))
+    return assemble(job, Decisions(
+        mesh=mesh, num_microbatches=m, ops=tuple(ops), input_grads=_input_grads(rng, program, shape, m, micro.values),
+        params=_params(rng, program, shape), batch=batch,
+    ))  # fmt: skip
+
+
+def _draw(rng: random.Random, keys: list[str], calm: float) -> str:
+    """Any strategy; calmer plans shun the odd ones (partial inputs) so that they resemble real plans."""
+    tame = [key for key in keys if "+" not in key]
+    return rng.choice(tame if tame and rng.random() < calm else keys)
+
+
+def _mesh_shapes(n: int) -> list[tuple[int, ...]]:
+    return [(n,)] + [(a, n // a) for a in range(2, n) if n % a == 0]
+
+
+def _random_layout(
+    rng: random.Random, shape: tuple[int, ...], mesh_shape: tuple[int, ...], first: Placement, m: int, partial: bool
+) -> Layout:
+    options: list[Placement] = [R, *(S(dim) for dim in range(len(shape)))] + ([P] if partial else [])
+    while True:
+        layout = tuple(rng.choice(options) for _ in mesh_shape)
+        if is_shardable(shape, (first, *layout), (m, *mesh_shape)):
+            return layout
+
+
+def _params(rng: random.Random, program: Program, shape: tuple[int, ...]) -> tuple[ParamLayouts, ...]:
+    found = []
+    for cls in param_classes(program):
+        stored, state = (layout_text(_random_layout(rng, cls.spec.shape, shape, R, 1, partial=False)) for _ in range(2))
+        grad = layout_text(_random_layout(rng, cls.spec.shape, shape, R, 1, partial=True))
+        found.append(ParamLayouts(stored=stored, grad=grad, state=state))
+    return tuple(found)
+
+
+def _input_grads(
+    rng: random.Random, program: Program, shape: tuple[int, ...], m: int, places: dict[str, Placement]
+) -> tuple[tuple[str | None, ...], ...]:
+    found: list[list[str | None]] = [[None] * len(kind.inputs) for kind in program.kinds]
+    outer = {(s.kind, i): name for s in program.segments for i, name in enumerate(s.inputs)}
+    for cls in grad_classes(program):
+        first = places[outer[cls.readers[0]]]
+        layout = layout_text(_random_layout(rng, cls.spec.shape, shape, first if isinstance(first, S(0).__class__) else R, m, partial=True))
+        for kind, index in cls.readers:
+            found[kind][index] = layout
+    return tuple(map(tuple, found))

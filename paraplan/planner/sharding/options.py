@@ -1,0 +1,101 @@
+"""Options of parameters, boundary gradients and batch inputs, and which storages the backward keeps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from paraplan.ir.graph import Phase
+from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text
+from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.program import BatchInput, SegmentKind, master_dtype
+from paraplan.ir.rules.dims import op_def
+from paraplan.ir.tensor import TensorSpec
+from paraplan.planner.classes import ParamClass
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParamOption:
+    """Where a parameter class lives: see `ir.plan.ParamLayouts`."""
+
+    stored: Layout
+    grad: Layout
+    state: Layout
+    state_dtype: str
+
+    def needs_restore(self, dtype: str) -> bool:
+        """Whether the update is followed by a write into the stored copy."""
+        return self.stored != self.state or dtype != self.state_dtype
+
+    def owns_state(self, dtype: str) -> bool:
+        """Whether the optimizer's tensor is a storage of its own: under another dtype (options only cut further)."""
+        return dtype != self.state_dtype
+
+    def layouts(self) -> ParamLayouts:
+        """As a plan writes it."""
+        return ParamLayouts(stored=layout_text(self.stored), grad=layout_text(self.grad), state=layout_text(self.state))
+
+
+def _axis_options(ndim: int) -> list[tuple[Placement, Placement, Placement]]:
+    """Per axis (stored, grad, state): data parallel, its eager form, ZeRO-1, ZeRO-2, ZeRO-3 or tensor parallel."""
+    found: list[tuple[Placement, Placement, Placement]] = [(R, P, R), (R, R, R)]
+    for dim in range(ndim):
+        found += [(R, P, S(dim)), (R, S(dim), S(dim)), (S(dim), S(dim), S(dim))]
+    return found
+
+
+def param_options(precision: str, cls: ParamClass, mesh_shape: Dims) -> tuple[ParamOption, ...]:
+    """Every combination of per-axis options that divides; a frozen parameter is only stored."""
+    dtype = master_dtype(precision, cls.spec.dtype)
+    found: dict[ParamOption, None] = {}
+    for combo in itertools.product(_axis_options(len(cls.spec.shape)), repeat=len(mesh_shape)):
+        stored, grad, state = (tuple(axis[i] for axis in combo) for i in range(3))
+        if not cls.trained:
+            grad = state = stored
+        if all(is_shardable(cls.spec.shape, layout, mesh_shape) for layout in (stored, grad, state)):
+            found[ParamOption(stored, grad, state, dtype)] = None
+    return tuple(found)
+
+
+def grad_options(spec: TensorSpec, extended: Dims, num_microbatches: int) -> tuple[Layout, ...]:
+    """Layouts a boundary gradient may be handed over in: anything that divides, partial sums too."""
+    per_axis: list[Placement] = [R, P, *(S(dim) for dim in range(len(spec.shape)))]
+    first: Placement = S(0) if num_microbatches > 1 else R
+    layouts = itertools.product(per_axis, repeat=len(extended) - 1)
+    return tuple(layout for layout in layouts if is_shardable(spec.shape, (first, *layout), extended))
+
+
+def batch_options(entry: BatchInput, extended: Dims, first: Placement) -> tuple[Layout, ...]:
+    """Layouts of a batch input: whole, or cut along any dim."""
+    per_axis: list[Placement] = [R, *(S(dim) for dim in range(len(entry.spec.shape)))]
+    layouts = itertools.product(per_axis, repeat=len(extended) - 1)
+    return tuple(layout for layout in layouts if is_shardable(entry.spec.shape, (first, *layout), extended))
+
+
+def saved_roots(kind: SegmentKind, read_later: frozenset[str]) -> tuple[str, ...]:
+    """Forward values whose storages the backward reads: views resolved to what they view; inputs and parameters left out.
+
+    Args:
+        kind: whose values.
+        read_later: outputs that the backward of another segment reads.
+    """
+    base: dict[str, str] = {}
+    forward = set()
+    for op in kind.graph.ops:
+        definition = op_def(op.target)
+        for out in op.outs:
+            if out is not None:
+                is_view = definition is not None and definition.strides == "view"
+                base[out] = base.get(op.tensors[0], op.tensors[0]) if is_view else out
+                if op.phase is Phase.FORWARD:
+                    forward.add(out)
+    read = backward_reads(kind) | read_later
+    roots = dict.fromkeys(base[name] for name in base if name in read and name in forward)
+    return tuple(root for root in roots if root in forward)
+
+
+def backward_reads(kind: SegmentKind) -> frozenset[str]:
+    """Every value the kind's backward ops read."""
+    return frozenset(name for op in kind.graph.ops if op.phase is Phase.BACKWARD for name in op.tensors)

@@ -1,0 +1,159 @@
+"""What pinned degrees leave of the option space.
+
+A data-parallel axis runs every op the way the microbatch axis does: the same analysis that finds the batch dim
+of every value in time finds it in space. On a tensor-parallel axis no op touches the batch and every linear
+layer splits its weight; with sequence parallelism the norms between them split the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.mesh import Layout, P, Partial, Placement, R, Shard, layout_text
+from paraplan.ir.micro import ProgramMicro, program_micro
+from paraplan.ir.program import Program, SegmentKind
+from paraplan.ir.rules.strategies import Strategy
+from paraplan.planner.classes import ParamClass
+from paraplan.planner.constraints import Constraints, parse_param_pin
+from paraplan.planner.sharding.options import ParamOption
+
+LINEAR = ("paraplan.linear", "paraplan.linear_grad_input", "paraplan.linear_grad_weight")
+NORMS = ("aten.native_layer_norm.default", "aten.native_layer_norm_backward.default")
+ELEMENTARY = {0: (R, P, R), 1: (R, P), 2: (R,), 3: ()}
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Predicates over options; an axis is named by its number, -1 where there is none.
+
+    Attributes:
+        program: whose options.
+        constraints: what is pinned.
+        dp, tp: axis numbers.
+        along: what every op does along a batch axis (for dp and tp).
+    """
+
+    program: Program
+    constraints: Constraints
+    dp: int
+    tp: int
+    along: ProgramMicro | None
+
+    def op(self, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
+        """Whether an op's strategy is left over."""
+        parts = strategy.key.split("|")
+        if not _tame(kind, position, parts):
+            return False
+        if self.along is None:
+            return True
+        batch = self._along(kind)[position]
+        if self.dp >= 0 and parts[self.dp] != batch:
+            return False
+        return self.tp < 0 or self._tensor(kind, position, strategy, parts[self.tp], batch)
+
+    def _along(self, kind: SegmentKind) -> tuple[str, ...]:
+        assert self.along is not None
+        index = next(i for i, s in enumerate(self.program.segments) if self.program.kinds[s.kind] is kind)
+        return tuple(choice.key for choice in self.along.segments[index].choices)
+
+    def _tensor(self, kind: SegmentKind, position: int, strategy: Strategy, part: str, batch: str) -> bool:
+        op = kind.graph.ops[position]
+        letter = part.split(">")[0]
+        if batch not in ("-",) and not batch.startswith("+") and letter == batch:
+            return False
+        if op.target in LINEAR and letter not in ("k", "n"):
+            return False
+        seq = self._sequence()
+        for name, layout in zip(op.outs, strategy.outputs, strict=True):
+            if name is None or layout is None:
+                continue
+            shape = kind.graph.values[name].shape
+            on_seq = len(shape) in (2, 3) and shape[:2] == (self.program.batch_size, seq)
+            split = layout[self.tp] == Shard(dim=1)
+            if on_seq and split and not self.constraints.sp:
+                return False
+            if self.constraints.sp and on_seq and not split and (shape[2:] == (1,) or op.target in NORMS):
+                return False
+        return True
+
+    def _sequence(self) -> int:
+        for entry in self.program.batch.values():
+            if len(entry.spec.shape) >= 2:
+                return entry.spec.shape[1]
+        return -1
+
+    def param(self, cls: ParamClass, option: ParamOption) -> bool:
+        """Whether a parameter class' option is left over."""
+        pinned = {self.constraints.params[name] for name in cls.params if name in self.constraints.params}
+        if pinned:
+            stored, grad, state = parse_param_pin(cls.params[0], sorted(pinned)[0])
+            return (layout_text(option.stored), layout_text(option.grad), layout_text(option.state)) == (stored, grad, state)
+        if self.tp >= 0:
+            on_tp = (option.stored[self.tp], option.state[self.tp])
+            if isinstance(on_tp[1], Shard) and not isinstance(on_tp[0], Shard):
+                return False
+        if self.dp >= 0 and self.constraints.zero is not None and cls.trained:
+            return self._zero(cls, option)
+        return True
+
+    def _zero(self, cls: ParamClass, option: ParamOption) -> bool:
+        """ZeRO's stages, as layouts on the dp axis; a parameter no dim of which divides stays whole."""
+        triple = (option.stored[self.dp], option.grad[self.dp], option.state[self.dp])
+        return triple in zero_triples(self.constraints.zero or 0, cls, option)
+
+    def batch(self, name: str, layout: Layout) -> bool:
+        """Whether a batch input's layout is left over."""
+        dim = self.program.batch[name].batch_dim
+        if self.dp >= 0 and dim is not None and layout[self.dp] != Shard(dim=dim):
+            return False
+        return self.tp < 0 or layout[self.tp] == R
+
+
+def zero_triples(stage: int, cls: ParamClass, option: ParamOption) -> list[tuple[Placement, Placement, Placement]]:
+    """(stored, grad, state) on a data-parallel axis at a ZeRO stage."""
+    found: list[tuple[Placement, Placement, Placement]] = []
+    for dim in range(len(cls.spec.shape)):
+        cut = Shard(dim=dim)
+        found.append({0: (R, P, R), 1: (R, P, cut), 2: (R, cut, cut), 3: (cut, cut, cut)}[stage])
+    return found or [(R, P, R)]
+
+
+def make_pins(program: Program, constraints: Constraints, axes: tuple[str, ...], shape: tuple[int, ...], m: int) -> Pins:
+    """The predicates of some constraints on a mesh.
+
+    Raises:
+        ConstraintError: the batch does not divide, or a named parameter does not exist.
+    """
+    unknown = [name for name in constraints.params if name not in program.params]
+    if unknown:
+        raise ConstraintError(f"params pins {unknown[0]!r}, which the model does not have; its first names: {', '.join(list(program.params)[:5])}")
+    dp = axes.index("dp") if "dp" in axes else -1
+    tp = axes.index("tp") if "tp" in axes else -1
+    along = None
+    if dp >= 0:
+        if program.batch_size % (m * shape[dp]):
+            raise ConstraintError(
+                f"a batch of {program.batch_size} does not divide over {shape[dp]} data-parallel ranks in {m} microbatches; "
+                f"use a multiple of {m * shape[dp]}"
+            )
+        along = program_micro(program, m * shape[dp])
+    elif tp >= 0:
+        along = program_micro(program, _smallest_divisor(program.batch_size))
+    return Pins(program, constraints, dp, tp, along)
+
+
+def _smallest_divisor(n: int) -> int:
+    return next((k for k in range(2, n + 1) if n % k == 0), 1)
+
+
+def _tame(kind: SegmentKind, position: int, parts: list[str]) -> bool:
+    """Partial inputs only where all inputs are partial together."""
+    count = len(kind.graph.ops[position].tensors)
+    for part in parts:
+        if part.startswith("+") and len(part.split(">")[0][1:].split(".")) != count:
+            return False
+    return True
+
+
+__all__ = ["Partial", "Pins", "make_pins", "zero_triples"]

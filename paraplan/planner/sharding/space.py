@@ -1,0 +1,297 @@
+"""The option space of a sharding problem: who decides, what is moved, what is kept.
+
+Deciders each take one of their options: every op of every kind (a strategy), every parameter class (where it
+is stored, how its gradient accumulates, where it is updated), every class of boundary gradients (the layout it
+is handed over in) and every batch input. A `Transfer` is a value that readers want in layouts of their own: it
+is moved once per distinct layout wanted, in each phase. `Kept` is memory that a decider's option holds.
+
+Equal segments take equal options here, and op strategies with partial inputs are offered only where all
+inputs are partial together: both belong to the certificate's scope.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paraplan.ir.graph import Phase
+from paraplan.ir.lower.kind import extend
+from paraplan.ir.mesh import Layout, P, R
+from paraplan.ir.micro import KindMicro, ProgramMicro, dual, program_micro
+from paraplan.ir.program import SegmentKind
+from paraplan.ir.rules.strategies import GraphKey, Strategy, graph_strategies
+from paraplan.ir.tensor import TensorSpec
+from paraplan.planner.assemble import Job
+from paraplan.planner.classes import GradClass, ParamClass, grad_classes, param_classes
+from paraplan.planner.sharding.options import ParamOption, backward_reads, batch_options, grad_options, param_options, saved_roots
+from paraplan.planner.sharding.prices import Price, Prices, add, scale
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a transfer: a decider, and the layout (on the extended mesh) each of its options means there."""
+
+    decider: int
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A value some readers want.
+
+    Attributes:
+        spec: of the value, global.
+        source: where it comes from.
+        readers: who wants it.
+        count: how often a step does this (instances times microbatches).
+        what: for people.
+    """
+
+    spec: TensorSpec
+    source: End
+    readers: tuple[End, ...]
+    count: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Decider:
+    """One decision: its name, the number of options, and per option the price of a whole step."""
+
+    name: str
+    prices: tuple[Price, ...]
+
+
+@dataclass
+class Space:
+    """A sharding problem.
+
+    Attributes:
+        prices: of the mesh.
+        deciders, transfers: see the module's head.
+        at_loss, at_update: bytes each decider's options hold at these two instants: (decider, bytes per option).
+        update_workspace: bytes needed while one parameter updates: (decider, bytes per option).
+        op_decider: (kind, op) -> decider; likewise for parameter classes, gradient classes and batch inputs.
+        strategies: per (kind, op), the options on the mesh.
+    """
+
+    prices: Prices
+    micro: ProgramMicro
+    deciders: list[Decider] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    at_loss: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    at_update: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    update_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    op_decider: dict[tuple[int, int], int] = field(default_factory=dict)
+    strategies: dict[tuple[int, int], tuple[Strategy, ...]] = field(default_factory=dict)
+    param_decider: list[int] = field(default_factory=list)
+    param_options: list[tuple[ParamOption, ...]] = field(default_factory=list)
+    grad_decider: list[int] = field(default_factory=list)
+    grad_options: list[tuple[Layout, ...]] = field(default_factory=list)
+    batch_decider: dict[str, int] = field(default_factory=dict)
+    batch_options: dict[str, tuple[Layout, ...]] = field(default_factory=dict)
+
+    def decide(self, name: str, prices: tuple[Price, ...]) -> int:
+        self.deciders.append(Decider(name, prices))
+        return len(self.deciders) - 1
+
+
+Allowed = Callable[[SegmentKind, int, Strategy], bool]
+
+
+def build_space(
+    job: Job, prices: Prices, num_microbatches: int, allowed: Allowed, param_allowed: Callable[[ParamClass, ParamOption], bool],
+    batch_allowed: Callable[[str, Layout], bool],
+) -> Space:  # fmt: skip
+    """The option space of a program on a mesh.
+
+    Args:
+        job: what is planned.
+        prices: on the mesh (extended by the microbatch axis).
+        num_microbatches: extent of that axis.
+        allowed, param_allowed, batch_allowed: what constraints leave over.
+    """
+    space = Space(prices, program_micro(job.program, num_microbatches))
+    counts = Counter(segment.kind for segment in job.program.segments)
+    first_of = {segment.kind: index for index, segment in reversed(list(enumerate(job.program.segments)))}
+    classes, gradients = param_classes(job.program), grad_classes(job.program)
+    for kind, _ in enumerate(job.program.kinds):
+        _ops(job, space, kind, space.micro.segments[first_of[kind]], counts[kind] * num_microbatches, num_microbatches, allowed)
+    for cls in classes:
+        _param(job, space, cls, num_microbatches, param_allowed)
+    for gradient in gradients:
+        _gradient(job, space, gradient, num_microbatches)
+    for name, entry in job.program.batch.items():
+        first = space.micro.values[f"batch:{name}"]
+        options = tuple(lay for lay in batch_options(entry, prices.extended, first) if batch_allowed(name, lay))
+        space.batch_options[name] = options
+        space.batch_decider[name] = space.decide(f"batch {name}", (prices.zero,) * len(options))
+    whole = space.decide("whole", (prices.zero,))
+    for kind, _ in enumerate(job.program.kinds):
+        _KindTransfers(job, space, kind, classes, gradients, counts[kind], num_microbatches, whole).add()
+    return space
+
+
+def _ops(job: Job, space: Space, index: int, micro: KindMicro, count: int, m: int, allowed: Allowed) -> None:
+    kind = job.program.kinds[index]
+    legal = graph_strategies(GraphKey(kind.graph, space.prices.extended[1:], micro.choices, m))
+    for position, (op, options, along) in enumerate(zip(kind.graph.ops, legal, micro.choices, strict=True)):
+        kept = tuple(option for option in options if allowed(kind, position, option))
+        kept = kept or options[:1]
+        space.strategies[index, position] = kept
+        priced = tuple(scale(space.prices.op(op, kind.graph, extend(option, along)), count) for option in kept)
+        space.op_decider[index, position] = space.decide(f"{kind.name}.{op.target}[{position}]", priced)
+
+
+def _param(job: Job, space: Space, cls: ParamClass, m: int, allowed: Callable[[ParamClass, ParamOption], bool]) -> None:
+    """A parameter class: what it holds, and what a step's reduction, update and restoration cost."""
+    prices, n = space.prices, len(cls.params)
+    options = tuple(o for o in param_options(job.program.precision, cls, prices.extended[1:]) if allowed(cls, o))
+    master = TensorSpec(options[0].state_dtype, cls.spec.shape)
+    slots = job.optimizer.state_slots
+    costs, loss, update, work = [], [], [], []
+    for option in options:
+        stored = prices.nbytes(cls.spec, (R, *option.stored))
+        if not cls.trained:
+            costs.append(prices.zero)
+            loss.append(stored)
+            update.append(stored)
+            work.append(0)
+            continue
+        shard = prices.nbytes(master, (R, *option.state))
+        reduced = prices.reshard(master, (R, *option.grad), (R, *option.state))
+        restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored))
+        assert reduced is not None and restored is not None
+        copy = prices.memory(stored, stored) if option.needs_restore(cls.spec.dtype) else prices.zero
+        step = prices.memory(shard * (2 + slots), shard * (1 + slots))
+        costs.append(scale(add(reduced, restored, copy, step), n))
+        kept = stored + shard * slots + job.optimizer.scalar_bytes + (shard if option.owns_state(cls.spec.dtype) else 0)
+        grad = prices.nbytes(master, (R, *option.grad))
+        loss.append((kept + (grad if m > 1 else 0)) * n)
+        update.append((kept + shard) * n)
+        work.append(shard * job.optimizer.workspace_slots)
+    index = space.decide(f"param {cls.params[0]}", tuple(costs))
+    space.param_decider.append(index)
+    space.param_options.append(options)
+    space.at_loss.append((index, tuple(loss)))
+    space.at_update.append((index, tuple(update)))
+    space.update_workspace.append((index, tuple(work)))
+
+
+def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:
+    options = grad_options(cls.spec, space.prices.extended, m)
+    space.grad_options.append(options)
+    space.grad_decider.append(space.decide("gradient", (space.prices.zero,) * len(options)))
+
+
+class _KindTransfers:
+    """Adds the transfers of one kind, and what its values hold at the loss."""
+
+    def __init__(self, job: Job, space: Space, index: int, classes: tuple[ParamClass, ...], gradients: tuple[GradClass, ...],
+                 count: int, m: int, whole: int) -> None:  # fmt: skip
+        self.job, self.space, self.index, self.count, self.m, self.whole = job, space, index, count, m, whole
+        self.kind = job.program.kinds[index]
+        self.class_of = {slot: c for c, cls in enumerate(classes) for slot in cls.slots}
+        self.reader_of = {slot: g for g, cls in enumerate(gradients) for slot in cls.readers}
+        self.maker_of = {slot: g for g, cls in enumerate(gradients) for slot in cls.makers}
+        segment = next(i for i, s in enumerate(job.program.segments) if s.kind == index)
+        self.micro = space.micro.segments[segment]
+        self.producers: dict[str, tuple[int, int]] = {
+            out: (s.kind, i) for s in job.program.segments for i, out in enumerate(s.outputs)
+        }
+
+    def add(self) -> None:
+        readers: dict[tuple[str, Phase], list[End]] = {}
+        made: dict[str, End] = {}
+        for position, op in enumerate(self.kind.graph.ops):
+            decider = self.space.op_decider[self.index, position]
+            options = [extend(o, self.micro.choices[position]) for o in self.space.strategies[self.index, position]]
+            for slot, name in enumerate(op.tensors):
+                readers.setdefault((name, op.phase), []).append(End(decider, tuple(o.inputs[slot] for o in options)))
+            for slot, out in enumerate(op.outs):
+                if out is not None:
+                    made[out] = End(decider, tuple(o.outputs[slot] for o in options))  # type: ignore[misc]
+        self._grad_readers(readers)
+        for (name, phase), ends in readers.items():
+            for source, count in self._sources(name, made):
+                spec = self.kind.graph.values[name]
+                self.space.transfers.append(Transfer(spec, source, tuple(dict.fromkeys(ends)), count * self.m, f"{self.kind.name}.{name}.{phase.value}"))
+        self._saved(made)
+
+    def _grad_readers(self, readers: dict[tuple[str, Phase], list[End]]) -> None:
+        """Gradients leave the block in the layouts their classes decide."""
+        first = P if self.m > 1 else R
+        for slot, grad in enumerate(self.kind.param_grads):
+            if grad is not None:
+                c = self.class_of[self.index, slot]
+                layouts = tuple((first, *option.grad) for option in self.space.param_options[c])
+                readers.setdefault((grad, Phase.BACKWARD), []).append(End(self.space.param_decider[c], layouts))
+        for slot, grad in enumerate(self.kind.input_grads):
+            if grad is not None:
+                readers.setdefault((grad, Phase.BACKWARD), []).append(self._grad_end(self.reader_of[self.index, slot], self.kind.inputs[slot]))
+
+    def _grad_end(self, g: int, value: str) -> End:
+        first = dual(self.micro.placements[value]) if self.m > 1 else R
+        return End(self.space.grad_decider[g], tuple((first, *layout) for layout in self.space.grad_options[g]))
+
+    def _sources(self, name: str, made: dict[str, End]) -> list[tuple[End, int]]:
+        """Where a value of the kind comes from: (end, instances fed so)."""
+        kind = self.kind
+        whole = End(self.whole, ((R,) * len(self.space.prices.extended),))
+        if name in made:
+            return [(made[name], self.count)]
+        if name in kind.params:
+            c = self.class_of[self.index, kind.params.index(name)]
+            layouts = tuple((R, *option.stored) for option in self.space.param_options[c])
+            return [(End(self.space.param_decider[c], layouts), self.count)]
+        if name in kind.tangents:
+            slot = kind.tangents.index(name)
+            g = self.maker_of.get((self.index, slot))
+            return [(whole if g is None else self._grad_end(g, kind.outputs[slot]), self.count)]
+        if name not in kind.inputs:
+            return [(whole, self.count)]
+        slot = kind.inputs.index(name)
+        fed = Counter(s.inputs[slot] if s.inputs[slot] not in self.producers else self.producers[s.inputs[slot]]
+                      for s in self.job.program.segments if s.kind == self.index)  # fmt: skip
+        return [(self._producer(source, name), count) for source, count in fed.items()]
+
+    def _producer(self, source: str | tuple[int, int], name: str) -> End:
+        if isinstance(source, tuple):
+            kind, slot = source
+            return producer_end(self.job, self.space, kind, slot)
+        if source.startswith("batch:"):
+            batch = source.removeprefix("batch:")
+            first = self.space.micro.values[source]
+            return End(self.space.batch_decider[batch], tuple((first, *lay) for lay in self.space.batch_options[batch]))
+        return End(self.whole, ((R,) * len(self.space.prices.extended),))
+
+    def _saved(self, made: dict[str, End]) -> None:
+        """What lives at the loss: each storage the backward reads, once, in the layout it was made in."""
+        later = set()
+        for segment in self.job.program.segments:
+            reader = self.job.program.kinds[segment.kind]
+            reads = backward_reads(reader)
+            for local, outer in zip(reader.inputs, segment.inputs, strict=True):
+                if local in reads and self.producers.get(outer, (-1, 0))[0] == self.index:
+                    later.add(self.kind.outputs[self.producers[outer][1]])
+        for root in saved_roots(self.kind, frozenset(later)):
+            end, spec = made[root], self.kind.graph.values[root]
+            held = tuple(self.space.prices.nbytes(spec, layout) * self.count for layout in end.layouts)
+            self.space.at_loss.append((end.decider, held))
+
+
+def producer_end(job: Job, space: Space, kind_index: int, slot: int) -> End:
+    """The end that makes an output of a kind."""
+    kind = job.program.kinds[kind_index]
+    name = kind.outputs[slot]
+    segment = next(i for i, s in enumerate(job.program.segments) if s.kind == kind_index)
+    micro = space.micro.segments[segment]
+    for position, op in enumerate(kind.graph.ops):
+        if name in op.outs:
+            options = space.strategies[kind_index, position]
+            layouts = tuple(extend(o, micro.choices[position]).outputs[op.outs.index(name)] for o in options)
+            return End(space.op_decider[kind_index, position], layouts)  # type: ignore[arg-type]
+    raise AssertionError(f"{kind.name}: no op makes output {name}")

@@ -1,0 +1,284 @@
+"""Small rank programs by hand and at random, and a naive replay to hold the fast one against."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from paraplan.cost_models.costs import Costs
+from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup
+from paraplan.ir.entry import Entry
+from paraplan.ir.graph import refs
+from paraplan.ir.mesh import make_mesh
+from paraplan.ir.rank_program import (
+    Block,
+    Instr,
+    InstrKind,
+    LocalValue,
+    OuterValue,
+    RankProgram,
+    Step,
+    StepKind,
+)  # fmt: skip
+
+ADD = "aten.add.Tensor"
+
+
+def toy_costs(num_devices: int = 2) -> Costs:
+    """One byte of memory traffic, or of link traffic, takes one second; starting anything takes none."""
+    device = Device(
+        kind="toy", memory_bytes=1 << 40, memory_bytes_per_s=1.0, flops_per_s={"float32": 1.0}, launch_s=0.0,
+        backend="cpu",
+    )  # fmt: skip
+    link = Link(bytes_per_s=1.0, latency_s=0.0)
+    group = NodeGroup(nodes=1, devices_per_node=num_devices, device=device, in_node=link, host=link)
+    return Costs(ClusterSpec(name="toy", groups=(group,)), make_mesh((num_devices,), ("dp",)))
+
+
+def own(name: str, nbytes: int) -> LocalValue:
+    """A value that owns `nbytes` bytes."""
+    return LocalValue(dtype="uint8", shape=(nbytes,), strides=(1,), base=name, storage_bytes=nbytes)
+
+
+def view(base: str, nbytes: int) -> LocalValue:
+    """A view of `base`."""
+    return LocalValue(dtype="uint8", shape=(nbytes, 1), strides=(1, 1), base=base, storage_bytes=0)
+
+
+def op(outs: str, ins: str, frees: str = "", target: str = ADD, workspace_bytes: int = 0) -> Instr:
+    """An op; names separated by blanks."""
+    return Instr(
+        target=target, args=tuple("%" + name for name in ins.split()), outs=tuple(outs.split()),
+        frees=tuple(frees.split()), workspace_bytes=workspace_bytes,
+    )  # fmt: skip
+
+
+def issue(out: str, name: str, target: str = "all_reduce") -> Instr:
+    """A collective over axis 0."""
+    return Instr(kind=InstrKind.COLLECTIVE, target=target, args=("%" + name, "sum"), outs=(out,), axis=0)
+
+
+def wait(out: str, issued: str, frees: str = "") -> Instr:
+    """A wait."""
+    return Instr(kind=InstrKind.WAIT, target="wait", args=("%" + issued,), outs=(out,), frees=tuple(frees.split()))
+
+
+def block(
+    name: str, inputs: str, outputs: str, values: dict[str, LocalValue], *instrs: Instr, saved: str = ""
+) -> Block:  # fmt: skip
+    """A block; names separated by blanks."""
+    return Block(
+        name=name, inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), saved=tuple(saved.split()),
+        values=values, instrs=instrs,
+    )  # fmt: skip
+
+
+def call(name: str, args: str, outs: str, drops: str = "", action: str = "0F0", microbatch: int = 0) -> Step:
+    """A CALL; "-" among the outs is None."""
+    return Step(
+        kind=StepKind.CALL, action=action, block=name, args=tuple(args.split()), drops=tuple(drops.split()),
+        outs=tuple(None if out == "-" else out for out in outs.split()), microbatch=microbatch, segment=0,
+    )  # fmt: skip
+
+
+def program(
+    blocks: list[Block], outer: dict[str, int], steps: list[Step], grads: dict[str, str] | None = None,
+    optimizer_bytes: int = 0, update_workspace_bytes: int = 0,
+) -> RankProgram:  # fmt: skip
+    """A rank program; `outer` gives bytes."""
+    return RankProgram(
+        mesh_axes=("dp",), mesh_shape=(2,), num_microbatches=1, blocks={b.name: b for b in blocks},
+        outer={
+            name: OuterValue(role="param", source=name, dtype="uint8", shape=(nbytes,), layout="R", nbytes=nbytes)
+            for name, nbytes in outer.items()
+        },
+        steps=tuple(steps), loss=(), grads=grads or {}, optimizer_bytes=optimizer_bytes,
+        update_workspace_bytes=update_workspace_bytes,
+    )  # fmt: skip
+
+
+class Cell:
+    """A storage of the naive replay."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class NaiveReplay:
+    """Walks every instruction and asks, after each, which storages any name still reaches."""
+
+    def __init__(self, rank_program: RankProgram) -> None:
+        self.program = rank_program
+        self.outer = {name: Cell(value.nbytes) for name, value in rank_program.outer.items()}
+        self.local: dict[str, Cell] = {}
+        self.peak = self.alive()
+        self.live: list[int] = []
+        self.entries: list[tuple[str, int, int]] = []
+
+    def alive(self) -> int:
+        """Bytes reached by any name."""
+        cells = {id(cell): cell.nbytes for cell in (*self.outer.values(), *self.local.values())}
+        return self.program.optimizer_bytes + sum(cells.values())
+
+    def note(self, target: str, before: int, allocated: int) -> None:
+        """Record an entry; drops that free nothing are none."""
+        freed = before + allocated - self.alive()
+        if target != "drop" or freed:
+            self.entries.append((target, allocated, freed))
+            self.live.append(self.alive())
+
+    def run(self) -> NaiveReplay:
+        """Take every step."""
+        for step in self.program.steps:
+            before = self.alive()
+            if step.kind is StepKind.CALL:
+                self.call(step)
+            elif step.kind is StepKind.ACCUMULATE:
+                total, addend = step.args
+                self.outer.setdefault(total, self.outer[addend])
+                del self.outer[addend]
+                self.note("accumulate", before, 0)
+            elif step.kind is StepKind.DROP:
+                for name in step.drops:
+                    del self.outer[name]
+                self.note("drop", before, 0)
+            else:
+                self.peak = max(self.peak, before + self.program.update_workspace_bytes)
+                self.note("update", before, 0)
+        return self
+
+    def call(self, step: Step) -> None:
+        """Run a block, instruction by instruction."""
+        code = self.program.blocks[step.block]
+        self.local = {name: self.outer[outer] for name, outer in zip(code.inputs, step.args, strict=True)}
+        cells = dict(self.local)  # by owner, also after the owner's name is gone
+        before = self.alive()
+        for name in step.drops:
+            del self.outer[name]
+        results = (*code.outputs, *code.saved)
+        read = {name for instr in code.instrs for name in refs(instr.args)}
+        for name in set(code.inputs) - read - set(results):
+            del self.local[name]
+        self.note("drop", before, 0)
+        for instr in code.instrs:
+            before = self.alive()
+            for name in instr.outs:
+                value = code.values[name]
+                cells[name] = Cell(value.storage_bytes) if value.base == name else cells[value.base]
+                self.local[name] = cells[name]
+            allocated = self.alive() - before
+            self.peak = max(self.peak, before + allocated + instr.workspace_bytes)
+            for name in instr.frees:
+                del self.local[name]
+            self.note("wait" if instr.kind is InstrKind.WAIT else instr.target, before, allocated)
+        before = self.alive()
+        for outer, name in zip(step.outs, results, strict=True):
+            if outer is not None:
+                self.outer[outer] = self.local[name]
+        self.local = {}
+        self.note("drop", before, 0)
+
+
+def summary(entry: Entry) -> tuple[str, int, int]:
+    """What the naive replay notes of an entry."""
+    return entry.target, entry.allocated_bytes, entry.freed_bytes
+
+
+@st.composite
+def random_blocks(draw: st.DrawFn, name: str) -> Block:
+    """A well-formed block: ops, views (of inputs too), collectives and waits; frees at last uses."""
+    inputs = [f"i{k}" for k in range(draw(st.integers(1, 4)))]
+    values = {value: own(value, draw(st.integers(0, 9))) for value in inputs}
+    steps: list[tuple[InstrKind, str, list[str], int]] = []
+    names, pending = list(inputs), []
+    for index in range(draw(st.integers(0, 8))):
+        out, kind = f"v{index}", draw(st.sampled_from(["op", "op", "view", "issue", "wait"]))
+        if kind == "wait" and pending:
+            issued = pending.pop(0)
+            values[out] = view(root(values, issued), values[issued].shape[0])
+            steps.append((InstrKind.WAIT, out, [issued], 0))
+        elif kind == "view":
+            base = draw(st.sampled_from(names))
+            values[out] = view(root(values, base), values[base].shape[0])
+            steps.append((InstrKind.OP, out, [base], 0))
+        elif kind == "issue":
+            values[out] = own(out, draw(st.integers(0, 9)))
+            steps.append((InstrKind.COLLECTIVE, out, [draw(st.sampled_from(names))], 0))
+            pending.append(out)
+            continue
+        else:
+            values[out] = own(out, draw(st.integers(0, 9)))
+            used = draw(st.lists(st.sampled_from(names), min_size=1, max_size=3))
+            steps.append((InstrKind.OP, out, used, draw(st.integers(0, 9))))
+        names.append(out)
+    for issued in pending:
+        out = f"w{issued}"
+        values[out] = view(issued, values[issued].shape[0])
+        steps.append((InstrKind.WAIT, out, [issued], 0))
+        names.append(out)
+    outputs = draw(st.lists(st.sampled_from(names), max_size=3))
+    saved = draw(st.lists(st.sampled_from(names), max_size=3))
+    return Block(
+        name=name, inputs=tuple(inputs), outputs=tuple(outputs), saved=tuple(saved), values=values,
+        instrs=with_frees(steps, {*outputs, *saved}),
+    )  # fmt: skip
+
+
+def root(values: dict[str, LocalValue], name: str) -> str:
+    """The owner of a name's storage."""
+    return name if values[name].base == name else root(values, values[name].base)
+
+
+def with_frees(steps: list[tuple[InstrKind, str, list[str], int]], kept: set[str]) -> tuple[Instr, ...]:
+    """Instructions that drop every name not kept at its last use (results nobody reads at once)."""
+    last: dict[str, int] = {}
+    for index, (_, out, used, _) in enumerate(steps):
+        last |= dict.fromkeys([*used, out], index)
+    return tuple(
+        Instr(
+            kind=kind, target={InstrKind.OP: ADD, InstrKind.WAIT: "wait"}.get(kind, "all_gather"),
+            args=tuple("%" + name for name in used), outs=(out,), axis=0 if kind is InstrKind.COLLECTIVE else -1,
+            frees=tuple(sorted(name for name, at in last.items() if at == index and name not in kept)),
+            workspace_bytes=workspace,
+        )
+        for index, (kind, out, used, workspace) in enumerate(steps)
+    )  # fmt: skip
+
+
+@st.composite
+def random_programs(draw: st.DrawFn) -> RankProgram:
+    """Calls, accumulations, drops and an update over a namespace full of aliases and overwritten names."""
+    blocks = [draw(random_blocks(name)) for name in ("a", "b")]
+    outer = {f"o{k}": draw(st.integers(0, 9)) for k in range(draw(st.integers(1, 3)))}
+    names, steps = set(outer), []
+    for index in range(draw(st.integers(1, 7))):
+        kind = draw(st.sampled_from(["call", "call", "call", "accumulate", "drop", "update"]))
+        if not names:
+            break
+        known = st.sampled_from(sorted(names))
+        if kind == "call":
+            code = draw(st.sampled_from(blocks))
+            args = [draw(known) for _ in code.inputs]
+            drops = draw(st.lists(known, unique=True, max_size=3))
+            fresh = st.sampled_from([*(f"x{index}{k}" for k in range(6)), "o0", None])
+            outs = [draw(fresh) for _ in (*code.outputs, *code.saved)]
+            names = (names - set(drops)) | {out for out in outs if out is not None}
+            steps.append(
+                Step(
+                    kind=StepKind.CALL, action="0F0", block=code.name, args=tuple(args), outs=tuple(outs),
+                    drops=tuple(drops),
+                )
+            )
+        elif kind == "accumulate":
+            addend = draw(known)
+            total = draw(st.sampled_from(["acc", *sorted(names - {addend})]))
+            names = (names - {addend}) | {total}
+            if addend == total:
+                continue
+            steps.append(Step(kind=StepKind.ACCUMULATE, action="0B0", args=(total, addend)))
+        elif kind == "drop":
+            drops = draw(st.lists(known, unique=True, max_size=2))
+            names -= set(drops)
+            steps.append(Step(kind=StepKind.DROP, action="0B0", drops=tuple(drops)))
+        else:
+            steps.append(Step(kind=StepKind.UPDATE, action="0UPDATE"))
+    return program(blocks, outer, steps, optimizer_bytes=draw(st.integers(0, 9)), update_workspace_bytes=5)

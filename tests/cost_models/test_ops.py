@@ -1,0 +1,127 @@
+"""Op work against hand counts, and the roofline's two sides."""
+
+import pytest
+
+from paraplan.cost_models.catalog import catalog_device
+from paraplan.cost_models.constants import GPU
+from paraplan.cost_models.ops import OpWork, is_free, op_cost, op_time_s
+from paraplan.ir.errors import CostModelError
+from paraplan.ir.tensor import TensorSpec
+
+B, S, H, F = 4, 128, 256, 1024
+
+
+def t(*shape: int, dtype: str = "bfloat16") -> TensorSpec:
+    return TensorSpec(dtype=dtype, shape=shape)
+
+
+MATMULS = [
+    ("paraplan.linear", ("%x", "%w", "%b", True), (t(B, S, H), t(F, H), t(F)), (t(B, S, F),), 2 * B * S * H * F),
+    ("paraplan.linear", ("%x", "%w", None, False), (t(B, S, H), t(H, F)), (t(B, S, F),), 2 * B * S * H * F),
+    ("paraplan.linear_grad_input", ("%g", "%w", True), (t(B, S, F), t(F, H)), (t(B, S, H),), 2 * B * S * H * F),
+    ("paraplan.linear_grad_weight", ("%g", "%x", True), (t(B, S, F), t(B, S, H)), (t(F, H),), 2 * B * S * H * F),
+    ("aten.mm.default", ("%a", "%b"), (t(S, H), t(H, F)), (t(S, F),), 2 * S * H * F),
+    ("aten.bmm.default", ("%a", "%b"), (t(B, S, H), t(B, H, F)), (t(B, S, F),), 2 * B * S * H * F),
+    ("aten.addmm.default", ("%c", "%a", "%b"), (t(F), t(S, H), t(H, F)), (t(S, F),), 2 * S * H * F),
+    (
+        "aten.convolution.default", ("%x", "%w", None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1),
+        (t(2, 8, 16, 16), t(32, 8, 3, 3)), (t(2, 32, 16, 16),), 2 * (2 * 32 * 16 * 16) * (8 * 3 * 3),
+    ),
+    (
+        "aten.convolution_backward.default",
+        ("%g", "%x", "%w", None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1, (False, True, False)),
+        (t(2, 32, 16, 16), t(2, 8, 16, 16), t(32, 8, 3, 3)), (None, t(32, 8, 3, 3), None),
+        2 * (2 * 32 * 16 * 16) * (8 * 3 * 3),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "args", "inputs", "outputs", "flops"), MATMULS)
+def test_matmul_flops_are_exact(target, args, inputs, outputs, flops) -> None:
+    work = op_cost(target, args, {}, inputs, outputs)
+    assert (work.kind, work.flops, work.dtype) == ("matmul", flops, "bfloat16")
+    assert work.read_bytes == sum(x.nbytes for x in inputs)
+    assert work.write_bytes == sum(x.nbytes for x in outputs if x is not None)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_flops_with_grouped_heads_and_two_head_sizes(causal: bool) -> None:
+    b, h, g, s, length, d, e = 2, 8, 2, 64, 96, 32, 16
+    q, k, v, out, lse = t(b, h, s, d), t(b, g, length, d), t(b, g, length, e), t(b, h, s, e), t(b, h, s)
+    args = ("%q", "%k", "%v", None, None, 0.0, 0, causal, 0.1, (b, h, s, length), (0, 0))
+    forward = op_cost("paraplan.attention", args, {}, (q, k, v), (out, lse))
+    assert forward.kind == "attention"
+    assert forward.flops == 2 * b * h * s * length * (d + e) // (2 if causal else 1)
+    args = ("%g", "%q", "%k", "%v", None, None, "%o", "%l", 0.0, 0, causal, 0.1, (b, h, s, length), (0, 0), False)
+    backward = op_cost("paraplan.attention_grad", args, {}, (out, q, k, v, out, lse), (q, k, v, None))
+    assert backward.flops == 2 * b * h * s * length * (3 * d + 2 * e) // (2 if causal else 1)
+
+
+def test_memory_bound_ops_count_bytes() -> None:
+    x = t(B, S, H)
+    add = op_cost("aten.add.Tensor", ("%a", "%b"), {}, (x, x), (x,))
+    assert (add.kind, add.flops, add.read_bytes, add.write_bytes) == ("memory", 0, 2 * x.nbytes, x.nbytes)
+    unknown = op_cost("mylib.strange.op", ("%a",), {}, (x,), (x, None))
+    assert (unknown.kind, unknown.read_bytes, unknown.write_bytes) == ("memory", x.nbytes, x.nbytes)
+    factory = op_cost("aten.full.default", ((4,), 0.0), {}, (), (x,))
+    assert (factory.read_bytes, factory.write_bytes) == (0, x.nbytes)
+
+
+def test_embedding_reads_rows_not_the_table() -> None:
+    table, ids, out = t(50000, H), t(B, S, dtype="int64"), t(B, S, H)
+    work = op_cost("paraplan.embedding", ("%w", "%i", "#"), {}, (table, ids), (out,))
+    assert work.read_bytes == ids.nbytes + out.nbytes
+    grad = op_cost("paraplan.embedding_grad", ("%g", "%i", 50000, -1, "#"), {}, (out, ids), (table,))
+    assert grad.write_bytes == table.nbytes + out.nbytes and grad.read_bytes == 2 * out.nbytes + ids.nbytes
+
+
+def test_shard_reads_its_slice_only() -> None:
+    work = op_cost("paraplan.shard", ("%x", 0, 4, "#0:1"), {}, (t(64, H),), (t(16, H),))
+    assert work.read_bytes == work.write_bytes == t(16, H).nbytes
+
+
+@pytest.mark.parametrize("target", ["aten.view.default", "aten.permute.default", "aten.slice.Tensor", "aten.t.default"])
+def test_views_cost_nothing(target: str) -> None:
+    work = op_cost(target, ("%x",), {}, (t(B, S, H),), (t(B * S, H),))
+    assert is_free(target) and op_time_s(work, catalog_device("H100")) == 0.0
+
+
+@pytest.mark.parametrize("target", ["aten.add.Tensor", "aten.clone.default", "paraplan.shard", "paraplan.linear"])
+def test_kernels_are_not_free(target: str) -> None:
+    assert not is_free(target)
+
+
+def test_roofline_takes_the_larger_side_plus_launch() -> None:
+    device = catalog_device("H100")
+    large = op_cost("aten.mm.default", (), {}, (t(8192, 8192), t(8192, 8192)), (t(8192, 8192),))
+    filled = 8192 / (8192 + GPU.half_dim)
+    assert op_time_s(large, device) == pytest.approx(3e-6 + 2 * 8192**3 / (989.4e12 * GPU.matmul * filled), rel=1e-12)
+    vector = op_cost("aten.mm.default", (), {}, (t(1, 8192), t(8192, 8192)), (t(1, 8192),))
+    moved = vector.read_bytes + vector.write_bytes
+    assert op_time_s(vector, device) == pytest.approx(3e-6 + moved / (3.35e12 * GPU.memory), rel=1e-12)
+
+
+def test_narrow_products_are_less_efficient() -> None:
+    device = catalog_device("A100-80")
+
+    def rate(n: int) -> float:
+        work = OpWork(kind="matmul", flops=10**13, read_bytes=0, write_bytes=0, dtype="bfloat16", narrow=n)
+        return work.flops / op_time_s(work, device)
+
+    assert rate(32) < rate(128) < rate(1024) < 312e12
+    assert rate(128) == pytest.approx(312e12 * GPU.matmul / 2, rel=1e-3)
+
+
+def test_unsupported_float_is_refused_by_name_and_integers_are_not() -> None:
+    device = catalog_device("V100-32")
+    x = t(64, 64)
+    with pytest.raises(CostModelError, match=r"V100-32 has no rate for bfloat16.*float16"):
+        op_time_s(op_cost("aten.mm.default", (), {}, (x, x), (x,)), device)
+    assert op_time_s(op_cost("aten.add.Tensor", (), {}, (x, x), (x,)), device) > 0
+    i = t(64, 64, dtype="int64")
+    assert op_time_s(op_cost("aten.mm.default", (), {}, (i, i), (i,)), device) > 0
+
+
+def test_zero_size_tensors_do_not_crash() -> None:
+    work = op_cost("aten.mm.default", (), {}, (t(0, 64), t(64, 8)), (t(0, 8),))
+    assert work.flops == 0 and op_time_s(work, catalog_device("H100")) > 0
