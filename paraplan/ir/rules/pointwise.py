@@ -76,8 +76,9 @@ def where(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 @register("aten._to_copy.default", "aten.clone.default", strides="elementwise")
 def casts(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """A cast to a wider float commutes with sums; to a narrower one it rounds, so partial sums stop there."""
-    wider = inputs[0].is_float and outputs[0].is_float and outputs[0].nbytes >= inputs[0].nbytes
+    """A cast to a wider float (or of counts) commutes with sums; to a narrower one it rounds, so partial sums stop there."""
+    counts = inputs[0].dtype in ("int64", "int32")
+    wider = outputs[0].is_float and (counts or (inputs[0].is_float and outputs[0].nbytes >= inputs[0].nbytes))
     return _dims(inputs, outputs, ((0,),) if wider else ())
 
 

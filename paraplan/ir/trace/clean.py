@@ -10,6 +10,7 @@ from paraplan.ir.trace.rewrite import remove_dead
 
 _ASSERTIONS = frozenset({"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range"})
 _ALIASES = frozenset({"alias", "lift_fresh_copy", "lift_fresh", "contiguous", "clone"})
+_VIEWS = frozenset({"view", "_unsafe_view"})
 _PLACES = ("device", "pin_memory", "layout", "memory_format", "non_blocking")
 
 
@@ -25,6 +26,8 @@ def clean(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         else:
+            if name in _VIEWS:  # without clones a view may have to copy
+                node.target = torch.ops.aten.reshape.default
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in _PLACES}
     remove_dead(graph)
 

@@ -19,7 +19,7 @@ def _spell(file: str, line: str | int, function: str, code: str) -> str:
 
 def _pick(frames: list[tuple[str, str]]) -> str:
     """Of (file, text) from outermost to innermost: the user's innermost, else the innermost outside torch."""
-    ours = [(file, text) for file, text in frames if not _TORCH.search(file) and not _OURS.search(file)]
+    ours = [(file, text) for file, text in frames if not (file.startswith("<") or _TORCH.search(file) or _OURS.search(file))]
     for file, text in reversed(ours):
         if not _LIBRARY.search(file):
             return text

@@ -1,0 +1,102 @@
+"""The rewriting of a block's graph, as an ordered list of small passes `(module, context) -> module`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from paraplan.codegen.boxed import box
+from paraplan.ir.errors import CodegenError
+from paraplan.ir.rank_program import Block
+from paraplan.ir.struct import Value
+from paraplan.runtime import ops
+from paraplan.runtime.ops import INSTR
+
+
+class EmitContext(Value, frozen=True, kw_only=True):
+    """What binds a block to where it runs.
+
+    Attributes:
+        mesh_shape: of the stage.
+        groups: process group name per mesh axis ("" where the axis has one rank); None leaves collectives
+            unbound, for an interpreter that hands them to a transport.
+        device: where factories make their tensors.
+    """
+
+    mesh_shape: tuple[int, ...]
+    groups: tuple[str, ...] | None = None
+    device: str = "cpu"
+
+
+Pass = Callable[[fx.GraphModule, Block, EmitContext], fx.GraphModule]
+
+
+def place_factories(module: fx.GraphModule, block: Block, context: EmitContext) -> fx.GraphModule:
+    """Tensors made from numbers alone are made on the context's device."""
+    for node in module.graph.nodes:
+        index = node.meta.get(INSTR)
+        if index is None or context.device == "cpu":
+            continue
+        target = block.instrs[index].target
+        if "." in target and ops.is_factory(target):
+            node.kwargs = {**node.kwargs, "device": context.device if target == "paraplan.constant" else torch.device(context.device)}
+    return module
+
+
+def bind_collectives(module: fx.GraphModule, block: Block, context: EmitContext) -> fx.GraphModule:
+    """Unbound collectives become `_c10d_functional` ops on the axis' process group; copies where it has one rank."""
+    if context.groups is None:
+        return module
+    alone = set()
+    for node in module.graph.nodes:
+        if node.target is ops.collective:
+            source, kind, reduction, axis = node.args
+            size = context.mesh_shape[axis]
+            if size == 1:
+                node.target, node.args = ops.copy_alone, (source,)
+                alone.add(node)
+            else:
+                node.target, node.args = _functional(source, kind, reduction, size, context.groups[axis], block, node)
+        elif node.target is ops.wait:
+            if node.args[0] in alone:
+                node.target = _same
+            elif len(node.args) == 1:
+                node.target = torch.ops._c10d_functional.wait_tensor.default
+            else:
+                node.target = ops.wait_holding
+    return module
+
+
+def _same(issued: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
+    return issued
+
+
+def _functional(
+    source: fx.Node, kind: str, reduction: str, size: int, group: str, block: Block, node: fx.Node
+) -> tuple[Callable[..., torch.Tensor], tuple[object, ...]]:  # fmt: skip
+    c10d = torch.ops._c10d_functional
+    if kind == "all_reduce":
+        return c10d.all_reduce.default, (source, reduction, group)
+    if kind == "all_gather":
+        return c10d.all_gather_into_tensor.default, (source, size, group)
+    if kind == "reduce_scatter":
+        return c10d.reduce_scatter_tensor.default, (source, reduction, size, group)
+    if kind == "all_to_all":
+        index = node.meta[INSTR]
+        issued = block.instrs[index].outs[0]
+        assert issued is not None
+        rows = block.values[issued].shape[0] // size
+        return c10d.all_to_all_single.default, (source, (rows,) * size, (rows,) * size, group)
+    raise CodegenError(f"{block.name}[{node.meta[INSTR]}]: no collective is called {kind!r}")
+
+
+def box_inputs(module: fx.GraphModule, block: Block, context: EmitContext) -> fx.GraphModule:
+    """The boxed calling convention."""
+    box(module.graph)
+    module.recompile()
+    return module
+
+
+PASSES: tuple[Pass, ...] = (place_factories, bind_collectives, box_inputs)

@@ -1,0 +1,62 @@
+"""What must hold of a block's graph after every pass.
+
+Every collective is waited for exactly once and read by nothing else (an early read gives stale data without an
+error); the wait holds the collective's input where the instruction says so; and each value's last use in the
+graph, which is where generated code frees it, is where the instruction frees it.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from paraplan.ir.errors import CodegenError
+from paraplan.ir.rank_program import Block, InstrKind
+from paraplan.runtime.ops import INSTR, LOCAL
+
+
+def verify(module: fx.GraphModule, block: Block) -> None:
+    """Check a graph against its block.
+
+    Raises:
+        CodegenError: names the instruction and the rule it breaks.
+    """
+    module.graph.lint()
+    _check_waits(module.graph, block)
+    _check_frees(module.graph, block)
+
+
+def _check_waits(graph: fx.Graph, block: Block) -> None:
+    for node in graph.nodes:
+        index = node.meta.get(INSTR)
+        if index is None or block.instrs[index].kind is not InstrKind.COLLECTIVE:
+            continue
+        readers = [user for user in node.users]
+        waits = [user for user in readers if _is_wait_of(user, node, block)]
+        if len(readers) != 1 or len(waits) != 1:
+            where = f"{block.name}[{index}] {block.instrs[index].target}"
+            raise CodegenError(f"{where}: its result must be read by one wait alone, and is read by {[str(user) for user in readers]}")
+
+
+def _is_wait_of(user: fx.Node, issued: fx.Node, block: Block) -> bool:
+    index = user.meta.get(INSTR)
+    return index is not None and block.instrs[index].kind is InstrKind.WAIT and user.args[0] is issued
+
+
+def last_use(node: fx.Node) -> int | None:
+    """Index of the instruction after which a value is freed; None where it leaves the block."""
+    if any(user.op == "output" for user in node.users):
+        return None
+    own = node.meta.get(INSTR, -1)
+    return max((user.meta[INSTR] for user in node.users), default=own)
+
+
+def _check_frees(graph: fx.Graph, block: Block) -> None:
+    nodes = {node.meta[LOCAL]: node for node in graph.nodes if LOCAL in node.meta}
+    frees = {name: index for index, instr in enumerate(block.instrs) for name in instr.frees}
+    for name, index in frees.items():
+        found = last_use(nodes[name])
+        if found != index:
+            raise CodegenError(f"{block.name}[{index}] frees {name}, whose last use is {'the result' if found is None else found}")
+    for name, node in nodes.items():
+        if name not in frees and name not in block.inputs and last_use(node) is not None:
+            raise CodegenError(f"{block.name}: {name} is neither freed nor returned")

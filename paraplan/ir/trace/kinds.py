@@ -1,0 +1,79 @@
+"""One `SegmentKind` per kind of piece, and the denominators of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import fx
+
+from paraplan.ir.program import Denominator, SegmentKind
+from paraplan.ir.trace.convert import Writer, finish, write_constant
+from paraplan.ir.trace.joint import trace_forward, trace_joint
+from paraplan.ir.trace.normal_forms import FORMS
+from paraplan.ir.trace.segments import Forward, Piece
+from paraplan.ir.trace.source import line_of_stack
+from paraplan.ir.trace.torch_private import FakeTensorMode
+
+
+def make_kind(name: str, forward: Forward, piece: Piece, mode: FakeTensorMode) -> SegmentKind:
+    """Traces a piece and writes it down.
+
+    Args:
+        name: of the kind.
+        forward: the whole forward graph.
+        piece: any of its instances.
+        mode: the fake mode its values live in.
+    """
+    joint = trace_joint(forward, piece, mode)
+    writer = Writer(FORMS)
+    places = (node for node in joint.graph.nodes if node.op == "placeholder")
+    params = [writer.add_input(next(places), f"p{index}") for index in range(len(piece.params))]
+    inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.inputs))]
+    _write_constants(writer, places, forward, piece)
+    seed = writer.add_input(next(places), "seed") if joint.random else None
+    tangents = [writer.add_input(next(places), f"g{index}") if want else None for index, want in enumerate(joint.tangents)]
+    results = _write_body(writer, joint.graph)
+    outputs = [_plain(writer, next(results)) for _ in piece.outputs]
+    param_grads = [_grad(writer, next(results)) if want else None for want in joint.param_grads]
+    input_grads = [_grad(writer, next(results)) if want else None for want in joint.input_grads]
+    outside = [*params, *inputs, *([seed] if seed else []), *(t for t in tangents if t)]
+    graph = finish(writer, outside, [*outputs, *param_grads, *input_grads])
+    return SegmentKind(
+        name=name, graph=graph, params=tuple(params), inputs=tuple(inputs), seed=seed, outputs=tuple(outputs),
+        tangents=tuple(tangents), input_grads=tuple(input_grads), param_grads=tuple(param_grads),
+    )  # fmt: skip
+
+
+def make_denominator(forward: Forward, piece: Piece, mode: FakeTensorMode) -> Denominator:
+    """A count of the batch as a graph of its own."""
+    graph = trace_forward(forward, piece, mode)
+    writer = Writer(FORMS)
+    places = (node for node in graph.nodes if node.op == "placeholder")
+    inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.inputs))]
+    _write_constants(writer, places, forward, piece)
+    (output,) = (_plain(writer, node) for node in _write_body(writer, graph))
+    return Denominator(graph=finish(writer, inputs, [output]), inputs=tuple(forward.names[node] for node in piece.inputs))
+
+
+def _write_constants(writer: Writer, places: Iterator[fx.Node], forward: Forward, piece: Piece) -> None:
+    for node in piece.constants:
+        reader = next((user for user in piece.nodes if node in user.all_input_nodes), None)
+        source = line_of_stack(reader.meta.get("stack_trace")) if reader is not None else ""
+        write_constant(writer, next(places), forward.constants[forward.names[node].split(":", 1)[1]], source)
+
+
+def _write_body(writer: Writer, graph: fx.Graph) -> Iterator[object]:
+    """Writes all calls; yields the results."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            writer.visit(node)
+    results: Sequence[object] = graph.output_node().args[0]  # type: ignore[assignment]
+    return iter(results)
+
+
+def _plain(writer: Writer, node: object) -> str:
+    return str(writer.ref(node))[1:]
+
+
+def _grad(writer: Writer, node: object) -> str | None:
+    return None if node is None else _plain(writer, node)

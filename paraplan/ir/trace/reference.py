@@ -1,0 +1,132 @@
+"""Runs a `Program` on one device, op by op: the meaning every plan is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.errors import UnsupportedOpError
+from paraplan.ir.graph import Arg, Graph, Op, Phase, decode_float
+from paraplan.ir.program import Program, Segment, SegmentKind
+from paraplan.ir.seeds import segment_seed
+from paraplan.ir.trace import kernels
+
+Env = dict[str, Tensor]
+
+
+def run_op(op: Op, env: Env) -> None:
+    """Runs one op, its results into `env`.
+
+    Raises:
+        UnsupportedOpError: no such op in this torch.
+    """
+    args = [decode(arg, env) for arg in op.args]
+    kwargs = {key: decode(arg, env) for key, arg in op.kwargs.items()}
+    result = _function(op.target)(*args, **kwargs)
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for name, value in zip(op.outs, results, strict=False):
+        if name is not None:
+            env[name] = value
+
+
+def _function(target: str):  # type: ignore[no-untyped-def]
+    space, name, *overload = target.split(".")
+    if space == "paraplan":
+        return getattr(kernels, name)
+    if target == "aten.view.default":
+        return torch.reshape  # strides may differ from those at capture
+    try:
+        return getattr(getattr(getattr(torch.ops, space), name), overload[0])
+    except (AttributeError, IndexError):
+        raise UnsupportedOpError(f"op {target} does not exist in torch {torch.__version__}; capture again with this version") from None
+
+
+def decode(arg: Arg, env: Env) -> object:
+    """A program argument as torch takes it."""
+    if isinstance(arg, (tuple, list)):
+        return [decode(item, env) for item in arg]
+    if not isinstance(arg, str):
+        return arg
+    if arg.startswith("%"):
+        return env[arg[1:]]
+    if arg.startswith("~"):
+        return decode_float(arg)
+    return getattr(torch, arg[1:], arg[1:])
+
+
+def run_graph(graph: Graph, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Runs a whole graph."""
+    env: Env = dict(zip(graph.inputs, inputs, strict=True))
+    for op in graph.ops:
+        run_op(op, env)
+    return [None if name is None else env[name] for name in graph.outputs]
+
+
+def _seed_of(seeds: Sequence[Tensor] | int, segment: int) -> Tensor:
+    return torch.tensor(segment_seed(seeds, 0, segment)) if isinstance(seeds, int) else seeds[segment]
+
+
+def _forward(kind: SegmentKind, segment: Segment, params: Mapping[str, Tensor], values: Env, seed: Tensor) -> Env:
+    env: Env = {name: params[param] for name, param in zip(kind.params, segment.params, strict=True)}
+    env |= {name: values[value] for name, value in zip(kind.inputs, segment.inputs, strict=True)}
+    if kind.seed is not None:
+        env[kind.seed] = seed
+    for op in kind.graph.ops:
+        if op.phase is Phase.FORWARD:
+            run_op(op, env)
+    values.update({value: env[name] for name, value in zip(kind.outputs, segment.outputs, strict=True)})
+    return env
+
+
+def _add(grads: Env, name: str, grad: Tensor) -> None:
+    grads[name] = grads[name] + grad if name in grads else grad
+
+
+def _backward(kind: SegmentKind, segment: Segment, env: Env, grads: Env, param_grads: Env) -> None:
+    for tangent, output, value in zip(kind.tangents, kind.outputs, segment.outputs, strict=True):
+        if tangent is not None:
+            env[tangent] = grads.pop(value) if value in grads else torch.zeros_like(env[output])
+    for op in kind.graph.ops:
+        if op.phase is Phase.BACKWARD:
+            run_op(op, env)
+    for grad, value in zip(kind.input_grads, segment.inputs, strict=True):
+        if grad is not None:
+            _add(grads, value, env[grad])
+    for grad, param in zip(kind.param_grads, segment.params, strict=True):
+        if grad is not None:
+            _add(param_grads, param, env[grad])
+
+
+def run_program(
+    program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], seeds: Sequence[Tensor] | int = 0
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """One forward and backward of the whole model on one device.
+
+    Args:
+        program: a captured model.
+        params: by the program's names, in its dtypes.
+        buffers, batch: likewise.
+        seeds: one int64 scalar per segment, or a base seed.
+    Returns:
+        The loss and the gradient of every parameter; None where it has none.
+    """
+    values: Env = {f"batch:{name}": x for name, x in batch.items()} | {f"buffer:{name}": x for name, x in buffers.items()}
+    with torch.no_grad():
+        counts = [run_graph(d.graph, [values[name] for name in d.inputs])[0] for d in program.denominators]
+        envs = [
+            _forward(program.kinds[s.kind], s, params, values, _seed_of(seeds, index)) for index, s in enumerate(program.segments)
+        ]
+        loss = torch.zeros(())
+        grads: Env = {}
+        for term in program.loss:
+            numerator = values[term.numerator]
+            count = None if term.denominator is None else counts[term.denominator]
+            loss = loss + (numerator if count is None else numerator / count)
+            _add(grads, term.numerator, torch.ones_like(numerator) if count is None else torch.ones_like(numerator) / count)
+        param_grads: Env = {}
+        for segment, env in zip(reversed(program.segments), reversed(envs), strict=True):
+            _backward(program.kinds[segment.kind], segment, env, grads, param_grads)
+            env.clear()
+    return loss, {name: param_grads.get(name) for name in program.params}

@@ -1,0 +1,177 @@
+"""What is legal: graphs, programs and plans, checked between passes and on every load.
+
+Every fault is an `InvalidPlanError` that names the place.
+"""
+
+from __future__ import annotations
+
+from paraplan.ir.cluster import check_cluster
+from paraplan.ir.errors import ClusterError, InvalidPlanError
+from paraplan.ir.graph import Graph, Phase
+from paraplan.ir.lower import lower
+from paraplan.ir.mesh import Mesh, Partial, is_shardable, parse_layout
+from paraplan.ir.plan import PLAN_VERSION, ParamLayouts, Plan, Stage
+from paraplan.ir.program import Program, SegmentKind
+from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.tensor import DTYPE_BYTES
+from paraplan.ir.verify_schedule import verify_schedule
+
+
+def verify_graph(graph: Graph, where: str) -> None:
+    """Every value is made once, before it is read; forward ops come before backward ops.
+
+    Raises:
+        InvalidPlanError: otherwise.
+    """
+    known = set(graph.inputs)
+    for name, spec in graph.values.items():
+        if spec.dtype not in DTYPE_BYTES or any(size < 0 for size in spec.shape):
+            raise InvalidPlanError(f"{where}: value {name} has an impossible spec {spec}")
+    backward = False
+    for index, op in enumerate(graph.ops):
+        at = f"{where}, op {index} ({op.target})"
+        if op.phase is Phase.FORWARD and backward:
+            raise InvalidPlanError(f"{at}: a forward op after a backward one")
+        backward = op.phase is Phase.BACKWARD
+        if not -1 <= op.source < len(graph.sources):
+            raise InvalidPlanError(f"{at}: source {op.source} is none of its {len(graph.sources)} lines")
+        for name in op.tensors:
+            if name not in known:
+                raise InvalidPlanError(f"{at}: reads {name!r} before it is made")
+        for name in op.outs:
+            if name is not None and (name in known or name not in graph.values):
+                raise InvalidPlanError(f"{at}: {name!r} is made twice or has no spec")
+        known.update(name for name in op.outs if name is not None)
+    missing = [name for name in (*graph.inputs, *(o for o in graph.outputs if o)) if name not in known or name not in graph.values]
+    if missing:
+        raise InvalidPlanError(f"{where}: {missing[0]!r} is an input or output but no value")
+
+
+def verify_program(program: Program) -> None:
+    """Kinds are sound and segments read only what exists.
+
+    Raises:
+        InvalidPlanError: otherwise.
+    """
+    for kind in program.kinds:
+        verify_graph(kind.graph, f"kind {kind.name}")
+        _verify_kind(kind)
+    known = {f"batch:{name}" for name in program.batch} | {f"buffer:{name}" for name in program.buffers}
+    for index, segment in enumerate(program.segments):
+        if not 0 <= segment.kind < len(program.kinds):
+            raise InvalidPlanError(f"segment {index}: no kind {segment.kind}")
+        kind = program.kinds[segment.kind]
+        pairs = (("parameters", segment.params, kind.params), ("inputs", segment.inputs, kind.inputs), ("outputs", segment.outputs, kind.outputs))
+        for what, outer, inner in pairs:
+            if len(outer) != len(inner):
+                raise InvalidPlanError(f"segment {index}: {len(outer)} {what} for the {len(inner)} of kind {kind.name}")
+        for name in segment.params:
+            if name not in program.params:
+                raise InvalidPlanError(f"segment {index}: no parameter {name!r}")
+        for name in segment.inputs:
+            if name not in known:
+                raise InvalidPlanError(f"segment {index}: reads {name!r} before any segment makes it")
+        known.update(segment.outputs)
+    for term in program.loss:
+        if term.numerator not in known or not (term.denominator is None or 0 <= term.denominator < len(program.denominators)):
+            raise InvalidPlanError(f"the loss reads {term.numerator!r} over denominator {term.denominator}, which do not exist")
+    if not program.loss:
+        raise InvalidPlanError("the program has no loss")
+
+
+def _verify_kind(kind: SegmentKind) -> None:
+    lengths = (
+        ("tangents", kind.tangents, kind.outputs), ("input_grads", kind.input_grads, kind.inputs),
+        ("param_grads", kind.param_grads, kind.params),
+    )  # fmt: skip
+    for what, left, right in lengths:
+        if len(left) != len(right):
+            raise InvalidPlanError(f"kind {kind.name}: {len(left)} {what} for {len(right)} values")
+    for name in (*kind.params, *kind.inputs, *kind.outputs, *(n for n in (*kind.tangents, *kind.input_grads, *kind.param_grads) if n)):
+        if name not in kind.graph.values:
+            raise InvalidPlanError(f"kind {kind.name}: {name!r} is no value of its graph")
+
+
+def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
+    """Check a whole plan.
+
+    Returns:
+        Its rank programs: a plan that lowers is one that can be simulated and run.
+    Raises:
+        InvalidPlanError: the first fault found, with its place.
+    """
+    if plan.version != PLAN_VERSION:
+        raise InvalidPlanError(f"plan version {plan.version}: this paraplan reads version {PLAN_VERSION}")
+    try:
+        check_cluster(plan.cluster)
+    except ClusterError as fault:
+        raise InvalidPlanError(f"the plan's cluster: {fault}") from None
+    verify_program(plan.program)
+    if plan.num_microbatches < 1 or plan.program.batch_size % plan.num_microbatches:
+        raise InvalidPlanError(f"a batch of {plan.program.batch_size} does not divide into {plan.num_microbatches} microbatches")
+    position = 0
+    for index, stage in enumerate(plan.stages):
+        if stage.first != position or stage.stop <= stage.first:
+            raise InvalidPlanError(f"stage {index} holds segments [{stage.first}, {stage.stop}); expected to start at {position}")
+        position = stage.stop
+        _verify_stage(plan, stage, f"stage {index}")
+    if position != len(plan.program.segments):
+        raise InvalidPlanError(f"the stages end at segment {position} of {len(plan.program.segments)}")
+    verify_schedule(plan.schedule, len(plan.stages), plan.num_microbatches, _stage_of_rank(plan))
+    return lower(plan)
+
+
+def _stage_of_rank(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Per rank, the stages whose mesh holds it."""
+    ranks = plan.cluster.num_devices
+    return tuple(tuple(i for i, stage in enumerate(plan.stages) if rank in stage.mesh.devices) for rank in range(ranks))
+
+
+def _verify_stage(plan: Plan, stage: Stage, where: str) -> None:
+    _verify_mesh(plan, stage.mesh, where)
+    program, shape = plan.program, stage.mesh.shape
+    if len(stage.segment_choice) != stage.stop - stage.first:
+        raise InvalidPlanError(f"{where}: {len(stage.segment_choice)} segment choices for {stage.stop - stage.first} segments")
+    for offset, chosen in enumerate(stage.segment_choice):
+        segment = stage.first + offset
+        if not 0 <= chosen < len(stage.choices):
+            raise InvalidPlanError(f"{where}, segment {segment}: no choice {chosen}")
+        choice = stage.choices[chosen]
+        if choice.kind != program.segments[segment].kind:
+            raise InvalidPlanError(f"{where}, segment {segment}: choice {chosen} is for kind {choice.kind}")
+        if len(choice.input_grads) != len(program.kinds[choice.kind].inputs):
+            raise InvalidPlanError(f"{where}, choice {chosen}: {len(choice.input_grads)} input_grads for the kind's inputs")
+        if choice.activations:
+            raise InvalidPlanError(f"{where}, choice {chosen}: activations other than kept ones are not executable by this version")
+    for name, layouts in stage.params.items():
+        if name not in program.params:
+            raise InvalidPlanError(f"{where}: no parameter {name!r}")
+        _verify_param(name, layouts, program.params[name].spec.shape, shape, where)
+    for name, text in stage.batch.items():
+        if name not in program.batch:
+            raise InvalidPlanError(f"{where}: no batch input {name!r}")
+        _verify_layout(text, program.batch[name].spec.shape, shape, f"{where}, batch input {name}", partial=False)
+
+
+def _verify_mesh(plan: Plan, mesh: Mesh, where: str) -> None:
+    if len(mesh.axes) != len(mesh.shape) or any(size < 1 for size in mesh.shape) or mesh.size != len(mesh.devices):
+        raise InvalidPlanError(f"{where}: mesh of shape {mesh.shape} with axes {mesh.axes} over {len(mesh.devices)} devices")
+    if len(set(mesh.devices)) != len(mesh.devices) or not all(0 <= device < plan.cluster.num_devices for device in mesh.devices):
+        raise InvalidPlanError(f"{where}: mesh devices repeat or lie outside the cluster's {plan.cluster.num_devices}")
+
+
+def _verify_param(name: str, layouts: ParamLayouts, shape: tuple[int, ...], mesh_shape: tuple[int, ...], where: str) -> None:
+    for role, text in (("stored", layouts.stored), ("grad", layouts.grad), ("state", layouts.state)):
+        _verify_layout(text, shape, mesh_shape, f"{where}, parameter {name}, {role}", partial=role == "grad")
+
+
+def _verify_layout(text: str, shape: tuple[int, ...], mesh_shape: tuple[int, ...], where: str, partial: bool) -> None:
+    layout = parse_layout(text)
+    if len(layout) != len(mesh_shape):
+        raise InvalidPlanError(f"{where}: layout {text!r} on a mesh of {len(mesh_shape)} axes")
+    if not partial and any(isinstance(placement, Partial) for placement in layout):
+        raise InvalidPlanError(f"{where}: {text!r} must not be partial")
+    if any(isinstance(placement, Partial) and placement.op != "sum" for placement in layout):
+        raise InvalidPlanError(f"{where}: {text!r}: gradients can be partial sums only")
+    if not is_shardable(shape, layout, mesh_shape):
+        raise InvalidPlanError(f"{where}: shape {shape} does not divide as {text!r} on mesh {mesh_shape}")

@@ -1,0 +1,136 @@
+"""Where a step's time and memory go: one rank class, summed over its program.
+
+Time: every instruction at its price, grouped by class of op; collectives by what they do and over which axis.
+Memory: what is alive at the instant of the peak, by role.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from paraplan.cost_models.costs import Costs
+from paraplan.cost_models.memory import MemoryWalk
+from paraplan.cost_models.ops import is_free, op_name, work_of
+from paraplan.cost_models.simulate import RankTrace
+from paraplan.ir.graph import refs
+from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
+from paraplan.ir.struct import Value
+
+_CLASS_WORDS = {
+    "matmul": "matrix products", "attention": "attention", "memory": "elementwise, norms, losses", "view": "layout copies",
+}  # fmt: skip
+
+
+class TimeRow(Value, frozen=True, kw_only=True):
+    """Seconds of compute of one class of work, and how many kernels."""
+
+    name: str
+    seconds: float
+    count: int
+
+
+class CollectiveRow(Value, frozen=True, kw_only=True):
+    """Collectives of one kind over one axis in a step of one rank.
+
+    Attributes:
+        name: e.g. "all_reduce".
+        axis: the mesh axis.
+        purpose: "gradients and parameters" or "activations".
+        count: how many.
+        nbytes: put in by one rank, all of them.
+        seconds: on the communication stream.
+    """
+
+    name: str
+    axis: str
+    purpose: str
+    count: int
+    nbytes: int
+    seconds: float
+
+
+class MemoryRow(Value, frozen=True, kw_only=True):
+    """Bytes of one role at the peak."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass
+class _Tally:
+    seconds: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)
+    comm: dict[tuple[str, int, str], list[float]] = field(default_factory=dict)
+
+
+def time_breakdown(program: RankProgram, trace: RankTrace, costs: Costs) -> tuple[tuple[TimeRow, ...], tuple[CollectiveRow, ...]]:
+    """Compute by class of work, longest first, and collectives by kind, axis and purpose."""
+    calls: Counter[tuple[str, bool]] = Counter()
+    for step in program.steps:
+        if step.kind is StepKind.CALL:
+            calls[step.block, step.segment >= 0] += 1
+    tally = _Tally()
+    for (name, inside), times in calls.items():
+        block = program.blocks[name]
+        for instr in block.instrs:
+            if instr.kind is InstrKind.OP:
+                label = _class_of(block, instr)
+                seconds = costs.instr_s(block, instr)
+                tally.seconds[label] += times * seconds
+                tally.kernels[label] += times if seconds else 0
+            elif instr.kind is InstrKind.COLLECTIVE:
+                key = (instr.target, instr.axis, "in the layers" if inside else "around them (gradients, updated parameters, loss)")
+                held = block.values[next(refs(instr.args))].nbytes
+                row = tally.comm.setdefault(key, [0, 0, 0.0])
+                row[0] += times
+                row[1] += times * held
+                row[2] += times * costs.instr_s(block, instr)
+    for span in trace.spans:
+        if span.label in ("update", "accumulate"):
+            label = "optimizer update" if span.label == "update" else "gradient accumulation"
+            tally.seconds[label] += span.busy_s
+            tally.kernels[label] += 1
+    times_found = tuple(TimeRow(name=name, seconds=s, count=tally.kernels[name]) for name, s in tally.seconds.most_common() if s > 0)
+    comm = tuple(
+        CollectiveRow(name=name, axis=program.mesh_axes[axis], purpose=purpose, count=int(row[0]), nbytes=int(row[1]), seconds=row[2])
+        for (name, axis, purpose), row in sorted(tally.comm.items(), key=lambda item: -item[1][2])
+    )
+    return times_found, comm
+
+
+def _class_of(block: Block, instr: Instr) -> str:
+    if is_free(instr.target) or op_name(instr.target) in ("paraplan.shard", "aten.clone", "aten.cat"):
+        return _CLASS_WORDS["view"]
+    values = block.values
+    inputs = tuple(values[name] for name in refs((instr.args, tuple(instr.kwargs.values()))))
+    outputs = tuple(None if name is None else values[name] for name in instr.outs)
+    return _CLASS_WORDS[work_of(instr.target, False, inputs, outputs).kind]
+
+
+def memory_breakdown(program: RankProgram, trace: RankTrace) -> tuple[MemoryRow, ...]:
+    """What is alive at the peak, in the order of the ledger; adds up to the peak."""
+    walk = MemoryWalk(program)
+    for step in program.steps[: max(trace.peak_step, 0)]:
+        walk.advance(step)
+    totals: Counter[str] = Counter({"optimizer states": program.optimizer_bytes})
+    seen: set[int] = set()
+    for name, held in walk.outer.items():
+        if id(held.storage) not in seen:
+            seen.add(id(held.storage))
+            totals[_role(program, name)] += held.storage.nbytes
+    totals["inside the running step"] = trace.peak_bytes - sum(totals.values())
+    order = ("parameters", "master and updated copies", "optimizer states", "gradients", "saved activations", "batch and buffers", "other values")
+    rows = [MemoryRow(name=name, nbytes=totals[name]) for name in order if totals[name]]
+    return (*rows, MemoryRow(name="inside the running step", nbytes=totals["inside the running step"]))
+
+
+def _role(program: RankProgram, name: str) -> str:
+    outer = program.outer.get(name)
+    if outer is not None:
+        roles = {"param": "parameters", "state": "master and updated copies"}
+        return roles.get(outer.role, "batch and buffers")
+    if name.startswith(("acc:", "grad:")):
+        return "gradients"
+    head, slash, _ = name.partition("/")
+    return "saved activations" if slash and head.isdigit() or name.startswith("s") else "other values"

@@ -1,0 +1,182 @@
+"""Layouts in words: what is split over which mesh axis, and which parameters are ZeRO-sharded.
+
+A parameter's stored, gradient and state layouts are read together with the layout its ops use it in: stored
+in shards but used whole is ZeRO-3, used in shards is tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import re
+
+from paraplan.ir.graph import Graph, Op, Phase
+from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, parse_layout
+from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
+from paraplan.ir.program import Program
+from paraplan.ir.rules.strategies import AxisChoice, axis_choices, dims_of
+from paraplan.ir.struct import Value
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class ParamRow(Value, frozen=True, kw_only=True):
+    """Equal parameters of a kind.
+
+    Attributes:
+        name: with `*` for the instance's number.
+        count: how many parameters the row stands for.
+        shape: global shape.
+        nbytes: stored bytes per rank, all of them.
+        words: how they lie, in words.
+        stored, grad, state: layouts in text form.
+    """
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    nbytes: int
+    words: str
+    stored: str
+    grad: str
+    state: str
+
+
+class KindRow(Value, frozen=True, kw_only=True):
+    """A segment kind under one choice.
+
+    Attributes:
+        name: the kind's.
+        label: what it holds, from its parameters' names.
+        instances: how many segments take this choice.
+        params: its parameters.
+        outputs: how the values it hands on lie, in words.
+    """
+
+    name: str
+    label: str
+    instances: int
+    params: tuple[ParamRow, ...]
+    outputs: tuple[str, ...]
+
+
+def layout_words(layout: Layout, mesh: Mesh) -> str:
+    """`S0,R` on (dp, tp) as "split over dp (dim 0)"."""
+    found = [words for placement, axis in zip(layout, mesh.axes, strict=True) if (words := _placement_words(placement, axis))]
+    return "; ".join(found) if found else "whole on every rank"
+
+
+def _placement_words(placement: Placement, axis: str) -> str:
+    if isinstance(placement, Shard):
+        return f"split over {axis} (dim {placement.dim})"
+    if isinstance(placement, Partial):
+        return f"partial sums over {axis}"
+    return ""
+
+
+def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
+    """A parameter's three layouts in one phrase: "split over tp (dim 0); ZeRO-3 over dp"."""
+    stored, grad, state = (parse_layout(text) for text in (layouts.stored, layouts.grad, layouts.state))
+    found = []
+    for index, axis in enumerate(mesh.axes):
+        use = used[index] if used is not None else stored[index]
+        if isinstance(use, Shard):
+            found.append(f"split over {axis} (dim {use.dim})")
+            if stored[index] != use:
+                found.append(f"stored {_placement_words(stored[index], axis) or 'whole along ' + axis}")
+        elif isinstance(stored[index], Shard):
+            found.append(f"ZeRO-3 over {axis}")
+        elif isinstance(state[index], Shard):
+            found.append(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over {axis}")
+    return "; ".join(found) if found else "whole on every rank"
+
+
+def axis_parts(op: Op, graph: Graph, key: str) -> tuple[AxisChoice, ...]:
+    """What an op does along every axis, from its strategy's key."""
+    options = {choice.key: choice for choice in axis_choices(dims_of(op, graph.values))}
+    return tuple(options[part.split(">")[0]] for part in key.split("|")) if key else ()
+
+
+def used_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:
+    """For every value the forward reads, the layout its first reader wants."""
+    found: dict[str, Layout] = {}
+    for op, key in zip(graph.ops, choice.ops, strict=True):
+        if op.phase is Phase.FORWARD:
+            parts = axis_parts(op, graph, key)
+            for position, name in enumerate(op.tensors):
+                found.setdefault(name, tuple(part.inputs[position] for part in parts))
+    return found
+
+
+def made_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:
+    """For every value an op makes, how it lies afterwards."""
+    found: dict[str, Layout] = {}
+    for op, key in zip(graph.ops, choice.ops, strict=True):
+        parts, texts = axis_parts(op, graph, key), key.split("|")
+        for position, name in enumerate(op.outs):
+            if name is not None:
+                found[name] = tuple(
+                    parse_layout(text.split(">")[1])[0] if ">" in text else part.outputs[position] or R
+                    for part, text in zip(parts, texts, strict=False)
+                )
+    return found
+
+
+def generic_name(name: str) -> str:
+    """`h.3.mlp.weight` as "h.*.mlp.weight"."""
+    return _NUMBER.sub("*", name)
+
+
+def kind_rows(program: Program, stage: Stage) -> tuple[KindRow, ...]:
+    """One row per choice of the stage, in order of first use."""
+    members: dict[int, list[int]] = {}
+    for offset, chosen in enumerate(stage.segment_choice):
+        members.setdefault(chosen, []).append(stage.first + offset)
+    return tuple(_kind_row(program, stage, chosen, segments) for chosen, segments in members.items())
+
+
+def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) -> KindRow:
+    choice = stage.choices[chosen]
+    kind = program.kinds[choice.kind]
+    used, made = used_layouts(kind.graph, choice), made_layouts(kind.graph, choice)
+    rows = []
+    for slot, local in enumerate(kind.params):
+        names = tuple(dict.fromkeys(program.segments[index].params[slot] for index in segments))
+        layouts, spec = stage.params[names[0]], program.params[names[0]].spec
+        shards = _num_shards(parse_layout(layouts.stored), stage.mesh)
+        rows.append(
+            ParamRow(
+                name=generic_name(names[0]) if len(names) > 1 else names[0], count=len(names), shape=spec.shape,
+                nbytes=len(names) * spec.nbytes // shards, words=param_words(layouts, used.get(local), stage.mesh),
+                stored=layouts.stored, grad=layouts.grad, state=layouts.state,
+            )
+        )  # fmt: skip
+    outputs = tuple(
+        f"{kind.graph.values[name]} {layout_words(made[name], stage.mesh)}" for name in kind.outputs if name in made
+    )  # fmt: skip
+    label = _label(tuple(row.name for row in rows)) or ", ".join(dict.fromkeys(op.target.split(".")[1] for op in kind.graph.ops[:3]))
+    return KindRow(name=kind.name, label=label, instances=len(segments), params=tuple(rows), outputs=outputs)
+
+
+def _num_shards(layout: Layout, mesh: Mesh) -> int:
+    count = 1
+    for placement, size in zip(layout, mesh.shape, strict=True):
+        count *= size if isinstance(placement, Shard) else 1
+    return count
+
+
+def _label(names: tuple[str, ...]) -> str:
+    """`h.*.ln.weight`, `h.*.mlp.fc.weight` as "h.*: ln, mlp.fc"."""
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    if len(modules) < 2:
+        return modules[0] if modules else ""
+    split = [module.split(".") for module in modules]
+    depth = 0
+    while all(len(parts) > depth + 1 for parts in split) and len({parts[depth] for parts in split}) == 1:
+        depth += 1
+    prefix = ".".join(split[0][:depth])
+    inner = ", ".join(".".join(parts[depth:]) for parts in split)
+    return f"{prefix}: {inner}" if prefix else inner
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether every rank holds all of it."""
+    return all(isinstance(placement, Replicate) for placement in layout)

@@ -1,0 +1,41 @@
+"""Quantities as people read them: GiB, ms, counts. Seconds and bytes stay plain numbers everywhere else."""
+
+from __future__ import annotations
+
+_BYTES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+_COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+def show_bytes(nbytes: float) -> str:
+    """`1610612736` as "1.50 GiB"."""
+    for unit, size in _BYTES:
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.{_digits(nbytes / size)}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """`0.0123` as "12.3 ms"."""
+    for unit, size in _SECONDS:
+        if abs(seconds) >= size:
+            return f"{seconds / size:.{_digits(seconds / size)}f} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-6:.2g} µs"
+
+
+def show_count(number: float) -> str:
+    """`8030261248` as "8.03 B"."""
+    for unit, size in _COUNTS:
+        if abs(number) >= size:
+            return f"{number / size:.{_digits(number / size)}f} {unit}"
+    return f"{number:.0f}" if number >= 10 or number == int(number) else f"{number:.2g}"
+
+
+def show_share(part: float, whole: float) -> str:
+    """A percentage; empty where there is no whole."""
+    return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def _digits(value: float) -> int:
+    """Three significant digits, at most two decimals."""
+    return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0

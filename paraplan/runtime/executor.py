@@ -1,0 +1,228 @@
+"""Walks a rank's steps: binds calls, accumulates, drops, and gives what a call gives up to the block itself.
+
+Two ways through the same steps. `run` calls the fx modules (fast, nothing is noted). `record` is a generator
+that plays them instruction by instruction, books memory and notes one `Entry` per thing done (see `ir.entry`);
+it yields while a collective is under way, so one thread can step all ranks of a plan.
+"""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paraplan.ir.entry import Entry
+from paraplan.ir.errors import ParaplanError, RuntimeFailure
+from paraplan.ir.rank_program import Block, InstrKind, RankProgram, Step, StepKind, offset_value
+from paraplan.runtime.interpret import Tape, make_tape, play
+from paraplan.runtime.ops import INSTR
+from paraplan.runtime.tracker import Ledger
+from paraplan.runtime.transport import Port
+
+Modules = Mapping[str, fx.GraphModule]
+Recording = Generator[None, None, None]
+Locate = Callable[[str, int], str]
+
+
+def no_source(block: str, origin: int) -> str:
+    """Where an op comes from, when nobody knows."""
+    return "unknown line"
+
+
+class Executor:
+    """One rank of a program.
+
+    Args:
+        program: of the rank's class.
+        modules: its blocks, emitted (`codegen.build_modules`).
+        coordinates: the rank's place on the mesh.
+        port: where collectives go when recording; emitted modules reach their process groups themselves.
+        rank: for messages.
+        locate: (block, index of the joint graph's op) -> the user's source line.
+    """
+
+    def __init__(
+        self, program: RankProgram, modules: Modules, coordinates: tuple[int, ...], port: Port, rank: int = 0,
+        locate: Locate = no_source,
+    ) -> None:  # fmt: skip
+        self.program, self.coordinates, self.port, self.rank = program, coordinates, port, rank
+        self.modules: dict[str, Callable[[list[Any]], Any]] = dict(modules)
+        self.tapes: dict[str, Tape] = {name: make_tape(modules[name], block) for name, block in program.blocks.items()}
+        self.outer: dict[str, Tensor] = {}
+        self.ledger = Ledger()
+        self.entries: list[Entry] = []
+        self._locate = locate
+
+    def bind(self, values: Mapping[str, Tensor]) -> None:
+        """Put tensors into the outer namespace.
+
+        Raises:
+            RuntimeFailure: one has another shape or dtype than the program says.
+        """
+        for name, tensor in values.items():
+            said = self.program.outer[name]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if (dtype, tuple(tensor.shape)) != (said.dtype, said.shape):
+                raise RuntimeFailure(
+                    f"rank {self.rank}: {name} is {dtype}{tuple(tensor.shape)}, the program expects {said.dtype}{said.shape}"
+                )
+            self.outer[name] = tensor
+
+    def inputs(self, step: Step) -> list[Any]:
+        """What a call is given: its arguments, then its offsets; names the step drops are given up."""
+        given: list[Any] = [self.outer[name] for name in step.args]
+        for name in step.drops:
+            del self.outer[name]
+        offsets = self.tapes[step.block].offsets
+        return given + [offset_value(text, self.coordinates, max(step.microbatch, 0)) for text in offsets]
+
+    def run(self, steps: Iterable[Step]) -> None:
+        """Take steps, fast.
+
+        Raises:
+            RuntimeFailure: a step failed; names rank, action, op and source line.
+        """
+        with torch.no_grad():
+            for step in steps:
+                try:
+                    self._take(step)
+                except ParaplanError:
+                    raise
+                except Exception as fault:
+                    raise self._failure(step, _failed_instr(fault, self.modules.get(step.block)), fault) from fault
+
+    def _take(self, step: Step) -> None:
+        if step.kind is StepKind.CALL:
+            given = self.inputs(step)
+            results = self.modules[step.block](given)
+            for name, value in zip(step.outs, results, strict=True):
+                if name is not None:
+                    self.outer[name] = value
+        elif step.kind is StepKind.ACCUMULATE:
+            self._accumulate(step)
+        else:
+            for name in step.drops:
+                del self.outer[name]
+
+    def _accumulate(self, step: Step) -> Tensor:
+        total, addend = step.args
+        value = self.outer.pop(addend)
+        if total in self.outer:
+            self.outer[total].add_(value)
+        else:
+            self.outer[total] = value
+        for name in step.drops:
+            self.outer.pop(name, None)
+        return self.outer[total]
+
+    def record(self, steps: Iterable[Step]) -> Recording:
+        """Take steps one instruction at a time, noting each in `entries`; yields while waiting for a peer.
+
+        The caller keeps a `Tracker` entered and booked to `ledger` while this runs.
+
+        Raises:
+            RuntimeFailure: as `run`.
+        """
+        for step in steps:
+            progress = [-1]
+            try:
+                if step.kind is StepKind.CALL:
+                    yield from self._record_call(step, progress)
+                else:
+                    self._record_other(step)
+            except ParaplanError:
+                raise
+            except Exception as fault:
+                raise self._failure(step, progress[0] + 1, fault) from fault
+
+    def _record_call(self, step: Step, progress: list[int]) -> Recording:
+        tape = self.tapes[step.block]
+        before = self.ledger.live_bytes
+        given = self.inputs(step)
+        for position in tape.unread:
+            given[position] = None
+        self._note_drop(step, before)
+
+        def note(index: int, shapes: tuple[tuple[int, ...], ...], allocated: int, freed: int) -> None:
+            instr = tape.block.instrs[index]
+            self._note(
+                step, "wait" if instr.kind is InstrKind.WAIT else instr.target, shapes, allocated, freed,
+                f"{instr.target}@{instr.axis}" if instr.kind is InstrKind.COLLECTIVE else "", f"{step.block}[{index}]",
+            )  # fmt: skip
+            progress[0] = index
+
+        results = yield from self._play(tape, given, note)
+        before = self.ledger.live_bytes
+        for name, value in zip(step.outs, results, strict=True):
+            if name is not None and value is not None:
+                self.outer[name] = value
+        value = None
+        results.clear()
+        self._note_drop(step, before)
+
+    def _play(self, tape: Tape, given: list[Any], note: Any) -> Generator[None, None, list[Tensor | None]]:
+        results = yield from play(tape, given, self.port, self.ledger, note)
+        return results
+
+    def _record_other(self, step: Step) -> None:
+        before = self.ledger.live_bytes
+        if step.kind is StepKind.ACCUMULATE:
+            shape = tuple(self._accumulate(step).shape)
+            self._note(step, "accumulate", (shape,), 0, before - self.ledger.live_bytes)
+            return
+        for name in step.drops:
+            del self.outer[name]
+        if step.kind is StepKind.UPDATE:
+            self._note(step, "update", (), 0, before - self.ledger.live_bytes)
+        else:
+            self._note_drop(step, before)
+
+    def _note_drop(self, step: Step, before: int) -> None:
+        if before != self.ledger.live_bytes:
+            self._note(step, "drop", (), 0, before - self.ledger.live_bytes, note=step.block)
+
+    def _note(
+        self, step: Step, target: str, shapes: tuple[tuple[int, ...], ...], allocated: int, freed: int,
+        collective: str = "", note: str = "",
+    ) -> None:  # fmt: skip
+        self.entries.append(
+            Entry(
+                action=step.action, segment=step.segment, microbatch=step.microbatch, target=target, shapes=shapes,
+                allocated_bytes=allocated, freed_bytes=freed, collective=collective, note=note,
+            )
+        )  # fmt: skip
+
+    def _failure(self, step: Step, index: int, fault: Exception) -> RuntimeFailure:
+        where = f"rank {self.rank}, action {step.action}"
+        if step.kind is StepKind.CALL:
+            where += f", segment {step.segment}, {describe(self.program.blocks[step.block], index, self._locate)}"
+        else:
+            where += f", {step.kind.value} of {', '.join(step.args or step.drops)}"
+        return RuntimeFailure(f"{where}: {type(fault).__name__}: {fault}")
+
+
+def describe(block: Block, index: int, locate: Locate) -> str:
+    """An instruction in words: "k2.0.F[17] aten.mm.default (model.py:12, in forward: x @ w)"."""
+    if not 0 <= index < len(block.instrs):
+        return block.name
+    instr = block.instrs[index]
+    source = f" ({locate(block.name, instr.origin)})" if instr.origin >= 0 else ""
+    return f"{block.name}[{index}] {instr.target}{source}"
+
+
+def _failed_instr(fault: Exception, module: object) -> int:
+    """Which instruction of an emitted module raised: the node assigned on the generated line; -1 if unknown."""
+    if not isinstance(module, fx.GraphModule):
+        return -1
+    names = {node.name: node.meta.get(INSTR, -1) for node in module.graph.nodes}
+    for frame in traceback.extract_tb(fault.__traceback__):
+        if "eval_with_key" in frame.filename and frame.lineno is not None:
+            text = linecache.getline(frame.filename, frame.lineno)
+            name = text.split("=")[0].split(":")[0].strip()
+            if name in names:
+                return names[name]
+    return -1

@@ -1,0 +1,145 @@
+"""Running a block node by node, instruction by instruction, with an account of its memory.
+
+A `Tape` is an emitted graph prepared for this: per instruction its nodes, and the nodes nobody reads after it.
+`play` is a generator: it yields while a collective it must wait for is not done, so one thread can step many
+ranks. It holds nothing but the environment, so that what the account says died did die.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from paraplan.ir.rank_program import Block, InstrKind
+from paraplan.runtime.ops import INSTR, OFFSET
+from paraplan.runtime.tracker import Ledger
+from paraplan.runtime.transport import Handle, Port
+
+
+@dataclass(frozen=True)
+class Line:
+    """One instruction.
+
+    Attributes:
+        index: in the block.
+        nodes: the node that computes, then one per result of a tuple.
+        outs: nodes of the results that exist.
+        dead: nodes last read here.
+    """
+
+    index: int
+    nodes: tuple[fx.Node, ...]
+    outs: tuple[fx.Node, ...]
+    dead: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Tape:
+    """An emitted graph, ready to be played.
+
+    Attributes:
+        block: what it was emitted from.
+        inputs: placeholders of the block's inputs, then of offsets.
+        offsets: offset texts, in order.
+        unread: positions of the inputs nobody reads.
+        lines: per instruction.
+        results: nodes returned, None where absent.
+    """
+
+    block: Block
+    inputs: tuple[fx.Node, ...]
+    offsets: tuple[str, ...]
+    unread: tuple[int, ...]
+    lines: tuple[Line, ...]
+    results: tuple[fx.Node | None, ...]
+
+
+def make_tape(module: fx.GraphModule, block: Block) -> Tape:
+    """Prepare an emitted module."""
+    grouped: dict[int, list[fx.Node]] = {index: [] for index in range(len(block.instrs))}
+    inputs: list[fx.Node] = []
+    results: tuple[fx.Node | None, ...] = ()
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            inputs.append(node)
+        elif node.op == "output":
+            results = node.args[0]
+        else:
+            grouped[node.meta[INSTR]].append(node)
+    kept = set(results)
+    dead: dict[int, list[fx.Node]] = {index: [] for index in grouped}
+    for node in module.graph.nodes:
+        if node.op != "output" and node not in kept:
+            last = max((user.meta[INSTR] for user in node.users), default=node.meta.get(INSTR, -1))
+            dead.setdefault(last, []).append(node)
+    lines = tuple(
+        Line(index, tuple(nodes), _results(nodes, any(out is not None for out in block.instrs[index].outs)), tuple(dead[index]))
+        for index, nodes in grouped.items()
+    )
+    offsets = tuple(node.meta[OFFSET] for node in inputs if OFFSET in node.meta)
+    idle = set(dead.get(-1, ()))
+    unread = tuple(position for position, node in enumerate(inputs) if node in idle)
+    return Tape(block, tuple(inputs), offsets, unread, lines, results)
+
+
+def _results(nodes: list[fx.Node], has_outs: bool) -> tuple[fx.Node, ...]:
+    if len(nodes) > 1:
+        return tuple(nodes[1:])
+    return tuple(nodes) if has_outs else ()
+
+
+Note = Callable[[int, tuple[tuple[int, ...], ...], int, int], None]
+
+
+def play(tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note) -> Generator[None, None, list[Tensor | None]]:
+    """Run a block.
+
+    Args:
+        tape: the block.
+        given: inputs then offsets; emptied.
+        port: where collectives go.
+        ledger: where memory is booked.
+        note: called after each instruction with its index, result shapes, bytes allocated and bytes freed.
+    Returns:
+        Outputs, then saved values.
+    """
+    env: dict[fx.Node, Any] = dict(zip(tape.inputs, given, strict=True))
+    given.clear()
+    handles: dict[fx.Node, Handle] = {}
+    for line in tape.lines:
+        head = line.nodes[0]
+        before = ledger.live_bytes
+        kind = tape.block.instrs[line.index].kind
+        if kind is InstrKind.COLLECTIVE:
+            _issue(head, line.index, tape, env, handles, port)
+        elif kind is InstrKind.WAIT:
+            handle = handles.pop(head.args[0])  # type: ignore[arg-type]
+            while not port.ready(handle):
+                yield
+            env[head] = handle.out
+            del handle
+        else:
+            for node in line.nodes:
+                env[node] = node.target(*map_arg(node.args, env.__getitem__), **map_arg(node.kwargs, env.__getitem__))  # type: ignore[operator]
+            if len(line.nodes) > 1:
+                env[head] = None
+        shapes = tuple(tuple(env[node].shape) for node in line.outs)
+        middle = ledger.live_bytes
+        for node in line.dead:
+            del env[node]
+        note(line.index, shapes, middle - before, middle - ledger.live_bytes)
+    return [None if node is None else env[node] for node in tape.results]
+
+
+def _issue(head: fx.Node, index: int, tape: Tape, env: dict[fx.Node, Any], handles: dict[fx.Node, Handle], port: Port) -> None:
+    instr = tape.block.instrs[index]
+    source = head.args[0]
+    reduction = instr.args[1]
+    assert isinstance(reduction, str)
+    handle = port.issue(instr.target, env[source], reduction.removeprefix(":"), instr.axis)  # type: ignore[index]
+    handles[head] = handle
+    env[head] = handle.out

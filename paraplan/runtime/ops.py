@@ -1,0 +1,150 @@
+"""What every instruction of a rank program computes, as plain functions of tensors.
+
+`resolve` turns a target's name into a callable: "aten.mm.default" into torch's operator, "paraplan.linear" into
+the canonical op's kernel, and the ops that lowering itself adds (cuts, joins, copies) into the functions below.
+All of them return fresh contiguous storage, as lowering assumes; `write` returns nothing.
+
+Collectives appear twice: `collective` and `wait` are the abstract forms a graph holds until it is bound to
+process groups (an interpreter hands them to a transport); `wait_holding` and `copy_alone` are bound forms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.errors import CodegenError
+from paraplan.ir.graph import Arg, decode_float
+from paraplan.ir.tensor import DTYPE_BYTES
+from paraplan.ir.trace import kernels
+
+
+INSTR, LOCAL, OFFSET = "instr", "local", "offset"  # keys of node.meta in emitted graphs, see `codegen.emit`
+
+
+def fresh(x: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def shard(x: Tensor, dim: int, length: int, start: int) -> Tensor:
+    """x[..., start : start + length, ...] along `dim`."""
+    return fresh(x.narrow(dim, start, length))
+
+
+def stack(x: Tensor, n: int, dim: int) -> Tensor:
+    """The n chunks of x along `dim`, one after another along dim 0."""
+    return fresh(x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)).flatten(0, 1)
+
+
+def unstack(x: Tensor, n: int, dim: int) -> Tensor:
+    """The n chunks of x along dim 0, side by side along `dim`: the inverse of `stack`."""
+    return fresh(x.unflatten(0, (n, x.shape[0] // n)).movedim(0, dim)).flatten(dim, dim + 1)
+
+
+def first_only(x: Tensor, coordinate: int) -> Tensor:
+    """x on the axis' first rank, zeros on the others: the addends of x."""
+    return fresh(x) if coordinate == 0 else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+
+def reshape_copy(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A contiguous copy with another shape."""
+    return fresh(x).view(tuple(shape))
+
+
+def write(dst: Tensor, src: Tensor) -> None:
+    """dst := src, in place."""
+    dst.copy_(src)
+
+
+def constant(values: Sequence[float | int | bool], dtype: torch.dtype, shape: Sequence[int], device: str = "cpu") -> Tensor:
+    """A small tensor written out in the program."""
+    return kernels.constant(values, dtype, shape).to(device)
+
+
+def collective(x: Tensor, kind: str, reduction: str, axis: int) -> Tensor:
+    """A collective that no process group is bound to yet; only a transport can run it."""
+    raise CodegenError(f"{kind} over axis {axis} was called before it was bound to a process group")
+
+
+def wait(issued: Tensor, *held: Tensor) -> Tensor:
+    """The wait of an unbound collective; `held` are its inputs, alive until here."""
+    raise CodegenError("wait was called before its collective was bound to a process group")
+
+
+def wait_holding(issued: Tensor, *held: Tensor) -> Tensor:
+    """Waits for a collective; `held` keeps its input alive until then."""
+    return torch.ops._c10d_functional.wait_tensor(issued)  # type: ignore[no-any-return]
+
+
+def copy_alone(x: Tensor) -> Tensor:
+    """Any collective over an axis of one rank."""
+    return fresh(x)
+
+
+_OWN: dict[str, Callable[..., Any]] = {
+    "shard": shard, "stack": stack, "unstack": unstack, "first_only": first_only, "reshape_copy": reshape_copy,
+    "write": write, "constant": constant,
+}  # fmt: skip
+
+FACTORIES = frozenset({"full", "arange", "zeros", "ones", "empty", "scalar_tensor", "eye", "linspace", "constant"})
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The callable behind an instruction's target.
+
+    Raises:
+        CodegenError: nothing has that name.
+    """
+    space, _, name = target.partition(".")
+    if space == "paraplan":
+        found = _OWN.get(name) or (getattr(kernels, name, None) if name in kernels.__all__ else None)
+    else:
+        found = getattr(torch.ops, space)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+    if found is None or not callable(found):
+        raise CodegenError(f"no op is called {target!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def is_factory(target: str) -> bool:
+    """Whether an op makes a tensor from numbers alone, so that it must be told the device."""
+    return target.split(".")[1] in FACTORIES
+
+
+def returns_many(target: str, num_outs: int) -> bool:
+    """Whether the op returns a tuple or list of tensors rather than one tensor."""
+    schema = getattr(resolve(target), "_schema", None)
+    if schema is None:
+        return num_outs > 1
+    return len(schema.returns) > 1 or (len(schema.returns) == 1 and "[]" in str(schema.returns[0].type))
+
+
+def decode_literal(arg: Arg) -> Any:
+    """":float32" to a dtype, other ":text" to text, "~inf" to a float; everything else is itself."""
+    if not isinstance(arg, str):
+        return arg
+    if arg.startswith("~"):
+        return decode_float(arg)
+    text = arg[1:]
+    return getattr(torch, text) if text in DTYPE_BYTES else text
+
+
+def collective_shape(kind: str, shape: Sequence[int], group_size: int) -> tuple[int, ...]:
+    """Shape of a collective's result: gathers stack and scatters split along dim 0."""
+    first = shape[0] if shape else 1
+    if kind == "all_gather":
+        return (first * group_size, *shape[1:])
+    if kind == "reduce_scatter":
+        return (first // group_size, *shape[1:])
+    return tuple(shape)
+
+
+def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a dense tensor."""
+    return math.prod(shape) * DTYPE_BYTES[dtype]

@@ -1,0 +1,61 @@
+"""Driving recordings: all ranks of a mesh in one thread, or this process' own rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from paraplan.ir.errors import RuntimeFailure
+from paraplan.ir.mesh import Mesh
+from paraplan.ir.rank_program import Step
+from paraplan.runtime.executor import Executor, Locate, Modules, no_source
+from paraplan.ir.rank_program import RankProgram
+from paraplan.runtime.transport import InProcessTransport
+
+
+def make_executors(
+    mesh: Mesh, programs: Sequence[RankProgram], rank_class: Sequence[int], modules: Sequence[Modules], locate: Locate = no_source
+) -> tuple[InProcessTransport, list[Executor]]:
+    """An in-process transport and one executor per device of the mesh.
+
+    Args:
+        mesh: devices are ranks.
+        programs, modules: per rank class.
+        rank_class: class of every rank.
+        locate: see `Executor`.
+    """
+    transport = InProcessTransport(mesh)
+    executors = [
+        Executor(
+            programs[rank_class[rank]], modules[rank_class[rank]], mesh.coordinates(rank), transport.port(rank), rank, locate
+        )
+        for rank in mesh.devices
+    ]  # fmt: skip
+    return transport, executors
+
+
+def step_together(transport: InProcessTransport, executors: Sequence[Executor], steps: Sequence[Iterable[Step]]) -> None:
+    """Record the given steps of every rank, each going on until it waits for a peer.
+
+    Raises:
+        RuntimeFailure: a rank failed, or all that are left wait for each other.
+    """
+    running = [(executor, executor.record(mine)) for executor, mine in zip(executors, steps, strict=True)]
+    with torch.no_grad(), transport.tracker:
+        while running:
+            noted = sum(len(executor.entries) for executor, _ in running)
+            left = []
+            for executor, recording in running:
+                with transport.tracker.booking(executor.ledger):
+                    if next(recording, "end") != "end":
+                        left.append((executor, recording))
+            stuck = len(left) == len(running) and noted == sum(len(executor.entries) for executor, _ in left)
+            if stuck:
+                raise RuntimeFailure(f"ranks wait for each other: {'; '.join(_last(executor) for executor, _ in left)}")
+            running = left
+
+
+def _last(executor: Executor) -> str:
+    last = executor.entries[-1] if executor.entries else None
+    return f"rank {executor.rank} after {'nothing' if last is None else f'{last.note} {last.target} of {last.action}'}"

@@ -1,0 +1,22 @@
+"""The only place of the runtime that touches torch's private modules. Checked on torch 2.13.
+
+A storage's Python object lives exactly as long as the storage (torch preserves it), so a weak reference to it
+fires when the memory is given back; `storage_key` identifies it meanwhile.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TorchDispatchMode", "storage_key", "storage_of"]
+
+
+def storage_of(tensor: Tensor) -> UntypedStorage:
+    """The storage behind a tensor."""
+    return tensor.untyped_storage()
+
+
+def storage_key(storage: UntypedStorage) -> int:
+    """A number no other living storage has."""
+    return int(storage._cdata)

@@ -1,0 +1,90 @@
+"""Live bytes of a rank while it runs: every storage that is made, until it is given back.
+
+A dispatch mode sees the result of every op, those inside our Python kernels included (they are plain
+functions, so their inner ops pass through it), and registers the storages it has not met; a weak reference
+tells when each dies. Bytes are logical (`storage.nbytes()`), on any device, so they compare with a prediction.
+One process may run several ranks: the mode books what is made to the `Ledger` that is current.
+
+Limits: what a C++ kernel allocates and drops inside is unseen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from paraplan.runtime.torch_private import TorchDispatchMode, storage_key, storage_of
+
+
+class Ledger:
+    """Storages of one rank that are alive.
+
+    Attributes:
+        live_bytes: of all of them.
+        peak_bytes: the most `live_bytes` has been since `reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+
+    def register(self, tensor: Tensor) -> None:
+        """Book a tensor's storage, unless it is booked already."""
+        storage = storage_of(tensor)
+        key = storage_key(storage)
+        if key in self._alive:
+            return
+        nbytes = storage.nbytes()
+        self._alive[key] = (nbytes, weakref.ref(storage, partial(self._died, key)))
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage is booked."""
+        return storage_key(storage_of(tensor)) in self._alive
+
+    def _died(self, key: int, _: object) -> None:
+        self.live_bytes -= self._alive.pop(key)[0]
+
+    def reset_peak(self) -> None:
+        """Start measuring the peak anew."""
+        self.peak_bytes = self.live_bytes
+
+
+class Tracker(TorchDispatchMode):
+    """The dispatch mode; `current` is the ledger of the rank that is running, None while nothing is booked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: Ledger | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.current is not None:
+            for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.current.register(leaf)
+        return result
+
+    @contextmanager
+    def booking(self, ledger: Ledger | None) -> Iterator[None]:
+        """Book what is made inside to `ledger` (None: to nobody)."""
+        before, self.current = self.current, ledger
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+def register_all(ledger: Ledger, tensors: dict[str, torch.Tensor]) -> None:
+    """Book everything that exists before a step."""
+    for tensor in tensors.values():
+        ledger.register(tensor)

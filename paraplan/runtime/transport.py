@@ -1,0 +1,148 @@
+"""How ranks exchange tensors: what a transport is, and the one that runs every rank in this process.
+
+A rank deals with a `Port`: it issues a collective, goes on, and later asks whether it is done. The in-process
+transport matches the k-th collective every rank issues over an axis with the k-th of its peers on that axis,
+and computes it with plain tensor operations when the last of them arrives (sums in rank order), so results are
+the same on every run. `all_reduce` works on a copy made at issue; the others read their input when the last
+peer issues, which is before any of them can be past its wait.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.errors import RuntimeFailure
+from paraplan.ir.mesh import Mesh
+from paraplan.runtime import ops
+from paraplan.runtime.tracker import Ledger, Tracker
+
+
+@dataclass
+class Handle:
+    """A collective under way.
+
+    Attributes:
+        out: its result, allocated at issue; valid once done.
+        done: whether it is.
+        what: for messages.
+    """
+
+    out: Tensor
+    what: str
+    done: bool = False
+
+
+class Port(Protocol):
+    """A rank's way out."""
+
+    def issue(self, kind: str, x: Tensor, reduction: str, axis: int) -> Handle:
+        """Start a collective over a mesh axis."""
+
+    def ready(self, handle: Handle) -> bool:
+        """Whether it is done; a port that can only block does so and says yes."""
+
+    def booking(self, ledger: Ledger | None) -> AbstractContextManager[None]:
+        """While inside, what is allocated is booked to a ledger."""
+
+
+@dataclass
+class _Meeting:
+    """A collective some of its ranks have issued."""
+
+    kind: str
+    reduction: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    handles: dict[int, Handle] = field(default_factory=dict)
+
+
+class InProcessTransport:
+    """All ranks of a mesh, in this process."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.tracker = Tracker()
+        self._issued: dict[tuple[int, int], int] = {}
+        self._meetings: dict[tuple[int, tuple[int, ...], int], _Meeting] = {}
+
+    def port(self, rank: int) -> InProcessPort:
+        """The port of a device of the mesh."""
+        return InProcessPort(self, rank)
+
+    def issue(self, rank: int, kind: str, x: Tensor, reduction: str, axis: int) -> Handle:
+        """See `Port.issue`.
+
+        Raises:
+            RuntimeFailure: peers issued something else in its place.
+        """
+        group = self.mesh.group(rank, axis)
+        count = self._issued[rank, axis] = self._issued.get((rank, axis), -1) + 1
+        what = f"{kind} {count} over axis {self.mesh.axes[axis]}"
+        handle = Handle(_result(kind, x, len(group)), what)
+        found = _Meeting(kind, reduction, tuple(x.shape), x.dtype)
+        meeting = self._meetings.setdefault((axis, group, count), found)
+        here, there = (kind, reduction, tuple(x.shape), x.dtype), (meeting.kind, meeting.reduction, meeting.shape, meeting.dtype)
+        if here != there:
+            raise RuntimeFailure(f"{what}: rank {rank} issues {here}, its peer {next(iter(meeting.inputs))} issued {there}")
+        meeting.inputs[rank] = handle.out if kind == "all_reduce" else x
+        meeting.handles[rank] = handle
+        if len(meeting.handles) == len(group):
+            del self._meetings[axis, group, count]
+            with self.tracker.booking(None):
+                _complete(meeting, group)
+        return handle
+
+
+@dataclass(frozen=True)
+class InProcessPort:
+    """One rank's port of an `InProcessTransport`."""
+
+    transport: InProcessTransport
+    rank: int
+
+    def issue(self, kind: str, x: Tensor, reduction: str, axis: int) -> Handle:
+        """Start a collective."""
+        return self.transport.issue(self.rank, kind, x, reduction, axis)
+
+    def ready(self, handle: Handle) -> bool:
+        """Whether every peer has issued it."""
+        return handle.done
+
+    def booking(self, ledger: Ledger | None) -> AbstractContextManager[None]:
+        """Book to a ledger."""
+        return self.transport.tracker.booking(ledger)
+
+
+def _result(kind: str, x: Tensor, size: int) -> Tensor:
+    if kind == "all_reduce":
+        return ops.fresh(x)
+    return torch.empty(ops.collective_shape(kind, x.shape, size), dtype=x.dtype, device=x.device)
+
+
+def _complete(meeting: _Meeting, group: tuple[int, ...]) -> None:
+    inputs = [meeting.inputs[rank] for rank in group]
+    outs = [meeting.handles[rank].out for rank in group]
+    if meeting.kind in ("all_reduce", "reduce_scatter"):
+        total = _reduce(inputs, meeting.reduction)
+        parts = [total] * len(outs) if meeting.kind == "all_reduce" else list(total.chunk(len(outs)))
+    elif meeting.kind == "all_gather":
+        parts = [torch.cat(inputs)] * len(outs)
+    else:
+        parts = [torch.cat([x.chunk(len(group))[index] for x in inputs]) for index in range(len(group))]
+    for out, part in zip(outs, parts, strict=True):
+        out.copy_(part)
+    for handle in meeting.handles.values():
+        handle.done = True
+
+
+def _reduce(inputs: list[Tensor], reduction: str) -> Tensor:
+    total = inputs[0].clone()
+    for x in inputs[1:]:
+        total = torch.maximum(total, x) if reduction == "max" else total.add_(x)
+    return total
