@@ -25,9 +25,13 @@ def traced_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def _keeps_own_dtype(model: nn.Module, module: nn.Module, name: str) -> bool:
+def _buffer_dtype(model: nn.Module, module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     """Hugging Face keeps its computed (non-persistent) float buffers, such as rotary frequencies, in float32."""
-    return hasattr(model, "config") and name in module._non_persistent_buffers_set
+    buffer = module._buffers[name]
+    assert buffer is not None
+    if not buffer.is_floating_point():
+        return buffer.dtype
+    return torch.float32 if hasattr(model, "config") and name in module._non_persistent_buffers_set else dtype
 
 
 def fake_copy(model: nn.Module, precision: str, mode: FakeTensorMode) -> nn.Module:
@@ -46,8 +50,7 @@ def fake_copy(model: nn.Module, precision: str, mode: FakeTensorMode) -> nn.Modu
                     memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=kind, device="cpu"), param.requires_grad)
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in memo:
-                    cast = buffer.is_floating_point() and not _keeps_own_dtype(model, module, name)
-                    memo[id(buffer)] = torch.empty(buffer.shape, dtype=dtype if cast else buffer.dtype, device="cpu")
+                    memo[id(buffer)] = torch.empty(buffer.shape, dtype=_buffer_dtype(model, module, name, dtype), device="cpu")
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as fault:

@@ -117,7 +117,9 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode) -> Joint:
             labels.switch((Phase.BACKWARD, ""))
             leaves = [env[node] for node, want in zip(outside, wanted, strict=True) if want]
             heads = [out for out, want in zip(outputs, tangents, strict=True) if want]
-            grads = torch.autograd.grad(heads, leaves, list(given), allow_unused=True) if heads and leaves else ()
+            grads: Sequence[Tensor | None] = [None] * len(leaves)
+            if heads and leaves:
+                grads = torch.autograd.grad(heads, leaves, list(given), allow_unused=True)
             labels.switch((Phase.BACKWARD, ""))
         return [*outputs, *grads]
 

@@ -4,7 +4,7 @@ Deciders d with options o; binaries x[d, o]. For a transfer t (source end s, rea
 from layout l to m), write S(l) = sum of x[s, o] over options whose layout is l, U_u(m) likewise.
 
     minimise   sum_d,o price[d, o] x[d, o]  +  sum_t,l,m c_t[l, m] z_t[l, m]                      (objective)
-    subject to sum_o x[d, o] = 1                                   for each decider               (_add_deciders)
+    subject to sum_o x[d, o] = 1                                   for each decider               (build_ilp)
                sum_m f_u[l, m] = S(l),  sum_l f_u[l, m] = U_u(m)   for each reader of a transfer  (_add_reader)
                f_u[l, m] <= z_t[l, m]                              readers share what is moved    (_add_reader)
                sum bytes x <= limit                                at the loss and at the update  (_add_memory)
@@ -35,19 +35,31 @@ from paraplan.planner.sharding.space import End, Space, Transfer
 
 @dataclass
 class ShardingIlp:
-    """The program and how to read its solution.
+    """The program as it grows, and how to read its solution.
 
     Attributes:
-        builder: columns and rows so far.
         first: per decider, its first column.
-        work: (column, price vector) of everything that takes time.
-        constant: work that no decision changes.
+        prices: per column, its price vector (seconds per stream); the objective is their sum.
+        integers: how many leading columns are binaries.
+        entries: (row, column, coefficient) triples.
+        rows: (lower, upper) per row.
     """
 
-    builder: MilpBuilder
     first: list[int] = field(default_factory=list)
-    work: list[tuple[int, Price]] = field(default_factory=list)
-    constant: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    prices: list[Price] = field(default_factory=list)
+    integers: int = 0
+    entries: tuple[list[int], list[int], list[float]] = field(default_factory=lambda: ([], [], []))
+    rows: list[tuple[float, float]] = field(default_factory=list)
+
+    def column(self, price: Price) -> int:
+        self.prices.append(price)
+        return len(self.prices) - 1
+
+    def row(self, columns: Sequence[int], coefficients: Sequence[float], lower: float, upper: float) -> None:
+        self.entries[0].extend([len(self.rows)] * len(columns))
+        self.entries[1].extend(columns)
+        self.entries[2].extend(coefficients)
+        self.rows.append((lower, upper))
 
     def choices(self, values: np.ndarray, space: Space) -> tuple[int, ...]:
         """The option each decider took."""
@@ -55,6 +67,16 @@ class ShardingIlp:
             int(np.argmax(values[first : first + len(decider.prices)]))
             for first, decider in zip(self.first, space.deciders, strict=True)
         )
+
+    def problem(self, objective: np.ndarray) -> Milp:
+        """The rows and columns under an objective (one number per column)."""
+        builder = MilpBuilder()
+        count = len(self.prices)
+        binary = np.arange(count) < self.integers
+        builder.add_columns(count, upper=np.where(binary, 1.0, np.inf), integer=binary, objective=objective)
+        bounds = np.array(self.rows)
+        builder.add_rows(len(self.rows), *self.entries, lower=bounds[:, 0], upper=bounds[:, 1])
+        return builder.build()
 
 
 def build_ilp(space: Space, memory_limit_bytes: float | None) -> ShardingIlp:
@@ -64,8 +86,13 @@ def build_ilp(space: Space, memory_limit_bytes: float | None) -> ShardingIlp:
         space: deciders, transfers and memory.
         memory_limit_bytes: what a device may hold; None for no limit.
     """
-    ilp = ShardingIlp(MilpBuilder(), constant=np.zeros(len(space.prices.streams)))
-    _add_deciders(ilp, space)
+    ilp = ShardingIlp()
+    for decider in space.deciders:
+        first = len(ilp.prices)
+        ilp.first.append(first)
+        ilp.prices.extend(decider.prices)
+        ilp.row(range(first, len(ilp.prices)), [1.0] * len(decider.prices), 1.0, 1.0)
+    ilp.integers = len(ilp.prices)
     for transfer in space.transfers:
         _add_transfer(ilp, space, transfer)
     if memory_limit_bytes is not None:
@@ -74,30 +101,21 @@ def build_ilp(space: Space, memory_limit_bytes: float | None) -> ShardingIlp:
 
 
 def step_problem(ilp: ShardingIlp) -> Milp:
-    """Minimise the sum over streams."""
-    return ilp.builder.build()
+    """Minimise the work summed over streams."""
+    return ilp.problem(np.array(ilp.prices).sum(axis=1))
 
 
 def bound_problem(space: Space, memory_limit_bytes: float | None) -> Milp:
     """Minimise the busiest stream's work; solve its relaxation."""
     ilp = build_ilp(space, memory_limit_bytes)
-    builder = ilp.builder
-    builder.clear_objective()
-    busiest = builder.add_columns(1, 0.0, np.inf, False, 1.0)
-    for stream in range(len(space.prices.streams)):
-        columns = [busiest, *(column for column, price in ilp.work if price[stream] > 0.0)]
-        factors = [1.0, *(-price[stream] for _, price in ilp.work if price[stream] > 0.0)]
-        builder.add_row(columns, factors, float(ilp.constant[stream]), np.inf)
-    return builder.build()
-
-
-def _add_deciders(ilp: ShardingIlp, space: Space) -> None:
-    for decider in space.deciders:
-        objective = np.array([sum(price) for price in decider.prices])
-        first = ilp.builder.add_columns(len(decider.prices), 0.0, 1.0, True, objective)
-        ilp.first.append(first)
-        ilp.work += [(first + index, price) for index, price in enumerate(decider.prices)]
-        ilp.builder.add_row(range(first, first + len(decider.prices)), [1.0] * len(decider.prices), 1.0, 1.0)
+    work = np.array(ilp.prices)
+    busiest = ilp.column(space.prices.zero)
+    for stream in range(work.shape[1]):
+        busy = np.flatnonzero(work[:, stream])
+        ilp.row([busiest, *busy.tolist()], [1.0, *(-work[busy, stream]).tolist()], 0.0, np.inf)
+    objective = np.zeros(len(ilp.prices))
+    objective[busiest] = 1.0
+    return ilp.problem(objective)
 
 
 def _groups(ilp: ShardingIlp, end: End) -> dict[Layout, list[int]]:
@@ -122,17 +140,9 @@ def _add_transfer(ilp: ShardingIlp, space: Space, transfer: Transfer) -> None:
             price = space.prices.reshard(transfer.spec, have, want)
             priced[have, want] = None if price is None else scale(price, transfer.count)
             if price is not None and count > 1 and sum(price) > 0.0:
-                moved[have, want] = _column(ilp, priced[have, want])
+                moved[have, want] = ilp.column(scale(price, transfer.count))
     for reader in readers:
         _add_reader(ilp, source, reader, priced, moved)
-
-
-def _column(ilp: ShardingIlp, price: Price | None) -> int:
-    assert price is not None
-    column = ilp.builder.add_columns(1, 0.0, 1.0, False, sum(price))
-    if sum(price) > 0.0:
-        ilp.work.append((column, price))
-    return column
 
 
 def _add_reader(
@@ -146,9 +156,9 @@ def _add_reader(
             if price is None:
                 continue
             shared = moved.get((have, want))
-            flow[have, want] = _column(ilp, scale(price, 0.0) if shared is not None else price)
+            flow[have, want] = ilp.column(price if shared is None else scale(price, 0.0))
             if shared is not None:
-                ilp.builder.add_row([flow[have, want], shared], [1.0, -1.0], -np.inf, 0.0)
+                ilp.row([flow[have, want], shared], [1.0, -1.0], -np.inf, 0.0)
     for have, columns in source.items():
         _balance(ilp, [flow[key] for key in flow if key[0] == have], columns)
     for want, columns in reader.items():
@@ -156,7 +166,7 @@ def _add_reader(
 
 
 def _balance(ilp: ShardingIlp, flows: Sequence[int], columns: Sequence[int]) -> None:
-    ilp.builder.add_row([*flows, *columns], [1.0] * len(flows) + [-1.0] * len(columns), 0.0, 0.0)
+    ilp.row([*flows, *columns], [1.0] * len(flows) + [-1.0] * len(columns), 0.0, 0.0)
 
 
 def _add_memory(ilp: ShardingIlp, space: Space, limit: float) -> None:
@@ -171,11 +181,11 @@ def _add_memory(ilp: ShardingIlp, space: Space, limit: float) -> None:
         merged: dict[int, float] = {}
         for column, factor in zip(columns, factors, strict=True):
             merged[column] = merged.get(column, 0.0) + factor
-        ilp.builder.add_row(list(merged), list(merged.values()), -np.inf, 1.0)
+        ilp.row(list(merged), list(merged.values()), -np.inf, 1.0)
 
-    workspace = ilp.builder.add_columns(1, 0.0, np.inf, False, 0.0)
+    workspace = ilp.column(space.prices.zero)
     for decider, options in space.update_workspace:
         columns = [workspace, *(ilp.first[decider] + index for index in range(len(options)))]
-        ilp.builder.add_row(columns, [1.0, *(-nbytes / limit for nbytes in options)], 0.0, np.inf)
+        ilp.row(columns, [1.0, *(-nbytes / limit for nbytes in options)], 0.0, np.inf)
     row(space.at_loss, ())
     row(space.at_update, (workspace,))

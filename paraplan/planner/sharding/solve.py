@@ -145,17 +145,17 @@ def least_memory(space: Space, limits: Limits) -> float:
     """The least bytes any plan in scope holds at the loss and the update (a lower bound: the LP relaxation)."""
     unit = 2.0**30
     ilp = build_ilp(space, None)
-    builder = ilp.builder
-    builder.clear_objective()
-    peak = builder.add_columns(1, 0.0, np.inf, False, 1.0)
+    peak = ilp.column(space.prices.zero)
     for held in (space.at_loss, space.at_update):
         merged: dict[int, float] = {}
         for decider, options in held:
             for index, nbytes in enumerate(options):
                 column = ilp.first[decider] + index
                 merged[column] = merged.get(column, 0.0) - nbytes / unit
-        builder.add_row([peak, *merged], [1.0, *merged.values()], 0.0, np.inf)
-    found = solve(builder.build(), backend=limits.backend, time_limit_s=limits.time_s, relax=True)
+        ilp.row([peak, *merged], [1.0, *merged.values()], 0.0, np.inf)
+    objective = np.zeros(len(ilp.prices))
+    objective[peak] = 1.0
+    found = solve(ilp.problem(objective), backend=limits.backend, time_limit_s=limits.time_s, relax=True)
     return found.bound * unit
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from paraplan.ir.program import Program
-from paraplan.ir.trace import run_program
+from paraplan.ir.trace import capture, run_program
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
@@ -56,6 +57,12 @@ def build(kind: str, layers: int = 2, drop: float = 0.0) -> nn.Module:
         num_layers=layers, d_model=32, d_ff=64, num_heads=4, d_kv=8, vocab_size=48, dropout_rate=drop, decoder_start_token_id=0
     )
     return transformers.T5ForConditionalGeneration(config).train()
+
+
+@functools.cache
+def captured(kind: str, layers: int = 2, drop: float = 0.0, precision: str = "fp32") -> Program:
+    """The program of `build(...)` on `batch_of(kind)`, captured once."""
+    return capture(build(kind, layers, drop), batch_of(kind), precision=precision)
 
 
 def batch_of(kind: str) -> dict[str, Tensor]:

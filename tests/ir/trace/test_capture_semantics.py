@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ir_trace_models import MLP, batch_of, build, eager, run, worst_error
+from ir_trace_models import MLP, batch_of, build, captured, eager, run, worst_error
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -166,8 +166,8 @@ def test_dropout_differs_between_instances_and_repeats_with_the_seed() -> None:
 @pytest.mark.parametrize("kind", ("gpt2", "bert", "t5"))
 def test_gradients_with_dropout_follow_the_loss(kind: str) -> None:
     """Directional derivative of the program's own loss (its masks depend on the seed alone)."""
-    model, batch = build(kind, 2, 0.2), batch_of(kind)
-    program = capture(model, batch, precision="fp64")
+    model, batch = build(kind, 2, 0.1), batch_of(kind)
+    program = captured(kind, 2, 0.1, "fp64")
     _, grads = run(program, model, batch)
     start = {name: param.detach().double() for name, param in model.named_parameters()}
     step = {name: torch.randn_like(value) for name, value in start.items()}

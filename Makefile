@@ -1,0 +1,37 @@
+# Every target makes .venv itself when it is missing or older than the dependency lists.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+BENCHMARKS = $(filter-out __init__ table fuzz,$(basename $(notdir $(wildcard benchmarks/*.py))))
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint format bench fuzz
+.DELETE_ON_ERROR:
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet torch==2.13.0
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.stamp
+	$(PY) -m examples.demo
+
+test: $(VENV)/.stamp
+	$(PY) -m pytest -n 2
+
+lint: $(VENV)/.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.stamp
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.stamp
+	@mkdir -p out/bench
+	@set -e; for name in $(BENCHMARKS); do echo "== benchmarks.$$name"; $(PY) -m benchmarks.$$name --json out/bench/$$name.json; done
+
+fuzz: $(VENV)/.stamp
+	$(PY) -m benchmarks.fuzz

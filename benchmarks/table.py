@@ -1,0 +1,103 @@
+"""What every benchmark shares: its command line, the table on the screen, and the same rows as JSON.
+
+    if __name__ == "__main__":
+        raise SystemExit(main("collectives", {"all-gather 8": lambda: {"ms": 1.2}}, columns=("case", "ms")))
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+Row = dict[str, Any]
+Case = Callable[[], Row | list[Row]]
+
+
+def main(name: str, cases: Mapping[str, Case], columns: Sequence[str], argv: Sequence[str] | None = None) -> int:
+    """Run a benchmark's cases in order; show each one's rows when it is done, and write them all as one JSON list.
+
+    Args:
+        name: the benchmark's, as in `python -m benchmarks.<name>`.
+        cases: what to run, by name; each gives one row or several. A row without a "case" gets the case's name.
+        columns: which keys the table shows, in order. The JSON has every key.
+        argv: the command line; None for the process' own.
+    Returns:
+        Exit code: 0, or 2 when the pattern is malformed or matches no case. A case that raises ends the run
+        after the rows so far are written.
+    """
+    options = _parser(name).parse_args(argv)
+    try:
+        pattern = re.compile(options.only or "")
+    except re.error as fault:
+        return _refuse(f"--only {options.only!r} is not a regular expression: {fault}")
+    chosen = {case: run for case, run in cases.items() if pattern.search(case)}
+    if not chosen:
+        return _refuse(f"--only {options.only!r} matches none of the cases of {name}: {', '.join(cases)}")
+    rows: list[Row] = []
+    try:
+        for row in _shown(name, columns, _run(chosen)):
+            rows.append(row)
+    finally:
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps([_finite(row) for row in rows], indent=1, allow_nan=False) + "\n")
+    return 0
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
+    parser.add_argument("--only", metavar="PATTERN", help="run the cases whose name matches this regular expression")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the rows as a JSON list of objects")
+    return parser
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def _run(cases: Mapping[str, Case]) -> Iterable[Row]:
+    for case, run in cases.items():
+        started = time.perf_counter()
+        result = run()
+        print(f"{case}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+        for row in result if isinstance(result, list) else [result]:
+            yield {"case": case, **row}
+
+
+def _shown(name: str, columns: Sequence[str], rows: Iterable[Row]) -> Iterable[Row]:
+    """Pass rows through while a table of them grows; where the output is no terminal, it is printed at the end."""
+    table = Table(title=name)
+    for column in columns:
+        table.add_column(column)
+    with Live(table, console=Console(), vertical_overflow="visible", auto_refresh=False) as live:
+        for row in rows:
+            table.add_row(*(_text(row.get(column)) for column in columns))
+            live.refresh()
+            yield row
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity or NaN; both become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,142 @@
+"""A plan told to people: facts, layouts, where time and memory go. Text, HTML and terminal read the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paraplan.cost_models.predict import plan_costs
+from paraplan.cost_models.simulate import RankTrace, Simulation
+from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.program import Program
+from paraplan.ir.rank_program import RankProgram
+from paraplan.report.breakdown import CollectiveRow, MemoryRow, TimeRow, memory_breakdown, time_breakdown
+from paraplan.report.layouts import KindRow, kind_rows, layout_words
+from paraplan.report.units import show_bytes, show_count, show_seconds, show_share
+from paraplan.ir.mesh import parse_layout
+
+Fact = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything the faces show.
+
+    Attributes:
+        title: model and cluster in one line.
+        facts: labelled lines: what is planned, for what.
+        verdict: labelled lines: time, memory, certificate.
+        kinds: per stage, its kinds.
+        batch: labelled lines: how each batch input lies.
+        times, collectives: of the busiest rank.
+        memory: of the rank class with the highest peak.
+        memory_bytes: what a device has.
+        trace: the busiest rank's.
+        notes: the plan's.
+    """
+
+    title: str
+    facts: tuple[Fact, ...]
+    verdict: tuple[Fact, ...]
+    kinds: tuple[tuple[KindRow, ...], ...]
+    batch: tuple[Fact, ...]
+    times: tuple[TimeRow, ...]
+    collectives: tuple[CollectiveRow, ...]
+    memory: tuple[MemoryRow, ...]
+    memory_bytes: int
+    trace: RankTrace
+    notes: tuple[str, ...]
+
+
+def explain(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation) -> Explanation:
+    """Tell a plan.
+
+    Args:
+        plan: any legal plan.
+        programs: its rank programs.
+        simulation: of these.
+    """
+    busiest = simulation.busiest
+    fullest = max(range(len(programs)), key=lambda index: simulation.peak_bytes[index])
+    times, collectives = time_breakdown(programs[busiest], simulation.traces[busiest], plan_costs(plan)[busiest])
+    stage = plan.stages[0]
+    return Explanation(
+        title=f"{plan.model.display} on {plan.cluster.name}", facts=facts(plan), verdict=verdict(plan, simulation),
+        kinds=tuple(kind_rows(plan.program, each) for each in plan.stages),
+        batch=tuple((name, layout_words(parse_layout(text), stage.mesh)) for name, text in stage.batch.items()),
+        times=times, collectives=collectives, memory=memory_breakdown(programs[fullest], simulation.traces[fullest]),
+        memory_bytes=device_memory(plan), trace=simulation.traces[busiest], notes=plan.notes,
+    )  # fmt: skip
+
+
+def facts(plan: Plan) -> tuple[Fact, ...]:
+    """What is planned, for what."""
+    program = plan.program
+    count = sum(param.spec.numel for param in program.params.values())
+    batch = ", ".join(f"{name} {entry.spec}" for name, entry in program.batch.items())
+    device = plan.cluster.groups[0].device
+    return (
+        ("model", f"{plan.model.display}: {show_count(count)} parameters, {len(program.segments)} segments of {len(program.kinds)} kinds"),
+        ("batch", batch),
+        ("computes in", f"{program.precision}, optimizer {plan.optimizer.name}"),
+        ("cluster", f"{plan.cluster.name}: {plan.cluster.num_devices} x {device.kind} with {show_bytes(device.memory_bytes)}"),
+        *((_stage_name(plan, index), mesh_text(stage)) for index, stage in enumerate(plan.stages)),
+        ("schedule", f"{plan.schedule.name}, {plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"),
+        ("layers", "; ".join(dict.fromkeys(layer_words(plan)))),
+    )  # fmt: skip
+
+
+def _stage_name(plan: Plan, index: int) -> str:
+    return "mesh" if len(plan.stages) == 1 else f"stage {index}"
+
+
+def mesh_text(stage: Stage) -> str:
+    """`dp 2 x tp 4`; one device has no axes."""
+    return " x ".join(f"{axis} {size}" for axis, size in zip(stage.mesh.axes, stage.mesh.shape, strict=True)) or "one device"
+
+
+def layer_words(plan: Plan) -> list[str]:
+    """How most parameter bytes lie: "split over tp (dim 1) 61 %"."""
+    sizes: dict[str, int] = {}
+    for stage in plan.stages:
+        for kind in kind_rows(plan.program, stage):
+            for row in kind.params:
+                total = row.count
+                for size in row.shape:
+                    total *= size
+                sizes[row.words] = sizes.get(row.words, 0) + total
+    whole = sum(sizes.values())
+    return [f"{words} ({show_share(size, whole)} of parameters)" for words, size in sorted(sizes.items(), key=lambda item: -item[1])]
+
+
+def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
+    """Time, memory, and what was proved."""
+    peak, memory = max(simulation.peak_bytes), device_memory(plan)
+    found = [
+        ("step", show_seconds(simulation.step_s)),
+        ("of it", f"compute {show_seconds(simulation.compute_s)}, exposed communication {show_seconds(simulation.exposed_comm_s)}"),
+        ("peak memory", f"{show_bytes(peak)} per device of {show_bytes(memory)} ({show_share(peak, memory)})"),
+    ]
+    if plan.prediction is not None:
+        found.append(("throughput", f"{show_count(plan.prediction.tokens_per_s)} tokens/s, mfu {100 * plan.prediction.mfu:.1f} %"))
+    if plan.certificate is not None:
+        c = plan.certificate
+        found.append(("bound", f"{show_seconds(c.bound_s)}, gap {100 * c.gap:.1f} %, {c.status} (fixed: {c.bound_scope})"))
+    return tuple(found)
+
+
+def device_memory(plan: Plan) -> int:
+    """Bytes the smallest device has."""
+    return min(group.device.memory_bytes for group in plan.cluster.groups)
+
+
+def summary(plan: Plan, simulation: Simulation) -> str:
+    """A plan in a few lines of plain text."""
+    rows = [*facts(plan), *verdict(plan, simulation), *(("note", note) for note in plan.notes)]
+    width = max(len(label) for label, _ in rows)
+    return "\n".join([f"Plan: {plan.model.display} on {plan.cluster.name}", *(f"  {label:<{width}}  {value}" for label, value in rows)])
+
+
+def num_params(program: Program) -> int:
+    """Elements of all parameters."""
+    return sum(param.spec.numel for param in program.params.values())

@@ -1,0 +1,82 @@
+"""A global batch and the part of it a rank reads.
+
+The batch is cut into microbatches first (contiguous blocks of the batch dim), each then over the mesh by the
+stage's layout: the microbatch index is the outermost axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.mesh import Layout, R, S, parse_layout
+from paraplan.ir.plan import Plan, Stage
+from paraplan.runtime.params import Dims, cut
+
+
+class ShardedBatch(dict[str, Tensor]):
+    """One rank's part of a global batch: per input, its microbatches one after another along a new dim 0."""
+
+
+def shard_batch(plan: Plan, stage: Stage, coordinates: Dims, batch: Mapping[str, Tensor], device: str = "cpu") -> ShardedBatch:
+    """Cut a global batch.
+
+    Raises:
+        PlanMismatchError: inputs are missing or unknown, or have another shape than the plan was made for.
+    """
+    _check(plan, batch)
+    found = ShardedBatch()
+    for name, text in stage.batch.items():
+        layout: Layout = (_along(plan, name), *parse_layout(text))
+        shape = (plan.num_microbatches, *stage.mesh.shape)
+        dtype = getattr(torch, plan.program.batch[name].spec.dtype)
+        parts = [cut(batch[name], layout, shape, (m, *coordinates)) for m in range(plan.num_microbatches)]
+        found[name] = torch.stack(parts).to(device, dtype)
+    return found
+
+
+def _along(plan: Plan, name: str):  # type: ignore[no-untyped-def]
+    dim = plan.program.batch[name].batch_dim
+    return S(dim) if plan.num_microbatches > 1 and dim is not None else R
+
+
+def _check(plan: Plan, batch: Mapping[str, Tensor]) -> None:
+    if not isinstance(batch, Mapping):
+        raise PlanMismatchError(f"a batch is a mapping from input name to tensor, not {type(batch).__name__}; inputs: {', '.join(plan.program.batch)}")
+    missing = [name for name in plan.program.batch if name not in batch]
+    unknown = [name for name in batch if name not in plan.program.batch]
+    if missing or unknown:
+        raise PlanMismatchError(f"batch inputs missing: {missing}, unknown: {unknown}; the plan reads {list(plan.program.batch)}")
+    for name, entry in plan.program.batch.items():
+        shape = tuple(batch[name].shape)
+        if shape != entry.spec.shape:
+            raise PlanMismatchError(
+                f"batch input {name} has shape {shape}, the plan was made for the global batch {entry.spec.shape}; "
+                "give one whole global batch, or plan again with this shape"
+            )
+
+
+def microbatches(plan: Plan, stage: Stage, batch: ShardedBatch) -> dict[str, Tensor]:
+    """Outer values "batch:<name>@<m>", each with storage of its own.
+
+    Raises:
+        PlanMismatchError: it was cut for another number of microbatches.
+    """
+    found = {}
+    for name in stage.batch:
+        parts = batch[name]
+        if parts.shape[0] != plan.num_microbatches:
+            raise PlanMismatchError(f"batch input {name} was cut into {parts.shape[0]} microbatches, the plan has {plan.num_microbatches}")
+        for m in range(plan.num_microbatches):
+            found[f"batch:{name}@{m}"] = parts[m].clone(memory_format=torch.contiguous_format)
+    return found
+
+
+def shard_loader(plan: Plan, stage: Stage, coordinates: Dims, loader: Iterable[Mapping[str, Any]], device: str) -> Iterator[ShardedBatch]:
+    """The rank's part of every batch of a loader."""
+    for batch in loader:
+        yield shard_batch(plan, stage, coordinates, batch, device)

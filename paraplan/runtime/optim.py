@@ -1,0 +1,69 @@
+"""The user's optimizer over a rank's shards, and the gradient norm over all of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.mesh import Layout
+from paraplan.runtime.params import Dims, owned_here
+
+Named = Mapping[str, nn.Parameter]
+GroupMaker = Callable[[Named], Iterable[Any]]
+
+
+def param_groups(named: Named, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None) -> list[Any]:
+    """What the optimizer's class is given.
+
+    Args:
+        named: a rank's shards by parameter name.
+        groups: `{"match": regex, **options}`: a parameter goes to the first whose pattern is found in its
+            name; the rest form a group with the optimizer's own options.
+        params: makes the groups itself.
+    Raises:
+        PlanMismatchError: a pattern matches no parameter.
+    """
+    if params is not None:
+        return list(params(named))
+    left = dict(named)
+    found = []
+    for group in groups or ():
+        pattern = group["match"]
+        taken = [name for name in left if re.search(pattern, name)]
+        if not any(re.search(pattern, name) for name in named):
+            raise PlanMismatchError(f"optimizer group {pattern!r} matches no parameter; names look like {', '.join(list(named)[:5])}")
+        if taken:
+            options = {key: value for key, value in group.items() if key != "match"}
+            found.append({"params": [left.pop(name) for name in taken], **options})
+    return [*found, {"params": list(left.values())}] if left else found
+
+
+def norm_share(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], coordinates: Dims, norm_type: float) -> Tensor:
+    """This rank's share of sum |g|^p (of max |g| for p = inf), each element counted on one rank only; float64."""
+    device = next((grad.device for grad in grads.values()), torch.device("cpu"))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for name, grad in grads.items():
+        if not owned_here(layouts[name], coordinates):
+            continue
+        if norm_type == float("inf"):
+            total = torch.maximum(total, grad.abs().max().double()) if grad.numel() else total
+        else:
+            total += grad.double().abs().pow_(norm_type).sum()
+    return total
+
+
+def norm_of(total: Tensor, norm_type: float) -> Tensor:
+    """The norm from the sum of all shares."""
+    return total if norm_type == float("inf") else total.pow(1.0 / norm_type)
+
+
+def clip(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that their norm is at most `max_norm` (torch's clip_grad_norm_)."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.dtype))

@@ -1,0 +1,134 @@
+"""One rank of a plan: its tensors, its optimizer parameters, and the two halves of its step.
+
+A step runs everything up to UPDATE (gradients then lie in the state layout), the user's optimizer updates the
+state tensors, and the rest (copies back into the stored parameters, drops) follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from paraplan.ir.errors import RuntimeFailure
+from paraplan.ir.mesh import Layout, parse_layout
+from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.program import Program
+from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.seeds import segment_seed
+from paraplan.runtime.batch import ShardedBatch, microbatches
+from paraplan.runtime.executor import Executor, Locate
+from paraplan.runtime.params import cut, local_tensors
+
+
+class Rank:
+    """A rank's tensors around an executor.
+
+    Args:
+        plan: the plan.
+        executor: of the rank.
+        full: `params.full_tensors`; not kept.
+        seed: base of the random seeds.
+        device: where tensors live.
+
+    Attributes:
+        params: the state tensors the optimizer updates, by parameter name; they share the outer values' storage.
+        layouts: of the states (and of the gradients the optimizer reads).
+    """
+
+    def __init__(self, plan: Plan, executor: Executor, full: Mapping[str, Tensor], seed: int, device: str = "cpu") -> None:
+        self.plan, self.stage, self.executor, self.device = plan, plan.stages[0], executor, device
+        self.program: RankProgram = executor.program
+        self.before, self.after = split_steps(self.program.steps)
+        self.seed, self.steps_done = seed, 0
+        self.tensors = local_tensors(self.program, full, executor.coordinates, device)
+        executor.bind(self.tensors)
+        states = {value.source: name for name, value in self.program.outer.items() if value.role == "state"}
+        self.params = {name: nn.Parameter(self.tensors[outer]) for name, outer in states.items()}
+        self.layouts: dict[str, Layout] = {name: parse_layout(self.program.outer[outer].layout) for name, outer in states.items()}
+
+    def start(self, batch: ShardedBatch) -> None:
+        """Bind a batch and fresh seeds; what the last step left behind is dropped."""
+        outer = self.executor.outer
+        for name in [name for name in outer if name not in self.tensors]:
+            del outer[name]
+        self.executor.bind(microbatches(self.plan, self.stage, batch))
+        for name, value in self.program.outer.items():
+            if value.role == "seed":
+                outer[name].fill_(segment_seed(self.seed, self.steps_done, int(value.source)))
+        self.steps_done += 1
+
+    def begin_account(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Book everything alive, forget old entries, measure the peak from here."""
+        ledger = self.executor.ledger
+        for tensor in self.executor.outer.values():
+            ledger.register(tensor)
+        if optimizer is not None:
+            for slots in optimizer.state.values():
+                for value in slots.values():
+                    if isinstance(value, Tensor):
+                        ledger.register(value)
+        ledger.reset_peak()
+        self.executor.entries.clear()
+
+    def take_grads(self) -> None:
+        """Hand the gradients to the optimizer's parameters; added where one is there already."""
+        for name, outer in self.program.grads.items():
+            grad, param = self.executor.outer[outer], self.params[name]
+            if param.grad is None:
+                param.grad = grad
+            else:
+                param.grad.add_(grad)
+
+    def loss(self) -> Tensor:
+        """The step's loss, detached from the program's own storage."""
+        return self.executor.outer[self.program.loss].clone()
+
+    def tail(self) -> tuple[Step, ...]:
+        """The steps after the optimizer; drops of gradients that are gone already are left out."""
+        return tuple(step for step in self.after if step.kind is not StepKind.DROP or all(n in self.executor.outer for n in step.drops))
+
+    def load(self, full: Mapping[str, Tensor]) -> None:
+        """Overwrite parameters from full tensors, "param:<name>"."""
+        with torch.no_grad():
+            for name, value in self.program.outer.items():
+                source = full.get(f"param:{value.source}")
+                if value.role in ("param", "state") and source is not None:
+                    self.tensors[name].copy_(cut(source, parse_layout(value.layout), self.program.mesh_shape, self.executor.coordinates))
+
+    def held(self, name: str) -> tuple[Tensor, Layout]:
+        """The authoritative local copy of a parameter (the state where it trains) and its layout."""
+        outer = f"state:{name}" if name in self.params else f"param:{name}"
+        return self.tensors[outer], parse_layout(self.program.outer[outer].layout)
+
+
+def split_steps(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The steps before the update, and those from it on."""
+    position = next((index for index, step in enumerate(steps) if step.kind is StepKind.UPDATE), len(steps))
+    return steps[:position], steps[position:]
+
+
+def single_stage(plan: Plan) -> Stage:
+    """The only stage.
+
+    Raises:
+        RuntimeFailure: there are several.
+    """
+    if len(plan.stages) != 1:
+        raise RuntimeFailure(f"a plan of {len(plan.stages)} stages: this version runs single-stage plans; plan with stages=1")
+    return plan.stages[0]
+
+
+def source_lines(program: Program) -> Locate:
+    """(block, op of its joint graph) -> the user's source line."""
+    graphs = {kind.name: kind.graph for kind in program.kinds}
+    graphs |= {f"den{index}": entry.graph for index, entry in enumerate(program.denominators)}
+
+    def locate(block: str, origin: int) -> str:
+        graph = graphs.get(block.split(".")[0])
+        if graph is None or not 0 <= origin < len(graph.ops):
+            return "unknown line"
+        return graph.source_of(graph.ops[origin])
+
+    return locate
