@@ -10,8 +10,8 @@ export OMP_NUM_THREADS ?= 1
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install -qq torch==2.13.0
+	$(PY) -m pip install -qq -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(VENV)/.stamp

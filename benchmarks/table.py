@@ -1,7 +1,11 @@
 """What every benchmark shares: its command line, the table on the screen, and the same rows as JSON.
 
+A benchmark is a dict of cases and the columns to show, and ends with
+
     if __name__ == "__main__":
-        raise SystemExit(main("collectives", {"all-gather 8": lambda: {"ms": 1.2}}, columns=("case", "ms")))
+        raise SystemExit(main("collectives", CASES, columns=("case", "ms")))
+
+where a case is a function without arguments that gives a row, `{"ms": 1.2}`, or a list of them.
 """
 
 from __future__ import annotations
@@ -81,11 +85,16 @@ def _shown(name: str, columns: Sequence[str], rows: Iterable[Row]) -> Iterable[R
     table = Table(title=name)
     for column in columns:
         table.add_column(column)
-    with Live(table, console=Console(), vertical_overflow="visible", auto_refresh=False) as live:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    with Live(table, console=console, vertical_overflow="visible", auto_refresh=False) as live:
         for row in rows:
             table.add_row(*(_text(row.get(column)) for column in columns))
             live.refresh()
             yield row
+    if not console.is_terminal:
+        console.print()  # a table that is not redrawn ends without a newline
 
 
 def _text(value: Any) -> str:

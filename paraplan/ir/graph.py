@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
 
@@ -48,6 +50,11 @@ class Op(Value, frozen=True, kw_only=True):
     outs: tuple[str | None, ...]
     phase: Phase = Phase.FORWARD
     source: int = -1
+
+    def __post_init__(self) -> None:
+        """Arguments decode as lists; equal ops must be equal."""
+        msgspec.structs.force_setattr(self, "args", freeze(self.args))
+        msgspec.structs.force_setattr(self, "kwargs", {key: freeze(arg) for key, arg in self.kwargs.items()})
 
     @property
     def tensors(self) -> tuple[str, ...]:

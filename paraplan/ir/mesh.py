@@ -153,3 +153,13 @@ def is_shardable(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, 
                 return False
             factor[placement.dim] *= size
     return all(n % k == 0 for n, k in zip(shape, factor, strict=True))
+
+
+def cuts_further(outer: Layout, inner: Layout) -> bool:
+    """Whether `inner` only cuts `outer` further, so that a rank's inner shard is a slice of its outer one."""
+    for axis, (a, b) in enumerate(zip(outer, inner, strict=True)):
+        if a == b:
+            continue
+        if not isinstance(a, Replicate) or not isinstance(b, Shard) or b in outer[axis + 1 :]:
+            return False
+    return True

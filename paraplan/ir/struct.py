@@ -6,6 +6,7 @@ be written, read back and compared anywhere. Decoding never imports or executes 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +27,32 @@ def to_json(value: Any) -> bytes:
     Args:
         value: any `Value`.
     Returns:
-        Indented UTF-8 JSON ending in a newline; fields in declaration order.
+        UTF-8 ending in a newline; fields in declaration order, the outer levels one item a line.
     """
-    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+    return _pretty(value, 0, 3).encode() + b"\n"
+
+
+def _pretty(value: Any, depth: int, levels: int) -> str:
+    if depth >= levels or getattr(getattr(value, "__struct_config__", None), "array_like", False):
+        return msgspec.json.encode(value).decode()
+    if isinstance(value, msgspec.Struct):
+        pairs = [(name, getattr(value, name)) for name in value.__struct_fields__]
+    elif isinstance(value, dict):
+        pairs = list(value.items())
+    elif isinstance(value, (tuple, list)) and value and not isinstance(value[0], (int, float, str)):
+        return _block("[", (_pretty(item, depth + 1, levels) for item in value), "]", depth)
+    else:
+        return msgspec.json.encode(value).decode()
+    items = (f"{msgspec.json.encode(key).decode()}: {_pretty(item, depth + 1, levels)}" for key, item in pairs)
+    return _block("{", items, "}", depth)
+
+
+def _block(start: str, items: Iterable[str], stop: str, depth: int) -> str:
+    lines = list(items)
+    if not lines:
+        return start + stop
+    pad = " " * (depth + 1)
+    return start + "\n" + ",\n".join(pad + line for line in lines) + "\n" + " " * depth + stop
 
 
 def from_json(data: bytes, kind: type[T], what: str, error: type[ParaplanError]) -> T:

@@ -91,12 +91,20 @@ def solve(
     if warm_start is not None and status in (Status.FEASIBLE, Status.LIMIT) and problem.is_solution(warm_start):
         if values is None or problem.evaluate(warm_start) < problem.evaluate(values):
             values, status = _rounded(problem, warm_start), Status.FEASIBLE
-    bound = outcome.bound / factor + problem.objective_offset
+    proved = outcome.bound if np.isfinite(outcome.bound) else -np.inf
+    bound = proved / factor + problem.objective_offset
     return _solution(problem, status, values, bound, options, started=started, backend=backend)
 
 
 def _solution(
-    problem: Milp, status: Status, values: Floats | None, bound: float, options: Options, *, started: float, backend: str
+    problem: Milp,
+    status: Status,
+    values: Floats | None,
+    bound: float,
+    options: Options,
+    *,
+    started: float,
+    backend: str,
 ) -> Solution:
     """Evaluate afresh and let the numbers, not the backend, say whether the gap is closed."""
     objective = np.inf if values is None else problem.evaluate(values)
@@ -104,10 +112,12 @@ def _solution(
         bound = np.inf
     elif status is Status.UNBOUNDED:
         objective = bound = -np.inf
+    # the largest single cost is the scale below which a difference between two objectives is rounding
+    scale = max(abs(objective), np.abs(problem.objective).max(initial=0.0))
+    if bound > objective + _OPTIMAL_GAP * scale:
+        raise SolverError(f"{backend} claims the bound {bound!r}, above the solution {objective!r} it returned")
     bound = min(bound, objective)
     if status in (Status.OPTIMAL, Status.FEASIBLE):
-        # the largest single cost is the scale below which a difference between two objectives is rounding
-        scale = max(abs(objective), np.abs(problem.objective).max(initial=0.0))
         closed = objective - bound <= max(options.relative_gap, _OPTIMAL_GAP) * scale
         status = Status.OPTIMAL if closed and (status is Status.OPTIMAL or objective == bound) else Status.FEASIBLE
     return Solution(

@@ -58,7 +58,7 @@ def run(problem: Milp, backend: str, options: Options) -> Outcome:
             None,
             None,
         )
-    except Exception as fault:  # the binding's StatusNotOk has no importable, stable home
+    except Exception as fault:  # noqa: BLE001 - the binding's StatusNotOk has no importable, stable home
         if "PrimalSolutionProto.objective_value" in str(fault):  # SCIP's answer to an unbounded LP: a point at -inf
             return Outcome(status=Status.UNBOUNDED)
         raise SolverError(f"{backend}: {fault}") from None
@@ -67,7 +67,9 @@ def run(problem: Milp, backend: str, options: Options) -> Outcome:
 
 def _refuse_unfit(problem: Milp, backend: str) -> None:
     if backend in LP_BACKENDS and problem.is_integer.any():
-        raise SolverError(f"{backend} solves LPs only; this problem has integer columns: use relax=True or a MILP backend")
+        raise SolverError(
+            f"{backend} solves LPs only; this problem has integer columns: use relax=True or a MILP backend"
+        )
     if backend == "mathopt-cpsat":
         if not problem.is_integer.all():
             raise SolverError(f"{backend} takes integer columns only (it would round the continuous ones' domains)")

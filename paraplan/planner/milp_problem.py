@@ -9,6 +9,8 @@ without one Python object per term. Solvers live in `milp_mathopt.py` and `milp_
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -86,8 +88,7 @@ class Milp(Value, frozen=True, kw_only=True, eq=False):
 
     def activity(self, values: Floats) -> Floats:
         """A·x, [row]."""
-        terms = self.coefficients * values[self.columns]
-        return np.bincount(self.entry_rows, weights=terms, minlength=self.num_rows)
+        return _sums(self.entry_rows, self.coefficients * values[self.columns], self.num_rows)
 
     def evaluate(self, values: Floats) -> float:
         """offset + c·x."""
@@ -257,13 +258,12 @@ class MilpBuilder:
             ValueError: a NaN, an infinite coefficient, an infinite bound on the wrong side, or an entry that
                 names no column. (Crossing bounds are legal: such a problem is infeasible.)
         """
-        none = np.empty(0)
-        lower, upper, integer, objective = (
-            np.concatenate(parts) if parts else none for parts in _transpose(self._column_blocks, 4)
-        )
-        row_lower, row_upper = (np.concatenate(p) if p else none for p in _transpose(self._row_blocks, 2))
-        entries = [np.concatenate(p) if p else none for p in _transpose(self._entry_blocks, 3)]
-        rows, columns, coefficients = _sorted_entries(*entries, num_columns=self.num_columns)
+        floats, ints = np.empty(0), np.empty(0, np.int64)
+        lower, upper, integer, objective = (_joined(self._column_blocks, i, floats) for i in range(4))
+        row_lower, row_upper = (_joined(self._row_blocks, i, floats) for i in range(2))
+        rows, columns = (_joined(self._entry_blocks, i, ints) for i in range(2))
+        coefficients = _joined(self._entry_blocks, 2, floats)
+        rows, columns, coefficients = _sorted_entries(rows, columns, coefficients, num_columns=self.num_columns)
         for what, array in (("objective", objective), ("row", coefficients)):
             if not np.isfinite(array).all():
                 raise ValueError(f"a {what} coefficient is not a finite number")
@@ -328,7 +328,7 @@ def dual_bound(problem: Milp, duals: Floats) -> float:
     """
     finite = np.isfinite(np.where(duals > 0, problem.row_lower, problem.row_upper))
     y = np.where(finite, duals, 0.0)
-    pull = np.bincount(problem.columns, weights=problem.coefficients * y[problem.entry_rows], minlength=len(problem.lower))
+    pull = _sums(problem.columns, problem.coefficients * y[problem.entry_rows], problem.num_columns)
     reduced = problem.objective - pull
     reduced[np.abs(reduced) <= 1e-12 * np.abs(problem.objective).max(initial=0.0)] = 0.0
     rows = _times(y, np.where(y > 0, problem.row_lower, problem.row_upper)).sum()
@@ -341,22 +341,27 @@ def _times(factor: Floats, bound: Floats) -> Floats:
     return factor * np.where(factor == 0.0, 0.0, bound)
 
 
+def _sums(at: Ints, weights: Floats, size: int) -> Floats:
+    """[size] the sum of the weights at each index."""
+    return np.bincount(at, weights=weights, minlength=size).astype(np.float64, copy=False)
+
+
 def _filled(value: ArrayLike, count: int) -> Floats:
     return np.broadcast_to(np.asarray(value, np.float64), count)
 
 
-def _transpose(blocks: list, width: int) -> list[list]:
-    return [[block[i] for block in blocks] for i in range(width)]
+def _joined(blocks: Sequence[tuple[NDArray[Any], ...]], field: int, empty: NDArray[Any]) -> NDArray[Any]:
+    """One field of all blocks, end to end."""
+    return np.concatenate([empty, *(block[field] for block in blocks)])
 
 
 def _sorted_entries(rows: Ints, columns: Ints, coefficients: Floats, *, num_columns: int) -> tuple[Ints, Ints, Floats]:
     """Entries by row, then column; repeated ones added up, zeros dropped."""
-    rows, columns = rows.astype(np.int64), columns.astype(np.int64)
     if columns.size and not (0 <= columns.min() and columns.max() < num_columns):
         raise ValueError(f"entries name columns {columns.min()} … {columns.max()} of {num_columns}")
     if columns.size:
         place, where = np.unique(rows * num_columns + columns, return_inverse=True)
-        coefficients = np.bincount(where, weights=coefficients, minlength=place.size)
+        coefficients = _sums(where, coefficients, place.size)
         kept = coefficients != 0.0
         place, coefficients = place[kept], coefficients[kept]
         rows, columns = place // num_columns, place % num_columns

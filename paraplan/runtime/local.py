@@ -48,7 +48,7 @@ class InProcessTrainer:
         """
         for index, rank in enumerate(self.ranks):
             rank.start(shard_batch(self.plan, self.stage, rank.executor.coordinates, batch))
-            rank.begin_account(self.optimizers[index] if self.optimizers else None)
+            rank.begin_account(self.optimizers[index : index + 1])
         step_together(self.transport, [rank.executor for rank in self.ranks], [rank.before for rank in self.ranks])
         return self.ranks[0].loss()
 

@@ -43,9 +43,8 @@ def param_groups(named: Named, groups: Sequence[Mapping[str, Any]] | None, param
     return [*found, {"params": list(left.values())}] if left else found
 
 
-def norm_share(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], coordinates: Dims, norm_type: float) -> Tensor:
+def norm_share(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], coordinates: Dims, norm_type: float, device: str = "cpu") -> Tensor:
     """This rank's share of sum |g|^p (of max |g| for p = inf), each element counted on one rank only; float64."""
-    device = next((grad.device for grad in grads.values()), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, grad in grads.items():
         if not owned_here(layouts[name], coordinates):

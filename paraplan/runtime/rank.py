@@ -6,7 +6,7 @@ state tensors, and the rest (copies back into the stored parameters, drops) foll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +59,12 @@ class Rank:
                 outer[name].fill_(segment_seed(self.seed, self.steps_done, int(value.source)))
         self.steps_done += 1
 
-    def begin_account(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def begin_account(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Book everything alive, forget old entries, measure the peak from here."""
         ledger = self.executor.ledger
         for tensor in self.executor.outer.values():
             ledger.register(tensor)
-        if optimizer is not None:
+        for optimizer in optimizers:
             for slots in optimizer.state.values():
                 for value in slots.values():
                     if isinstance(value, Tensor):

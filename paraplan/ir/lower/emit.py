@@ -92,11 +92,9 @@ class BlockEmitter:
         for out, layout, final, local in zip(op.outs, strategy.computed, strategy.outputs, locals_, strict=True):
             if out is None or layout is None or final is None or local is None:
                 continue
-            self._at[out, layout] = local
-            if layout != final:
-                for move in reshard_path(self.specs[out].shape, layout, final, self.mesh_shape, frozen=1):
-                    local = self._move(out, local, move)
-                self._at[out, final] = local
+            for move in reshard_path(self.specs[out].shape, layout, final, self.mesh_shape, frozen=1):
+                local = self._move(out, local, move)
+            self._at[out, final] = local
 
     def _local_args(
         self, op: Op, graph: Graph, strategy: Strategy, names: dict[tuple[str, Layout], str]

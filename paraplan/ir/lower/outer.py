@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from paraplan.ir.lower.stage import StageBlocks
-from paraplan.ir.lower.updates import is_view
-from paraplan.ir.mesh import Layout, R, layout_text, local_shape, parse_layout
+from paraplan.ir.mesh import Layout, R, cuts_further, layout_text, local_shape, parse_layout
 from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.rank_program import OuterValue, Step, StepKind
@@ -24,7 +23,7 @@ def outer_values(plan: Plan, stage: Stage, parts: StageBlocks) -> dict[str, Oute
         found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.stored), shape, True)
         if name in trained:
             dtype = master_dtype(program.precision, spec.dtype)
-            own = dtype != spec.dtype or not is_view(layouts.stored, layouts.state)
+            own = dtype != spec.dtype or not cuts_further(parse_layout(layouts.stored), parse_layout(layouts.state))
             found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), parse_layout(layouts.state), shape, own)
     for name, text in stage.batch.items():
         entry = program.batch[name]

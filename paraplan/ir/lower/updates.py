@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import extend
-from paraplan.ir.mesh import Layout, P, R, layout_text, local_shape, parse_layout
+from paraplan.ir.mesh import Layout, P, R, local_shape, parse_layout
 from paraplan.ir.micro import KindMicro
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import Denominator, LossTerm, ParamSpec
@@ -94,12 +94,3 @@ def restore_block(name: str, param: ParamSpec, state_dtype: str, layouts: ParamL
     updated = emitter.get(source, (R, *stored))
     emitter.effect("paraplan.write", ("%" + emitter.get("stored", (R, *stored)), "%" + updated))
     return emitter.finish((), ())
-
-
-def is_view(stored: str, state: str) -> bool:
-    """Whether the state layout only cuts the stored one further, so that it can be a view of it."""
-    pairs = zip(parse_layout(stored), parse_layout(state), strict=True)
-    return all(a == b or a == R for a, b in pairs)
-
-
-__all__ = ["count_block", "is_view", "layout_text", "loss_block", "reduce_block", "restore_block", "tangent_block"]

@@ -65,9 +65,18 @@ def _zero_empty_rows(out: Tensor, lse: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, p: float, slot: int, causal: bool,
-    scale: float, global_heads_batch: Sequence[int], starts: Sequence[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_heads_batch: Sequence[int],
+    starts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp.
 
     Args:
@@ -109,7 +118,11 @@ def _scores(q: Tensor, k: Tensor, call: _Call, row: int) -> Tensor:
     scores = torch.bmm(q.reshape(g, h // g * s, d), k.transpose(1, 2)).view(h, s, t).mul_(call.scale)
     if call.mask is not None:
         mask = _mask_row(call.mask, row, (h, s, t))
-        scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask.to(scores.dtype))
+        scores = (
+            scores.masked_fill_(~mask, float("-inf"))
+            if mask.dtype == torch.bool
+            else scores.add_(mask.to(scores.dtype))
+        )
     if call.causal:
         future = torch.ones(s, t, dtype=torch.bool, device=q.device).triu_(1)
         scores = scores.masked_fill_(future, float("-inf"))
@@ -146,9 +159,22 @@ def _attention_math(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tenso
 
 
 def attention_grad(
-    g_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor,
-    p: float, slot: int, causal: bool, scale: float, global_shape: Sequence[int], starts: Sequence[int], mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    g_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of `attention` in q, k, v and, where asked, the float mask (summed over its broadcast dims)."""
     call = _Call(mask, seed, p, slot, causal, scale, tuple(global_shape), tuple(starts))
     if not _flash_fits(q, k, v, call, mask_grad):
@@ -157,7 +183,16 @@ def attention_grad(
     if mask is not None:  # a row without keys: any finite lse keeps its probabilities at zero
         lse = lse.masked_fill(~torch.isfinite(lse), 0)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        g_out, q, _repeat(k, times), _repeat(v, times), out, lse, 0.0, causal, attn_mask=_flash_mask(mask, q), scale=scale
+        g_out,
+        q,
+        _repeat(k, times),
+        _repeat(v, times),
+        out,
+        lse,
+        0.0,
+        causal,
+        attn_mask=_flash_mask(mask, q),
+        scale=scale,
     )
     return heads_last_layout(dq), heads_last_layout(_fold(dk, times)), heads_last_layout(_fold(dv, times)), None
 

@@ -63,7 +63,16 @@ class _Dropout(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, p: float, slot: int, causal: bool, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        seed: Tensor | None,
+        p: float,
+        slot: int,
+        causal: bool,
+        scale: float,
     ) -> Tensor:
         shape = [q.shape[0], q.shape[1], q.shape[2], k.shape[2]]
         ctx.rest = (p, slot, causal, scale, shape, [0, 0, 0, 0])
@@ -117,7 +126,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 
 
 def attention_dropout(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, p: float, *, seed: Tensor, slot: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    p: float,
+    *,
+    seed: Tensor,
+    slot: int,
 ) -> Tensor:
     """`paraplan.attention` with dropout on the probabilities, differentiable."""
     return _Attention.apply(q, k, v, mask, seed, p, slot, causal, scale)

@@ -47,7 +47,9 @@ def _embedding_grad(g: Tensor, ids: Tensor, num_rows: int, padding_idx: int, v_s
     return g.new_empty((num_rows, g.shape[-1]))
 
 
-def _dropout(x: Tensor, seed: Tensor, p: float, slot: int, global_shape: Sequence[int], starts: Sequence[int]) -> Tensor:
+def _dropout(
+    x: Tensor, seed: Tensor, p: float, slot: int, global_shape: Sequence[int], starts: Sequence[int]
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -55,7 +57,9 @@ def _heads_last(like: Tensor, heads: int, rows: int, width: int) -> Tensor:
     return like.new_empty((like.shape[0], rows, heads, width)).transpose(1, 2)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: object
+) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=kernels.accumulate_dtype(q.dtype))
     return _heads_last(q, q.shape[1], q.shape[2], v.shape[3]), lse
 
@@ -66,7 +70,15 @@ def _attention_grad_kernel(*args: object) -> tuple[Tensor, ...]:
 
 
 def _attention_grad(
-    g_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, *rest: object
+    g_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *rest: object,
 ) -> tuple[Tensor, ...]:
     grads = tuple(_heads_last(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
     return (*grads, q.new_empty(mask.shape, dtype=mask.dtype) if rest[-1] and mask is not None else q.new_empty(0))
@@ -86,24 +98,51 @@ def _ce_grad(g: Tensor, logits: Tensor, *rest: object) -> Tensor:
 
 def _register() -> None:
     _define("linear(Tensor x, Tensor w, Tensor? bias, bool transposed) -> Tensor", kernels.linear, _linear)
-    _define("linear_grad_input(Tensor g, Tensor w, bool transposed) -> Tensor", kernels.linear_grad_input, _linear_grad_input)
-    _define("linear_grad_weight(Tensor g, Tensor x, bool transposed) -> Tensor", kernels.linear_grad_weight, _linear_grad_weight)
+    _define(
+        "linear_grad_input(Tensor g, Tensor w, bool transposed) -> Tensor",
+        kernels.linear_grad_input,
+        _linear_grad_input,
+    )
+    _define(
+        "linear_grad_weight(Tensor g, Tensor x, bool transposed) -> Tensor",
+        kernels.linear_grad_weight,
+        _linear_grad_weight,
+    )
     _define("embedding(Tensor w, Tensor ids, int v_start) -> Tensor", kernels.embedding, _embedding)
-    _define("embedding_grad(Tensor g, Tensor ids, int num_rows, int padding_idx, int v_start) -> Tensor",
-            kernels.embedding_grad, _embedding_grad)  # fmt: skip
-    _define("dropout(Tensor x, Tensor seed, float p, int slot, int[] global_shape, int[] starts) -> Tensor",
-            kernels.dropout, _dropout)  # fmt: skip
-    _define(f"attention(Tensor q, Tensor k, Tensor v, {_ATTENTION}, {_RANDOM}) -> (Tensor, Tensor)",
-            kernels.attention, _attention)  # fmt: skip
-    _define(f"attention_grad(Tensor g_out, Tensor q, Tensor k, Tensor v, {_ATTENTION}, Tensor out, Tensor lse, "
-            f"{_RANDOM}, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)",
-            _attention_grad_kernel, _attention_grad)  # fmt: skip
+    _define(
+        "embedding_grad(Tensor g, Tensor ids, int num_rows, int padding_idx, int v_start) -> Tensor",
+        kernels.embedding_grad,
+        _embedding_grad,
+    )
+    _define(
+        "dropout(Tensor x, Tensor seed, float p, int slot, int[] global_shape, int[] starts) -> Tensor",
+        kernels.dropout,
+        _dropout,
+    )
+    _define(
+        f"attention(Tensor q, Tensor k, Tensor v, {_ATTENTION}, {_RANDOM}) -> (Tensor, Tensor)",
+        kernels.attention,
+        _attention,
+    )
+    _define(
+        f"attention_grad(Tensor g_out, Tensor q, Tensor k, Tensor v, {_ATTENTION}, Tensor out, Tensor lse, "
+        f"{_RANDOM}, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+        _attention_grad_kernel,
+        _attention_grad,
+    )
     _define("ce_max(Tensor logits) -> Tensor", kernels.ce_max, _ce_rows)
     _define("ce_sumexp(Tensor logits, Tensor m) -> Tensor", kernels.ce_sumexp, _ce_rows)
-    _define("ce_target(Tensor logits, Tensor labels, int ignore_index, int v_start) -> Tensor", kernels.ce_target, _ce_rows)
-    _define("ce_loss(Tensor m, Tensor s, Tensor t, Tensor labels, int ignore_index) -> Tensor", kernels.ce_loss, _ce_loss)
-    _define("ce_grad(Tensor g, Tensor logits, Tensor m, Tensor s, Tensor labels, int ignore_index, int v_start) -> Tensor",
-            kernels.ce_grad, _ce_grad)  # fmt: skip
+    _define(
+        "ce_target(Tensor logits, Tensor labels, int ignore_index, int v_start) -> Tensor", kernels.ce_target, _ce_rows
+    )
+    _define(
+        "ce_loss(Tensor m, Tensor s, Tensor t, Tensor labels, int ignore_index) -> Tensor", kernels.ce_loss, _ce_loss
+    )
+    _define(
+        "ce_grad(Tensor g, Tensor logits, Tensor m, Tensor s, Tensor labels, int ignore_index, int v_start) -> Tensor",
+        kernels.ce_grad,
+        _ce_grad,
+    )
 
 
 _register()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor, fx, nn
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.program import BatchInput, LossTerm, ParamSpec, Program, Segment, SegmentKind
+from paraplan.ir.program import BatchInput, Denominator, LossTerm, ParamSpec, Program, Segment, SegmentKind
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.clean import clean, drop_idle_detach
 from paraplan.ir.trace.convert import spec_of
@@ -31,9 +31,14 @@ from paraplan.ir.trace.torch_private import FakeTensorMode, fake_mode
 
 
 def capture(
-    model: nn.Module, example_inputs: dict[str, Tensor] | tuple[object, ...], *, loss_fn: LossFn | None = None, precision: str = "fp32",
-    batch_dims: dict[str, int | None] | None = None, name: str | None = None,
-) -> Program:  # fmt: skip
+    model: nn.Module,
+    example_inputs: dict[str, Tensor] | tuple[object, ...],
+    *,
+    loss_fn: LossFn | None = None,
+    precision: str = "fp32",
+    batch_dims: dict[str, int | None] | None = None,
+    name: str | None = None,
+) -> Program:
     """Captures a model's training step at one global batch.
 
     Args:
@@ -58,18 +63,28 @@ def capture(
         raise CaptureError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
     forward, terms = _rewrite(exported, params, first_names, precision, mode)
     kinds, segments = _segment(forward, mode)
-    values = _program_values(forward, segments, kinds)
-    denominators, loss = _loss(forward, terms, values, mode)
-    lifted = {key: spec_of(x).dtype for key, x in batch.items()}
+    denominators, loss = _loss(forward, terms, segments, mode)
     inputs = {
-        key: BatchInput(spec=TensorSpec(dtype="float64" if precision == "fp64" and lifted[key] == "float32" else lifted[key], shape=tuple(x.shape)), batch_dim=dims[key])
-        for key, x in tensors.items()
-    }  # fmt: skip
+        key: BatchInput(spec=TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape)), batch_dim=dims[key])
+        for key, x in batch.items()
+    }
     return Program(
-        name=name or type(model).__name__, fingerprint=fingerprint(model, precision), precision=precision, batch_size=batch_size,
-        batch=inputs, params=params, buffers=buffers, kinds=tuple(kinds), segments=tuple(s for s, _ in segments),
-        loss=tuple(loss), denominators=tuple(denominators),
-    )  # fmt: skip
+        name=name or type(model).__name__,
+        fingerprint=fingerprint(model, precision),
+        precision=precision,
+        batch_size=batch_size,
+        batch=inputs,
+        params=params,
+        buffers=buffers,
+        kinds=tuple(kinds),
+        segments=tuple(s for s, _ in segments),
+        loss=tuple(loss),
+        denominators=tuple(denominators),
+    )
+
+
+def _lifted(x: Tensor, precision: str) -> str:
+    return "float64" if precision == "fp64" and x.is_floating_point() else spec_of(x).dtype
 
 
 def _batch_dims(tensors: dict[str, Tensor], given: dict[str, int | None]) -> tuple[int, dict[str, int | None]]:
@@ -82,7 +97,10 @@ def _batch_dims(tensors: dict[str, Tensor], given: dict[str, int | None]) -> tup
         dim = given.get(name, 0 if x.dim() else None)
         if name not in given and dim == 0 and size is not None and x.shape[0] != size:
             if x.shape[0] != 1:
-                raise CaptureError(f"input {name!r} has {x.shape[0]} rows where others have {size}; say batch_dims={{{name!r}: None}} if every microbatch gets it whole")
+                raise CaptureError(
+                    f"input {name!r} has {x.shape[0]} rows where others have {size}; say "
+                    f"batch_dims={{{name!r}: None}} if every microbatch gets it whole"
+                )
             dim = None
         if dim is not None:
             if size is not None and x.shape[dim] != size:
@@ -107,13 +125,14 @@ def _tensors_of(model: nn.Module, precision: str) -> tuple[dict[str, ParamSpec],
         aliases.setdefault(owner, []).extend([name] if name != owner else [])
 
     def lifted(x: Tensor) -> TensorSpec:
-        spec = spec_of(x)
-        return TensorSpec(dtype="float64", shape=spec.shape) if precision == "fp64" and spec.is_float else spec
+        return TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape))
 
     params = {
-        name: ParamSpec(spec=lifted(x), trainable=x.requires_grad and x.is_floating_point(), aliases=tuple(aliases[name]))
+        name: ParamSpec(
+            spec=lifted(x), trainable=x.requires_grad and x.is_floating_point(), aliases=tuple(aliases[name])
+        )
         for name, x in found.items()
-    }  # fmt: skip
+    }
     return params, {name: lifted(x) for name, x in model.named_buffers()}, firsts
 
 
@@ -178,20 +197,23 @@ def _segment(forward: Forward, mode: FakeTensorMode) -> tuple[list[SegmentKind],
         for position, node in enumerate(piece.outputs):
             values[node] = f"s{number}.{position}"
         segment = Segment(
-            kind=index_of[key], params=tuple(forward.names[node].split(":", 1)[1] for node in piece.params),
+            kind=index_of[key],
+            params=tuple(forward.names[node].split(":", 1)[1] for node in piece.params),
             inputs=tuple(values[node] if node in values else forward.names[node] for node in piece.inputs),
             outputs=tuple(values[node] for node in piece.outputs),
-        )  # fmt: skip
+        )
         segments.append((segment, piece.outputs))
     return kinds, segments
 
 
-def _program_values(forward: Forward, segments: Sequence[Placed], kinds: Sequence[SegmentKind]) -> dict[fx.Node, str]:
-    return {node: name for segment, nodes in segments for node, name in zip(nodes, segment.outputs, strict=True)}
-
-
-def _loss(forward: Forward, terms: Sequence[Term], values: dict[fx.Node, str], mode: FakeTensorMode):  # type: ignore[no-untyped-def]
-    denominators, indices, loss = [], {}, []
+def _loss(
+    forward: Forward, terms: Sequence[Term], segments: Sequence[Placed], mode: FakeTensorMode
+) -> tuple[list[Denominator], list[LossTerm]]:
+    """The loss' terms by the program's names, and the counts they divide by, each once."""
+    values = {node: name for segment, nodes in segments for node, name in zip(nodes, segment.outputs, strict=True)}
+    denominators: list[Denominator] = []
+    indices: dict[fx.Node, int] = {}
+    loss = []
     for term in terms:
         index: int | None = None
         if term.denominator is not None:
@@ -201,5 +223,3 @@ def _loss(forward: Forward, terms: Sequence[Term], values: dict[fx.Node, str], m
             index = indices[term.denominator]
         loss.append(LossTerm(numerator=values[term.numerator], denominator=index))
     return denominators, loss
-
-

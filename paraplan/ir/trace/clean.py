@@ -8,7 +8,15 @@ from torch import Tensor, fx
 from paraplan.ir.trace.flow import aten_name
 from paraplan.ir.trace.rewrite import remove_dead
 
-_ASSERTIONS = frozenset({"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range"})
+_ASSERTIONS = frozenset(
+    {
+        "_assert_tensor_metadata",
+        "_assert_scalar",
+        "_assert_async",
+        "sym_constrain_range_for_size",
+        "sym_constrain_range",
+    }
+)
 _ALIASES = frozenset({"alias", "lift_fresh_copy", "lift_fresh", "contiguous", "clone"})
 _VIEWS = frozenset({"view", "_unsafe_view"})
 _PLACES = ("device", "pin_memory", "layout", "memory_format", "non_blocking")

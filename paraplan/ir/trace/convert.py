@@ -22,7 +22,7 @@ MAX_CONSTANT_ELEMENTS = 4096
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """"float32" for torch.float32."""
+    """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -60,7 +60,9 @@ class Writer:
         """The op a value was made by; None for inputs."""
         return self._made_by.get(name)
 
-    def emit(self, target: str, args: Sequence[Arg], specs: Sequence[TensorSpec | None], kwargs: dict[str, Arg] | None = None) -> tuple[str | None, ...]:
+    def emit(
+        self, target: str, args: Sequence[Arg], specs: Sequence[TensorSpec | None], kwargs: dict[str, Arg] | None = None
+    ) -> tuple[str | None, ...]:
         """Appends an op; one name per output, None for absent ones."""
         phase, source = self._label
         base = target.split(".")[1]
@@ -142,8 +144,8 @@ def write_constant(writer: Writer, node: fx.Node, value: Tensor, source: str) ->
     """
     if value.numel() > MAX_CONSTANT_ELEMENTS:
         raise CaptureError(
-            f"{source or 'unknown line'}: a tensor constant of {value.numel()} elements (limit {MAX_CONSTANT_ELEMENTS}) is made in forward; "
-            "register_buffer it in __init__"
+            f"{source or 'unknown line'}: a tensor constant of {value.numel()} elements (limit "
+            f"{MAX_CONSTANT_ELEMENTS}) is made in forward; register_buffer it in __init__"
         )
     flat = tuple(writer.arg(item) for item in value.flatten().tolist())
     spec = spec_of(value)
@@ -168,6 +170,9 @@ def finish(writer: Writer, inputs: Sequence[str], outputs: Sequence[str | None])
         ops.append(Op(target=op.target, args=op.args, kwargs=op.kwargs, outs=outs, phase=op.phase, source=source))
     made = [name for op in ops for name in op.outs if name is not None]
     return Graph(
-        inputs=tuple(inputs), outputs=tuple(outputs), ops=tuple(ops), sources=tuple(texts[index] for index in renumbered),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        ops=tuple(ops),
+        sources=tuple(texts[index] for index in renumbered),
         values={name: writer.values[name] for name in [*inputs, *made]},
-    )  # fmt: skip
+    )

@@ -9,6 +9,7 @@ found first, merging stays inside it, and whatever is left over at its two ends 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, fx
 
@@ -63,7 +64,7 @@ def _cuts(live: Sequence[int], work: Sequence[int], start: int, end: int, width:
         return here
     found = list(here)
     bounds = [start, *here, end]
-    for left, right in zip(bounds, bounds[1:], strict=False):
+    for left, right in pairwise(bounds):
         if work[right] - work[left] > MAX_WORK:
             found += _cuts(live, work, left, right, width + 1)
     return found

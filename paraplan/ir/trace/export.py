@@ -36,7 +36,14 @@ class Exported(NamedTuple):
 class _WithLoss(nn.Module):
     """Calls the model on named tensors and returns the scalar loss."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], positional: bool, others: dict[str, object], loss_fn: LossFn | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        names: tuple[str, ...],
+        positional: bool,
+        others: dict[str, object],
+        loss_fn: LossFn | None,
+    ):
         super().__init__()
         self.model = model
         self._names, self._positional, self._others, self._loss_fn = names, positional, others, loss_fn
@@ -61,14 +68,19 @@ def _scalar_loss(output: object, from_loss_fn: bool) -> Tensor:
     if found.numel() != 1 or not found.is_floating_point():
         whose = "loss_fn" if from_loss_fn else "the model"
         raise CaptureError(
-            f"no loss: {whose} returned a {str(found.dtype).removeprefix('torch.')} tensor of shape {tuple(found.shape)}, not a scalar "
-            "float; reduce it, or pass loss_fn=lambda outputs, batch: ..."
+            f"no loss: {whose} returned a {str(found.dtype).removeprefix('torch.')} tensor of shape "
+            f"{tuple(found.shape)}, not a scalar float; reduce it, or pass loss_fn=lambda outputs, batch: ..."
         )
     return found.reshape(())
 
 
 def export_loss(
-    model: nn.Module, batch: dict[str, Tensor], positional: bool, others: dict[str, object], loss_fn: LossFn | None, mode: FakeTensorMode
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    positional: bool,
+    others: dict[str, object],
+    loss_fn: LossFn | None,
+    mode: FakeTensorMode,
 ) -> Exported:
     """Exports the loss of a fake model on a fake batch.
 
@@ -145,7 +157,10 @@ def _flatten(program: ExportedProgram, batch_names: tuple[str, ...]) -> Exported
             names[node] = f"constant:{spec.target}"
             constants[str(spec.target)] = _constant_value(program.constants[str(spec.target)], str(spec.target))
         else:
-            raise CaptureError(f"the model takes a {spec.kind.name} input, which has no meaning in a program; register tensors as buffers")
+            raise CaptureError(
+                f"the model takes a {spec.kind.name} input, which has no meaning in a program; "
+                "register tensors as buffers"
+            )
     return Exported(graph, names, constants)
 
 
@@ -153,7 +168,10 @@ def _constant_value(value: object, name: str) -> Tensor:
     if isinstance(value, Tensor) and is_fake(value):
         value = getattr(value, "constant", None)
     if not isinstance(value, Tensor) or value.device.type == "meta":
-        raise CaptureError(f"tensor constant {name!r} has no value while tracing; use register_buffer, or build it in forward with torch.full/arange")
+        raise CaptureError(
+            f"tensor constant {name!r} has no value while tracing; use register_buffer, or build it "
+            "in forward with torch.full/arange"
+        )
     return value.detach()
 
 
@@ -163,7 +181,8 @@ def _explain(fault: Exception) -> CaptureError:
     kind = type(fault).__name__
     if any(word in kind + str(fault) for word in ("DataDependent", "data-dependent", "unbacked", "DynamicOutputShape")):
         return CaptureError(
-            f"{line}: control flow, a Python number or a shape depends on tensor data; use torch.where or torch.cond instead of "
-            f"`if`, keep values as tensors instead of .item(), masks instead of boolean indexing ({kind})"
+            f"{line}: control flow, a Python number or a shape depends on tensor data; use torch.where or "
+            f"torch.cond instead of `if`, keep values as tensors instead of .item(), masks instead of boolean "
+            f"indexing ({kind})"
         )
     return CaptureError(f"{line}: tracing the forward failed: {kind}: {text}")

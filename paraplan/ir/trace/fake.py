@@ -47,10 +47,14 @@ def fake_copy(model: nn.Module, precision: str, mode: FakeTensorMode) -> nn.Modu
             for param in module._parameters.values():
                 if param is not None and id(param) not in memo:
                     kind = dtype if param.is_floating_point() else param.dtype
-                    memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=kind, device="cpu"), param.requires_grad)
+                    memo[id(param)] = nn.Parameter(
+                        torch.empty(param.shape, dtype=kind, device="cpu"), param.requires_grad
+                    )
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in memo:
-                    memo[id(buffer)] = torch.empty(buffer.shape, dtype=_buffer_dtype(model, module, name, dtype), device="cpu")
+                    memo[id(buffer)] = torch.empty(
+                        buffer.shape, dtype=_buffer_dtype(model, module, name, dtype), device="cpu"
+                    )
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as fault:
@@ -75,7 +79,9 @@ def fake_batch(batch: dict[str, Tensor], precision: str, mode: FakeTensorMode) -
         }
 
 
-def name_inputs(model: nn.Module, example_inputs: dict[str, object] | tuple[object, ...]) -> tuple[dict[str, Tensor], dict[str, object]]:
+def name_inputs(
+    model: nn.Module, example_inputs: dict[str, object] | tuple[object, ...]
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Tensors of the batch by the names of forward's parameters, and the other arguments.
 
     Raises:
@@ -97,5 +103,7 @@ def name_inputs(model: nn.Module, example_inputs: dict[str, object] | tuple[obje
         raise CaptureError(f"example_inputs of {type(model).__name__} hold no tensor; give one global batch")
     for name, value in tensors.items():
         if value.is_complex():
-            raise CaptureError(f"input {name!r} is complex; pass view_as_real(x) and build the complex value from real parts")
+            raise CaptureError(
+                f"input {name!r} is complex; pass view_as_real(x) and build the complex value from real parts"
+            )
     return tensors, others

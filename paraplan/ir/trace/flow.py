@@ -13,10 +13,29 @@ from torch import Tensor, fx
 
 from paraplan.ir.trace import autograd, losses
 
-_HEAVY_ATEN = frozenset({
-    "mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose2d",
-    "scaled_dot_product_attention", "einsum", "sort", "topk", "lstm", "gru", "_trilinear", "cdist",
-})  # fmt: skip
+_HEAVY_ATEN = frozenset(
+    {
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "matmul",
+        "linear",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+        "conv_transpose2d",
+        "scaled_dot_product_attention",
+        "einsum",
+        "sort",
+        "topk",
+        "lstm",
+        "gru",
+        "_trilinear",
+        "cdist",
+    }
+)
 
 
 class Flow(NamedTuple):
@@ -48,7 +67,7 @@ def value_of(node: fx.Node) -> Tensor:
 
 
 def aten_name(target: object) -> str:
-    """"mm" for aten.mm.default; "" for what is no aten op."""
+    """ "mm" for aten.mm.default; "" for what is no aten op."""
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
         return target._schema.name.removeprefix("aten::")
     return ""
@@ -56,7 +75,12 @@ def aten_name(target: object) -> str:
 
 def is_heavy(target: object) -> bool:
     """Whether an op is worth storing the result of, rather than cloning it."""
-    return target in autograd.HEAVY or target in autograd.RANDOM or target in losses.SUMS or aten_name(target) in _HEAVY_ATEN
+    return (
+        target in autograd.HEAVY
+        or target in autograd.RANDOM
+        or target in losses.SUMS
+        or aten_name(target) in _HEAVY_ATEN
+    )
 
 
 def flows(graph: fx.Graph, names: dict[fx.Node, str], trainable: Callable[[str], bool]) -> dict[fx.Node, Flow]:
@@ -71,7 +95,9 @@ def flows(graph: fx.Graph, names: dict[fx.Node, str], trainable: Callable[[str],
     for node in graph.nodes:
         if node.op == "placeholder":
             kind, name = names[node].split(":", 1)
-            found[node] = Flow(carries=kind == "param" and trainable(name), param=kind == "param", batch=kind == "batch")
+            found[node] = Flow(
+                carries=kind == "param" and trainable(name), param=kind == "param", batch=kind == "batch"
+            )
         elif node.op == "call_function":
             found[node] = _joined(node, [found[source] for source in node.all_input_nodes])
     return found

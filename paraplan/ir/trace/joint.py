@@ -77,7 +77,9 @@ def _hook_gradients(result: object, labels: _Labels, source: str, seen: set[obje
         stack += [parent for parent, _ in grad_fn.next_functions if parent is not None]
 
 
-def run_nodes(nodes: Sequence[fx.Node], env: dict[fx.Node, object], seed: Tensor | None, labels: _Labels, hook: bool) -> None:
+def run_nodes(
+    nodes: Sequence[fx.Node], env: dict[fx.Node, object], seed: Tensor | None, labels: _Labels, hook: bool
+) -> None:
     """Runs the nodes of a piece, results into `env`."""
     seen: set[object] = set()
     slot = 0
@@ -154,7 +156,9 @@ def _fake_like(node: fx.Node, requires_grad: bool) -> Tensor:
 
 
 def _writes_in_place(graph: fx.Graph) -> bool:
-    return any(isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in graph.nodes)
+    return any(
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in graph.nodes
+    )
 
 
 def _without_mutation(module: fx.GraphModule, args: Sequence[Tensor]) -> fx.GraphModule:
@@ -164,27 +168,16 @@ def _without_mutation(module: fx.GraphModule, args: Sequence[Tensor]) -> fx.Grap
     output = module.graph.output_node()
 
     def again(*flat: Tensor) -> object:
+        labels = _Labels()
         env: dict[fx.Node, object] = dict(zip(places, flat, strict=True))
         for node in nodes:
-            args, kwargs = tree_map_only(fx.Node, lambda n: env[n], (node.args, node.kwargs))
-            env[node] = node.target(*args, **kwargs)
-        return tree_map_only(fx.Node, lambda n: env[n], output.args[0])
+            labels.switch(node.meta[LABEL])
+            given, named = tree_map_only(fx.Node, lambda n: env[n], (node.args, node.kwargs))
+            env[node] = node.target(*given, **named)
+        results = tree_map_only(fx.Node, lambda n: env[n], output.args[0])
+        labels.switch((Phase.BACKWARD, ""))
+        return results
 
     plain = [arg.detach() for arg in args]
     with torch.no_grad():
-        made = trace_ops(functionalize(again, remove="mutations"))(*plain)
-    _copy_labels(made.graph, nodes)
-    return made
-
-
-def _copy_labels(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Functionalised ops keep their order: each takes the label of the last original op of the same name met."""
-    position = 0
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        for index in range(position, len(nodes)):
-            if str(nodes[index].target).split(".")[1].rstrip("_") == str(node.target).split(".")[1].rstrip("_"):
-                position = index
-                break
-        node.meta[LABEL] = nodes[position].meta[LABEL]
+        return trace_ops(functionalize(again, remove="mutations"))(*plain)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from paraplan.ir.trace.attention_kernels import attention, attention_grad
@@ -54,8 +54,10 @@ def embedding_grad(g: Tensor, ids: Tensor, num_rows: int, padding_idx: int = -1,
     """Sums g: [..., h] into [num_rows, h] by id; ids out of range and `padding_idx` contribute nothing."""
     local = ids - v_start if v_start else ids
     dropped = (local < 0) | (local >= num_rows) | (ids == padding_idx)
-    local = local.masked_fill(dropped, num_rows)
-    return torch.ops.aten.embedding_dense_backward(g, local, num_rows + 1, num_rows, False)[:num_rows]
+    if g.is_cuda or bool(dropped.any()):
+        local = local.masked_fill(dropped, 0)
+        g = g.masked_fill(dropped.unsqueeze(-1), 0)
+    return torch.ops.aten.embedding_dense_backward(g, local, num_rows, -1, False)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

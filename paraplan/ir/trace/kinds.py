@@ -31,7 +31,9 @@ def make_kind(name: str, forward: Forward, piece: Piece, mode: FakeTensorMode) -
     inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.inputs))]
     _write_constants(writer, places, forward, piece)
     seed = writer.add_input(next(places), "seed") if joint.random else None
-    tangents = [writer.add_input(next(places), f"g{index}") if want else None for index, want in enumerate(joint.tangents)]
+    tangents = [
+        writer.add_input(next(places), f"g{index}") if want else None for index, want in enumerate(joint.tangents)
+    ]
     results = _write_body(writer, joint.graph)
     outputs = [_plain(writer, next(results)) for _ in piece.outputs]
     param_grads = [_grad(writer, next(results)) if want else None for want in joint.param_grads]
@@ -52,7 +54,9 @@ def make_denominator(forward: Forward, piece: Piece, mode: FakeTensorMode) -> De
     inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.inputs))]
     _write_constants(writer, places, forward, piece)
     (output,) = (_plain(writer, node) for node in _write_body(writer, graph))
-    return Denominator(graph=finish(writer, inputs, [output]), inputs=tuple(forward.names[node] for node in piece.inputs))
+    return Denominator(
+        graph=finish(writer, inputs, [output]), inputs=tuple(forward.names[node] for node in piece.inputs)
+    )
 
 
 def _write_constants(writer: Writer, places: Iterator[fx.Node], forward: Forward, piece: Piece) -> None:

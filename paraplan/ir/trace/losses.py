@@ -7,11 +7,13 @@ plain differentiable torch code that the joint trace records op by op.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 
-def smoothed_cross_entropy_sum(logits: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float) -> Tensor:
+def smoothed_cross_entropy_sum(
+    logits: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+) -> Tensor:
     """Sum of (weighted, label-smoothed) cross-entropies; logits [..., v], labels [...].
 
     per row: (1 − ε) · w[y] · (−log p_y) + ε/v · Σ_c w_c · (−log p_c), zero where y is ignored.

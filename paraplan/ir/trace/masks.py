@@ -16,7 +16,9 @@ MAX_BYTES = 64 << 20
 _ATTENTION = frozenset({autograd.attention, autograd.attention_dropout})
 
 
-def simplify_masks(graph: fx.Graph, names: Mapping[fx.Node, str], constants: Mapping[str, Tensor], rewriter: Rewriter) -> None:
+def simplify_masks(
+    graph: fx.Graph, names: Mapping[fx.Node, str], constants: Mapping[str, Tensor], rewriter: Rewriter
+) -> None:
     """Recognises constant bool masks of attention; every other mask stays data.
 
     Args:
@@ -38,7 +40,9 @@ def simplify_masks(graph: fx.Graph, names: Mapping[fx.Node, str], constants: Map
     remove_dead(graph)
 
 
-def _verdict(mask: fx.Node, names: Mapping[fx.Node, str], constants: Mapping[str, Tensor], known: dict[fx.Node, Tensor | None]) -> str:
+def _verdict(
+    mask: fx.Node, names: Mapping[fx.Node, str], constants: Mapping[str, Tensor], known: dict[fx.Node, Tensor | None]
+) -> str:
     value = value_of(mask)
     if value.dtype != torch.bool:
         return "data"
@@ -48,10 +52,16 @@ def _verdict(mask: fx.Node, names: Mapping[fx.Node, str], constants: Mapping[str
     if bool(concrete.all()):
         return "none"
     rows, columns = concrete.shape[-2:]
-    return "causal" if rows == columns and bool((concrete == torch.ones(rows, columns, dtype=torch.bool).tril()).all()) else "data"
+    return (
+        "causal"
+        if rows == columns and bool((concrete == torch.ones(rows, columns, dtype=torch.bool).tril()).all())
+        else "data"
+    )
 
 
-def _concrete(root: fx.Node, names: Mapping[fx.Node, str], constants: Mapping[str, Tensor], known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+def _concrete(
+    root: fx.Node, names: Mapping[fx.Node, str], constants: Mapping[str, Tensor], known: dict[fx.Node, Tensor | None]
+) -> Tensor | None:
     """A node's value where it depends on constants alone and everything on the way is small."""
     stack = [root]
     while stack:
@@ -68,13 +78,19 @@ def _concrete(root: fx.Node, names: Mapping[fx.Node, str], constants: Mapping[st
     return known.get(root)
 
 
-def _compute(node: fx.Node, names: Mapping[fx.Node, str], constants: Mapping[str, Tensor], known: Mapping[fx.Node, Tensor | None]) -> Tensor | None:
+def _compute(
+    node: fx.Node, names: Mapping[fx.Node, str], constants: Mapping[str, Tensor], known: Mapping[fx.Node, Tensor | None]
+) -> Tensor | None:
     value = node.meta.get("val")
     if node.op == "placeholder":
         kind, name = names[node].split(":", 1)
         return constants[name] if kind == "constant" else None
     small = isinstance(value, Tensor) and value.numel() * value.element_size() <= MAX_BYTES
-    if not small or not isinstance(node.target, torch._ops.OpOverload) or any(known[source] is None for source in node.all_input_nodes):
+    if (
+        not small
+        or not isinstance(node.target, torch._ops.OpOverload)
+        or any(known[source] is None for source in node.all_input_nodes)
+    ):
         return None
     args, kwargs = tree_map_only(fx.Node, lambda n: known[n], (node.args, node.kwargs))
     made = node.target(*args, **kwargs)

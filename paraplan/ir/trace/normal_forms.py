@@ -131,7 +131,11 @@ def _summed(writer: Writer, node: fx.Node, dims: tuple[int, ...], keep: bool) ->
     given = writer.values[str(source)[1:]]
     if not given.shape:
         return _as_dtype(writer, str(source)[1:], spec)
-    wanted = spec.dtype if given.dtype != spec.dtype and given.dtype in ("float32", "float64", "bfloat16", "float16") else None
+    wanted = (
+        spec.dtype
+        if given.dtype != spec.dtype and given.dtype in ("float32", "float64", "bfloat16", "float16")
+        else None
+    )
     return writer.one("aten.sum.dim_IntList", (source, dims, keep), spec, {"dtype": ":" + wanted} if wanted else {})
 
 
@@ -180,10 +184,18 @@ def _unless_idle(form: Form, idle: float) -> Form:
     return checked
 
 
+def _as_recorded(writer: Writer, node: fx.Node) -> Names:
+    return None
+
+
 def _copy(writer: Writer, node: fx.Node) -> Names:
     """copy(x, y) is y in x's shape and dtype."""
     spec = _spec(node)
-    return _broadcast(writer, _as_dtype(writer, _name(writer, node.args[1]), TensorSpec(dtype=spec.dtype, shape=_spec(node.args[1]).shape)), spec)
+    return _broadcast(
+        writer,
+        _as_dtype(writer, _name(writer, node.args[1]), TensorSpec(dtype=spec.dtype, shape=_spec(node.args[1]).shape)),
+        spec,
+    )
 
 
 def _broadcast(writer: Writer, name: str, spec: TensorSpec) -> str:
@@ -208,7 +220,9 @@ def _replaced(writer: Writer, node: fx.Node, middle: str, dim: int, start: int, 
             continue
         shape = (*spec.shape[:dim], last - first, *spec.shape[dim + 1 :])
         piece = TensorSpec(dtype=spec.dtype, shape=shape)
-        name = writer.one("aten.slice.Tensor", (writer.ref(node.args[0]), dim, first, last, 1), piece) if own else middle
+        name = (
+            writer.one("aten.slice.Tensor", (writer.ref(node.args[0]), dim, first, last, 1), piece) if own else middle
+        )
         parts.append("%" + name)
     return parts[0][1:] if len(parts) == 1 else writer.one("aten.cat.default", (tuple(parts), dim), spec)
 
@@ -258,7 +272,9 @@ def _slice_backward(writer: Writer, node: fx.Node) -> Names:
     g, sizes, dim, start, end, step = node.args
     dim = int(dim) % len(sizes)
     first, last = _bounds(start, end, int(sizes[dim]))
-    return writer.one("aten.slice_backward.default", (writer.ref(g), writer.arg(sizes), dim, first, last, int(step)), _spec(node))
+    return writer.one(
+        "aten.slice_backward.default", (writer.ref(g), writer.arg(sizes), dim, first, last, int(step)), _spec(node)
+    )
 
 
 def _select(writer: Writer, node: fx.Node) -> Names:
@@ -270,7 +286,9 @@ def _select(writer: Writer, node: fx.Node) -> Names:
 def _select_backward(writer: Writer, node: fx.Node) -> Names:
     g, sizes, dim, index = node.args
     dim = int(dim) % len(sizes)
-    return writer.one("aten.select_backward.default", (writer.ref(g), writer.arg(sizes), dim, int(index) % sizes[dim]), _spec(node))
+    return writer.one(
+        "aten.select_backward.default", (writer.ref(g), writer.arg(sizes), dim, int(index) % sizes[dim]), _spec(node)
+    )
 
 
 def _split(writer: Writer, node: fx.Node) -> Names:
@@ -289,7 +307,8 @@ def _unbind(writer: Writer, node: fx.Node) -> Names:
     given = _spec(node.args[0])
     dim = int(_arguments(node)["dim"]) % len(given.shape)  # type: ignore[call-overload]
     return tuple(
-        writer.one("aten.select.int", (writer.ref(node.args[0]), dim, index), spec_of(piece)) for index, piece in enumerate(node.meta["val"])
+        writer.one("aten.select.int", (writer.ref(node.args[0]), dim, index), spec_of(piece))
+        for index, piece in enumerate(node.meta["val"])
     )
 
 
@@ -311,8 +330,6 @@ def _softmax(writer: Writer, node: fx.Node) -> Names:
     return writer.one(name, (writer.ref(node.args[0]), dim, bool(node.args[2])), _spec(node))
 
 
-
-
 def _zeros(node: fx.Node) -> object:
     return False if _spec(node).dtype == "bool" else (0.0 if _spec(node).is_float else 0)
 
@@ -321,20 +338,44 @@ def _ones(node: fx.Node) -> object:
     return True if _spec(node).dtype == "bool" else (1.0 if _spec(node).is_float else 1)
 
 
-
 FORMS: dict[str, Form] = {
-    **dict.fromkeys(("detach", "alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "view_as_real_copy"), _same),
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "_reshape_alias", "flatten", "view_copy"), _view),
-    "permute": _permute, "t": _transpose, "transpose": _transpose, "expand": _expand, "_to_copy": _cast,
+    **dict.fromkeys(
+        ("detach", "alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "view_as_real_copy"), _same
+    ),
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "_reshape_alias", "flatten", "view_copy"), _view
+    ),
+    "permute": _permute,
+    "t": _transpose,
+    "transpose": _transpose,
+    "expand": _expand,
+    "_to_copy": _cast,
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"), _full(_zeros)),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), _full(_ones)),
     **dict.fromkeys(("full", "full_like"), _full(lambda node: node.args[1])),
-    "new_full": _full(lambda node: node.args[2]), "scalar_tensor": _full(lambda node: node.args[0]),
-    "arange": _arange, "sum": _sum, "mean": _mean,
-    "add": _unless_idle(_with_number("aten.add.Tensor"), 0), "sub": _unless_idle(_with_number("aten.sub.Tensor"), 0),
-    "mul": _unless_idle(_with_number("aten.mul.Tensor"), 1), "copy": _copy, "fill": _fill, "slice_scatter": _slice_scatter,
+    "new_full": _full(lambda node: node.args[2]),
+    "scalar_tensor": _full(lambda node: node.args[0]),
+    "arange": _arange,
+    "sum": _sum,
+    "mean": _mean,
+    "add": _unless_idle(_with_number("aten.add.Tensor"), 0),
+    "sub": _unless_idle(_with_number("aten.sub.Tensor"), 0),
+    "mul": _unless_idle(_with_number("aten.mul.Tensor"), 1),
+    "pow": _unless_idle(_as_recorded, 1),
+    "copy": _copy,
+    "fill": _fill,
+    "slice_scatter": _slice_scatter,
     "select_scatter": _select_scatter,
-    "div": _divided, "slice": _slice, "slice_backward": _slice_backward, "select": _select, "select_backward": _select_backward,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"), _split),
-    "unbind": _unbind, "cat": _cat, "_softmax": _softmax, "_log_softmax": _softmax,
-}  # fmt: skip
+    "div": _divided,
+    "slice": _slice,
+    "slice_backward": _slice_backward,
+    "select": _select,
+    "select_backward": _select_backward,
+    **dict.fromkeys(
+        ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"), _split
+    ),
+    "unbind": _unbind,
+    "cat": _cat,
+    "_softmax": _softmax,
+    "_log_softmax": _softmax,
+}

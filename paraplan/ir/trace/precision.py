@@ -36,11 +36,24 @@ def lift_to_float64(graph: fx.Graph, rewriter: Rewriter, constants: dict[str, Te
                 node.meta["val"] = _lift_tensor(node.meta["val"], rewriter)
             elif node.op == "call_function":
                 node.args, node.kwargs = _lift_literals(node.args), _lift_literals(node.kwargs)
-                node.meta["val"] = rewriter.evaluate(node)
+                _evaluate(node, rewriter)
                 _check(node)
     finally:
         torch.set_default_dtype(saved)
     return {name: value.double() if value.dtype in NARROW else value for name, value in constants.items()}
+
+
+def _evaluate(node: fx.Node, rewriter: Rewriter) -> None:
+    try:
+        node.meta["val"] = rewriter.evaluate(node)
+    except Exception as fault:
+        raise CaptureError(
+            f"{_line(node)}: {node.target} does not take float64 ({str(fault).splitlines()[0]}); use precision='fp32'"
+        ) from fault
+
+
+def _line(node: fx.Node) -> str:
+    return line_of_stack(node.meta.get("stack_trace")) or "unknown line"
 
 
 def _lift_tensor(value: Tensor, rewriter: Rewriter) -> Tensor:
@@ -64,5 +77,6 @@ def _check(node: fx.Node) -> None:
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     for value in values:
         if isinstance(value, Tensor) and value.dtype in NARROW:
-            line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
-            raise CaptureError(f"{line}: {node.target} stays {value.dtype} under precision='fp64'; use precision='fp32'")
+            raise CaptureError(
+                f"{_line(node)}: {node.target} stays {value.dtype} under precision='fp64'; use precision='fp32'"
+            )

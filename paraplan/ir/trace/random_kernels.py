@@ -35,7 +35,9 @@ def _mix64(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
-def _global_rows(shape: Sequence[int], global_shape: Sequence[int], starts: Sequence[int], device: torch.device) -> Tensor:
+def _global_rows(
+    shape: Sequence[int], global_shape: Sequence[int], starts: Sequence[int], device: torch.device
+) -> Tensor:
     """Index, in the global tensor, of every row of the block."""
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for size, whole, start in zip(shape[:-1], global_shape[:-1], starts[:-1], strict=True):
@@ -60,9 +62,7 @@ def _mix_columns(first: Tensor, second: Tensor, columns: Tensor) -> Tensor:
     return h.bitwise_xor_(fold.bitwise_and_(0xFFFF))
 
 
-def dropout(
-    x: Tensor, seed: Tensor, p: float, slot: int, global_shape: Sequence[int], starts: Sequence[int]
-) -> Tensor:
+def dropout(x: Tensor, seed: Tensor, p: float, slot: int, global_shape: Sequence[int], starts: Sequence[int]) -> Tensor:
     """x · mask / (1 − p), mask keyed by (seed, slot, global element index).
 
     Args:

@@ -40,7 +40,9 @@ def _function(target: str):  # type: ignore[no-untyped-def]
     try:
         return getattr(getattr(getattr(torch.ops, space), name), overload[0])
     except (AttributeError, IndexError):
-        raise UnsupportedOpError(f"op {target} does not exist in torch {torch.__version__}; capture again with this version") from None
+        raise UnsupportedOpError(
+            f"op {target} does not exist in torch {torch.__version__}; capture again with this version"
+        ) from None
 
 
 def decode(arg: Arg, env: Env) -> object:
@@ -53,7 +55,8 @@ def decode(arg: Arg, env: Env) -> object:
         return env[arg[1:]]
     if arg.startswith("~"):
         return decode_float(arg)
-    return getattr(torch, arg[1:], arg[1:])
+    named = getattr(torch, arg[1:], None)
+    return named if isinstance(named, torch.dtype) else arg[1:]  # ":tanh" is a mode, ":float32" a dtype
 
 
 def run_graph(graph: Graph, inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -100,7 +103,11 @@ def _backward(kind: SegmentKind, segment: Segment, env: Env, grads: Env, param_g
 
 
 def run_program(
-    program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], seeds: Sequence[Tensor] | int = 0
+    program: Program,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    seeds: Sequence[Tensor] | int = 0,
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """One forward and backward of the whole model on one device.
 
@@ -112,11 +119,14 @@ def run_program(
     Returns:
         The loss and the gradient of every parameter; None where it has none.
     """
-    values: Env = {f"batch:{name}": x for name, x in batch.items()} | {f"buffer:{name}": x for name, x in buffers.items()}
+    values: Env = {f"batch:{name}": x for name, x in batch.items()} | {
+        f"buffer:{name}": x for name, x in buffers.items()
+    }
     with torch.no_grad():
         counts = [run_graph(d.graph, [values[name] for name in d.inputs])[0] for d in program.denominators]
         envs = [
-            _forward(program.kinds[s.kind], s, params, values, _seed_of(seeds, index)) for index, s in enumerate(program.segments)
+            _forward(program.kinds[s.kind], s, params, values, _seed_of(seeds, index))
+            for index, s in enumerate(program.segments)
         ]
         loss = torch.zeros(())
         grads: Env = {}
@@ -124,7 +134,11 @@ def run_program(
             numerator = values[term.numerator]
             count = None if term.denominator is None else counts[term.denominator]
             loss = loss + (numerator if count is None else numerator / count)
-            _add(grads, term.numerator, torch.ones_like(numerator) if count is None else torch.ones_like(numerator) / count)
+            _add(
+                grads,
+                term.numerator,
+                torch.ones_like(numerator) if count is None else torch.ones_like(numerator) / count,
+            )
         param_grads: Env = {}
         for segment, env in zip(reversed(program.segments), reversed(envs), strict=True):
             _backward(program.kinds[segment.kind], segment, env, grads, param_grads)

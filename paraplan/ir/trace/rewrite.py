@@ -16,7 +16,9 @@ class Rewriter:
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         self.graph, self.mode = graph, mode
 
-    def call(self, before: fx.Node, target: Callable[..., object], *args: object, val: Tensor | None = None, **kwargs: object) -> fx.Node:
+    def call(
+        self, before: fx.Node, target: Callable[..., object], *args: object, val: Tensor | None = None, **kwargs: object
+    ) -> fx.Node:
         """A new call placed before `before`; `val` is its result where it cannot be run (random functions)."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)

@@ -86,7 +86,9 @@ def make_piece(forward: Forward, main: Sequence[fx.Node]) -> Piece:
         node for node in main
         if node in forward.roots or any(user not in own and forward.is_main(user) for user in node.users)
     ]  # fmt: skip
-    return Piece(tuple(order), tuple(outside["param"]), tuple(outside["input"]), tuple(outside["constant"]), tuple(outputs))
+    return Piece(
+        tuple(order), tuple(outside["param"]), tuple(outside["input"]), tuple(outside["constant"]), tuple(outputs)
+    )
 
 
 def closure(forward: Forward, root: fx.Node) -> Piece:

@@ -19,7 +19,9 @@ def _spell(file: str, line: str | int, function: str, code: str) -> str:
 
 def _pick(frames: list[tuple[str, str]]) -> str:
     """Of (file, text) from outermost to innermost: the user's innermost, else the innermost outside torch."""
-    ours = [(file, text) for file, text in frames if not (file.startswith("<") or _TORCH.search(file) or _OURS.search(file))]
+    ours = [
+        (file, text) for file, text in frames if not (file.startswith("<") or _TORCH.search(file) or _OURS.search(file))
+    ]
     for file, text in reversed(ours):
         if not _LIBRARY.search(file):
             return text
@@ -38,7 +40,10 @@ def line_of_error(fault: BaseException) -> str:
     seen: BaseException | None = fault
     while seen is not None:
         frames = [
-            (f.filename, _spell(f.filename, f.lineno or 0, f.name, f.line or linecache.getline(f.filename, f.lineno or 0)))
+            (
+                f.filename,
+                _spell(f.filename, f.lineno or 0, f.name, f.line or linecache.getline(f.filename, f.lineno or 0)),
+            )
             for f in traceback.extract_tb(seen.__traceback__)
         ]
         if line := _pick(frames):

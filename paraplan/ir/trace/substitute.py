@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Callable
 
 import torch
@@ -18,6 +17,7 @@ from paraplan.ir.trace.substitute_loss import LOSSES
 
 aten = torch.ops.aten
 Rule = Callable[[Rewriter, fx.Node], fx.Node | None]
+_RECURRENT = frozenset({"gru", "lstm", "rnn_tanh", "rnn_relu"})
 VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
 
 
@@ -49,9 +49,14 @@ def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
 
 
 def _reject_random(node: fx.Node) -> None:
+    if aten_name(node.target) in _RECURRENT and (not arguments(node)["dropout"] or not arguments(node)["train"]):
+        return
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
-        raise CaptureError(f"{line}: {node.target} draws random numbers that cannot be reproduced over devices; use nn.Dropout, or pass the noise as an input")
+        raise CaptureError(
+            f"{line}: {node.target} draws random numbers that cannot be reproduced over devices; "
+            "use nn.Dropout, or pass the noise as an input"
+        )
 
 
 def _linear(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -64,7 +69,11 @@ def _weight(node: object) -> tuple[fx.Node, bool] | None:
     """A 2-D parameter (or its transpose) as (weight, transposed)."""
     if not isinstance(node, fx.Node) or value_of(node).dim() != 2:
         return None
-    if aten_name(node.target) in ("t", "transpose", "permute") and isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder":
+    if (
+        aten_name(node.target) in ("t", "transpose", "permute")
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0].op == "placeholder"
+    ):
         return node.args[0], False
     return (node, True) if node.op == "placeholder" else None
 
@@ -114,7 +123,9 @@ def _native_dropout(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     made = _dropped(rewriter, node, x, p, node.args[2] is not False)
     for user in list(node.users):
         if user.args[1] != 0:
-            raise CaptureError(f"{line_of_stack(node.meta.get('stack_trace'))}: the mask of native_dropout is read; use F.dropout")
+            raise CaptureError(
+                f"{line_of_stack(node.meta.get('stack_trace'))}: the mask of native_dropout is read; use F.dropout"
+            )
         rewriter.replace(user, made)
     return None
 
@@ -148,7 +159,11 @@ def _split(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     for user in list(node.users):
         index = int(user.args[1]) % len(sizes)
         start = sum(sizes[:index])
-        target = (aten.select.int, source, dim, index) if name == "unbind" else (aten.slice.Tensor, source, dim, start, start + sizes[index], 1)
+        target = (
+            (aten.select.int, source, dim, index)
+            if name == "unbind"
+            else (aten.slice.Tensor, source, dim, start, start + sizes[index], 1)
+        )
         rewriter.replace(user, rewriter.call(user, *target))
     return None
 
@@ -162,9 +177,17 @@ def _loss(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 _RULES: dict[str, Rule] = {
-    "linear": _linear, "matmul": _matmul, "mm": _matmul, "addmm": _addmm, "embedding": _embedding, "native_dropout": _native_dropout,
-    "dropout": _dropout, "rms_norm": _rms_norm, "scaled_dot_product_attention": _attention,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "unbind", "tensor_split"), _split),
+    "linear": _linear,
+    "matmul": _matmul,
+    "mm": _matmul,
+    "addmm": _addmm,
+    "embedding": _embedding,
+    "native_dropout": _native_dropout,
+    "dropout": _dropout,
+    "rms_norm": _rms_norm,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(
+        ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "unbind", "tensor_split"), _split
+    ),
     **dict.fromkeys(LOSSES, _loss),
-}  # fmt: skip
-
+}

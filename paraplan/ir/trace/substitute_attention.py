@@ -29,7 +29,11 @@ def attention(rewriter: Rewriter, node: fx.Node, found: dict[str, object]) -> fx
         return None
     if rank == 3:
         q, k, v = (rewriter.call(node, aten.unsqueeze.default, x, 1) for x in (q, k, v))
-        mask = rewriter.call(node, aten.unsqueeze.default, mask, 1) if mask is not None and value_of(mask).dim() == 3 else mask
+        mask = (
+            rewriter.call(node, aten.unsqueeze.default, mask, 1)
+            if mask is not None and value_of(mask).dim() == 3
+            else mask
+        )
     k, v = _unrepeat(k, v)
     if value_of(q).shape[1] % value_of(k).shape[1] or value_of(k).shape[1] != value_of(v).shape[1]:
         return None

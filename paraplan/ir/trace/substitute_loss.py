@@ -71,7 +71,9 @@ def _reduced(rewriter: Rewriter, node: fx.Node, rows: fx.Node, reduction: object
     return rewriter.call(node, losses.mean if reduction == MEAN else aten.sum.default, rows)
 
 
-def _elementwise(function: Callable[..., object], extra: tuple[str, ...]) -> Callable[[Rewriter, fx.Node, Found], fx.Node | None]:
+def _elementwise(
+    function: Callable[..., object], extra: tuple[str, ...]
+) -> Callable[[Rewriter, fx.Node, Found], fx.Node | None]:
     def rule(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
         rows = rewriter.call(node, function, found["self"], found["target"], *(found[name] for name in extra))
         return _reduced(rewriter, node, rows, found["reduction"])

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from paraplan.ir.graph import Phase
-from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text
+from paraplan.ir.mesh import Layout, P, Placement, R, S, cuts_further, is_shardable, layout_text
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import BatchInput, SegmentKind, master_dtype
 from paraplan.ir.rules.dims import op_def
@@ -30,8 +30,8 @@ class ParamOption:
         return self.stored != self.state or dtype != self.state_dtype
 
     def owns_state(self, dtype: str) -> bool:
-        """Whether the optimizer's tensor is a storage of its own: under another dtype (options only cut further)."""
-        return dtype != self.state_dtype
+        """Whether the optimizer's tensor is a storage of its own, not a slice of the stored copy."""
+        return dtype != self.state_dtype or not cuts_further(self.stored, self.state)
 
     def layouts(self) -> ParamLayouts:
         """As a plan writes it."""

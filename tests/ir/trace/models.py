@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from paraplan.ir.program import Program
 from paraplan.ir.trace import capture, run_program
@@ -35,17 +35,33 @@ class MLP(nn.Module):
 def build(kind: str, layers: int = 2, drop: float = 0.0) -> nn.Module:
     """A tiny model in train mode."""
     torch.manual_seed(0)
-    small = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "max_position_embeddings": 32}
+    small = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+    }
     if kind == "mlp":
         return MLP(layers, drop).train()
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            n_layer=layers, n_embd=32, n_head=4, vocab_size=48, n_positions=32, resid_pdrop=drop, embd_pdrop=drop,
-            attn_pdrop=drop, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
+            n_layer=layers,
+            n_embd=32,
+            n_head=4,
+            vocab_size=48,
+            n_positions=32,
+            resid_pdrop=drop,
+            embd_pdrop=drop,
+            attn_pdrop=drop,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
         return transformers.GPT2LMHeadModel(config).train()
     if kind == "llama":
-        config = transformers.LlamaConfig(num_hidden_layers=layers, num_key_value_heads=2, attention_dropout=drop, **small)
+        config = transformers.LlamaConfig(
+            num_hidden_layers=layers, num_key_value_heads=2, attention_dropout=drop, **small
+        )
         return transformers.LlamaForCausalLM(config).train()
     if kind == "bert":
         config = transformers.BertConfig(
@@ -54,7 +70,14 @@ def build(kind: str, layers: int = 2, drop: float = 0.0) -> nn.Module:
         return transformers.BertForMaskedLM(config).train()
     assert kind == "t5"
     config = transformers.T5Config(
-        num_layers=layers, d_model=32, d_ff=64, num_heads=4, d_kv=8, vocab_size=48, dropout_rate=drop, decoder_start_token_id=0
+        num_layers=layers,
+        d_model=32,
+        d_ff=64,
+        num_heads=4,
+        d_kv=8,
+        vocab_size=48,
+        dropout_rate=drop,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config).train()
 
@@ -86,13 +109,17 @@ def state_of(program: Program, model: nn.Module) -> tuple[dict[str, Tensor], dic
     )
 
 
-def run(program: Program, model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> tuple[Tensor, dict[str, Tensor | None]]:
+def run(
+    program: Program, model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0
+) -> tuple[Tensor, dict[str, Tensor | None]]:
     """The program's loss and gradients with the model's weights."""
     given = {name: x.to(getattr(torch, program.batch[name].spec.dtype)) for name, x in batch.items()}
     return run_program(program, *state_of(program, model), given, seed)
 
 
-def eager(model: nn.Module, batch: Mapping[str, Tensor], precision: str, loss_fn=None) -> tuple[Tensor, dict[str, Tensor | None]]:
+def eager(
+    model: nn.Module, batch: Mapping[str, Tensor], precision: str, loss_fn=None
+) -> tuple[Tensor, dict[str, Tensor | None]]:
     """The user's own model: loss and gradients."""
     dtype = DTYPES[precision]
     own = copy.deepcopy(model).to(dtype)

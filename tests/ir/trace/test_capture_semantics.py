@@ -6,10 +6,11 @@ import pytest
 import torch
 from ir_trace_models import MLP, batch_of, build, captured, eager, run, worst_error
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.graph import Phase
+from paraplan.ir.seeds import segment_seed
 from paraplan.ir.trace import capture
 
 
@@ -84,7 +85,9 @@ def test_frozen_gpt2_body_trains_its_head() -> None:
     for name, param in model.named_parameters():
         param.requires_grad_("ln_f" in name or "h.2" in name)
     program, grads = check(model, batch, bound=1e-5)
-    assert {name for name, g in grads.items() if g is not None} == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {name for name, g in grads.items() if g is not None} == {
+        n for n, p in model.named_parameters() if p.requires_grad
+    }
     assert len({s.kind for s in program.segments}) <= 7
 
 
@@ -97,7 +100,12 @@ def test_cross_entropy_forms(reduction: str) -> None:
     labels = torch.randint(0, 8, (6,))
     labels[2] = -100
     weight = torch.rand(8, dtype=torch.float64)
-    for extra in ({}, {"label_smoothing": 0.1}, {"weight": weight.float()}, {"weight": weight.float(), "label_smoothing": 0.2}):
+    for extra in (
+        {},
+        {"label_smoothing": 0.1},
+        {"weight": weight.float()},
+        {"weight": weight.float(), "label_smoothing": 0.2},
+    ):
 
         def loss_fn(out: Tensor, batch: dict[str, Tensor], extra=extra) -> Tensor:
             more = {k: v.to(out.dtype) if isinstance(v, Tensor) else v for k, v in extra.items()}
@@ -122,7 +130,9 @@ def test_cross_entropy_with_the_class_dim_second() -> None:
     check(Model(), {"x": torch.randn(3, 4, 8), "y": torch.randint(0, 5, (3, 4))})
 
 
-@pytest.mark.parametrize("name", ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"))
+@pytest.mark.parametrize(
+    "name", ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+)
 def test_elementwise_losses_become_sums(name: str) -> None:
     class Model(Base):
         def forward(self, x: Tensor) -> Tensor:
@@ -222,6 +232,12 @@ def test_constant_mask_becomes_causal() -> None:
     assert op.args[3] is None and op.args[7] is True
 
 
+def test_segment_seeds_are_distinct_and_fit_int64() -> None:
+    seeds = {segment_seed(base, step, segment) for base in (0, 1, 2**63) for step in range(4) for segment in range(4)}
+    assert len(seeds) == 48 and all(0 <= seed < 2**63 for seed in seeds)
+    assert segment_seed(7, 3, 1) == segment_seed(7, 3, 1)
+
+
 class TestErrors:
     """Each message holds the user's line and a way out."""
 
@@ -232,7 +248,9 @@ class TestErrors:
                     return self.a(x).mean()
                 return self.b(x).mean()
 
-        with pytest.raises(CaptureError, match=r"test_capture_semantics.py:\d+, in forward: if x.sum\(\) > 0.*torch.where"):
+        with pytest.raises(
+            CaptureError, match=r"test_capture_semantics.py:\d+, in forward: if x.sum\(\) > 0.*torch.where"
+        ):
             capture(Model(), X)
 
     def test_item(self) -> None:

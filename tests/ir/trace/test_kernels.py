@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from paraplan.ir.trace import kernels
 from paraplan.ir.trace.attention_kernels import attention, attention_grad
@@ -26,9 +26,11 @@ def _masks() -> dict[str, Tensor | None]:
     rows = torch.rand(2, 1, 6, 6, generator=g) > 0.4
     rows[0, 0, 3] = False
     return {
-        "none": None, "bool": rows, "float": torch.randn(1, 4, 6, 6, generator=g, dtype=torch.float64),
+        "none": None,
+        "bool": rows,
+        "float": torch.randn(1, 4, 6, 6, generator=g, dtype=torch.float64),
         "keys": torch.tensor([True, True, True, False, True, False]).view(1, 1, 1, 6),
-    }  # fmt: skip
+    }
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, keep: Tensor | None) -> Tensor:
@@ -66,7 +68,11 @@ def test_attention_and_its_gradients(groups: int, mask_name: str, causal: bool, 
     for found, expected in zip((out, *made), (wanted, *grads), strict=False):
         assert torch.allclose(found, expected, rtol=1e-10, atol=1e-11)
     assert (made[3] is not None) == mask_grad
-    assert out.transpose(1, 2).is_contiguous() and all(x.transpose(1, 2).is_contiguous() for x in made[:3]) and lse.is_contiguous()
+    assert (
+        out.transpose(1, 2).is_contiguous()
+        and all(x.transpose(1, 2).is_contiguous() for x in made[:3])
+        and lse.is_contiguous()
+    )
 
 
 def test_attention_shards_agree() -> None:
@@ -75,9 +81,18 @@ def test_attention_shards_agree() -> None:
     for b in range(2):
         for g in range(2):
             block, _ = attention(
-                q[b : b + 1, 2 * g : 2 * g + 2], k[b : b + 1, g : g + 1], v[b : b + 1, g : g + 1], None, SEED, 0.4, 1, True, 0.3,
-                [2, 4, 6, 6], [b, 2 * g, 0, 0],
-            )  # fmt: skip
+                q[b : b + 1, 2 * g : 2 * g + 2],
+                k[b : b + 1, g : g + 1],
+                v[b : b + 1, g : g + 1],
+                None,
+                SEED,
+                0.4,
+                1,
+                True,
+                0.3,
+                [2, 4, 6, 6],
+                [b, 2 * g, 0, 0],
+            )
             assert torch.allclose(block, whole[b : b + 1, 2 * g : 2 * g + 2], atol=1e-12)
 
 
@@ -91,7 +106,9 @@ def test_attention_in_bfloat16_keeps_float32_statistics() -> None:
 
 def test_dropout_statistics() -> None:
     x = torch.ones(1000, 1000)
-    first, second, other = (kernels.dropout(x, torch.tensor(s), 0.3, slot, [1000, 1000], [0, 0]) for s, slot in ((1, 0), (1, 1), (2, 0)))
+    first, second, other = (
+        kernels.dropout(x, torch.tensor(s), 0.3, slot, [1000, 1000], [0, 0]) for s, slot in ((1, 0), (1, 1), (2, 0))
+    )
     for y in (first, second, other):
         keep = (y != 0).float()
         assert abs(float(keep.mean()) - 0.7) < 0.005
@@ -134,11 +151,15 @@ def test_cross_entropy_whole_and_sharded(dtype: torch.dtype, monkeypatch: pytest
     t = sum(kernels.ce_target(part, labels, -100, start) for start, part in parts)
     tight = 1e-10 if dtype == torch.float64 else 1e-5
     assert torch.equal(m, m_parts)
-    assert torch.allclose(kernels.ce_sumexp(logits, m), s, rtol=tight) and torch.equal(kernels.ce_target(logits, labels, -100), t)
+    assert torch.allclose(kernels.ce_sumexp(logits, m), s, rtol=tight) and torch.equal(
+        kernels.ce_target(logits, labels, -100), t
+    )
     assert float(kernels.ce_loss(m, s, t, labels, -100)) == pytest.approx(wanted.item(), rel=tight)
     g = torch.tensor(3.0, dtype=m.dtype)
     pieces = torch.cat([kernels.ce_grad(g, part, m, s, labels, -100, start) for start, part in parts], -1)
-    assert pieces.dtype == dtype and torch.allclose(pieces.double(), grad, rtol=1e-2 if dtype == torch.bfloat16 else tight, atol=tight)
+    assert pieces.dtype == dtype and torch.allclose(
+        pieces.double(), grad, rtol=1e-2 if dtype == torch.bfloat16 else tight, atol=tight
+    )
     assert torch.equal(kernels.ce_grad(g, logits, m, s, labels, -100), pieces)
 
 
@@ -178,19 +199,31 @@ def test_shape_functions_agree_with_kernels() -> None:
     logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
     m, s = kernels.ce_max(logits), kernels.ce_sumexp(logits, kernels.ce_max(logits))
     calls = [
-        (ops.linear, (x, w, None, False)), (ops.linear_grad_input, (x[..., :4].contiguous(), w, False)),
-        (ops.linear_grad_weight, (x[..., :4].contiguous(), x, False)), (ops.linear_grad_weight, (x[..., :4].contiguous(), x, True)),
-        (ops.embedding, (w, ids, 0)), (ops.embedding_grad, (x, ids, 4, -1, 0)), (ops.dropout, (x, SEED, 0.5, 0, [3, 5, 6], [0] * 3)),
-        (ops.attention, (q, k, v, mask, SEED, 0.1, 0, False, 0.3, shape, zeros)), (ops.attention, (q, k, v, None, None, 0.0, 0, True, 0.3, shape, zeros)),
+        (ops.linear, (x, w, None, False)),
+        (ops.linear_grad_input, (x[..., :4].contiguous(), w, False)),
+        (ops.linear_grad_weight, (x[..., :4].contiguous(), x, False)),
+        (ops.linear_grad_weight, (x[..., :4].contiguous(), x, True)),
+        (ops.embedding, (w, ids, 0)),
+        (ops.embedding_grad, (x, ids, 4, -1, 0)),
+        (ops.dropout, (x, SEED, 0.5, 0, [3, 5, 6], [0] * 3)),
+        (ops.attention, (q, k, v, mask, SEED, 0.1, 0, False, 0.3, shape, zeros)),
+        (ops.attention, (q, k, v, None, None, 0.0, 0, True, 0.3, shape, zeros)),
         (ops.attention_grad, (out, q, k, v, mask, SEED, out, lse, 0.1, 0, False, 0.3, shape, zeros, True)),
         (ops.attention_grad, (out, q, k, v, None, None, out, lse, 0.0, 0, False, 0.3, shape, zeros, False)),
-        (ops.ce_max, (logits,)), (ops.ce_sumexp, (logits, m)), (ops.ce_target, (logits, labels, -100, 0)),
-        (ops.ce_loss, (m, s, m, labels, -100)), (ops.ce_grad, (torch.tensor(1.0), logits, m, s, labels, -100, 0)),
-    ]  # fmt: skip
+        (ops.ce_max, (logits,)),
+        (ops.ce_sumexp, (logits, m)),
+        (ops.ce_target, (logits, labels, -100, 0)),
+        (ops.ce_loss, (m, s, m, labels, -100)),
+        (ops.ce_grad, (torch.tensor(1.0), logits, m, s, labels, -100, 0)),
+    ]
     mode = fake_mode()
     for op, args in calls:
         real = op(*args)
         with mode:
             fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
-        for a, b in zip(real if isinstance(real, (tuple, list)) else [real], fake if isinstance(fake, (tuple, list)) else [fake], strict=True):
+        for a, b in zip(
+            real if isinstance(real, (tuple, list)) else [real],
+            fake if isinstance(fake, (tuple, list)) else [fake],
+            strict=True,
+        ):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), op

@@ -1,0 +1,130 @@
+"""A rank's parameters as the rest of torch knows them: DTensors, full tensors, checkpoints.
+
+What counts is the copy the optimizer updates (a float32 master under bf16, where there is one); the stored
+copies follow from it. `state_dict` holds DTensors that share storage with the trainer, so
+`torch.distributed.checkpoint.save` and `load` work on it as usual and a checkpoint of one plan loads into another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from paraplan.ir import mesh as ir_mesh
+from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
+from paraplan.ir.mesh import Layout, parse_layout
+from paraplan.ir.plan import Plan
+from paraplan.ir.strides import contiguous_strides
+from paraplan.ir.rank_program import StepKind
+from paraplan.runtime.distributed import DistributedTransport
+from paraplan.runtime.params import join_over
+from paraplan.runtime.rank import Rank
+
+
+class Checkpointing:
+    """The part of `Trainer` that gives out and takes in parameters and optimizer states."""
+
+    plan: Plan
+    state: Rank
+    transport: DistributedTransport
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The stored copies ops read, as DTensors that share their storage."""
+        for name in self.state.stage.params:
+            outer = self.state.program.outer[f"param:{name}"]
+            yield name, self._dtensor(name, self.state.tensors[f"param:{name}"], parse_layout(outer.layout))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """DTensors by parameter name, sharing storage with the trainer; call `load_state_dict` after loading into them."""
+        return {name: self._dtensor(name, *self.state.held(name)) for name in self.state.stage.params}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take in DTensors laid out as `state_dict` gives them (the very ones, once loaded into, or others).
+
+        Raises:
+            PlanMismatchError: a name or a local shape is not the plan's.
+        """
+        with torch.no_grad():
+            for name, value in state.items():
+                mine = self.state.held(self._known(name))[0]
+                local = value.to_local() if isinstance(value, DTensor) else value
+                if local.shape != mine.shape:
+                    raise PlanMismatchError(f"{name}: a shard of shape {tuple(local.shape)} was given, this rank holds {tuple(mine.shape)}")
+                if local.data_ptr() != mine.data_ptr():
+                    mine.copy_(local)
+        self._refresh()
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Full tensors on cpu, gathered one by one; tied parameters under each of their names.
+
+        Args:
+            rank0_only: only rank 0 keeps them; the others return {}. All ranks must call.
+        """
+        found: dict[str, Tensor] = {}
+        for name in self.state.stage.params:
+            local, layout = self.state.held(name)
+            full = join_over(layout, local.detach(), self.transport.gather)
+            if not rank0_only or self.transport.rank == 0:
+                kept = full.cpu().clone()
+                found |= dict.fromkeys((name, *self.plan.program.params[name].aliases), kept)
+        return found
+
+    def load_full_state_dict(self, full: Mapping[str, Tensor]) -> None:
+        """Take in full tensors by parameter name, the same on every rank; each keeps its shards.
+
+        Raises:
+            PlanMismatchError: a parameter is missing.
+        """
+        missing = [name for name in self.state.stage.params if name not in full]
+        if missing:
+            raise PlanMismatchError(f"full state dict lacks {', '.join(missing[:5])} ({len(missing)} in all)")
+        self.state.load({f"param:{name}": full[name] for name in self.state.stage.params})
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        """Parameter name -> slot -> value; slots of a parameter's shape as DTensors sharing storage."""
+        return {
+            name: {
+                slot: self._dtensor(name, value, self.state.layouts[name]) if _like(value, param) else value
+                for slot, value in optimizer.state[param].items()
+            }
+            for name, param in self.state.params.items()
+            if param in optimizer.state
+        }
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """The inverse, from DTensors laid out as `optimizer_state_dict` gives them."""
+        for name, slots in state.items():
+            param = self.state.params[self._known(name)]
+            kept = {slot: value.to_local() if isinstance(value, DTensor) else value for slot, value in slots.items()}
+            optimizer.state[param] = {slot: v.clone() if isinstance(v, Tensor) else v for slot, v in kept.items()}
+
+    def _known(self, name: str) -> str:
+        if name not in self.state.stage.params:
+            raise PlanMismatchError(f"the plan has no parameter {name!r}; names look like {', '.join(list(self.state.stage.params)[:3])}")
+        return name
+
+    def _dtensor(self, name: str, local: Tensor, layout: Layout) -> Tensor:
+        if self.transport.device_mesh is None:
+            if self.transport.mesh.size > 1:
+                raise RuntimeFailure("DTensors need torch.distributed")
+            return local.detach()
+        shape = self.plan.program.params[name].spec.shape
+        return DTensor.from_local(
+            local.detach(), self.transport.device_mesh, [_placement(p) for p in layout], run_check=False, shape=torch.Size(shape),
+            stride=contiguous_strides(shape),
+        )  # fmt: skip
+
+    def _refresh(self) -> None:
+        self.state.executor.run(step for step in self.state.after if step.kind is StepKind.CALL)
+
+
+def _placement(placement: ir_mesh.Placement) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, ir_mesh.Shard) else Replicate()
+
+
+def _like(value: object, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0

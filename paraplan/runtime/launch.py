@@ -1,0 +1,77 @@
+"""Starting ranks: from torchrun's environment, or several on this machine.
+
+`python -m paraplan.runtime.launch MODULE ARGS...` runs a module with its errors recorded for torchrun; `spawn_local`
+starts ranks that way, so that a rank that dies ends the job within seconds and its traceback is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from paraplan.ir.errors import RuntimeFailure
+
+
+def init_distributed(backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:
+    """Join the job torchrun started.
+
+    Args:
+        backend: "gloo" or "nccl"; NCCL where there is a GPU per process, else Gloo.
+        timeout_s: how long a collective waits for a peer.
+    Returns:
+        (rank, world size).
+    Raises:
+        RuntimeFailure: torchrun's environment is missing.
+    """
+    if "RANK" not in os.environ:
+        raise RuntimeFailure("RANK is not set: start this with torchrun, or with paraplan.runtime.launch.spawn_local")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() > local else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(local)
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None) -> int:
+    """Run a module (or a .py file) on several ranks of this machine through torchrun.
+
+    Rank 0's output is shown as it comes. A rank that dies ends the job; torchrun then prints its traceback.
+
+    Args:
+        num_ranks: processes.
+        module: "package.module", or a path ending in .py.
+        args: for the module.
+        env: added to the environment; one thread per rank unless OMP_NUM_THREADS says otherwise.
+    Returns:
+        The job's exit code.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "--local-ranks-filter=0"]
+    command += ["-m", "paraplan.runtime.launch", module, *args]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+@record
+def run_recorded() -> None:
+    """Run the module or file named on the command line as the main program, its errors recorded for torchrun."""
+    name, sys.argv = sys.argv[1], sys.argv[1:]
+    if name.endswith(".py"):
+        runpy.run_path(name, run_name="__main__")
+    else:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    run_recorded()

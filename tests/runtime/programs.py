@@ -1,0 +1,93 @@
+"""A hand-written program that goes through every collective, and a plan small enough to write down."""
+
+from __future__ import annotations
+
+from paraplan.ir.graph import Arg
+from paraplan.ir.mesh import Mesh, make_mesh
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, OuterValue, RankProgram, Step, StepKind
+from paraplan.ir.strides import contiguous_strides
+from paraplan.ir.tensor import DTYPE_BYTES
+
+Dims = tuple[int, ...]
+
+
+def own(name: str, shape: Dims, dtype: str = "float64") -> LocalValue:
+    """A contiguous value with its own storage."""
+    nbytes = DTYPE_BYTES[dtype]
+    for size in shape:
+        nbytes *= size
+    return LocalValue(dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=name, storage_bytes=nbytes)
+
+
+def view(base: str, shape: Dims, dtype: str = "float64") -> LocalValue:
+    """A contiguous view of another value."""
+    return LocalValue(dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=base, storage_bytes=0)
+
+
+def op(target: str, args: tuple[Arg, ...], outs: tuple[str | None, ...], frees: str = "", **kwargs: Arg) -> Instr:
+    """An op; freed names separated by blanks."""
+    return Instr(target=target, args=args, kwargs=kwargs, outs=outs, frees=tuple(frees.split()))
+
+
+def issue(target: str, source: str, out: str, axis: int = 0, reduction: str = "", frees: str = "") -> Instr:
+    """A collective."""
+    return Instr(
+        kind=InstrKind.COLLECTIVE, target=target, args=(f"%{source}", f":{reduction}"), outs=(out,), axis=axis, frees=tuple(frees.split())
+    )
+
+
+def wait(issued: str, out: str, held: str = "", axis: int = 0, frees: str = "") -> Instr:
+    """A wait that holds the collective's input."""
+    args = (f"%{issued}", f"%{held}") if held else (f"%{issued}",)
+    return Instr(kind=InstrKind.WAIT, target="wait", args=args, outs=(out,), axis=axis, frees=tuple(frees.split()))
+
+
+def collectives_block() -> Block:
+    """x: [4, 3] -> r (sum), m (max), g (gathered rows), s (scattered sum), t (transposed blocks); offsets too."""
+    values = {"x": own("x", (4, 3)), "idle": own("idle", (5,)), "y": own("y", (4, 3))}
+    for name, shape in (("r", (4, 3)), ("m", (4, 3)), ("g", (8, 3)), ("s", (2, 3)), ("t", (4, 3))):
+        values |= {name + "!": own(name + "!", shape), name: view(name + "!", shape)}
+    values |= {"part": own("part", (2, 3)), "z": own("z", (2, 3)), "top": own("top", (4,)), "at": own("at", (4,), "int64")}
+    instrs = (
+        issue("all_reduce", "x", "r!", reduction="sum"),
+        issue("all_reduce", "x", "m!", reduction="max"),
+        issue("all_gather", "x", "g!"),
+        issue("reduce_scatter", "x", "s!", reduction="sum"),
+        op("aten.mul.Tensor", ("%x", 2.0), ("y",)),
+        issue("all_to_all", "y", "t!"),
+        wait("r!", "r", frees="r!"),
+        wait("m!", "m", frees="m!"),
+        op("aten.max.dim", ("%m", 1), (None, "at"), frees="m"),
+        wait("g!", "g", held="x", frees="g!"),
+        wait("s!", "s", held="x", frees="s! x"),
+        wait("t!", "t", held="y", frees="t! y"),
+        op("paraplan.shard", ("%r", 0, 2, "#0:2"), ("part",)),
+        op("aten.add.Tensor", ("%part", "%s"), ("z",), frees="part s"),
+    )
+    values.pop("top")
+    return Block(name="k0.0.F", inputs=("x", "idle"), outputs=("r", "g", None, "z", "t"), saved=("at",), values=values, instrs=instrs)
+
+
+def collectives_program() -> RankProgram:
+    """Two microbatches of `collectives_block`, accumulating its sum; on a mesh of two."""
+    steps = []
+    for m in range(2):
+        outs = (f"r@{m}", f"g@{m}", None, f"z@{m}", f"t@{m}", f"at@{m}")
+        steps += [
+            Step(kind=StepKind.CALL, action=f"0F{m}", block="k0.0.F", args=(f"x@{m}", f"idle@{m}"), outs=outs, drops=(f"x@{m}", f"idle@{m}"), microbatch=m, segment=0),
+            Step(kind=StepKind.ACCUMULATE, action=f"0F{m}", args=("total", f"r@{m}"), microbatch=m, segment=0),
+            Step(kind=StepKind.DROP, action=f"0F{m}", drops=(f"g@{m}", f"at@{m}"), microbatch=m, segment=0),
+        ]  # fmt: skip
+    outer = {}
+    for m in range(2):
+        outer[f"x@{m}"] = OuterValue(role="batch", source="x", dtype="float64", shape=(4, 3), layout="S0", nbytes=96)
+        outer[f"idle@{m}"] = OuterValue(role="batch", source="idle", dtype="float64", shape=(5,), layout="R", nbytes=40)
+    return RankProgram(
+        mesh_axes=("dp",), mesh_shape=(2,), num_microbatches=2, blocks={"k0.0.F": collectives_block()}, outer=outer, steps=tuple(steps),
+        loss="total", grads={}, optimizer_bytes=0, update_workspace_bytes=0,
+    )  # fmt: skip
+
+
+def pair() -> Mesh:
+    """A mesh of two ranks."""
+    return make_mesh((2,), ("dp",))

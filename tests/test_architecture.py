@@ -1,0 +1,271 @@
+"""The house's rules, read from the source: who imports whom, where torch and the solvers are, how long things get.
+
+Every rule is a function from modules to the list of its breaches, so that it can be shown to fail: the last test
+feeds each one a module that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+import paraplan
+
+ROOT = Path(__file__).parents[1]
+
+FLOORS: dict[str, tuple[str, ...]] = {
+    "": (),  # paraplan/__init__.py names modules as strings only
+    "ir": (),
+    "cost_models": ("ir",),
+    "planner": ("ir", "cost_models"),
+    "runtime": ("ir",),
+    "codegen": ("ir", "runtime.ops"),
+    "report": ("ir", "cost_models"),
+    "api": ("ir", "cost_models", "planner", "runtime", "codegen", "report"),
+    "cli": ("ir", "api", "report"),
+}
+"""What each room may import of ours, beyond itself; a dotted name opens that module only."""
+
+OPTIONAL = ("matplotlib", "jinja2", "transformers")
+"""What may be imported inside a function, being installed only with an extra."""
+
+TORCH_PRIVATE = ("ir/trace/torch_private.py", "codegen/torch_private.py", "runtime/torch_private.py")
+NO_TORCH_ROOMS = ("cost_models", "planner", "report")
+SOLVERS = ("ortools", "pulp")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+PUBLIC = {"__version__", "compile", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: its path under `paraplan/` with forward slashes, and its text."""
+
+    path: str
+    source: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source, self.path)
+
+    @property
+    def room(self) -> str:
+        first = self.path.split("/")[0].removesuffix(".py")
+        return "" if first == "__init__" else first
+
+    @property
+    def package(self) -> list[str]:
+        return ["paraplan", *self.path.split("/")[:-1]]
+
+    @cached_property
+    def imports(self) -> list[tuple[int, str]]:
+        """(line, dotted name) of everything imported; `from a import b` counts as `a.b`."""
+        found = []
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                found += [(node.lineno, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                above = self.package[: len(self.package) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+        return found
+
+
+def modules_under(folder: str) -> list[Module]:
+    base = ROOT / folder
+    return [Module(p.relative_to(base).as_posix(), p.read_text()) for p in sorted(base.rglob("*.py"))]
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def breaks_floors(module: Module) -> Iterator[str]:
+    if module.room not in FLOORS:
+        yield f"{module.path}: room {module.room!r} is not in DESIGN section 2; give it a floor here"
+        return
+    allowed = [f"paraplan.{room}" for room in (*FLOORS[module.room], module.room) if room]
+    for line, name in module.imports:
+        if within(name, "paraplan") and not any(within(name, prefix) for prefix in allowed):
+            yield f"{module.path}:{line} imports {name}; allowed of ours: {', '.join(allowed) or 'nothing'}"
+
+
+def imports_torch_where_it_may_not(module: Module) -> Iterator[str]:
+    torch_free = module.room in NO_TORCH_ROOMS or (module.room == "ir" and not module.path.startswith("ir/trace/"))
+    for line, name in module.imports:
+        if torch_free and name.split(".")[0] in ("torch", "torchvision", "transformers", "safetensors"):
+            yield f"{module.path}:{line} imports {name}; torch is for ir/trace, codegen, runtime and api"
+
+
+def imports_solver_elsewhere(module: Module) -> Iterator[str]:
+    name_of_file = module.path.removeprefix("planner/")
+    if module.path.startswith("planner/milp") and "/" not in name_of_file:
+        return
+    for line, name in module.imports:
+        if name.split(".")[0] in SOLVERS:
+            yield f"{module.path}:{line} imports {name}; solvers are reached through planner/milp.py"
+
+
+def imports_inside_functions(module: Module) -> Iterator[str]:
+    seen = set()
+    for function in functions(module):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or "." * node.level]
+            else:
+                continue
+            fresh = [n for n in names if n.split(".")[0] not in OPTIONAL and (node.lineno, n) not in seen]
+            seen.update((node.lineno, n) for n in fresh)
+            yield from (f"{module.path}:{node.lineno} imports {n} inside {function.name}()" for n in fresh)
+
+
+def uses_private_torch(module: Module) -> Iterator[str]:
+    if module.path in TORCH_PRIVATE:
+        return
+    remedy = "give it a name of ours in that room's torch_private.py"
+    for line, name in module.imports:
+        if within(name, "torch") and is_private(name):
+            yield f"{module.path}:{line} imports {name}; {remedy}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and (name := dotted(node)):
+            # torch.ops.<namespace> is where ops are named, whoever registered them
+            if within(name, "torch") and not within(name, "torch.ops"):
+                yield f"{module.path}:{node.lineno} uses {name}; {remedy}"
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def dotted(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return None
+
+
+def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def file_is_too_long(module: Module) -> Iterator[str]:
+    if (lines := len(module.source.splitlines())) > MAX_FILE_LINES:
+        yield f"{module.path} has {lines} lines, over {MAX_FILE_LINES}: it has two jobs, split it"
+
+
+def function_is_too_long(module: Module) -> Iterator[str]:
+    """Docstrings are not counted: nobody should shorten one for this."""
+    for function in functions(module):
+        lines = (function.end_lineno or function.lineno) - function.lineno + 1
+        first = function.body[0]
+        if ast.get_docstring(function) is not None:
+            lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+        if lines > MAX_FUNCTION_LINES:
+            yield f"{module.path}:{function.lineno} {function.name}() has {lines} lines, over {MAX_FUNCTION_LINES}"
+
+
+RULES: dict[Callable[[Module], Iterator[str]], Module] = {
+    breaks_floors: Module("planner/x.py", "from ..runtime import trainer"),
+    imports_torch_where_it_may_not: Module("ir/x.py", "import torch.nn as nn"),
+    imports_solver_elsewhere: Module("planner/strategies/milp_x.py", "from ortools.sat.python import cp_model"),
+    imports_inside_functions: Module(
+        "ir/x.py", "def f():\n    if 1:\n        import json\n    import matplotlib.pyplot"
+    ),
+    uses_private_torch: Module("runtime/x.py", "import torch\ntorch._dynamo.reset(); torch.ops._c10d_functional.wait"),
+    file_is_too_long: Module("ir/x.py", "x = 1\n" * (MAX_FILE_LINES + 1)),
+    function_is_too_long: Module("ir/x.py", 'def f():\n    """D."""\n' + "    x = 1\n" * MAX_FUNCTION_LINES),
+}
+"""Each rule with a module that breaks it exactly once."""
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_package_keeps_the_rule(rule: Callable[[Module], Iterator[str]]) -> None:
+    breaches = [breach for module in modules_under("paraplan") for breach in rule(module)]
+    assert not breaches, "\n".join(["", *breaches])
+
+
+@pytest.mark.parametrize("rule", [file_is_too_long, function_is_too_long], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_scripts_stay_short(folder: str, rule: Callable[[Module], Iterator[str]]) -> None:
+    breaches = [f"{folder}/{breach}" for module in modules_under(folder) for breach in rule(module)]
+    assert not breaches, "\n".join(["", *breaches])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_can_fail(rule: Callable[[Module], Iterator[str]]) -> None:
+    assert len(list(rule(RULES[rule]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "legal"),
+    [
+        ("codegen/x.py", "from paraplan.runtime import ops", True),
+        ("codegen/x.py", "from paraplan.runtime.ops import offload", True),
+        ("codegen/x.py", "from paraplan.runtime import trainer", False),
+        ("codegen/x.py", "import paraplan.runtime", False),
+        ("ir/rules/x.py", "from ..mesh import Mesh", True),
+        ("ir/x.py", "from paraplan import api", False),
+        ("ir/x.py", "if TYPE_CHECKING:\n    from paraplan.planner.search import Plan", False),
+        ("cli.py", "from paraplan.planner.search import search", False),
+        ("cli.py", "from paraplan.ir.errors import ParaplanError", True),
+        ("__init__.py", "from paraplan.api import compile", False),
+        ("newroom/x.py", "", False),
+    ],
+)
+def test_floors_are_read_correctly(path: str, source: str, legal: bool) -> None:
+    assert (not list(breaks_floors(Module(path, source)))) == legal
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch._C import x",
+        "from torch import _dynamo",
+        "import torch.distributed._functional_collectives as fc",
+        "from torch.fx.experimental._config import y",
+        "import torch\ntorch.fx._symbolic_trace.f()",
+    ],
+)
+def test_private_torch_is_seen(source: str) -> None:
+    assert list(uses_private_torch(Module("runtime/x.py", source)))
+    assert not list(uses_private_torch(Module("runtime/torch_private.py", source)))
+    assert not list(uses_private_torch(Module("runtime/x.py", "import torch\ntorch.__version__; torch.nn.Linear")))
+
+
+def test_torch_free_rooms_load_without_torch() -> None:
+    """Not only by their own import lines: what they import may not bring torch in either."""
+    rooms = ("__init__", "ir", "cost_models", "planner")
+    paths = [m.path for m in modules_under("paraplan") if m.path.split("/")[0].removesuffix(".py") in rooms]
+    names = [".".join(["paraplan", *path.removesuffix(".py").split("/")]) for path in paths if "ir/trace" not in path]
+    names = [name.removesuffix(".__init__") for name in names]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules: sys.exit(f'importing {name} loads torch')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
+def test_public_names() -> None:
+    assert set(paraplan.__all__) == PUBLIC
+    missing = [name for name in paraplan.__all__ if not hasattr(paraplan, name)]
+    assert not missing, f"paraplan's dispatch table names what is not there: {missing}"
+    assert set(dir(paraplan)) == PUBLIC
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = paraplan.nonsense
+
+
+def test_version_is_the_package_metadata_s() -> None:
+    assert f'version = "{paraplan.__version__}"' in (ROOT / "pyproject.toml").read_text()
