@@ -24,7 +24,9 @@ def build_block(block: Block, context: EmitContext) -> fx.GraphModule:
     return module
 
 
-def build_modules(program: RankProgram, groups: tuple[str, ...] | None = None, device: str = "cpu") -> dict[str, fx.GraphModule]:
+def build_modules(
+    program: RankProgram, groups: tuple[str, ...] | None = None, device: str = "cpu"
+) -> dict[str, fx.GraphModule]:
     """Every block of a program.
 
     Args:

@@ -94,7 +94,9 @@ def _emit_instr(graph: fx.Graph, env: dict[str, fx.Node], instr: Instr, index: i
         function = ops.wait
     else:
         function, many = ops.resolve(instr.target), ops.returns_many(instr.target, len(instr.outs))
-    name = _identifier(f"{instr.outs[0]}_all" if many else (instr.outs[0] if instr.outs and instr.outs[0] else f"effect{index}"))
+    name = _identifier(
+        f"{instr.outs[0]}_all" if many else (instr.outs[0] if instr.outs and instr.outs[0] else f"effect{index}")
+    )
     node = graph.create_node("call_function", function, args, kwargs, name=name)  # type: ignore[arg-type]
     node.meta[INSTR] = index
     if not many:

@@ -41,7 +41,10 @@ def place_factories(module: fx.GraphModule, block: Block, context: EmitContext) 
             continue
         target = block.instrs[index].target
         if "." in target and ops.is_factory(target):
-            node.kwargs = {**node.kwargs, "device": context.device if target == "paraplan.constant" else torch.device(context.device)}
+            node.kwargs = {
+                **node.kwargs,
+                "device": context.device if target == "paraplan.constant" else torch.device(context.device),
+            }
     return module
 
 

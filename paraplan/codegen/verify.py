@@ -30,11 +30,13 @@ def _check_waits(graph: fx.Graph, block: Block) -> None:
         index = node.meta.get(INSTR)
         if index is None or block.instrs[index].kind is not InstrKind.COLLECTIVE:
             continue
-        readers = [user for user in node.users]
+        readers = list(node.users)
         waits = [user for user in readers if _is_wait_of(user, node, block)]
         if len(readers) != 1 or len(waits) != 1:
             where = f"{block.name}[{index}] {block.instrs[index].target}"
-            raise CodegenError(f"{where}: its result must be read by one wait alone, and is read by {[str(user) for user in readers]}")
+            raise CodegenError(
+                f"{where}: its result must be read by one wait alone, and is read by {[str(user) for user in readers]}"
+            )
 
 
 def _is_wait_of(user: fx.Node, issued: fx.Node, block: Block) -> bool:
@@ -56,7 +58,9 @@ def _check_frees(graph: fx.Graph, block: Block) -> None:
     for name, index in frees.items():
         found = last_use(nodes[name])
         if found != index:
-            raise CodegenError(f"{block.name}[{index}] frees {name}, whose last use is {'the result' if found is None else found}")
+            raise CodegenError(
+                f"{block.name}[{index}] frees {name}, whose last use is {'the result' if found is None else found}"
+            )
     for name, node in nodes.items():
         if name not in frees and name not in block.inputs and last_use(node) is not None:
             raise CodegenError(f"{block.name}: {name} is neither freed nor returned")

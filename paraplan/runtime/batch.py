@@ -22,7 +22,9 @@ class ShardedBatch(dict[str, Tensor]):
     """One rank's part of a global batch: per input, its microbatches one after another along a new dim 0."""
 
 
-def shard_batch(plan: Plan, stage: Stage, coordinates: Dims, batch: Mapping[str, Tensor], device: str = "cpu") -> ShardedBatch:
+def shard_batch(
+    plan: Plan, stage: Stage, coordinates: Dims, batch: Mapping[str, Tensor], device: str = "cpu"
+) -> ShardedBatch:
     """Cut a global batch.
 
     Raises:
@@ -46,11 +48,16 @@ def _along(plan: Plan, name: str):  # type: ignore[no-untyped-def]
 
 def _check(plan: Plan, batch: Mapping[str, Tensor]) -> None:
     if not isinstance(batch, Mapping):
-        raise PlanMismatchError(f"a batch is a mapping from input name to tensor, not {type(batch).__name__}; inputs: {', '.join(plan.program.batch)}")
+        raise PlanMismatchError(
+            f"a batch is a mapping from input name to tensor, not {type(batch).__name__}; "
+            f"inputs: {', '.join(plan.program.batch)}"
+        )
     missing = [name for name in plan.program.batch if name not in batch]
     unknown = [name for name in batch if name not in plan.program.batch]
     if missing or unknown:
-        raise PlanMismatchError(f"batch inputs missing: {missing}, unknown: {unknown}; the plan reads {list(plan.program.batch)}")
+        raise PlanMismatchError(
+            f"batch inputs missing: {missing}, unknown: {unknown}; the plan reads {list(plan.program.batch)}"
+        )
     for name, entry in plan.program.batch.items():
         shape = tuple(batch[name].shape)
         if shape != entry.spec.shape:
@@ -70,13 +77,17 @@ def microbatches(plan: Plan, stage: Stage, batch: ShardedBatch) -> dict[str, Ten
     for name in stage.batch:
         parts = batch[name]
         if parts.shape[0] != plan.num_microbatches:
-            raise PlanMismatchError(f"batch input {name} was cut into {parts.shape[0]} microbatches, the plan has {plan.num_microbatches}")
+            raise PlanMismatchError(
+                f"batch input {name} was cut into {parts.shape[0]} microbatches, the plan has {plan.num_microbatches}"
+            )
         for m in range(plan.num_microbatches):
             found[f"batch:{name}@{m}"] = parts[m].clone(memory_format=torch.contiguous_format)
     return found
 
 
-def shard_loader(plan: Plan, stage: Stage, coordinates: Dims, loader: Iterable[Mapping[str, Any]], device: str) -> Iterator[ShardedBatch]:
+def shard_loader(
+    plan: Plan, stage: Stage, coordinates: Dims, loader: Iterable[Mapping[str, Any]], device: str
+) -> Iterator[ShardedBatch]:
     """The rank's part of every batch of a loader."""
     for batch in loader:
         yield shard_batch(plan, stage, coordinates, batch, device)

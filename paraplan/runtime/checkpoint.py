@@ -18,8 +18,8 @@ from paraplan.ir import mesh as ir_mesh
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
 from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
-from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.rank_program import StepKind
+from paraplan.ir.strides import contiguous_strides
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank
@@ -39,7 +39,7 @@ class Checkpointing:
             yield name, self._dtensor(name, self.state.tensors[f"param:{name}"], parse_layout(outer.layout))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """DTensors by parameter name, sharing storage with the trainer; call `load_state_dict` after loading into them."""
+        """DTensors by parameter name, sharing storage with the trainer; after loading into them, `load_state_dict`."""
         return {name: self._dtensor(name, *self.state.held(name)) for name in self.state.stage.params}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -53,7 +53,9 @@ class Checkpointing:
                 mine = self.state.held(self._known(name))[0]
                 local = value.to_local() if isinstance(value, DTensor) else value
                 if local.shape != mine.shape:
-                    raise PlanMismatchError(f"{name}: a shard of shape {tuple(local.shape)} was given, this rank holds {tuple(mine.shape)}")
+                    raise PlanMismatchError(
+                        f"{name}: a shard of shape {tuple(local.shape)} was given, this rank holds {tuple(mine.shape)}"
+                    )
                 if local.data_ptr() != mine.data_ptr():
                     mine.copy_(local)
         self._refresh()
@@ -95,7 +97,9 @@ class Checkpointing:
             if param in optimizer.state
         }
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         """The inverse, from DTensors laid out as `optimizer_state_dict` gives them."""
         for name, slots in state.items():
             param = self.state.params[self._known(name)]
@@ -104,7 +108,9 @@ class Checkpointing:
 
     def _known(self, name: str) -> str:
         if name not in self.state.stage.params:
-            raise PlanMismatchError(f"the plan has no parameter {name!r}; names look like {', '.join(list(self.state.stage.params)[:3])}")
+            raise PlanMismatchError(
+                f"the plan has no parameter {name!r}; names look like {', '.join(list(self.state.stage.params)[:3])}"
+            )
         return name
 
     def _dtensor(self, name: str, local: Tensor, layout: Layout) -> Tensor:
@@ -114,8 +120,8 @@ class Checkpointing:
             return local.detach()
         shape = self.plan.program.params[name].spec.shape
         return DTensor.from_local(
-            local.detach(), self.transport.device_mesh, [_placement(p) for p in layout], run_check=False, shape=torch.Size(shape),
-            stride=contiguous_strides(shape),
+            local.detach(), self.transport.device_mesh, [_placement(p) for p in layout], run_check=False,
+            shape=torch.Size(shape), stride=contiguous_strides(shape),
         )  # fmt: skip
 
     def _refresh(self) -> None:

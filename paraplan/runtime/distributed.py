@@ -53,15 +53,16 @@ class DistributedTransport:
         if dist.is_initialized():
             if dist.get_world_size() <= max(mesh.devices):
                 raise RuntimeFailure(
-                    f"the plan needs {max(mesh.devices) + 1} ranks, this job has {dist.get_world_size()}; start torchrun with as many processes"
+                    f"the plan needs {max(mesh.devices) + 1} ranks, this job has {dist.get_world_size()}; "
+                    "start torchrun with as many processes"
                 )
             if mesh.shape:
                 grid = torch.tensor(mesh.devices).reshape(mesh.shape)
                 self.device_mesh = DeviceMesh(device, grid, mesh_dim_names=mesh.axes)
         elif mesh.size > 1:
             raise RuntimeFailure(
-                f"the plan needs {mesh.size} ranks and torch.distributed is not initialised; start under torchrun and call "
-                "paraplan.runtime.launch.init_distributed()"
+                f"the plan needs {mesh.size} ranks and torch.distributed is not initialised; start under torchrun and "
+                "call paraplan.runtime.launch.init_distributed()"
             )
         self.groups = tuple(self._group_name(axis) for axis in range(len(mesh.shape)))
 

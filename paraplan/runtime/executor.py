@@ -43,6 +43,10 @@ class Executor:
         port: where collectives go when recording; emitted modules reach their process groups themselves.
         rank: for messages.
         locate: (block, index of the joint graph's op) -> the user's source line.
+
+    Attributes:
+        entries: what was done, while recording.
+        workspaces: (block, instruction) -> the most bytes it was seen to make and drop inside, while recording.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Executor:
         self.outer: dict[str, Tensor] = {}
         self.ledger = Ledger()
         self.entries: list[Entry] = []
+        self.workspaces: dict[tuple[str, int], int] = {}
         self._locate = locate
 
     def bind(self, values: Mapping[str, Tensor]) -> None:
@@ -68,7 +73,8 @@ class Executor:
             dtype = str(tensor.dtype).removeprefix("torch.")
             if (dtype, tuple(tensor.shape)) != (said.dtype, said.shape):
                 raise RuntimeFailure(
-                    f"rank {self.rank}: {name} is {dtype}{tuple(tensor.shape)}, the program expects {said.dtype}{said.shape}"
+                    f"rank {self.rank}: {name} is {dtype}{tuple(tensor.shape)}, "
+                    f"the program expects {said.dtype}{said.shape}"
                 )
             self.outer[name] = tensor
 
@@ -147,12 +153,13 @@ class Executor:
             given[position] = None
         self._note_drop(step, before)
 
-        def note(index: int, shapes: tuple[tuple[int, ...], ...], allocated: int, freed: int) -> None:
+        def note(index: int, shapes: tuple[tuple[int, ...], ...], allocated: int, freed: int, workspace: int) -> None:
             instr = tape.block.instrs[index]
             self._note(
                 step, "wait" if instr.kind is InstrKind.WAIT else instr.target, shapes, allocated, freed,
                 f"{instr.target}@{instr.axis}" if instr.kind is InstrKind.COLLECTIVE else "", f"{step.block}[{index}]",
             )  # fmt: skip
+            self.workspaces[step.block, index] = max(workspace, self.workspaces.get((step.block, index), 0))
             progress[0] = index
 
         results = yield from self._play(tape, given, note)

@@ -77,7 +77,12 @@ def make_tape(module: fx.GraphModule, block: Block) -> Tape:
             last = max((user.meta[INSTR] for user in node.users), default=node.meta.get(INSTR, -1))
             dead.setdefault(last, []).append(node)
     lines = tuple(
-        Line(index, tuple(nodes), _results(nodes, any(out is not None for out in block.instrs[index].outs)), tuple(dead[index]))
+        Line(
+            index,
+            tuple(nodes),
+            _results(nodes, any(out is not None for out in block.instrs[index].outs)),
+            tuple(dead[index]),
+        )
         for index, nodes in grouped.items()
     )
     offsets = tuple(node.meta[OFFSET] for node in inputs if OFFSET in node.meta)
@@ -92,10 +97,12 @@ def _results(nodes: list[fx.Node], has_outs: bool) -> tuple[fx.Node, ...]:
     return tuple(nodes) if has_outs else ()
 
 
-Note = Callable[[int, tuple[tuple[int, ...], ...], int, int], None]
+Note = Callable[[int, tuple[tuple[int, ...], ...], int, int, int], None]
 
 
-def play(tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note) -> Generator[None, None, list[Tensor | None]]:
+def play(
+    tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note
+) -> Generator[None, None, list[Tensor | None]]:
     """Run a block.
 
     Args:
@@ -103,7 +110,8 @@ def play(tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note) -
         given: inputs then offsets; emptied.
         port: where collectives go.
         ledger: where memory is booked.
-        note: called after each instruction with its index, result shapes, bytes allocated and bytes freed.
+        note: called after each instruction with its index, result shapes, bytes allocated, bytes
+            freed, and bytes made and dropped inside (workspace).
     Returns:
         Outputs, then saved values.
     """
@@ -112,7 +120,7 @@ def play(tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note) -
     handles: dict[fx.Node, Handle] = {}
     for line in tape.lines:
         head = line.nodes[0]
-        before = ledger.live_bytes
+        before = ledger.open_window()
         kind = tape.block.instrs[line.index].kind
         if kind is InstrKind.COLLECTIVE:
             _issue(head, line.index, tape, env, handles, port)
@@ -129,13 +137,16 @@ def play(tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note) -
                 env[head] = None
         shapes = tuple(tuple(env[node].shape) for node in line.outs)
         middle = ledger.live_bytes
+        workspace = max(0, ledger.window_bytes - max(middle, before))
         for node in line.dead:
             del env[node]
-        note(line.index, shapes, middle - before, middle - ledger.live_bytes)
+        note(line.index, shapes, middle - before, middle - ledger.live_bytes, workspace)
     return [None if node is None else env[node] for node in tape.results]
 
 
-def _issue(head: fx.Node, index: int, tape: Tape, env: dict[fx.Node, Any], handles: dict[fx.Node, Handle], port: Port) -> None:
+def _issue(
+    head: fx.Node, index: int, tape: Tape, env: dict[fx.Node, Any], handles: dict[fx.Node, Handle], port: Port
+) -> None:
     instr = tape.block.instrs[index]
     source = head.args[0]
     reduction = instr.args[1]

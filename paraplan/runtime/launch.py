@@ -56,7 +56,14 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
     Returns:
         The job's exit code.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "--local-ranks-filter=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+        "--local-ranks-filter=0",
+    ]
     command += ["-m", "paraplan.runtime.launch", module, *args]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -30,7 +30,9 @@ class InProcessTrainer:
         seed: base of the random seeds.
     """
 
-    def __init__(self, plan: Plan, programs: Sequence[RankProgram], modules: Sequence[Modules], model: nn.Module, seed: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, programs: Sequence[RankProgram], modules: Sequence[Modules], model: nn.Module, seed: int = 0
+    ) -> None:
         self.plan, self.stage = plan, single_stage(plan)
         self.mesh = self.stage.mesh
         self.transport, executors = make_executors(
@@ -58,7 +60,10 @@ class InProcessTrainer:
 
     def grads(self) -> dict[str, Tensor]:
         """Full gradients by parameter name, after `step`."""
-        return {name: self._join(name, lambda rank, o=outer: rank.executor.outer[o]) for name, outer in self.ranks[0].program.grads.items()}
+        return {
+            name: self._join(name, lambda rank, o=outer: rank.executor.outer[o])
+            for name, outer in self.ranks[0].program.grads.items()
+        }
 
     def params(self) -> dict[str, Tensor]:
         """Full parameters by name: the optimizer's copy where there is one."""
@@ -95,8 +100,8 @@ class InProcessTrainer:
         return norm
 
     def apply_optimizer(
-        self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None, params: GroupMaker | None = None,
-        **options: Any,
+        self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
+        params: GroupMaker | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """Update with the last step's gradients (the optimizers are made on the first call), then finish the step."""
         if not self.optimizers:

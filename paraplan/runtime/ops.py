@@ -22,7 +22,6 @@ from paraplan.ir.graph import Arg, decode_float
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.ir.trace import kernels
 
-
 INSTR, LOCAL, OFFSET = "instr", "local", "offset"  # keys of node.meta in emitted graphs, see `codegen.emit`
 
 
@@ -61,7 +60,9 @@ def write(dst: Tensor, src: Tensor) -> None:
     dst.copy_(src)
 
 
-def constant(values: Sequence[float | int | bool], dtype: torch.dtype, shape: Sequence[int], device: str = "cpu") -> Tensor:
+def constant(
+    values: Sequence[float | int | bool], dtype: torch.dtype, shape: Sequence[int], device: str = "cpu"
+) -> Tensor:
     """A small tensor written out in the program."""
     return kernels.constant(values, dtype, shape).to(device)
 
@@ -126,7 +127,7 @@ def returns_many(target: str, num_outs: int) -> bool:
 
 
 def decode_literal(arg: Arg) -> Any:
-    """":float32" to a dtype, other ":text" to text, "~inf" to a float; everything else is itself."""
+    """ ":float32" to a dtype, other ":text" to text, "~inf" to a float; everything else is itself."""
     if not isinstance(arg, str):
         return arg
     if arg.startswith("~"):

@@ -36,14 +36,18 @@ def param_groups(named: Named, groups: Sequence[Mapping[str, Any]] | None, param
         pattern = group["match"]
         taken = [name for name in left if re.search(pattern, name)]
         if not any(re.search(pattern, name) for name in named):
-            raise PlanMismatchError(f"optimizer group {pattern!r} matches no parameter; names look like {', '.join(list(named)[:5])}")
+            raise PlanMismatchError(
+                f"optimizer group {pattern!r} matches no parameter; names look like {', '.join(list(named)[:5])}"
+            )
         if taken:
             options = {key: value for key, value in group.items() if key != "match"}
             found.append({"params": [left.pop(name) for name in taken], **options})
     return [*found, {"params": list(left.values())}] if left else found
 
 
-def norm_share(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], coordinates: Dims, norm_type: float, device: str = "cpu") -> Tensor:
+def norm_share(
+    grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], coordinates: Dims, norm_type: float, device: str = "cpu"
+) -> Tensor:
     """This rank's share of sum |g|^p (of max |g| for p = inf), each element counted on one rank only; float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, grad in grads.items():

@@ -43,7 +43,9 @@ def join(layout: Layout, mesh_shape: Dims, shard_at: Callable[[Dims], Tensor]) -
         rows: dict[Dims, list[Tensor]] = {}
         for coords, part in parts.items():
             rows.setdefault(coords[:axis], []).append(part)
-        parts = {c: torch.cat(row, placement.dim) if isinstance(placement, Shard) else row[0] for c, row in rows.items()}
+        parts = {
+            c: torch.cat(row, placement.dim) if isinstance(placement, Shard) else row[0] for c, row in rows.items()
+        }
     return parts[()]
 
 
@@ -65,7 +67,9 @@ def owned_here(layout: Layout, coordinates: Dims) -> bool:
     return all(c == 0 for placement, c in zip(layout, coordinates, strict=True) if not isinstance(placement, Shard))
 
 
-def narrow_state(stored: Tensor, stored_layout: Layout, state_layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
+def narrow_state(
+    stored: Tensor, stored_layout: Layout, state_layout: Layout, mesh_shape: Dims, coordinates: Dims
+) -> Tensor:
     """The state of a parameter as a view of its stored copy.
 
     Raises:
@@ -77,9 +81,12 @@ def narrow_state(stored: Tensor, stored_layout: Layout, state_layout: Layout, me
         inner = [p for p in stored_layout[axis + 1 :] if p == after]
         if not isinstance(before, Replicate) or inner:
             raise InvalidPlanError(
-                f"state layout {','.join(map(str, state_layout))} is no part of stored layout {','.join(map(str, stored_layout))}"
+                f"state layout {','.join(map(str, state_layout))} is no part of "
+                f"stored layout {','.join(map(str, stored_layout))}"
             )
-    extra = tuple(after if before != after else Replicate() for before, after in zip(stored_layout, state_layout, strict=True))
+    extra = tuple(
+        after if before != after else Replicate() for before, after in zip(stored_layout, state_layout, strict=True)
+    )
     return cut(stored, extra, mesh_shape, coordinates)
 
 
@@ -96,18 +103,26 @@ def full_tensors(program: Program, model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, (tensor, spec) in wanted.items():
         if tensor is None:
-            raise PlanMismatchError(f"the plan's model has {name.replace(':', ' ')}, the model given has not; give the model the plan was made for")
+            raise PlanMismatchError(
+                f"the plan's model has {name.replace(':', ' ')}, the model given has not; "
+                "give the model the plan was made for"
+            )
         if tuple(tensor.shape) != spec.shape:
-            raise PlanMismatchError(f"{name.replace(':', ' ')}: the plan says {spec.shape}, the model has {tuple(tensor.shape)}")
+            raise PlanMismatchError(
+                f"{name.replace(':', ' ')}: the plan says {spec.shape}, the model has {tuple(tensor.shape)}"
+            )
         if tensor.is_meta:
             raise PlanMismatchError(
-                f"{name.replace(':', ' ')} is on meta and has no values; build the model without torch.device('meta') (on cpu) before running it"
+                f"{name.replace(':', ' ')} is on meta and has no values; "
+                "build the model without torch.device('meta') (on cpu) before running it"
             )
         found[name] = tensor.detach()
     return found
 
 
-def local_tensors(program: RankProgram, full: Mapping[str, Tensor], coordinates: Dims, device: str) -> dict[str, Tensor]:
+def local_tensors(
+    program: RankProgram, full: Mapping[str, Tensor], coordinates: Dims, device: str
+) -> dict[str, Tensor]:
     """A rank's parameters, optimizer views, buffers and seeds, by outer name, each with storage of its own
     but for states that are views of a stored copy."""
     found: dict[str, Tensor] = {}

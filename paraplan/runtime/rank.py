@@ -37,7 +37,9 @@ class Rank:
         layouts: of the states (and of the gradients the optimizer reads).
     """
 
-    def __init__(self, plan: Plan, executor: Executor, full: Mapping[str, Tensor], seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self, plan: Plan, executor: Executor, full: Mapping[str, Tensor], seed: int, device: str = "cpu"
+    ) -> None:
         self.plan, self.stage, self.executor, self.device = plan, plan.stages[0], executor, device
         self.program: RankProgram = executor.program
         self.before, self.after = split_steps(self.program.steps)
@@ -46,7 +48,9 @@ class Rank:
         executor.bind(self.tensors)
         states = {value.source: name for name, value in self.program.outer.items() if value.role == "state"}
         self.params = {name: nn.Parameter(self.tensors[outer]) for name, outer in states.items()}
-        self.layouts: dict[str, Layout] = {name: parse_layout(self.program.outer[outer].layout) for name, outer in states.items()}
+        self.layouts: dict[str, Layout] = {
+            name: parse_layout(self.program.outer[outer].layout) for name, outer in states.items()
+        }
 
     def start(self, batch: ShardedBatch) -> None:
         """Bind a batch and fresh seeds; what the last step left behind is dropped."""
@@ -87,7 +91,11 @@ class Rank:
 
     def tail(self) -> tuple[Step, ...]:
         """The steps after the optimizer; drops of gradients that are gone already are left out."""
-        return tuple(step for step in self.after if step.kind is not StepKind.DROP or all(n in self.executor.outer for n in step.drops))
+        return tuple(
+            step
+            for step in self.after
+            if step.kind is not StepKind.DROP or all(n in self.executor.outer for n in step.drops)
+        )
 
     def load(self, full: Mapping[str, Tensor]) -> None:
         """Overwrite parameters from full tensors, "param:<name>"."""
@@ -95,7 +103,9 @@ class Rank:
             for name, value in self.program.outer.items():
                 source = full.get(f"param:{value.source}")
                 if value.role in ("param", "state") and source is not None:
-                    self.tensors[name].copy_(cut(source, parse_layout(value.layout), self.program.mesh_shape, self.executor.coordinates))
+                    self.tensors[name].copy_(
+                        cut(source, parse_layout(value.layout), self.program.mesh_shape, self.executor.coordinates)
+                    )
 
     def held(self, name: str) -> tuple[Tensor, Layout]:
         """The authoritative local copy of a parameter (the state where it trains) and its layout."""
@@ -116,7 +126,9 @@ def single_stage(plan: Plan) -> Stage:
         RuntimeFailure: there are several.
     """
     if len(plan.stages) != 1:
-        raise RuntimeFailure(f"a plan of {len(plan.stages)} stages: this version runs single-stage plans; plan with stages=1")
+        raise RuntimeFailure(
+            f"a plan of {len(plan.stages)} stages: this version runs single-stage plans; plan with stages=1"
+        )
     return plan.stages[0]
 
 

@@ -8,14 +8,17 @@ import torch
 
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import Mesh
-from paraplan.ir.rank_program import Step
+from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.runtime.executor import Executor, Locate, Modules, no_source
-from paraplan.ir.rank_program import RankProgram
 from paraplan.runtime.transport import InProcessTransport
 
 
 def make_executors(
-    mesh: Mesh, programs: Sequence[RankProgram], rank_class: Sequence[int], modules: Sequence[Modules], locate: Locate = no_source
+    mesh: Mesh,
+    programs: Sequence[RankProgram],
+    rank_class: Sequence[int],
+    modules: Sequence[Modules],
+    locate: Locate = no_source,
 ) -> tuple[InProcessTransport, list[Executor]]:
     """An in-process transport and one executor per device of the mesh.
 
@@ -28,14 +31,17 @@ def make_executors(
     transport = InProcessTransport(mesh)
     executors = [
         Executor(
-            programs[rank_class[rank]], modules[rank_class[rank]], mesh.coordinates(rank), transport.port(rank), rank, locate
+            programs[rank_class[rank]], modules[rank_class[rank]], mesh.coordinates(rank), transport.port(rank),
+            rank, locate
         )
         for rank in mesh.devices
     ]  # fmt: skip
     return transport, executors
 
 
-def step_together(transport: InProcessTransport, executors: Sequence[Executor], steps: Sequence[Iterable[Step]]) -> None:
+def step_together(
+    transport: InProcessTransport, executors: Sequence[Executor], steps: Sequence[Iterable[Step]]
+) -> None:
     """Record the given steps of every rank, each going on until it waits for a peer.
 
     Raises:

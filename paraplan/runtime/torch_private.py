@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "storage_key", "storage_of"]
+__all__ = ["TorchDispatchMode", "storage_key", "storage_of", "tree_leaves"]
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage:

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from paraplan.runtime.torch_private import TorchDispatchMode, storage_key, storage_of
+from paraplan.runtime.torch_private import TorchDispatchMode, storage_key, storage_of, tree_leaves
 
 
 class Ledger:
@@ -29,11 +28,13 @@ class Ledger:
     Attributes:
         live_bytes: of all of them.
         peak_bytes: the most `live_bytes` has been since `reset_peak`.
+        window_bytes: the most it has been since `open_window` (an instruction's).
     """
 
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.window_bytes = 0
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def register(self, tensor: Tensor) -> None:
@@ -46,6 +47,7 @@ class Ledger:
         self._alive[key] = (nbytes, weakref.ref(storage, partial(self._died, key)))
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.window_bytes = max(self.window_bytes, self.live_bytes)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor's storage is booked."""
@@ -53,6 +55,11 @@ class Ledger:
 
     def _died(self, key: int, _: object) -> None:
         self.live_bytes -= self._alive.pop(key)[0]
+
+    def open_window(self) -> int:
+        """Start measuring an instruction; returns the bytes alive."""
+        self.window_bytes = self.live_bytes
+        return self.live_bytes
 
     def reset_peak(self) -> None:
         """Start measuring the peak anew."""

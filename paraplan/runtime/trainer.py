@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from paraplan.ir.entry import Entry
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
+from paraplan.runtime import compiled as compiling
 from paraplan.runtime.batch import ShardedBatch, shard_batch, shard_loader
 from paraplan.runtime.checkpoint import Checkpointing
 from paraplan.runtime.distributed import DistributedTransport
@@ -41,14 +42,15 @@ class Trainer(Checkpointing):
         transport: of the stage's mesh.
         seed: base of the random seeds; the same on every rank.
         record: note every instruction and the memory it takes (slow); entries and `peak_bytes` then say what was.
+        compile_phases: "F" and/or "B": run these phases through torch.compile, checked against eager once.
 
     Attributes:
         rank: this process' rank.
     """
 
     def __init__(
-        self, plan: Plan, programs: Sequence[RankProgram], modules: Modules, model: nn.Module, transport: DistributedTransport,
-        *, seed: int = 0, record: bool = False,
+        self, plan: Plan, programs: Sequence[RankProgram], modules: Modules, model: nn.Module,
+        transport: DistributedTransport, *, seed: int = 0, record: bool = False, compile_phases: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.plan, self.transport, self.rank, self.record = plan, transport, transport.rank, record
         self.stage = single_stage(plan)
@@ -56,6 +58,7 @@ class Trainer(Checkpointing):
         coordinates = self.stage.mesh.coordinates(self.rank)
         executor = Executor(program, modules, coordinates, transport, self.rank, source_lines(plan.program))
         self.state = Rank(plan, executor, full_tensors(plan.program, model), seed, transport.device)
+        compiling.compile_phases(executor, transport, compile_phases)
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -97,8 +100,8 @@ class Trainer(Checkpointing):
         return shard_loader(self.plan, self.stage, self.state.executor.coordinates, loader, self.transport.device)
 
     def optimizer(
-        self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None, params: GroupMaker | None = None,
-        **options: Any,
+        self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
+        params: GroupMaker | None = None, **options: Any,
     ) -> torch.optim.Optimizer:  # fmt: skip
         """The user's optimizer over this rank's shards.
 

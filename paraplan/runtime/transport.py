@@ -87,9 +87,14 @@ class InProcessTransport:
         handle = Handle(_result(kind, x, len(group)), what)
         found = _Meeting(kind, reduction, tuple(x.shape), x.dtype)
         meeting = self._meetings.setdefault((axis, group, count), found)
-        here, there = (kind, reduction, tuple(x.shape), x.dtype), (meeting.kind, meeting.reduction, meeting.shape, meeting.dtype)
+        here, there = (
+            (kind, reduction, tuple(x.shape), x.dtype),
+            (meeting.kind, meeting.reduction, meeting.shape, meeting.dtype),
+        )
         if here != there:
-            raise RuntimeFailure(f"{what}: rank {rank} issues {here}, its peer {next(iter(meeting.inputs))} issued {there}")
+            raise RuntimeFailure(
+                f"{what}: rank {rank} issues {here}, its peer {next(iter(meeting.inputs))} issued {there}"
+            )
         meeting.inputs[rank] = handle.out if kind == "all_reduce" else x
         meeting.handles[rank] = handle
         if len(meeting.handles) == len(group):

@@ -18,16 +18,37 @@ def op(target: str, args: tuple[Arg, ...], out: str, frees: str = "", **kwargs: 
 
 def issue(source: str, out: str, frees: str = "") -> Instr:
     """An all-gather over axis 0."""
-    return Instr(kind=InstrKind.COLLECTIVE, target="all_gather", args=(f"%{source}", ":"), outs=(out,), axis=0, frees=tuple(frees.split()))
+    return Instr(
+        kind=InstrKind.COLLECTIVE,
+        target="all_gather",
+        args=(f"%{source}", ":"),
+        outs=(out,),
+        axis=0,
+        frees=tuple(frees.split()),
+    )
 
 
 def wait(issued: str, held: str, out: str, frees: str = "") -> Instr:
     """Its wait, holding the input."""
-    return Instr(kind=InstrKind.WAIT, target="wait", args=(f"%{issued}", f"%{held}"), outs=(out,), axis=0, frees=tuple(frees.split()))
+    return Instr(
+        kind=InstrKind.WAIT,
+        target="wait",
+        args=(f"%{issued}", f"%{held}"),
+        outs=(out,),
+        axis=0,
+        frees=tuple(frees.split()),
+    )
 
 
 def block(inputs: str, outputs: str, names: str, *instrs: Instr, views: dict[str, str] | None = None) -> Block:
     """A block of vectors."""
     values = {name: vector(name) for name in (*inputs.split(), *names.split())}
     values |= {name: vector(name, base) for name, base in (views or {}).items()}
-    return Block(name="b.0.F", inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), saved=(), values=values, instrs=instrs)
+    return Block(
+        name="b.0.F",
+        inputs=tuple(inputs.split()),
+        outputs=tuple(outputs.split()),
+        saved=(),
+        values=values,
+        instrs=instrs,
+    )

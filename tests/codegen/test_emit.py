@@ -36,7 +36,11 @@ def test_generated_code_frees_where_the_instructions_do() -> None:
     made = Block(**{f: getattr(chain(), f) for f in ("name", "inputs", "outputs", "saved", "values")}, instrs=(
         *chain().instrs[:3], wait("i", "y", "w", "i y w"), chain().instrs[4],
     ))  # fmt: skip
-    lines = [line for line in build_block(made, LOCAL).code.splitlines() if "(" in line and "def " not in line and "return" not in line and "clear" not in line]
+    lines = [
+        line
+        for line in build_block(made, LOCAL).code.splitlines()
+        if "(" in line and "def " not in line and "return" not in line and "clear" not in line
+    ]
     assert len(lines) == len(made.instrs)
     for line, instr in zip(lines, made.instrs, strict=True):
         freed = re.search(r";\s+(.*) = None$", line)
@@ -97,7 +101,9 @@ def test_absent_results_and_tuples() -> None:
 def test_collectives_bind_to_groups() -> None:
     made = block("x", "w", "i", issue("x", "i"), wait("i", "x", "w", "i x"), views={"w": "i"})
     bound = build_block(made, EmitContext(mesh_shape=(2,), groups=("7",)))
-    targets = [str(getattr(node.target, "__name__", node.target)) for node in bound.graph.nodes if node.op == "call_function"]
+    targets = [
+        str(getattr(node.target, "__name__", node.target)) for node in bound.graph.nodes if node.op == "call_function"
+    ]
     assert targets == ["all_gather_into_tensor.default", "wait_holding"]
     gathered = next(node for node in bound.graph.nodes if node.op == "call_function")
     assert gathered.args[1:] == (2, "7")
@@ -112,10 +118,18 @@ def test_collectives_bind_to_groups() -> None:
     [
         (block("x", "y", "y i", op(MUL, ("%x", 2.0), "y"), issue("x", "i", "i x")), "read by one wait alone"),
         (block("x", "i", "i", issue("x", "i", "x")), "read by one wait alone"),
-        (block("x", "w v", "i", issue("x", "i"), wait("i", "x", "w"), wait("i", "x", "v", "i x"), views={"w": "i", "v": "i"}), "read by one wait alone"),
-        (block("x", "w y", "i y", issue("x", "i"), op(ADD, ("%i", "%i"), "y"), wait("i", "x", "w", "i x"), views={"w": "i"}), "read by one wait alone"),
+        (
+            block("x", "w v", "i", issue("x", "i"), wait("i", "x", "w"),
+                  wait("i", "x", "v", "i x"), views={"w": "i", "v": "i"}),
+            "read by one wait alone",
+        ),
+        (
+            block("x", "w y", "i y", issue("x", "i"), op(ADD, ("%i", "%i"), "y"), wait("i", "x", "w", "i x"), views={"w": "i"}),
+            "read by one wait alone",
+        ),
         (block("x", "z", "y z", op(MUL, ("%x", 2.0), "y", "x"), op(ADD, ("%x", "%y"), "z", "y")), "frees x"),
-        (block("x", "z", "y z", op(MUL, ("%x", 2.0), "y"), op(ADD, ("%x", "%y"), "z", "x")), "neither freed nor returned"),
+        (block("x", "z", "y z", op(MUL, ("%x", 2.0), "y"), op(ADD, ("%x", "%y"), "z", "x")),
+         "neither freed nor returned"),
         (block("x", "y", "y", op(MUL, ("%q", 2.0), "y", "x")), "nothing made"),
         (block("x", "y", "y", op("aten.no_such.default", ("%x",), "y", "x")), "no op is called"),
     ],

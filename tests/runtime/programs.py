@@ -24,15 +24,22 @@ def view(base: str, shape: Dims, dtype: str = "float64") -> LocalValue:
     return LocalValue(dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=base, storage_bytes=0)
 
 
-def op(target: str, args: tuple[Arg, ...], outs: tuple[str | None, ...], frees: str = "", **kwargs: Arg) -> Instr:
+def op(
+    target: str, args: tuple[Arg, ...], outs: tuple[str | None, ...], frees: str = "", workspace_bytes: int = 0
+) -> Instr:
     """An op; freed names separated by blanks."""
-    return Instr(target=target, args=args, kwargs=kwargs, outs=outs, frees=tuple(frees.split()))
+    return Instr(target=target, args=args, outs=outs, frees=tuple(frees.split()), workspace_bytes=workspace_bytes)
 
 
 def issue(target: str, source: str, out: str, axis: int = 0, reduction: str = "", frees: str = "") -> Instr:
     """A collective."""
     return Instr(
-        kind=InstrKind.COLLECTIVE, target=target, args=(f"%{source}", f":{reduction}"), outs=(out,), axis=axis, frees=tuple(frees.split())
+        kind=InstrKind.COLLECTIVE,
+        target=target,
+        args=(f"%{source}", f":{reduction}"),
+        outs=(out,),
+        axis=axis,
+        frees=tuple(frees.split()),
     )
 
 
@@ -47,7 +54,12 @@ def collectives_block() -> Block:
     values = {"x": own("x", (4, 3)), "idle": own("idle", (5,)), "y": own("y", (4, 3))}
     for name, shape in (("r", (4, 3)), ("m", (4, 3)), ("g", (8, 3)), ("s", (2, 3)), ("t", (4, 3))):
         values |= {name + "!": own(name + "!", shape), name: view(name + "!", shape)}
-    values |= {"part": own("part", (2, 3)), "z": own("z", (2, 3)), "top": own("top", (4,)), "at": own("at", (4,), "int64")}
+    values |= {
+        "part": own("part", (2, 3)),
+        "z": own("z", (2, 3)),
+        "top": own("top", (4,)),
+        "at": own("at", (4,), "int64"),
+    }
     instrs = (
         issue("all_reduce", "x", "r!", reduction="sum"),
         issue("all_reduce", "x", "m!", reduction="max"),
@@ -57,7 +69,7 @@ def collectives_block() -> Block:
         issue("all_to_all", "y", "t!"),
         wait("r!", "r", frees="r!"),
         wait("m!", "m", frees="m!"),
-        op("aten.max.dim", ("%m", 1), (None, "at"), frees="m"),
+        op("aten.max.dim", ("%m", 1), (None, "at"), frees="m", workspace_bytes=32),
         wait("g!", "g", held="x", frees="g!"),
         wait("s!", "s", held="x", frees="s! x"),
         wait("t!", "t", held="y", frees="t! y"),
@@ -65,7 +77,14 @@ def collectives_block() -> Block:
         op("aten.add.Tensor", ("%part", "%s"), ("z",), frees="part s"),
     )
     values.pop("top")
-    return Block(name="k0.0.F", inputs=("x", "idle"), outputs=("r", "g", None, "z", "t"), saved=("at",), values=values, instrs=instrs)
+    return Block(
+        name="k0.0.F",
+        inputs=("x", "idle"),
+        outputs=("r", "g", None, "z", "t"),
+        saved=("at",),
+        values=values,
+        instrs=instrs,
+    )
 
 
 def collectives_program() -> RankProgram:
@@ -74,7 +93,9 @@ def collectives_program() -> RankProgram:
     for m in range(2):
         outs = (f"r@{m}", f"g@{m}", None, f"z@{m}", f"t@{m}", f"at@{m}")
         steps += [
-            Step(kind=StepKind.CALL, action=f"0F{m}", block="k0.0.F", args=(f"x@{m}", f"idle@{m}"), outs=outs, drops=(f"x@{m}", f"idle@{m}"), microbatch=m, segment=0),
+            Step(kind=StepKind.CALL, action=f"0F{m}", block="k0.0.F", args=(f"x@{m}", f"idle@{m}"),
+                 outs=outs,
+                 drops=(f"x@{m}", f"idle@{m}"), microbatch=m, segment=0),
             Step(kind=StepKind.ACCUMULATE, action=f"0F{m}", args=("total", f"r@{m}"), microbatch=m, segment=0),
             Step(kind=StepKind.DROP, action=f"0F{m}", drops=(f"g@{m}", f"at@{m}"), microbatch=m, segment=0),
         ]  # fmt: skip
@@ -83,7 +104,8 @@ def collectives_program() -> RankProgram:
         outer[f"x@{m}"] = OuterValue(role="batch", source="x", dtype="float64", shape=(4, 3), layout="S0", nbytes=96)
         outer[f"idle@{m}"] = OuterValue(role="batch", source="idle", dtype="float64", shape=(5,), layout="R", nbytes=40)
     return RankProgram(
-        mesh_axes=("dp",), mesh_shape=(2,), num_microbatches=2, blocks={"k0.0.F": collectives_block()}, outer=outer, steps=tuple(steps),
+        mesh_axes=("dp",), mesh_shape=(2,), num_microbatches=2, blocks={"k0.0.F": collectives_block()}, outer=outer,
+        steps=tuple(steps),
         loss="total", grads={}, optimizer_bytes=0, update_workspace_bytes=0,
     )  # fmt: skip
 

@@ -70,7 +70,9 @@ def test_entries_and_peak_are_exact() -> None:
     program = collectives_program()
     first, second = run(program)
     assert [entry.key for entry in first.entries] == [entry.key for entry in second.entries]
-    keys = [(e.target, e.shapes, e.allocated_bytes, e.freed_bytes, e.collective) for e in first.entries if e.microbatch == 0]
+    keys = [
+        (e.target, e.shapes, e.allocated_bytes, e.freed_bytes, e.collective) for e in first.entries if e.microbatch == 0
+    ]
     assert keys == [
         ("drop", (), 0, 40, ""),  # idle: given up and never read
         ("all_reduce", ((4, 3),), 96, 0, "all_reduce@0"), ("all_reduce", ((4, 3),), 96, 0, "all_reduce@0"),
@@ -85,7 +87,6 @@ def test_entries_and_peak_are_exact() -> None:
     assert [entry.key for entry in first.entries] == [entry.key for entry in entries(program)]
     walk = MemoryWalk(program)
     predicted = max(walk.advance(step).peak for step in program.steps)
-    # max.dim makes its absent result too and drops it: 32 bytes of workspace the hand-written program does not say
     assert first.ledger.peak_bytes == predicted == second.ledger.peak_bytes
     assert first.ledger.live_bytes == sum(t.untyped_storage().nbytes() for t in first.outer.values())
 
@@ -98,15 +99,39 @@ def test_the_second_accumulation_frees_its_addend() -> None:
 
 def _one_block(*instrs: object, names: str, inputs: str = "x", outputs: str = "") -> RankProgram:
     program = collectives_program()
-    values = {name: view(name[:-1], (4, 3)) if name.endswith("'") else own(name, (4, 3)) for name in (*inputs.split(), *names.split())}
-    block = Block(name="k0.0.F", inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), saved=(), values=values, instrs=instrs)
-    step = Step(kind=StepKind.CALL, action="0F0", block="k0.0.F", args=("x@0",), outs=(None,) * len(block.outputs), microbatch=0, segment=4)
+    values = {
+        name: view(name[:-1], (4, 3)) if name.endswith("'") else own(name, (4, 3))
+        for name in (*inputs.split(), *names.split())
+    }
+    block = Block(
+        name="k0.0.F",
+        inputs=tuple(inputs.split()),
+        outputs=tuple(outputs.split()),
+        saved=(),
+        values=values,
+        instrs=instrs,
+    )
+    step = Step(
+        kind=StepKind.CALL,
+        action="0F0",
+        block="k0.0.F",
+        args=("x@0",),
+        outs=(None,) * len(block.outputs),
+        microbatch=0,
+        segment=4,
+    )
     return replace(program, blocks={"k0.0.F": block}, steps=(step,))
 
 
 def test_a_failing_op_is_named() -> None:
-    bad = _one_block(op("aten.mul.Tensor", ("%x", 2.0), ("y",)), op("aten.mm.default", ("%x", "%y"), ("z",), frees="y z"), names="y z")
-    with pytest.raises(RuntimeFailure, match=r"rank 0, action 0F0, segment 4, k0.0.F\[1\] aten.mm.default: RuntimeError: mat1 and mat2"):
+    bad = _one_block(
+        op("aten.mul.Tensor", ("%x", 2.0), ("y",)),
+        op("aten.mm.default", ("%x", "%y"), ("z",), frees="y z"),
+        names="y z",
+    )
+    with pytest.raises(
+        RuntimeFailure, match=r"rank 0, action 0F0, segment 4, k0.0.F\[1\] aten.mm.default: RuntimeError: mat1 and mat2"
+    ):
         run(bad)
     fast = Executor(bad, build_modules(bad), (0,), None, rank=3)  # type: ignore[arg-type]
     fast.bind(values_of(0))
@@ -117,7 +142,7 @@ def test_a_failing_op_is_named() -> None:
 def test_peers_that_disagree_are_told_so() -> None:
     a = _one_block(issue("all_reduce", "x", "i", reduction="sum"), wait("i", "i'", frees="i i'"), names="i i'")
     b = _one_block(issue("all_reduce", "x", "i", reduction="max"), wait("i", "i'", frees="i i'"), names="i i'")
-    with pytest.raises(RuntimeFailure, match="rank 1 issues .*'max'.* its peer 0 issued .*'sum'"):
+    with pytest.raises(RuntimeFailure, match=r"rank 1 issues .*'max'.* its peer 0 issued .*'sum'"):
         _run_two(a, b)
 
 

@@ -42,7 +42,12 @@ def test_cut_and_join_round_trip(case: tuple[tuple[int, ...], Layout, tuple[int,
 def test_the_earlier_axis_is_outer() -> None:
     full = torch.arange(8)
     layout = (S(0), S(0))
-    assert [cut(full, layout, (2, 2), c).tolist() for c in itertools.product((0, 1), (0, 1))] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [cut(full, layout, (2, 2), c).tolist() for c in itertools.product((0, 1), (0, 1))] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
 
 
 def test_join_over_gathers_inner_axes_first() -> None:
@@ -51,7 +56,9 @@ def test_join_over_gathers_inner_axes_first() -> None:
     here = {c: cut(full, layout, mesh, c) for c in at}
     for axis in (1, 0):  # one round of gathers by every rank, as the transport would do
         dim = layout[axis].dim
-        here = {c: torch.cat([here[tuple(k if a == axis else v for a, v in enumerate(c))] for k in (0, 1)], dim) for c in at}
+        here = {
+            c: torch.cat([here[tuple(k if a == axis else v for a, v in enumerate(c))] for k in (0, 1)], dim) for c in at
+        }
     assert all(torch.equal(x, full) for x in here.values())
     assert torch.equal(join_over((R, R), full, lambda x, axis: [x]), full)
 
@@ -63,7 +70,9 @@ def test_indivisible_dims_are_refused() -> None:
 
 @given(cases(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_state_views_are_the_states_shard(case: tuple[tuple[int, ...], Layout, tuple[int, ...]], data: st.DataObject) -> None:
+def test_state_views_are_the_states_shard(
+    case: tuple[tuple[int, ...], Layout, tuple[int, ...]], data: st.DataObject
+) -> None:
     shape, state, mesh = case
     stored = tuple(data.draw(st.sampled_from([placement, R])) for placement in state)
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)

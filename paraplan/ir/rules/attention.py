@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
+from paraplan.ir.rules import workspace
 from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Specs, register
 from paraplan.ir.tensor import TensorSpec
 
@@ -32,7 +33,7 @@ def _starts(args: tuple[Arg, ...], ctx: LocalContext, position: int) -> tuple[Ar
     return (*args[:position], (*starts, 0, 0), *args[position + 1 :])
 
 
-@register("paraplan.attention", strides="attention", localise=lambda args, ctx: _starts(args, ctx, 10))
+@register("paraplan.attention", strides="attention", localise=lambda args, ctx: _starts(args, ctx, 10), workspace=workspace.attention)
 def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`b h _ _, b h _ _, b h _ _, mask, seed -> b h _ _, b h _`."""
     query, key = inputs[0], inputs[1]
@@ -43,7 +44,7 @@ def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return OpDims(tuple(dims), outs, {"b": query.shape[0], "h": key.shape[1]})
 
 
-@register("paraplan.attention_grad", strides="attention", localise=lambda args, ctx: _starts(args, ctx, 13))
+@register("paraplan.attention_grad", strides="attention", localise=lambda args, ctx: _starts(args, ctx, 13), workspace=workspace.attention_grad)
 def attention_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`b h _ _ (grad), q, k, v, mask, seed, out, lse -> dq, dk, dv, dmask`; a broadcast mask's gradient contracts."""
     query, key = inputs[1], inputs[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
+from paraplan.ir.rules import workspace
 from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of
 
 
@@ -28,7 +29,7 @@ def _starts(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
     return (*args[:5], starts)
 
 
-@register("paraplan.dropout", localise=_starts)
+@register("paraplan.dropout", localise=_starts, workspace=workspace.dropout)
 def dropout(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b, () -> a b`, linear in x: the mask is keyed by the global element index, so any shard knows its own."""
     names = letters(len(inputs[0].shape))

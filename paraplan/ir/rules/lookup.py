@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
+from paraplan.ir.rules import workspace
 from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of
 
 
@@ -18,7 +19,7 @@ def _start(args: tuple[Arg, ...], ctx: LocalContext, position: int, index: int, 
     return (*args[:position], ctx.offset(spec, layout, dim) if sharded else 0, *args[position + 1 :])
 
 
-@register("paraplan.embedding", localise=lambda args, ctx: _start(args, ctx, 2, 0, 0))
+@register("paraplan.embedding", localise=lambda args, ctx: _start(args, ctx, 2, 0, 0), workspace=workspace.embedding)
 def embedding(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`v h, a b -> a b h`, v contracted."""
     ids = letters(len(inputs[1].shape), skip="vh")
@@ -31,7 +32,7 @@ def _grad_local(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
     return _start(sized, ctx, 4, 0, 0, output=True)
 
 
-@register("paraplan.embedding_grad", localise=_grad_local)
+@register("paraplan.embedding_grad", localise=_grad_local, workspace=workspace.embedding_grad)
 def embedding_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b h, a b -> v h`: positions contracted; each rank may hold its own rows."""
     ids = letters(len(inputs[1].shape), skip="vh")
@@ -45,35 +46,35 @@ def _rows(inputs: Specs, logits: int) -> tuple[tuple[str, ...], dict[str, int]]:
     return rows, sizes_of(((*rows, "v"), shape))
 
 
-@register("paraplan.ce_max")
+@register("paraplan.ce_max", workspace=workspace.ce_max)
 def ce_max(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b v -> a b`, a maximum over v."""
     rows, sizes = _rows(inputs, 0)
     return OpDims(((*rows, "v"),), (rows,), sizes, {"v": "max"})
 
 
-@register("paraplan.ce_sumexp")
+@register("paraplan.ce_sumexp", workspace=workspace.ce_rows)
 def ce_sumexp(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b v, a b -> a b`, a sum over v."""
     rows, sizes = _rows(inputs, 0)
     return OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"})
 
 
-@register("paraplan.ce_target", localise=lambda args, ctx: _start(args, ctx, 3, 0, len(ctx.inputs[0].shape) - 1))
+@register("paraplan.ce_target", localise=lambda args, ctx: _start(args, ctx, 3, 0, len(ctx.inputs[0].shape) - 1), workspace=workspace.ce_target)
 def ce_target(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b v, a b -> a b`: the label's logit, found by the rank that has it."""
     rows, sizes = _rows(inputs, 0)
     return OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"})
 
 
-@register("paraplan.ce_loss")
+@register("paraplan.ce_loss", workspace=workspace.ce_loss)
 def ce_loss(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b, a b, a b, a b -> `: the sum over positions."""
     rows = letters(len(inputs[0].shape))
     return OpDims((rows,) * 4, ((),), sizes_of((rows, inputs[0].shape)), dict.fromkeys(rows, "sum"))
 
 
-@register("paraplan.ce_grad", localise=lambda args, ctx: _start(args, ctx, 6, 1, len(ctx.inputs[1].shape) - 1))
+@register("paraplan.ce_grad", localise=lambda args, ctx: _start(args, ctx, 6, 1, len(ctx.inputs[1].shape) - 1), workspace=workspace.ce_grad)
 def ce_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`(), a b v, a b, a b, a b -> a b v`."""
     rows, sizes = _rows(inputs, 1)

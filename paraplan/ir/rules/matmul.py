@@ -7,6 +7,7 @@ Products accumulate no workspace that torch's allocator sees.
 from __future__ import annotations
 
 from paraplan.ir.graph import Op
+from paraplan.ir.rules import workspace
 from paraplan.ir.rules.dims import OpDims, Specs, letters, register, sizes_of
 
 
@@ -37,7 +38,7 @@ def _weight(transposed: bool) -> tuple[str, str]:
     return ("k", "n") if transposed else ("n", "k")
 
 
-@register("paraplan.linear")
+@register("paraplan.linear", workspace=workspace.linear)
 def linear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b k, n k[, n] -> a b n`."""
     lead = letters(len(inputs[0].shape) - 1, skip="kn")
@@ -57,7 +58,7 @@ def linear_grad_input(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return OpDims(((*lead, "n"), weight), ((*lead, "k"),), sizes, {"n": "sum"}, ((0,), (1,)))
 
 
-@register("paraplan.linear_grad_weight")
+@register("paraplan.linear_grad_weight", workspace=workspace.linear_grad_weight)
 def linear_grad_weight(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b n, a b k -> n k`: the leading dims are contracted."""
     lead = letters(len(inputs[0].shape) - 1, skip="kn")

@@ -150,12 +150,18 @@ def _attention_math(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tenso
     out = q.new_empty((b, s, h, e))
     lse = torch.empty((b, h, s), dtype=dtype, device=q.device)
     for row in range(b):
-        scores = _scores(q[row].to(dtype), k[row].to(dtype), call, row)
-        lse[row] = torch.logsumexp(scores, -1)
-        probs = _drop(_probabilities(scores, lse[row]), call, row)
-        block = torch.bmm(probs.view(g, h // g * s, t), v[row].to(dtype)).view(h, s, e)
-        out[row] = block.transpose(0, 1)
+        _attend_row(q, k, v, call, row, out, lse)
     return out.transpose(1, 2), lse
+
+
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, call: _Call, row: int, out: Tensor, lse: Tensor) -> None:
+    """One batch row of the math path; a function of its own so that its scores die before the next row's exist."""
+    (h, s), (g, t, e) = q.shape[1:3], v.shape[1:]
+    scores = _scores(q[row].to(lse.dtype), k[row].to(lse.dtype), call, row)
+    lse[row] = torch.logsumexp(scores, -1)
+    probs = _drop(_probabilities(scores, lse[row]), call, row)
+    block = torch.bmm(probs.view(g, h // g * s, t), v[row].to(lse.dtype)).view(h, s, e)
+    out[row] = block.transpose(0, 1)
 
 
 def attention_grad(
@@ -201,22 +207,34 @@ def _attention_grad_math(
     g_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: _Call, mask_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     (b, h, s, d), (g, t, e) = q.shape, v.shape[1:]
-    dtype, rows = _compute_dtype(q.dtype), h // g * s
-    dq, dk, dv = q.new_empty((b, s, h, d)), k.new_empty((b, t, g, d)), v.new_empty((b, t, g, e))
+    dtype = _compute_dtype(q.dtype)
+    grads = q.new_empty((b, s, h, d)), k.new_empty((b, t, g, d)), v.new_empty((b, t, g, e))
     dmask = torch.zeros(call.mask.shape, dtype=dtype, device=q.device) if mask_grad and call.mask is not None else None
     for row in range(b):
-        query, key, value, grad = (x[row].to(dtype) for x in (q, k, v, g_out))
-        probs = _probabilities(_scores(query, key, call, row), lse[row])
-        grad_rows = grad.reshape(g, rows, e)
-        dv[row] = torch.bmm(_drop(probs, call, row).view(g, rows, t).transpose(1, 2), grad_rows).transpose(0, 1)
-        delta = (grad * out[row].to(dtype)).sum(-1, keepdim=True)
-        inner = _drop(torch.bmm(grad_rows, value.transpose(1, 2)).view(h, s, t), call, row)
-        ds = probs.mul_(inner.sub_(delta))
-        if dmask is not None:
-            target = dmask[row if dmask.shape[0] > 1 else 0]
-            target += ds.sum_to_size(target.shape)
-        ds = ds.mul_(call.scale).view(g, rows, t)
-        dq[row] = torch.bmm(ds, key).view(h, s, d).transpose(0, 1)
-        dk[row] = torch.bmm(ds.transpose(1, 2), query.reshape(g, rows, d)).transpose(0, 1)
-    final = None if dmask is None or call.mask is None else dmask.to(call.mask.dtype)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), final
+        _attend_row_grad((g_out, q, k, v, out, lse), call, row, grads, dmask)
+    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    return dq, dk, dv, None if dmask is None or call.mask is None else dmask.to(call.mask.dtype)
+
+
+def _attend_row_grad(
+    tensors: tuple[Tensor, ...], call: _Call, row: int, grads: tuple[Tensor, Tensor, Tensor], dmask: Tensor | None
+) -> None:
+    """The gradients of one batch row, written into its rows of `grads` and added to `dmask`."""
+    g_out, q, k, v, out, lse = tensors
+    dq, dk, dv = grads
+    (h, s, d), (g, t, e) = q.shape[1:], v.shape[1:]
+    rows, dtype = h // g * s, lse.dtype
+    query, key, value, grad = (x[row].to(dtype) for x in (q, k, v, g_out))
+    probs = _probabilities(_scores(query, key, call, row), lse[row])
+    grad_rows = grad.reshape(g, rows, e)
+    dv[row] = torch.bmm(_drop(probs, call, row).view(g, rows, t).transpose(1, 2), grad_rows).transpose(0, 1)
+    delta = (grad * out[row].to(dtype)).sum(-1, keepdim=True)
+    inner = _drop(torch.bmm(grad_rows, value.transpose(1, 2)).view(h, s, t), call, row)
+    ds = probs.mul_(inner.sub_(delta))
+    del inner
+    if dmask is not None:
+        target = dmask[row if dmask.shape[0] > 1 else 0]
+        target += ds.sum_to_size(target.shape)
+    ds = ds.mul_(call.scale).view(g, rows, t)
+    dq[row] = torch.bmm(ds, key).view(h, s, d).transpose(0, 1)
+    dk[row] = torch.bmm(ds.transpose(1, 2), query.reshape(g, rows, d)).transpose(0, 1)

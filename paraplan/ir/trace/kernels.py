@@ -112,10 +112,11 @@ def ce_grad(
     valid = (labels.reshape(-1, 1) != ignore_index).to(m.dtype)
     hit = -inside.to(m.dtype).unsqueeze(-1)
     out = torch.empty(flat.shape, dtype=logits.dtype, device=logits.device)
-    for rows in _row_chunks(*flat.shape):
-        soft = (flat[rows].to(m.dtype) - top[rows]).exp_().div_(total[rows]).mul_(valid[rows])
-        soft.scatter_add_(-1, local[rows].unsqueeze(-1), hit[rows])
-        out[rows] = soft.mul_(g.to(m.dtype))
+    for rows in _row_chunks(*flat.shape):  # one expression: a chunk's temporaries die before the next one's exist
+        out[rows] = (
+            (flat[rows].to(m.dtype) - top[rows]).exp_().div_(total[rows]).mul_(valid[rows])
+            .scatter_add_(-1, local[rows].unsqueeze(-1), hit[rows]).mul_(g.to(m.dtype))
+        )  # fmt: skip
     return out.view(logits.shape)
 
 

@@ -90,6 +90,7 @@ def dropout(x: Tensor, seed: Tensor, p: float, slot: int, global_shape: Sequence
         numbers = torch.arange(begin[-1] + left, begin[-1] + right, dtype=torch.int32, device=x.device).mul_(_COLUMN)
         for top in range(0, flat.shape[0], height):
             rows = slice(top, min(top + height, flat.shape[0]))
-            keep = _mix_columns(first[rows], second[rows], numbers) >= threshold
-            torch.mul(flat[rows, left:right], keep, out=out[rows, left:right]).mul_(scale)
+            target = out[rows, left:right]
+            torch.mul(flat[rows, left:right], _mix_columns(first[rows], second[rows], numbers) >= threshold, out=target)
+            target.mul_(scale)
     return out.view(x.shape)

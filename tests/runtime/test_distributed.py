@@ -1,0 +1,31 @@
+"""Two processes over Gloo: the same program, the same plans, and a rank that dies."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from paraplan.ir.errors import RuntimeFailure
+from paraplan.runtime.launch import init_distributed, spawn_local
+
+WORKER = str(Path(__file__).with_name("worker.py"))
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    assert spawn_local(2, WORKER, ["all", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("done*")} == {"done0", "done1"}
+
+
+def test_a_rank_that_dies_ends_the_job_with_its_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    assert spawn_local(2, WORKER, ["die", str(tmp_path)]) != 0
+    assert time.monotonic() - start < 40
+    assert "this rank gives up" in "".join(capfd.readouterr())
+
+
+def test_torchrun_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RuntimeFailure, match="start this with torchrun"):
+        init_distributed()
