@@ -8,7 +8,8 @@ Instructions with several results get one `getitem` node per result that exists.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import fx
 
@@ -88,6 +89,7 @@ def _emit_instr(graph: fx.Graph, env: dict[str, fx.Node], instr: Instr, index: i
     args = tuple(_decode(arg, env) for arg in instr.args)
     kwargs = {key: _decode(arg, env) for key, arg in instr.kwargs.items()}
     many = False
+    function: Callable[..., Any]
     if instr.kind is InstrKind.COLLECTIVE:
         function, args = ops.collective, (args[0], instr.target, args[1], instr.axis)
     elif instr.kind is InstrKind.WAIT:

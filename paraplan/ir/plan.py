@@ -39,20 +39,22 @@ class Optimizer(Value, frozen=True, kw_only=True):
         name: e.g. "adamw".
         state_slots: tensors of a parameter's size it keeps.
         workspace_slots: tensors of one parameter's size alive at once while that parameter is updated.
+        lingering_slots: tensors of the previous parameter's size still alive then.
         scalar_bytes: bytes of small state per parameter (step counters).
     """
 
     name: str
     state_slots: int
     workspace_slots: int
+    lingering_slots: int = 0
     scalar_bytes: int = 0
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": Optimizer(name="sgd", state_slots=0, workspace_slots=0),
     "momentum": Optimizer(name="momentum", state_slots=1, workspace_slots=0),
-    "adam": Optimizer(name="adam", state_slots=2, workspace_slots=2, scalar_bytes=4),
-    "adamw": Optimizer(name="adamw", state_slots=2, workspace_slots=2, scalar_bytes=4),
+    "adam": Optimizer(name="adam", state_slots=2, workspace_slots=2, lingering_slots=1, scalar_bytes=4),
+    "adamw": Optimizer(name="adamw", state_slots=2, workspace_slots=2, lingering_slots=1, scalar_bytes=4),
 }
 
 

@@ -18,6 +18,7 @@ from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.executor import Executor
 
 Boxed = Callable[[list[Any]], Sequence[Tensor | None]]
+Backend = str | Callable[..., Any]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -28,10 +29,13 @@ class CheckedBlock:
         name: for the warning.
         eager: the emitted module.
         transport: by which ranks agree.
+        backend: torch.compile's.
     """
 
-    def __init__(self, name: str, eager: fx.GraphModule, transport: DistributedTransport) -> None:
-        self.name, self.eager, self.transport = name, eager, transport
+    def __init__(
+        self, name: str, eager: fx.GraphModule, transport: DistributedTransport, backend: Backend = "inductor"
+    ) -> None:
+        self.name, self.eager, self.transport, self.backend = name, eager, transport, backend
         self.chosen: Boxed | None = None
 
     def __call__(self, boxed: list[Any]) -> Sequence[Tensor | None]:
@@ -40,7 +44,7 @@ class CheckedBlock:
             return self.chosen(boxed)
         again = list(boxed)
         wanted = self.eager(boxed)
-        compiled = torch.compile(_unboxed(self.eager), fullgraph=True)
+        compiled = torch.compile(_unboxed(self.eager), fullgraph=True, backend=self.backend)
         reason = ""
         try:
             found = compiled(*again)

@@ -124,7 +124,8 @@ def test_collectives_bind_to_groups() -> None:
             "read by one wait alone",
         ),
         (
-            block("x", "w y", "i y", issue("x", "i"), op(ADD, ("%i", "%i"), "y"), wait("i", "x", "w", "i x"), views={"w": "i"}),
+            block("x", "w y", "i y", issue("x", "i"), op(ADD, ("%i", "%i"), "y"),
+                  wait("i", "x", "w", "i x"), views={"w": "i"}),
             "read by one wait alone",
         ),
         (block("x", "z", "y z", op(MUL, ("%x", 2.0), "y", "x"), op(ADD, ("%x", "%y"), "z", "y")), "frees x"),

@@ -14,7 +14,7 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.outer import outer_values, with_drops
 from paraplan.ir.lower.stage import StageBlocks, lower_stage
 from paraplan.ir.lower.updates import count_block, loss_block, reduce_block, restore_block, tangent_block
-from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.plan import Optimizer, Plan, Stage
 from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.rank_program import Block, RankProgram, Step, StepKind
 from paraplan.ir.schedule import ActionKind, parse_action
@@ -71,7 +71,7 @@ class _Steps:
             mesh_axes=self.stage.mesh.axes, mesh_shape=self.stage.mesh.shape, num_microbatches=self.m, blocks=self.blocks,
             outer=outer, steps=with_drops(tuple(self.steps), outer, {"loss", *grads.values()}), loss="loss", grads=grads,
             optimizer_bytes=sum(n * optimizer.state_slots + optimizer.scalar_bytes for n in full),
-            update_workspace_bytes=max(full, default=0) * optimizer.workspace_slots,
+            update_workspace_bytes=_update_workspace(full, optimizer),
         )  # fmt: skip
 
     def _add(self, kind: StepKind, block: Block | None = None, **fields: object) -> None:
@@ -203,6 +203,13 @@ class _Steps:
             block = made[key]
             sources = {"stored": f"param:{name}", "state": f"state:{name}"}
             self._add(StepKind.CALL, block, args=tuple(sources[local] for local in block.inputs), outs=())
+
+
+def _update_workspace(sizes: list[int], optimizer: Optimizer) -> int:
+    """The most one parameter's update allocates, with what lingers of the one before it."""
+    before = [0, *sizes[:-1]]
+    pairs = zip(sizes, before, strict=True)
+    return max((optimizer.workspace_slots * n + optimizer.lingering_slots * last for n, last in pairs), default=0)
 
 
 def _itemsize(dtype: str) -> int:

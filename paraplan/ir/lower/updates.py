@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import extend
-from paraplan.ir.mesh import Layout, P, R, local_shape, parse_layout
+from paraplan.ir.mesh import Layout, P, R, cuts_further, local_shape, parse_layout
 from paraplan.ir.micro import KindMicro
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import Denominator, LossTerm, ParamSpec
 from paraplan.ir.rank_program import Block
 from paraplan.ir.rules.strategies import GraphKey, Strategy, graph_strategies
+from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
 Dims = tuple[int, ...]
@@ -83,7 +84,10 @@ def restore_block(name: str, param: ParamSpec, state_dtype: str, layouts: ParamL
     emitter = BlockEmitter(name, (1, *mesh_shape))
     stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
     emitter.give("stored", param.spec, (R, *stored))
-    emitter.give("state", TensorSpec(state_dtype, param.spec.shape), (R, *state))
+    strides = None
+    if state_dtype == param.spec.dtype and cuts_further(stored, state):  # a view of the stored copy
+        strides = contiguous_strides(local_shape(param.spec.shape, stored, mesh_shape))
+    emitter.give("state", TensorSpec(state_dtype, param.spec.shape), (R, *state), strides)
     source = "state"
     if state_dtype != param.spec.dtype:
         shape = local_shape(param.spec.shape, state, mesh_shape)

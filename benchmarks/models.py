@@ -1,0 +1,62 @@
+"""Small models every benchmark of correctness runs: a real architecture each, a few thousand parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from examples.models.mlp import MLP
+
+VOCABULARY, POSITIONS = 96, 64
+HF = {
+    "gpt2": {
+        "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": POSITIONS,
+        "bos_token_id": None, "eos_token_id": None,
+    },
+    "llama": {
+        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS,
+    },
+    "bert": {
+        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+        "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS,
+    },
+}  # fmt: skip
+DROPOUTS = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "llama": ("attention_dropout",),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+}
+NAMES = ("gpt2", "llama", "bert", "mlp")
+
+
+@dataclass(frozen=True)
+class Small:
+    """A model in float64, with the batch it is given."""
+
+    name: str
+    model: nn.Module
+    batch: dict[str, Tensor]
+
+
+def settings(name: str, dropout: float) -> dict[str, object]:
+    """The configuration of a transformers model."""
+    return {**HF[name], **dict.fromkeys(DROPOUTS[name], dropout), "use_cache": False}
+
+
+def build(name: str, dropout: float, batch: int = 8, seq: int = 32) -> Small:
+    """A model with random weights and one batch: tokens with unequal numbers of ignored labels, or features."""
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
+    if name == "mlp":
+        pair = torch.randn(2, batch, 32, generator=draw, dtype=torch.float64)
+        return Small(name, MLP(dropout=dropout).double().train(), {"x": pair[0], "y": pair[1]})
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # optional extra
+
+    config = AutoConfig.for_model(name, **settings(name, dropout))
+    maker = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+    tokens, labels = (torch.randint(0, VOCABULARY, (batch, seq), generator=draw) for _ in range(2))
+    labels[0, : seq // 2] = -100
+    return Small(name, maker.from_config(config).double().train(), {"input_ids": tokens, "labels": labels})

@@ -1,0 +1,1 @@
+"""Models and scripts that show paraplan at work."""

@@ -1,0 +1,245 @@
+"""The public face: `compile` makes a `Plan`; a `Plan` is saved, shown, simulated and executed.
+
+Importing this loads neither torch nor a solver: what needs them is reached through `_part` on first use, so that
+showing a plan is quick and needs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paraplan import __version__
+from paraplan.api_files import read_plan, write_plan
+from paraplan.cost_models.catalog import parse_cluster
+from paraplan.cost_models.predict import predict, simulate_plan
+from paraplan.cost_models.simulate import Simulation
+from paraplan.ir import plan as ir_plan
+from paraplan.ir.cluster import ClusterSpec, check_cluster
+from paraplan.ir.errors import ConstraintError, PlanMismatchError
+from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.verify import verify_plan
+from paraplan.report.explain import Explanation, explain, summary
+from paraplan.report.html import html_fragment
+from paraplan.report.perfetto import chrome_trace
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from paraplan.runtime.trainer import Trainer
+
+Progress = Callable[[str], None]
+
+_PARTS = {
+    "capture": "paraplan.ir.trace",
+    "search": "paraplan.planner.search",
+    "Job": "paraplan.planner.assemble",
+    "Constraints": "paraplan.planner.constraints",
+    "hf_batch": "paraplan.api_models",
+    "model_ref": "paraplan.api_models",
+    "make_trainer": "paraplan.api_exec",
+}
+_LIBRARIES = ("torch", "transformers", "ortools", "pulp")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?$")
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def _part(name: str) -> Any:
+    """What needs torch or a solver, loaded on first use."""
+    return getattr(import_module(_PARTS[name]), name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one training step runs on a cluster.
+
+    Attributes:
+        data: the plan itself, a frozen value.
+        programs: what each class of ranks executes.
+        solve_s, total_s: how long it took to make; None for a loaded plan (files hold no timings).
+    """
+
+    data: ir_plan.Plan
+    programs: tuple[RankProgram, ...] = field(repr=False)
+    solve_s: float | None = field(default=None, compare=False)
+    total_s: float | None = field(default=None, compare=False)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read and verify a plan file; nothing is imported or executed.
+
+        Raises:
+            InvalidPlanError: unreadable, truncated, an unknown key, a wrong type, or not legal.
+            PlanMismatchError: made by a newer paraplan.
+        """
+        return cls(*read_plan(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; equal plans make equal bytes."""
+        write_plan(self.data, path)
+
+    @property
+    def stages(self) -> tuple[ir_plan.Stage, ...]:
+        """The stages."""
+        return self.data.stages
+
+    @property
+    def prediction(self) -> ir_plan.Prediction:
+        """What the simulator says of a step."""
+        return self.data.prediction or predict(self.data, self.programs, self._simulation)
+
+    @property
+    def certificate(self) -> ir_plan.Certificate | None:
+        """What was proved."""
+        return self.data.certificate
+
+    @cached_property
+    def _simulation(self) -> Simulation:
+        return simulate_plan(self.data, self.programs)
+
+    def simulate(self, cluster: ClusterSpec | str | None = None) -> Simulation:
+        """Price the plan, on its own cluster or as it is on another of as many devices.
+
+        Raises:
+            PlanMismatchError: the other cluster has another number of devices.
+            ClusterError: it cannot be read.
+        """
+        return self._simulation if cluster is None else self.on(cluster)._simulation
+
+    def on(self, cluster: ClusterSpec | str) -> Plan:
+        """The same decisions on another cluster of as many devices, priced anew; nothing is proved of it.
+
+        Raises:
+            PlanMismatchError: it has another number of devices.
+        """
+        other = as_cluster(cluster)
+        if other.num_devices != self.data.cluster.num_devices:
+            raise PlanMismatchError(
+                f"the plan is for {self.data.cluster.num_devices} devices ({self.data.cluster.name}), {other.name} has {other.num_devices}; "
+                "plan again for it"
+            )
+        moved = msgspec.structs.replace(self.data, cluster=other, prediction=None, certificate=None)
+        priced = msgspec.structs.replace(moved, prediction=predict(moved, self.programs))
+        return Plan(priced, self.programs)
+
+    def explain(self) -> Explanation:
+        """Layouts in words, where time and memory go."""
+        return explain(self.data, self.programs, self._simulation)
+
+    def trace(self) -> bytes:
+        """The simulated step as a Chrome trace (open in ui.perfetto.dev)."""
+        return chrome_trace(self._simulation)
+
+    def executable(self, model: nn.Module, *, seed: int = 0, record: bool = False) -> Trainer:
+        """This rank's trainer; joins torchrun's job if this process is part of one.
+
+        Args:
+            model: the model the plan was made for, with values.
+            seed: base of the random seeds (dropout); the same on every rank.
+            record: note every instruction and the memory it takes (slow).
+        Raises:
+            PlanMismatchError: another model, or another number of processes or kind of device than the plan's.
+        """
+        return _part("make_trainer")(self.data, self.programs, model, seed=seed, record=record)  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return summary(self.data, self._simulation)
+
+    def _repr_html_(self) -> str:
+        return html_fragment(self.explain())
+
+
+def compile(
+    model: nn.Module, cluster: ClusterSpec | str, *, example_inputs: Mapping[str, Tensor] | Sequence[object] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None, optimizer: str = "adamw", precision: str = "fp32",
+    batch_dims: Mapping[str, int | None] | None = None, batch: int = 8, seq: int = 128, time_limit_s: float = 60.0,
+    progress: Progress | None = None, mesh: Sequence[int] | None = None, dp: int | None = None, tp: int | None = None, sp: bool = False,
+    zero: int | None = None, microbatches: int | None = None, memory_reserve: int | str = 0, params: Mapping[str, str] | None = None,
+) -> Plan:  # fmt: skip
+    """Plan how a model trains on a cluster.
+
+    Args:
+        model: any nn.Module; on meta it costs no memory, and it is not modified.
+        cluster: a spec, a file, a catalog name ("8xH100:4") or "local:4".
+        example_inputs: one global batch, by forward's parameter names or in their order; left out for Hugging
+            Face models, whose batch is then [batch, seq] tokens.
+        loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss.
+        optimizer: what keeps states: sgd, momentum, adam, adamw.
+        precision: "fp32", "fp64" or "bf16" (float32 master weights).
+        batch_dims: the batch dim of each input; dim 0 by default.
+        batch, seq: size of the batch made for Hugging Face models.
+        time_limit_s: for the solver, per mesh.
+        progress: told what is being done.
+        mesh, dp, tp, sp, zero, microbatches, params: pinned choices, see `Constraints`.
+        memory_reserve: device memory to leave free, bytes or text such as "2GiB".
+    Raises:
+        CaptureError: the model cannot be captured.
+        ConstraintError: choices contradict each other, the batch or the cluster.
+        InfeasibleError: proved that no plan fits.
+        SolverLimitError: out of time without a plan.
+    """
+    started = time.perf_counter()
+    tell = progress or (lambda text: None)
+    spec = as_cluster(cluster)
+    constraints = _part("Constraints")(
+        mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, zero=zero, microbatches=microbatches,
+        memory_reserve_bytes=parse_bytes(memory_reserve), params=dict(params or {}),
+    )  # fmt: skip
+    keeper = _optimizer(optimizer)
+    inputs = example_inputs if example_inputs is not None else _part("hf_batch")(model, batch, seq)
+    tell(f"capturing {type(model).__name__}")
+    program = _part("capture")(
+        model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), loss_fn=loss_fn, precision=precision,
+        batch_dims=dict(batch_dims) if batch_dims else None,
+    )  # fmt: skip
+    reference = _part("model_ref")(model, program, made_here=example_inputs is None and loss_fn is None)
+    job = _part("Job")(program=program, cluster=spec, optimizer=keeper, model=reference, versions=versions())
+    found = _part("search")(job, constraints, time_limit_s, tell)
+    return Plan(found.plan, verify_plan(found.plan), found.solve_s, time.perf_counter() - started)
+
+
+def as_cluster(cluster: ClusterSpec | str) -> ClusterSpec:
+    """A cluster from a spec or from text.
+
+    Raises:
+        ClusterError: it describes no machine.
+    """
+    return check_cluster(cluster) if isinstance(cluster, ClusterSpec) else parse_cluster(cluster)
+
+
+def _optimizer(name: str) -> ir_plan.Optimizer:
+    found = ir_plan.OPTIMIZERS.get(name)
+    if found is None:
+        raise ConstraintError(f"optimizer {name!r} is unknown; choose one of {', '.join(ir_plan.OPTIMIZERS)}")
+    return found
+
+
+def parse_bytes(text: int | str) -> int:
+    """`"2GiB"` to bytes.
+
+    Raises:
+        ConstraintError: no such size.
+    """
+    match = _SIZE.match(str(text).strip())
+    if match is None:
+        raise ConstraintError(f"{text!r} is no size in bytes; write e.g. 2GiB, 512MiB or 1000000")
+    return int(float(match[1]) * _UNITS[match[2] or "B"])
+
+
+def versions() -> dict[str, str]:
+    """Of paraplan and the libraries that shape a plan, as far as they are installed."""
+    found = {"paraplan": __version__}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,92 @@
+"""From a plan and a model to this rank's trainer, refusing what does not belong together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paraplan.codegen import build_modules
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.plan import Plan
+from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.trace import fingerprint
+from paraplan.runtime.distributed import DistributedTransport
+from paraplan.runtime.launch import init_distributed
+from paraplan.runtime.trainer import Trainer
+
+
+def make_trainer(plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False) -> Trainer:
+    """This rank's trainer; see `Plan.executable`."""
+    check_model(plan, model)
+    check_devices(plan.cluster)
+    backend = plan.cluster.groups[0].device.backend
+    if "RANK" in os.environ and not dist.is_initialized():
+        init_distributed("nccl" if backend == "cuda" else "gloo")
+    check_world(plan)
+    transport = DistributedTransport(plan.stages[0].mesh, backend)
+    program = programs[plan.schedule.rank_class[transport.rank]]
+    modules = build_modules(program, transport.groups, transport.device)
+    return Trainer(plan, programs, modules, model, transport, seed=seed, record=record)
+
+
+def check_model(plan: Plan, model: nn.Module) -> None:
+    """Refuse another model.
+
+    Raises:
+        PlanMismatchError: class, configuration, parameters, buffers or mode differ; says what where it is known.
+    """
+    if fingerprint(model, plan.program.precision) == plan.program.fingerprint:
+        return
+    raise PlanMismatchError(
+        f"the plan is for another model: it was made for {plan.model.display} ({plan.program.name}), this is {type(model).__name__} with "
+        f"{_difference(plan, model)}. Give the model the plan was made for, or plan again"
+    )
+
+
+def _difference(plan: Plan, model: nn.Module) -> str:
+    wanted = {name: spec.spec.shape for name, spec in plan.program.params.items()}
+    wanted |= {alias: spec.spec.shape for spec in plan.program.params.values() for alias in spec.aliases}
+    found = {name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)}
+    for name, shape in wanted.items():
+        if name not in found:
+            return f"no parameter {name} {shape}"
+        if found[name] != shape:
+            return f"parameter {name} of shape {found[name]} where the plan has {shape}"
+    extra = [name for name in found if name not in wanted]
+    if extra:
+        return f"a parameter {extra[0]} that the plan does not know"
+    mode = "training" if model.training else "evaluation"
+    return f"the same parameters but another class, configuration (dropout too), frozen or tied parameters, buffers or mode (it is in {mode} mode)"
+
+
+def check_devices(cluster: ClusterSpec) -> None:
+    """Refuse a machine without the plan's kind of device.
+
+    Raises:
+        PlanMismatchError: the plan is for GPUs and there is none.
+    """
+    if cluster.groups[0].device.backend == "cuda" and not torch.cuda.is_available():
+        raise PlanMismatchError(
+            f"the plan is for {cluster.name} ({cluster.num_devices} x {cluster.groups[0].device.kind}), this machine has no GPU; "
+            "run it there, or plan again for local:<processes>"
+        )
+
+
+def check_world(plan: Plan) -> None:
+    """Refuse another number of processes.
+
+    Raises:
+        PlanMismatchError: the job has more or fewer processes than the plan has devices.
+    """
+    have = dist.get_world_size() if dist.is_initialized() else 1
+    need = plan.cluster.num_devices
+    if have != need:
+        raise PlanMismatchError(
+            f"the plan is for {need} devices ({plan.cluster.name}), this job has {have} process{'es' if have > 1 else ''}; "
+            f"start it with torchrun and {need} in all, or plan again for {have}"
+        )

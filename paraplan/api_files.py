@@ -1,0 +1,64 @@
+"""Plan files: read strictly, refused with a reason, verified as a whole. Data only; no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
+from paraplan.ir.plan import PLAN_VERSION, Plan
+from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.struct import from_json, read_bytes, to_json
+from paraplan.ir.verify import verify_plan
+
+
+class _Head(msgspec.Struct):
+    """What is read first, whatever else the file holds."""
+
+    version: int
+    made_with: dict[str, str] = {}
+
+
+def read_plan(path: str | Path) -> tuple[Plan, tuple[RankProgram, ...]]:
+    """A plan and its rank programs, from a file.
+
+    Raises:
+        InvalidPlanError: unreadable, truncated, no plan, an unknown key, a wrong type, or not legal.
+        PlanMismatchError: the plan was made by a newer paraplan.
+    """
+    data = read_bytes(path, "plan file", InvalidPlanError)
+    return decode_plan(data, str(path))
+
+
+def decode_plan(data: bytes, what: str) -> tuple[Plan, tuple[RankProgram, ...]]:
+    """As `read_plan`, from bytes; `what` names them in messages."""
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+    except msgspec.ValidationError as fault:
+        raise InvalidPlanError(f"{what} is no plan file: {fault}") from None
+    except msgspec.DecodeError as fault:
+        raise InvalidPlanError(f"{what} is truncated or no JSON: {fault}") from None
+    if head.version > PLAN_VERSION:
+        made = head.made_with.get("paraplan", "a newer paraplan")
+        raise PlanMismatchError(
+            f"{what}: plan version {head.version}, made by a newer paraplan ({made}); this one reads up to version {PLAN_VERSION}. "
+            "Upgrade paraplan, or plan again with this version"
+        )
+    plan = from_json(data, Plan, what, InvalidPlanError)
+    try:
+        return plan, verify_plan(plan)
+    except InvalidPlanError as fault:
+        raise InvalidPlanError(f"{what}: {fault}") from None
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Canonical bytes: equal plans make equal files.
+
+    Raises:
+        InvalidPlanError: the file cannot be written.
+    """
+    try:
+        Path(path).write_bytes(to_json(plan))
+    except OSError as fault:
+        raise InvalidPlanError(f"cannot write plan file {str(path)!r}: {fault.strerror}") from None

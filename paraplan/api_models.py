@@ -1,0 +1,230 @@
+"""Models by name: Hugging Face architectures from their configuration, factories of the user's own.
+
+Random weights only; nothing is downloaded. transformers is optional and imported where it is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paraplan.ir.errors import CaptureError, ParaplanError
+from paraplan.ir.plan import ModelRef, Plan
+from paraplan.ir.program import Program
+from paraplan.ir.trace import fingerprint
+from paraplan.ir.trace.export import LossFn
+
+_VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "architectures")
+
+
+class ModelError(ParaplanError):
+    """A model named on the command line cannot be made."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model and what its maker says about it.
+
+    Attributes:
+        model: with or without values.
+        example_inputs: one global batch, or None.
+        loss_fn: or None where the model returns its loss.
+    """
+
+    model: nn.Module
+    example_inputs: dict[str, Tensor] | tuple[object, ...] | None = None
+    loss_fn: LossFn | None = None
+
+
+def make_model(text: str, settings: Mapping[str, Any], meta: bool) -> Made:
+    """The model a text stands for: `hf:<model_type>`, or `package.module:factory`.
+
+    Args:
+        text: from the command line.
+        settings: configuration of a Hugging Face model.
+        meta: without values; factories decide for themselves.
+    Raises:
+        ModelError: it cannot be made; says what to write.
+    """
+    if text.startswith("hf:"):
+        return Made(hf_model(text[3:], settings, meta))
+    if settings:
+        raise ModelError(f"--set belongs to hf: models; {text!r} is a factory, which takes no settings")
+    return factory_model(text)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as fault:
+        raise ModelError(f"hf: models need transformers ({fault}); pip install 'paraplan[hf]'") from None
+    return transformers
+
+
+def hf_model(model_type: str, settings: Mapping[str, Any], meta: bool) -> nn.Module:
+    """A Hugging Face model with random weights and its loss, in training mode.
+
+    Raises:
+        ModelError: unknown type or setting (with what comes near), or settings transformers refuses.
+    """
+    transformers = _transformers()
+    transformers.logging.set_verbosity_error()
+    config = _hf_config(transformers, model_type, settings)
+    auto = getattr(transformers, _auto_class(transformers, config))
+    with torch.device("meta") if meta else nullcontext():
+        try:
+            return auto.from_config(config).train()  # type: ignore[no-any-return]
+        except Exception as fault:
+            raise ModelError(f"transformers cannot build {model_type} with {dict(settings)}: {type(fault).__name__}: {fault}") from fault
+
+
+def _hf_config(transformers: Any, model_type: str, settings: Mapping[str, Any]) -> Any:
+    mapping = transformers.CONFIG_MAPPING
+    if model_type not in mapping:
+        raise ModelError(f"transformers has no model type {model_type!r}{_near(model_type, list(mapping.keys()))}")
+    cls = mapping[model_type]
+    known = {*cls().to_dict(), *getattr(cls, "attribute_map", {})}
+    for key in settings:
+        if key not in known:
+            raise ModelError(f"{model_type} has no setting {key!r}{_near(key, sorted(known))}")
+    try:
+        return cls(**settings)
+    except Exception as fault:
+        raise ModelError(f"{model_type} refuses {dict(settings)}: {fault}") from fault
+
+
+def _near(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, 5, 0.5)
+    return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+def _auto_class(transformers: Any, config: Any) -> str:
+    """Encoder-decoders, then models trained by masking, then causal ones: many encoders can also be built causal."""
+    names = import_module("transformers.models.auto.modeling_auto")
+    kind = config.model_type
+    if kind in names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and getattr(config, "is_encoder_decoder", False):
+        return "AutoModelForSeq2SeqLM"
+    if kind in names.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        return "AutoModelForMaskedLM"
+    if kind in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "AutoModelForCausalLM"
+    raise ModelError(f"{kind} is no language model; give it through a factory, package.module:factory, with example inputs")
+
+
+def hf_batch(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:
+    """Example inputs of a Hugging Face language model: `batch` sequences of at most `seq` tokens, with labels.
+
+    Raises:
+        CaptureError: not such a model, or the sequence is longer than its positions.
+    """
+    config = getattr(model, "config", None)
+    names = inspect.signature(model.forward).parameters
+    if config is None or "input_ids" not in names or "labels" not in names:
+        raise CaptureError(
+            f"{type(model).__name__} is no Hugging Face language model, so its batch cannot be guessed: pass example_inputs "
+            "(on the command line: a factory that returns (model, example_inputs))"
+        )
+    if batch < 1 or seq < 1:
+        raise CaptureError(f"batch={batch}, seq={seq}: both must be at least 1")
+    longest = max_positions(config)
+    if longest is not None and seq > longest:
+        raise CaptureError(f"a sequence of {seq} is longer than the model's {longest} positions; use seq={longest} or a longer model")
+    return {name: torch.zeros((batch, seq), dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest sequence with learned positions (rotary ones have no end), or None."""
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def model_ref(model: nn.Module, program: Program, made_here: bool) -> ModelRef:
+    """How a plan names its model; Hugging Face ones that their configuration alone rebuilds carry it as data.
+
+    Args:
+        model: what was captured.
+        program: its program.
+        made_here: whether batch and loss are the standard ones.
+    """
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if not made_here or not kind or not hasattr(config, "to_diff_dict"):
+        return ModelRef(display=type(model).__name__)
+    diff = {key: value for key, value in config.to_diff_dict().items() if key not in (*_VOLATILE, "model_type")}
+    try:
+        settings = json.loads(json.dumps(diff, sort_keys=True))
+        rebuilt = hf_model(kind, settings, meta=True)
+    except (ModelError, TypeError, ValueError):
+        return ModelRef(display=type(model).__name__)
+    if fingerprint(rebuilt, program.precision) != program.fingerprint:
+        return ModelRef(display=type(model).__name__)
+    return ModelRef(display=type(model).__name__, hf_type=kind, hf_settings=settings)
+
+
+def plan_model(plan: Plan, named: str | None, meta: bool) -> Made:
+    """The model a plan is for, made anew.
+
+    Args:
+        plan: its Hugging Face configuration is data, so such a model is rebuilt from it.
+        named: what the user names, if anything; needed for factories.
+        meta: without values.
+    Raises:
+        ModelError: the plan holds no configuration and nothing is named, or what is named cannot be made.
+    """
+    if named is not None and not named.startswith("hf:"):
+        return factory_model(named)
+    if plan.model.hf_type is None:
+        raise ModelError(f"the plan's model, {plan.model.display}, came from a factory or from code: name it again with --model package.module:factory")
+    if named is not None and named != f"hf:{plan.model.hf_type}":
+        raise ModelError(f"the plan is for hf:{plan.model.hf_type}, not {named}; leave --model out to rebuild it from the plan")
+    return Made(hf_model(plan.model.hf_type, plan.model.hf_settings, meta))
+
+
+def factory_model(text: str) -> Made:
+    """Call the factory `package.module:factory`, found from the current directory too.
+
+    Raises:
+        ModelError: it does not import, does not exist, fails, or returns something else than documented.
+    """
+    module_name, colon, attribute = text.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ModelError(f"model {text!r}: write hf:<model_type>, e.g. hf:gpt2, or package.module:factory")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = import_module(module_name)
+    except Exception as fault:
+        raise ModelError(f"cannot import {module_name!r} of model {text!r} (looked in {here} too): {type(fault).__name__}: {fault}") from fault
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        what = "has no attribute" if factory is None else "holds no function under"
+        raise ModelError(f"module {module_name!r} {what} {attribute!r}{_near(attribute, [n for n in dir(module) if not n.startswith('_')])}")
+    try:
+        made = factory()
+    except Exception as fault:
+        raise ModelError(f"factory {text!r} failed: {type(fault).__name__}: {fault}") from fault
+    return _unpack(made, text)
+
+
+def _unpack(made: object, text: str) -> Made:
+    parts = made if isinstance(made, tuple) else (made,)
+    model, inputs, loss_fn = (*parts, None, None)[:3]
+    fine = len(parts) <= 3 and isinstance(model, nn.Module) and (inputs is None or isinstance(inputs, (dict, tuple, list, Tensor)))
+    if not fine or not (loss_fn is None or callable(loss_fn)):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise ModelError(f"factory {text!r} returned ({got}); it must return a model, (model, example_inputs) or (model, example_inputs, loss_fn)")
+    if isinstance(inputs, (list, Tensor)):
+        inputs = tuple(inputs) if isinstance(inputs, list) else (inputs,)
+    return Made(model, inputs, loss_fn)  # type: ignore[arg-type]

@@ -1,0 +1,292 @@
+"""All ranks of a block (or of a rank program) in one process, instruction by instruction, with nothing but torch.
+
+It shares no code with the runtime but the kernels, and checks on the way what lowering foretold: local shapes,
+dtypes, strides, which results are views, and that every name is freed exactly once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.graph import Arg, decode_float
+from paraplan.ir.lower import lower
+from paraplan.ir.mesh import Layout, Partial, Replicate, Shard, parse_layout
+from paraplan.ir.plan import Plan
+from paraplan.ir.rank_program import Block, InstrKind, Step, StepKind, offset_value
+from paraplan.ir.seeds import segment_seed
+from paraplan.ir.strides import contiguous_strides
+from paraplan.ir.trace import kernels
+
+Dims = tuple[int, ...]
+Pieces = dict[Dims, Tensor]
+
+
+def everywhere(mesh_shape: Dims) -> list[Dims]:
+    """Every coordinate of a mesh."""
+    return list(itertools.product(*map(range, mesh_shape)))
+
+
+def _addends(full: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
+    if full.is_floating_point():
+        parts = [torch.randn(full.shape, generator=generator, dtype=full.dtype) for _ in range(n - 1)]
+    else:
+        parts = [torch.randint(-9, 9, full.shape, generator=generator, dtype=full.dtype) for _ in range(n - 1)]
+    return [*parts, full - sum(parts)] if parts else [full]
+
+
+def _contenders(full: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
+    """Tensors whose maximum is `full`, the winner different per element."""
+    winner = torch.randint(0, n, full.shape, generator=generator)
+    return [torch.where(winner == rank, full, full - 1 - rank) for rank in range(n)]
+
+
+def scatter(full: Tensor, layout: Layout, mesh_shape: Dims, seed: int = 0) -> Pieces:
+    """What every rank holds; partial sums are random addends."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def cut(x: Tensor, axis: int) -> list[tuple[Dims, Tensor]]:
+        if axis == len(mesh_shape):
+            return [((), x)]
+        place, n = layout[axis], mesh_shape[axis]
+        if isinstance(place, Shard):
+            parts = list(x.chunk(n, place.dim))
+        elif isinstance(place, Replicate):
+            return [((k, *coords), y) for coords, y in cut(x, axis + 1) for k in range(n)]
+        else:
+            assert isinstance(place, Partial)
+            parts = _addends(x, n, generator) if place.op == "sum" else _contenders(x, n, generator)
+        assert len(parts) == n
+        return [((k, *coords), y) for k, part in enumerate(parts) for coords, y in cut(part, axis + 1)]
+
+    return {coords: x.clone(memory_format=torch.contiguous_format) for coords, x in cut(full, 0)}
+
+
+def gather(pieces: Pieces, layout: Layout, mesh_shape: Dims) -> Tensor:
+    """The whole tensor; ranks that should agree are held to it."""
+    done = pieces
+    for axis in reversed(range(len(mesh_shape))):
+        place, n = layout[axis], mesh_shape[axis]
+        joined: Pieces = {}
+        for coords in {c[:axis] for c in done}:
+            parts = [done[(*coords, k)] for k in range(n)]
+            if isinstance(place, Shard):
+                joined[coords] = torch.cat(parts, place.dim)
+            elif isinstance(place, Replicate):
+                for other in parts[1:]:
+                    assert_close(other, parts[0], "ranks that hold the same value")
+                joined[coords] = parts[0]
+            else:
+                assert isinstance(place, Partial)
+                joined[coords] = torch.stack(parts).amax(0) if place.op == "max" else sum(parts[1:], parts[0])
+        done = joined
+    return done[()]
+
+
+def assert_close(found: Tensor, wanted: Tensor, what: str, tolerance: float = 1e-12) -> None:
+    """Equal up to rounding; infinities and NaN must match."""
+    assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
+    assert found.dtype == wanted.dtype, (what, found.dtype, wanted.dtype)
+    if not wanted.is_floating_point() or wanted.numel() == 0:
+        assert torch.equal(found, wanted), what
+        return
+    scale = wanted[wanted.isfinite()].abs().max().item() if wanted.isfinite().any() else 0.0
+    torch.testing.assert_close(
+        found, wanted, rtol=0.0, atol=tolerance * max(scale, 1.0), equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def placed(x: Tensor, strides: Dims) -> Tensor:
+    """The same values laid out with these strides (dense ones)."""
+    out = torch.empty_strided(x.shape, strides, dtype=x.dtype)
+    return out.copy_(x)
+
+
+def function(target: str):  # type: ignore[no-untyped-def]
+    """What an instruction computes, written independently of `runtime.ops`."""
+    space, name = target.split(".")[:2]
+    if space == "aten":
+        return getattr(getattr(torch.ops.aten, name), target.split(".")[2])
+    fresh = {"memory_format": torch.contiguous_format}
+    own = {
+        "shard": lambda x, dim, length, start: x.narrow(dim, start, length).clone(**fresh),
+        "stack": lambda x, n, dim: torch.cat(x.chunk(n, dim), 0),
+        "unstack": lambda x, n, dim: torch.cat(x.chunk(n, 0), dim),
+        "first_only": lambda x, c: x.clone(**fresh) if c == 0 else torch.zeros(x.shape, dtype=x.dtype),
+        "reshape_copy": lambda x, shape: x.clone(**fresh).view(shape),
+        "write": lambda dst, src: dst.copy_(src),
+    }
+    return own.get(name) or getattr(kernels, name)
+
+
+def decode(arg: Arg, env: Mapping[str, Tensor], coords: Dims, microbatch: int) -> object:
+    """An instruction's argument as torch takes it."""
+    if isinstance(arg, (tuple, list)):
+        return [decode(item, env, coords, microbatch) for item in arg]
+    if not isinstance(arg, str):
+        return arg
+    if arg.startswith("%"):
+        return env[arg[1:]]
+    if arg.startswith("#"):
+        return offset_value(arg, coords, microbatch)
+    if arg.startswith("~"):
+        return decode_float(arg)
+    named = getattr(torch, arg[1:], None)
+    return named if isinstance(named, torch.dtype) else arg[1:]
+
+
+def run_block(block: Block, given: dict[Dims, dict[str, Tensor]], mesh_shape: Dims, microbatch: int = 0) -> dict[Dims, dict[str, Tensor]]:
+    """Run a block on every rank of a mesh (without the microbatch axis).
+
+    Args:
+        block: the block.
+        given: per coordinate, its inputs by name; consumed.
+        microbatch: for offsets.
+    Returns:
+        Per coordinate, what is left: the outputs and saved values, and nothing else.
+    """
+    for coords, env in given.items():
+        assert set(env) == set(block.inputs), (block.name, coords, set(env) ^ set(block.inputs))
+        for name, value in env.items():
+            _check_value(block, name, value, "input")
+    for instr in block.instrs:
+        if instr.kind is InstrKind.COLLECTIVE:
+            _collective(block, instr, given, mesh_shape)
+        elif instr.kind is InstrKind.WAIT:
+            for env in given.values():
+                env[instr.outs[0]] = env[instr.args[0][1:]]  # type: ignore[index]
+        else:
+            for coords, env in given.items():
+                _run_op(block, instr, env, coords, microbatch)
+        for env in given.values():
+            for name in instr.frees:
+                del env[name]
+    kept = {name for name in (*block.outputs, *block.saved) if name is not None}
+    for env in given.values():
+        assert set(env) - set(block.inputs) == kept - set(block.inputs), (block.name, set(env) ^ kept)
+        assert kept <= set(env)
+    return given
+
+
+def _run_op(block: Block, instr, env: dict[str, Tensor], coords: Dims, microbatch: int) -> None:  # type: ignore[no-untyped-def]
+    args = [decode(arg, env, coords, microbatch) for arg in instr.args]
+    kwargs = {key: decode(arg, env, coords, microbatch) for key, arg in instr.kwargs.items()}
+    storages = {x.untyped_storage().data_ptr() for x in env.values() if x.numel()}
+    result = function(instr.target)(*args, **kwargs)
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for name, value in zip(instr.outs, results, strict=False):
+        if name is None:
+            continue
+        _check_value(block, name, value, instr.target)
+        if value.numel():
+            base = block.values[name].base
+            if base == name:
+                assert value.untyped_storage().data_ptr() not in storages, (instr.target, name, "shares storage, foretold fresh")
+            elif base in env:
+                assert value.untyped_storage().data_ptr() == env[base].untyped_storage().data_ptr(), (instr.target, name, "is no view")
+        env[name] = value
+
+
+def _check_value(block: Block, name: str, value: Tensor, what: str) -> None:
+    foretold = block.values[name]
+    where = (block.name, what, name)
+    assert tuple(value.shape) == foretold.shape, (*where, tuple(value.shape), foretold.shape)
+    assert str(value.dtype) == f"torch.{foretold.dtype}", (*where, value.dtype, foretold.dtype)
+    real = [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+    said = [stride for stride, size in zip(foretold.strides, foretold.shape, strict=True) if size != 1]
+    assert real == said or value.numel() == 0, (*where, "strides", tuple(value.shape), value.stride(), foretold.strides)
+
+
+def _collective(block: Block, instr, given: dict[Dims, dict[str, Tensor]], mesh_shape: Dims) -> None:  # type: ignore[no-untyped-def]
+    source, reduction, axis, n = instr.args[0][1:], instr.args[1][1:], instr.axis, mesh_shape[instr.axis]
+    results = {}
+    for coords in given:
+        xs = [given[(*coords[:axis], k, *coords[axis + 1 :])][source] for k in range(n)]
+        assert all(x.is_contiguous() for x in xs), f"{instr.target} of a tensor that is not contiguous"
+        me = coords[axis]
+        if instr.target == "all_reduce":
+            results[coords] = torch.stack(xs).amax(0) if reduction == "max" else sum(xs[1:], xs[0].clone())
+        elif instr.target == "all_gather":
+            results[coords] = torch.cat(xs, 0)
+        elif instr.target == "reduce_scatter":
+            assert reduction == "sum"
+            results[coords] = sum(x.chunk(n, 0)[me] for x in xs)
+        else:
+            assert instr.target == "all_to_all", instr.target
+            results[coords] = torch.cat([x.chunk(n, 0)[me] for x in xs], 0)
+    for coords, value in results.items():
+        given[coords][instr.outs[0]] = value
+        _check_value(block, instr.outs[0], value, instr.target)
+
+
+def run_plan(
+    plan: Plan, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], seed: int = 0
+) -> tuple[list[float], dict[str, Tensor]]:
+    """One step of a plan up to the update: the loss as every rank has it, and full gradients."""
+    program, stage = lower(plan)[0], plan.stages[0]
+    shape = stage.mesh.shape
+    outer: dict[Dims, dict[str, Tensor]] = {coords: {} for coords in everywhere(shape)}
+    for name, value in program.outer.items():
+        layout = parse_layout(value.layout)
+        if value.role in ("param", "state"):
+            full = params[value.source].to(getattr(torch, value.dtype))
+        elif value.role == "buffer":
+            full = buffers[value.source]
+        elif value.role == "seed":
+            full = torch.tensor(segment_seed(seed, 0, int(value.source)))
+        else:
+            full, dim = batch[value.source], plan.program.batch[value.source].batch_dim
+            if dim is not None and plan.num_microbatches > 1:
+                full = full.chunk(plan.num_microbatches, dim)[int(name.split("@")[1])]
+        for coords, piece in scatter(full, layout, shape).items():
+            assert tuple(piece.shape) == value.shape, name
+            outer[coords][name] = piece
+    with torch.no_grad():
+        for step in program.steps:
+            if step.kind is StepKind.UPDATE:
+                break
+            _run_step(step, program.blocks, outer, shape)
+    grads = {
+        name: gather({coords: env[out] for coords, env in outer.items()}, parse_layout(stage.params[name].state), shape)
+        for name, out in program.grads.items()
+    }
+    return [env[program.loss].item() for env in outer.values()], grads
+
+
+def _run_step(step: Step, blocks: Mapping[str, Block], outer: dict[Dims, dict[str, Tensor]], shape: Dims) -> None:
+    if step.kind is StepKind.CALL:
+        block = blocks[step.block]
+        given = {coords: dict(zip(block.inputs, (env[arg] for arg in step.args), strict=True)) for coords, env in outer.items()}
+        left = run_block(block, given, shape, step.microbatch)
+        for coords, env in outer.items():
+            for name in step.drops:
+                del env[name]
+            for name, local in zip(step.outs, (*block.outputs, *block.saved), strict=True):
+                if name is not None:
+                    assert local is not None
+                    env[name] = left[coords][local]
+    elif step.kind is StepKind.ACCUMULATE:
+        into, addend = step.args
+        for env in outer.values():
+            value = env.pop(addend)
+            if into in env:
+                env[into].add_(value)
+            else:
+                env[into] = value
+    else:
+        for env in outer.values():
+            for name in step.drops:
+                del env[name]
+
+
+def local_strides(shape: Dims, order: Sequence[int] | None) -> Dims:
+    """Dense strides whose dims lie in this order, slowest first; None: row-major."""
+    if order is None:
+        return contiguous_strides(shape)
+    strides = [0] * len(shape)
+    for dim, stride in zip(order, contiguous_strides(tuple(shape[dim] for dim in order)), strict=True):
+        strides[dim] = stride
+    return tuple(strides)
