@@ -55,7 +55,9 @@ def fuzz_model(name: str) -> dict[str, object]:
         trainer = InProcessTrainer(plan, programs, [build_modules(program) for program in programs], small.model)
         loss, grads = trainer.step(small.batch), trainer.grads()
         expected_loss, expected = _reference(program, small)
-        worst = max(worst, relative_error(grads, expected), abs(float(loss - expected_loss)) / abs(float(expected_loss)))
+        worst = max(
+            worst, relative_error(grads, expected), abs(float(loss - expected_loss)) / abs(float(expected_loss))
+        )
         trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
         trainer.step(small.batch)
         trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)

@@ -205,9 +205,7 @@ def simulate_rank(program: RankProgram, costs: Costs) -> RankTrace:
     return simulate((program,), (costs,)).traces[0]
 
 
-def simulate(
-    programs: Sequence[RankProgram], costs: Sequence[Costs], rank_class: tuple[int, ...] = (0,)
-) -> Simulation:
+def simulate(programs: Sequence[RankProgram], costs: Sequence[Costs], rank_class: tuple[int, ...] = (0,)) -> Simulation:
     """One step of every rank.
 
     Args:

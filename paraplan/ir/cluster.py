@@ -112,7 +112,9 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
     def link(self, level: str, device: int = 0) -> Link:
         """The link of a level ("in_node", "between_nodes", "host", "disk") as a device sees it."""
         group = self.group_of(device)
-        found = {"in_node": group.in_node, "between_nodes": self.between_nodes, "host": group.host, "disk": group.disk}[level]
+        found = {"in_node": group.in_node, "between_nodes": self.between_nodes, "host": group.host, "disk": group.disk}[
+            level
+        ]
         if found is None:
             raise ClusterError(f"{self.name}: no {level} link is described, yet one is needed")
         return found
@@ -163,16 +165,22 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
         for dtype, rate in group.device.flops_per_s.items():
             positive(rate, f"{at}.device.flops_per_s.{dtype}")
         if group.device.launch_s < 0 or group.host_memory_bytes < 0 or group.disk_bytes < 0:
-            raise ClusterError(f"cluster {cluster.name!r}: {at} has a negative launch_s, host_memory_bytes or disk_bytes")
+            raise ClusterError(
+                f"cluster {cluster.name!r}: {at} has a negative launch_s, host_memory_bytes or disk_bytes"
+            )
         for name, link in (("in_node", group.in_node), ("host", group.host), ("disk", group.disk)):
             if link is not None:
                 positive(link.bytes_per_s, f"{at}.{name}.bytes_per_s")
                 if link.latency_s < 0:
-                    raise ClusterError(f"cluster {cluster.name!r}: {at}.{name}.latency_s is negative ({link.latency_s})")
+                    raise ClusterError(
+                        f"cluster {cluster.name!r}: {at}.{name}.latency_s is negative ({link.latency_s})"
+                    )
     if cluster.between_nodes is not None:
         positive(cluster.between_nodes.bytes_per_s, "between_nodes.bytes_per_s")
     if sum(group.nodes for group in cluster.groups) > 1 and cluster.between_nodes is None:
-        raise ClusterError(f"cluster {cluster.name!r}: several nodes but no between_nodes link; add its bytes_per_s and latency_s")
+        raise ClusterError(
+            f"cluster {cluster.name!r}: several nodes but no between_nodes link; add its bytes_per_s and latency_s"
+        )
     return cluster
 
 

@@ -9,7 +9,7 @@ Text forms, used in plan files: `R`, `S0`, `P` (partial sum), `Pmax`; a layout j
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.struct import Value
@@ -50,7 +50,7 @@ R = Replicate()
 P = Partial()
 
 
-@lru_cache(maxsize=None)
+@cache
 def S(dim: int) -> Shard:
     """Short for `Shard(dim=dim)`."""
     return Shard(dim=dim)
@@ -97,7 +97,7 @@ def make_mesh(shape: tuple[int, ...], axes: tuple[str, ...], first_device: int =
     return Mesh(axes=axes, shape=shape, devices=devices)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_placement(text: str) -> Placement:
     """`R`, `S3`, `P` or `Pmax` to its placement.
 
@@ -139,7 +139,9 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, .
     for placement, size in zip(layout, mesh_shape, strict=True):
         if isinstance(placement, Shard):
             if placement.dim >= len(local) or local[placement.dim] % size:
-                raise InvalidPlanError(f"shape {shape} cannot lie as {layout_text(layout)} on a mesh of shape {mesh_shape}")
+                raise InvalidPlanError(
+                    f"shape {shape} cannot lie as {layout_text(layout)} on a mesh of shape {mesh_shape}"
+                )
             local[placement.dim] //= size
     return tuple(local)
 

@@ -17,6 +17,7 @@ from paraplan.ir.graph import Graph, Op
 from paraplan.ir.mesh import P, Partial, Placement, R, S, Shard, is_shardable
 from paraplan.ir.program import Program
 from paraplan.ir.rules.strategies import AxisChoice, axis_choices, dims_of
+from paraplan.ir.tensor import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def program_micro(program: Program, num_microbatches: int) -> ProgramMicro:
     m = num_microbatches
     if m < 1 or program.batch_size % m:
         raise ConstraintError(
-            f"a batch of {program.batch_size} does not divide into {m} microbatches; use a divisor of {program.batch_size}"
+            f"a batch of {program.batch_size} does not divide into {m} microbatches; use a divisor of it"
         )
     values: dict[str, Placement] = {f"buffer:{name}": R for name in program.buffers}
     for name, entry in program.batch.items():
@@ -76,7 +77,9 @@ def program_micro(program: Program, num_microbatches: int) -> ProgramMicro:
             values[outer] = found.placements[local]
         segments.append(found)
     denominators = tuple(
-        _graph_micro(d.graph, {n: values[o] for n, o in zip(d.graph.inputs, d.inputs, strict=True)}, {}, m, "denominator")
+        _graph_micro(
+            d.graph, {n: values[o] for n, o in zip(d.graph.inputs, d.inputs, strict=True)}, {}, m, "denominator"
+        )
         for d in program.denominators
     )
     return ProgramMicro(tuple(segments), denominators, values)
@@ -103,7 +106,9 @@ def _graph_micro(graph: Graph, given: dict[str, Placement], duals: dict[str, str
 
 
 def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str) -> AxisChoice:
-    options = _options(op, tuple(graph.values[n] for n in op.tensors), tuple(graph.values[n] if n else None for n in op.outs))
+    options = _options(
+        op, tuple(graph.values[n] for n in op.tensors), tuple(graph.values[n] if n else None for n in op.outs)
+    )
     if m == 1 or all(placement == R for placement in have):
         return options[0]
     best: tuple[int, AxisChoice] | None = None
@@ -119,8 +124,8 @@ def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: st
             best = (moves, choice)
     if best is None:
         raise ConstraintError(
-            f"{where}: {op.target} ({graph.source_of(op)}) mixes samples of the batch, so the batch cannot be split into "
-            f"{m} microbatches; use 1 microbatch"
+            f"{where}: {op.target} ({graph.source_of(op)}) mixes samples of the batch, so the batch "
+            f"cannot be split into {m} microbatches; use 1 microbatch"
         )
     return best[1]
 
@@ -133,7 +138,7 @@ def _cached_choices(key: _OpKey) -> tuple[AxisChoice, ...]:
 @dataclass(frozen=True, eq=False)
 class _OpKey:
     op: Op
-    values: dict[str, object]
+    values: dict[str, TensorSpec]
 
     def __hash__(self) -> int:
         return id(self.op)
@@ -142,6 +147,7 @@ class _OpKey:
         return isinstance(other, _OpKey) and self.op is other.op
 
 
-def _options(op: Op, inputs: tuple[object, ...], outputs: tuple[object, ...]) -> tuple[AxisChoice, ...]:
-    values = dict(zip(op.tensors, inputs, strict=True)) | {n: s for n, s in zip(op.outs, outputs, strict=True) if n}
+def _options(op: Op, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...]) -> tuple[AxisChoice, ...]:
+    values = dict(zip(op.tensors, inputs, strict=True))
+    values.update({name: spec for name, spec in zip(op.outs, outputs, strict=True) if name and spec})
     return _cached_choices(_OpKey(op, values))

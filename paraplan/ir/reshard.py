@@ -47,7 +47,9 @@ class NoPath(InvalidPlanError):
 
 
 @lru_cache(maxsize=200_000)
-def reshard_path(shape: tuple[int, ...], source: Layout, target: Layout, mesh_shape: tuple[int, ...], frozen: int = 0) -> tuple[Move, ...]:
+def reshard_path(
+    shape: tuple[int, ...], source: Layout, target: Layout, mesh_shape: tuple[int, ...], frozen: int = 0
+) -> tuple[Move, ...]:
     """The moves from one layout to another.
 
     Args:
@@ -76,7 +78,9 @@ def reshard_path(shape: tuple[int, ...], source: Layout, target: Layout, mesh_sh
                 step = _sent_bytes(shape, move, mesh_shape)
                 entry = (cost + step, count + 1, layout_text(move.after), next(serial), move.after, (*path, move))
                 heapq.heappush(queue, entry)
-    raise NoPath(f"no way from layout {layout_text(source)} to {layout_text(target)} for shape {shape} on mesh {mesh_shape}")
+    raise NoPath(
+        f"no way from layout {layout_text(source)} to {layout_text(target)} for shape {shape} on mesh {mesh_shape}"
+    )
 
 
 def _sent_bytes(shape: tuple[int, ...], move: Move, mesh_shape: tuple[int, ...]) -> float:
@@ -90,7 +94,9 @@ def _sent_bytes(shape: tuple[int, ...], move: Move, mesh_shape: tuple[int, ...])
     return factor * count + (0.0 if n == 1 else 1.0)
 
 
-def _moves(shape: tuple[int, ...], layout: Layout, target: Layout, mesh_shape: tuple[int, ...], frozen: int) -> list[Move]:
+def _moves(
+    shape: tuple[int, ...], layout: Layout, target: Layout, mesh_shape: tuple[int, ...], frozen: int
+) -> list[Move]:
     found = []
     for axis, now in enumerate(layout):
         inner = {p.dim for p in layout[axis + 1 :] if isinstance(p, Shard)}

@@ -18,7 +18,7 @@ class ActionKind(Enum):
 
     F = "F"
     B = "B"
-    I = "I"  # noqa: E741  (input gradient; the field's letter)
+    I = "I"
     W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"

@@ -93,7 +93,10 @@ def elementwise_strides(out_shape: Dims, inputs: Sequence[tuple[Dims, Dims]]) ->
 
 def _broadcast_strides(shape: Dims, strides: Dims, out_shape: Dims) -> Dims:
     lead = len(out_shape) - len(shape)
-    kept = tuple(0 if size == 1 and out != 1 else stride for size, stride, out in zip(shape, strides, out_shape[lead:], strict=True))
+    kept = tuple(
+        0 if size == 1 and out != 1 else stride
+        for size, stride, out in zip(shape, strides, out_shape[lead:], strict=True)
+    )
     return (0,) * lead + kept
 
 

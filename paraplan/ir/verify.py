@@ -38,11 +38,15 @@ def verify_graph(graph: Graph, where: str) -> None:
         for name in op.tensors:
             if name not in known:
                 raise InvalidPlanError(f"{at}: reads {name!r} before it is made")
-        for name in op.outs:
-            if name is not None and (name in known or name not in graph.values):
-                raise InvalidPlanError(f"{at}: {name!r} is made twice or has no spec")
+        for out in op.outs:
+            if out is not None and (out in known or out not in graph.values):
+                raise InvalidPlanError(f"{at}: {out!r} is made twice or has no spec")
         known.update(name for name in op.outs if name is not None)
-    missing = [name for name in (*graph.inputs, *(o for o in graph.outputs if o)) if name not in known or name not in graph.values]
+    missing = [
+        name
+        for name in (*graph.inputs, *(o for o in graph.outputs if o))
+        if name not in known or name not in graph.values
+    ]
     if missing:
         raise InvalidPlanError(f"{where}: {missing[0]!r} is an input or output but no value")
 
@@ -61,7 +65,11 @@ def verify_program(program: Program) -> None:
         if not 0 <= segment.kind < len(program.kinds):
             raise InvalidPlanError(f"segment {index}: no kind {segment.kind}")
         kind = program.kinds[segment.kind]
-        pairs = (("parameters", segment.params, kind.params), ("inputs", segment.inputs, kind.inputs), ("outputs", segment.outputs, kind.outputs))
+        pairs = (
+            ("parameters", segment.params, kind.params),
+            ("inputs", segment.inputs, kind.inputs),
+            ("outputs", segment.outputs, kind.outputs),
+        )
         for what, outer, inner in pairs:
             if len(outer) != len(inner):
                 raise InvalidPlanError(f"segment {index}: {len(outer)} {what} for the {len(inner)} of kind {kind.name}")
@@ -73,8 +81,12 @@ def verify_program(program: Program) -> None:
                 raise InvalidPlanError(f"segment {index}: reads {name!r} before any segment makes it")
         known.update(segment.outputs)
     for term in program.loss:
-        if term.numerator not in known or not (term.denominator is None or 0 <= term.denominator < len(program.denominators)):
-            raise InvalidPlanError(f"the loss reads {term.numerator!r} over denominator {term.denominator}, which do not exist")
+        if term.numerator not in known or not (
+            term.denominator is None or 0 <= term.denominator < len(program.denominators)
+        ):
+            raise InvalidPlanError(
+                f"the loss reads {term.numerator!r} over denominator {term.denominator}, which do not exist"
+            )
     if not program.loss:
         raise InvalidPlanError("the program has no loss")
 
@@ -87,7 +99,12 @@ def _verify_kind(kind: SegmentKind) -> None:
     for what, left, right in lengths:
         if len(left) != len(right):
             raise InvalidPlanError(f"kind {kind.name}: {len(left)} {what} for {len(right)} values")
-    for name in (*kind.params, *kind.inputs, *kind.outputs, *(n for n in (*kind.tangents, *kind.input_grads, *kind.param_grads) if n)):
+    for name in (
+        *kind.params,
+        *kind.inputs,
+        *kind.outputs,
+        *(n for n in (*kind.tangents, *kind.input_grads, *kind.param_grads) if n),
+    ):
         if name not in kind.graph.values:
             raise InvalidPlanError(f"kind {kind.name}: {name!r} is no value of its graph")
 
@@ -108,11 +125,15 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
         raise InvalidPlanError(f"the plan's cluster: {fault}") from None
     verify_program(plan.program)
     if plan.num_microbatches < 1 or plan.program.batch_size % plan.num_microbatches:
-        raise InvalidPlanError(f"a batch of {plan.program.batch_size} does not divide into {plan.num_microbatches} microbatches")
+        raise InvalidPlanError(
+            f"a batch of {plan.program.batch_size} does not divide into {plan.num_microbatches} microbatches"
+        )
     position = 0
     for index, stage in enumerate(plan.stages):
         if stage.first != position or stage.stop <= stage.first:
-            raise InvalidPlanError(f"stage {index} holds segments [{stage.first}, {stage.stop}); expected to start at {position}")
+            raise InvalidPlanError(
+                f"stage {index} holds segments [{stage.first}, {stage.stop}); expected to start at {position}"
+            )
         position = stage.stop
         _verify_stage(plan, stage, f"stage {index}")
     if position != len(plan.program.segments):
@@ -131,7 +152,9 @@ def _verify_stage(plan: Plan, stage: Stage, where: str) -> None:
     _verify_mesh(plan, stage.mesh, where)
     program, shape = plan.program, stage.mesh.shape
     if len(stage.segment_choice) != stage.stop - stage.first:
-        raise InvalidPlanError(f"{where}: {len(stage.segment_choice)} segment choices for {stage.stop - stage.first} segments")
+        raise InvalidPlanError(
+            f"{where}: {len(stage.segment_choice)} segment choices for {stage.stop - stage.first} segments"
+        )
     for offset, chosen in enumerate(stage.segment_choice):
         segment = stage.first + offset
         if not 0 <= chosen < len(stage.choices):
@@ -140,9 +163,13 @@ def _verify_stage(plan: Plan, stage: Stage, where: str) -> None:
         if choice.kind != program.segments[segment].kind:
             raise InvalidPlanError(f"{where}, segment {segment}: choice {chosen} is for kind {choice.kind}")
         if len(choice.input_grads) != len(program.kinds[choice.kind].inputs):
-            raise InvalidPlanError(f"{where}, choice {chosen}: {len(choice.input_grads)} input_grads for the kind's inputs")
+            raise InvalidPlanError(
+                f"{where}, choice {chosen}: {len(choice.input_grads)} input_grads for the kind's inputs"
+            )
         if choice.activations:
-            raise InvalidPlanError(f"{where}, choice {chosen}: activations other than kept ones are not executable by this version")
+            raise InvalidPlanError(
+                f"{where}, choice {chosen}: activations other than kept ones are not executable by this version"
+            )
     for name, layouts in stage.params.items():
         if name not in program.params:
             raise InvalidPlanError(f"{where}: no parameter {name!r}")
@@ -155,12 +182,18 @@ def _verify_stage(plan: Plan, stage: Stage, where: str) -> None:
 
 def _verify_mesh(plan: Plan, mesh: Mesh, where: str) -> None:
     if len(mesh.axes) != len(mesh.shape) or any(size < 1 for size in mesh.shape) or mesh.size != len(mesh.devices):
-        raise InvalidPlanError(f"{where}: mesh of shape {mesh.shape} with axes {mesh.axes} over {len(mesh.devices)} devices")
-    if len(set(mesh.devices)) != len(mesh.devices) or not all(0 <= device < plan.cluster.num_devices for device in mesh.devices):
+        raise InvalidPlanError(
+            f"{where}: mesh of shape {mesh.shape} with axes {mesh.axes} over {len(mesh.devices)} devices"
+        )
+    if len(set(mesh.devices)) != len(mesh.devices) or not all(
+        0 <= device < plan.cluster.num_devices for device in mesh.devices
+    ):
         raise InvalidPlanError(f"{where}: mesh devices repeat or lie outside the cluster's {plan.cluster.num_devices}")
 
 
-def _verify_param(name: str, layouts: ParamLayouts, shape: tuple[int, ...], mesh_shape: tuple[int, ...], where: str) -> None:
+def _verify_param(
+    name: str, layouts: ParamLayouts, shape: tuple[int, ...], mesh_shape: tuple[int, ...], where: str
+) -> None:
     for role, text in (("stored", layouts.stored), ("grad", layouts.grad), ("state", layouts.state)):
         _verify_layout(text, shape, mesh_shape, f"{where}, parameter {name}, {role}", partial=role == "grad")
 

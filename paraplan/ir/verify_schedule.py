@@ -31,7 +31,9 @@ def verify_schedule(
         InvalidPlanError: naming rank, action and place.
     """
     if len(schedule.rank_class) != len(stages_of_rank):
-        raise InvalidPlanError(f"schedule {schedule.name} has {len(schedule.rank_class)} ranks, the cluster {len(stages_of_rank)}")
+        raise InvalidPlanError(
+            f"schedule {schedule.name} has {len(schedule.rank_class)} ranks, the cluster {len(stages_of_rank)}"
+        )
     flights = []
     for rank, stages in enumerate(stages_of_rank):
         if not 0 <= schedule.rank_class[rank] < len(schedule.classes):
@@ -66,7 +68,9 @@ def _verify_rank(actions: tuple[Action, ...], stages: tuple[int, ...], m: int, r
             whole = seen[stage, ActionKind.B, micro]
             halves = seen[stage, ActionKind.I, micro] and seen[stage, ActionKind.W, micro]
             if not seen[stage, ActionKind.F, micro] or not (whole or halves):
-                raise InvalidPlanError(f"rank {rank}: stage {stage} misses the forward or backward of microbatch {micro}")
+                raise InvalidPlanError(
+                    f"rank {rank}: stage {stage} misses the forward or backward of microbatch {micro}"
+                )
         if not seen[stage, ActionKind.UPDATE, -1] or not seen[stage, ActionKind.REDUCE_GRAD, -1]:
             raise InvalidPlanError(f"rank {rank}: stage {stage} misses its REDUCE_GRAD or UPDATE")
     return most
@@ -104,7 +108,9 @@ def _verify_progress(schedule: Schedule, stages_of_rank: tuple[tuple[int, ...], 
     stuck = {rank: queue[0] for rank, queue in queues.items() if queue}
     if stuck:
         rank, action = next(iter(stuck.items()))
-        raise InvalidPlanError(f"schedule {schedule.name} deadlocks: rank {rank} waits at {action} for a send that never comes")
+        raise InvalidPlanError(
+            f"schedule {schedule.name} deadlocks: rank {rank} waits at {action} for a send that never comes"
+        )
 
 
 def _ready(action: Action, sent: set[tuple[int, int, ActionKind, int]], holders: dict[int, list[int]]) -> bool:

@@ -52,7 +52,10 @@ def _components(edges: Iterable[tuple[Hashable, Hashable]]) -> list[list[Hashabl
     graph: nx.Graph = nx.Graph()
     graph.add_edges_from(edges)
     order = {node: index for index, node in enumerate(graph.nodes)}
-    return sorted((sorted(part, key=order.__getitem__) for part in nx.connected_components(graph)), key=lambda part: order[part[0]])
+    return sorted(
+        (sorted(part, key=order.__getitem__) for part in nx.connected_components(graph)),
+        key=lambda part: order[part[0]],
+    )
 
 
 def param_classes(program: Program) -> tuple[ParamClass, ...]:

@@ -50,7 +50,9 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         if any(size < 1 for size in c.mesh):
             raise ConstraintError(f"mesh={c.mesh}: every axis must be at least 1")
         if c.dp is not None or c.tp is not None:
-            raise ConstraintError(f"mesh={c.mesh} together with dp={c.dp} tp={c.tp}: give the mesh or the degrees, not both")
+            raise ConstraintError(
+                f"mesh={c.mesh} together with dp={c.dp} tp={c.tp}: give the mesh or the degrees, not both"
+            )
         product = 1
         for size in c.mesh:
             product *= size

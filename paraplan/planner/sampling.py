@@ -83,7 +83,11 @@ def _input_grads(
     outer = {(s.kind, i): name for s in program.segments for i, name in enumerate(s.inputs)}
     for cls in grad_classes(program):
         first = places[outer[cls.readers[0]]]
-        layout = layout_text(_random_layout(rng, cls.spec.shape, shape, first if isinstance(first, S(0).__class__) else R, m, partial=True))
+        layout = layout_text(
+            _random_layout(
+                rng, cls.spec.shape, shape, first if isinstance(first, S(0).__class__) else R, m, partial=True
+            )
+        )
         for kind, index in cls.readers:
             found[kind][index] = layout
     return tuple(map(tuple, found))

@@ -33,7 +33,9 @@ class Found:
     total_s: float
 
 
-def search(job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None) -> Found:
+def search(
+    job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None
+) -> Found:
     """The fastest plan that fits.
 
     Args:
@@ -76,7 +78,11 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     bound_s = min(bound_s, step_s)
     scope = SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes"
     certificate = Certificate(
-        status=best.status, objective_s=best.objective_s, bound_s=bound_s, bound_scope=scope, gap=(step_s - bound_s) / step_s
+        status=best.status,
+        objective_s=best.objective_s,
+        bound_s=bound_s,
+        bound_scope=scope,
+        gap=(step_s - bound_s) / step_s,
     )
     prediction = predict(best.plan, lower(best.plan), best.simulation)
     return msgspec.structs.replace(best.plan, prediction=prediction, certificate=certificate)

@@ -38,7 +38,9 @@ class BlockEmitter:
         self._instrs: list[Instr] = []
         self._origin = -1
 
-    def give(self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = "") -> None:
+    def give(
+        self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = ""
+    ) -> None:
         """A value the caller can bind as `name`; it becomes an input of the block only if read.
 
         Ops ask for it as `known_as` where that differs.
@@ -76,9 +78,8 @@ class BlockEmitter:
     def op(self, op: Op, graph: Graph, strategy: Strategy, origin: int) -> None:
         """Emit one op of the joint graph under a strategy (layouts on the extended mesh)."""
         self._origin = origin
-        names = {}
-        for name, layout in zip(op.tensors, strategy.inputs, strict=True):
-            names[name, layout] = self.get(name, layout)
+        wanted = tuple(zip(op.tensors, strategy.inputs, strict=True))
+        names = {key: self.get(*key) for key in wanted}
         args, kwargs = self._local_args(op, graph, strategy, names)
         locals_: list[str | None] = []
         for out, layout, final in zip(op.outs, strategy.computed, strategy.outputs, strict=True):
@@ -88,11 +89,11 @@ class BlockEmitter:
             self.specs[out] = graph.values[out]
             self._home[out] = final
             locals_.append(out if layout == final else f"{out}@{layout_text(layout)}")
-        self._emit_op(op, args, kwargs, strategy, tuple(locals_), [names[k] for k in zip(op.tensors, strategy.inputs, strict=True)])
-        for out, layout, final, local in zip(op.outs, strategy.computed, strategy.outputs, locals_, strict=True):
-            if out is None or layout is None or final is None or local is None:
+        self._emit_op(op, args, kwargs, strategy, tuple(locals_), [names[key] for key in wanted])
+        for out, computed, final, local in zip(op.outs, strategy.computed, strategy.outputs, locals_, strict=True):
+            if out is None or computed is None or final is None or local is None:
                 continue
-            for move in reshard_path(self.specs[out].shape, layout, final, self.mesh_shape, frozen=1):
+            for move in reshard_path(self.specs[out].shape, computed, final, self.mesh_shape, frozen=1):
                 local = self._move(out, local, move)
             self._at[out, final] = local
 
@@ -111,14 +112,20 @@ class BlockEmitter:
             inputs = tuple(graph.values[name] for name in op.tensors)
             outputs = tuple(None if name is None else graph.values[name] for name in op.outs)
             context = LocalContext(
-                inputs=inputs, outputs=outputs, in_layouts=strategy.inputs, out_layouts=strategy.computed,
-                mesh_shape=self.mesh_shape, offset=self._offset,
-                local_inputs=tuple(local_shape(s.shape, lay, self.mesh_shape) for s, lay in zip(inputs, strategy.inputs, strict=True)),
+                inputs=inputs,
+                outputs=outputs,
+                in_layouts=strategy.inputs,
+                out_layouts=strategy.computed,
+                mesh_shape=self.mesh_shape,
+                offset=self._offset,
+                local_inputs=tuple(
+                    local_shape(s.shape, lay, self.mesh_shape) for s, lay in zip(inputs, strategy.inputs, strict=True)
+                ),
                 local_outputs=tuple(
                     () if s is None or lay is None else local_shape(s.shape, lay, self.mesh_shape)
                     for s, lay in zip(outputs, strategy.computed, strict=True)
                 ),
-            )  # fmt: skip
+            )
             args = definition.localise(args, context)
         return args, kwargs
 
@@ -132,15 +139,20 @@ class BlockEmitter:
         return "#" + ",".join(terms)
 
     def _emit_op(
-        self, op: Op, args: tuple[Arg, ...], kwargs: dict[str, Arg], strategy: Strategy,
-        outs: tuple[str | None, ...], inputs: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        op: Op,
+        args: tuple[Arg, ...],
+        kwargs: dict[str, Arg],
+        strategy: Strategy,
+        outs: tuple[str | None, ...],
+        inputs: list[str],
+    ) -> None:
         definition = op_def(op.target)
         how = "contiguous" if definition is None else definition.strides
         shapes = [
-            None if local is None or layout is None else local_shape(self.specs[name].shape, layout, self.mesh_shape)
-            for local, name, layout in zip(outs, op.outs, strategy.computed, strict=True)
-        ]  # type: ignore[index]
+            None if name is None or layout is None else local_shape(self.specs[name].shape, layout, self.mesh_shape)
+            for name, layout in zip(op.outs, strategy.computed, strict=True)
+        ]
         if how == "view":
             assert outs[0] is not None and op.outs[0] is not None and shapes[0] is not None
             self.view(op.target, args, inputs[0], outs[0], shapes[0])
@@ -155,25 +167,45 @@ class BlockEmitter:
         if definition is not None and definition.workspace is not None:
             results = [None if local is None else self.values[local] for local in outs]
             workspace = definition.workspace(sources, results, args)
-        self._add(Instr(target=op.target, args=args, kwargs=kwargs, outs=outs, workspace_bytes=workspace, origin=self._origin))
+        self._add(
+            Instr(target=op.target, args=args, kwargs=kwargs, outs=outs, workspace_bytes=workspace, origin=self._origin)
+        )
 
-    def view(self, target: str, args: tuple[Arg, ...], source: str, out: str, shape: Dims, change: bool = False) -> None:
+    def view(
+        self, target: str, args: tuple[Arg, ...], source: str, out: str, shape: Dims, change: bool = False
+    ) -> None:
         """Emit a view, or the copy that a reshape must be."""
         value = self.values[source]
         strides = _view_result(target, args, value, shape)
         if strides is None:
             self._fresh(out, value.dtype, shape, contiguous_strides(shape))
-            self._add(Instr(target="paraplan.reshape_copy", args=("%" + source, shape), outs=(out,), origin=self._origin, layout_change=change))
+            self._add(
+                Instr(
+                    target="paraplan.reshape_copy",
+                    args=("%" + source, shape),
+                    outs=(out,),
+                    origin=self._origin,
+                    layout_change=change,
+                )
+            )
             return
         self.values[out] = LocalValue(dtype=value.dtype, shape=shape, strides=strides, base=value.base, storage_bytes=0)
         self._add(Instr(target=target, args=args, outs=(out,), origin=self._origin, layout_change=change))
 
     def local(
-        self, target: str, args: tuple[Arg, ...], out: str, dtype: str, shape: Dims, kwargs: dict[str, Arg] | None = None
+        self,
+        target: str,
+        args: tuple[Arg, ...],
+        out: str,
+        dtype: str,
+        shape: Dims,
+        kwargs: dict[str, Arg] | None = None,
     ) -> str:
         """Emit an op outside the joint graph, with one fresh contiguous result."""
         self._fresh(out, dtype, shape, contiguous_strides(shape))
-        self._add(Instr(target=target, args=args, kwargs=kwargs or {}, outs=(out,), origin=self._origin, layout_change=True))
+        self._add(
+            Instr(target=target, args=args, kwargs=kwargs or {}, outs=(out,), origin=self._origin, layout_change=True)
+        )
         return out
 
     def effect(self, target: str, args: tuple[Arg, ...]) -> None:
@@ -207,11 +239,25 @@ class BlockEmitter:
         n = self.mesh_shape[move.axis]
         if move.kind == "slice":
             start = f"#{_axis_key(move.axis)}:{after[move.dim]}"
-            return self.local("paraplan.shard", ("%" + local, move.dim, after[move.dim], start), self._unique(stem), value.dtype, after)
+            return self.local(
+                "paraplan.shard",
+                ("%" + local, move.dim, after[move.dim], start),
+                self._unique(stem),
+                value.dtype,
+                after,
+            )
         if move.kind == "first_only":
-            return self.local("paraplan.first_only", ("%" + local, f"#{_axis_key(move.axis)}:1"), self._unique(stem), value.dtype, after)
+            return self.local(
+                "paraplan.first_only",
+                ("%" + local, f"#{_axis_key(move.axis)}:1"),
+                self._unique(stem),
+                value.dtype,
+                after,
+            )
         if not is_contiguous(value.shape, value.strides):
-            local = self.local("paraplan.reshape_copy", ("%" + local, value.shape), self._unique(stem), value.dtype, value.shape)
+            local = self.local(
+                "paraplan.reshape_copy", ("%" + local, value.shape), self._unique(stem), value.dtype, value.shape
+            )
         if move.kind == "all_reduce":
             return self._collective(move, local, stem, value.shape, move.reduction)
         if move.kind == "all_gather":
@@ -251,12 +297,19 @@ class BlockEmitter:
         issued, done = self._unique(stem + "!"), self._unique(stem)
         value = self.values[local]
         self._fresh(issued, value.dtype, shape, contiguous_strides(shape))
-        self.values[done] = LocalValue(dtype=value.dtype, shape=shape, strides=contiguous_strides(shape), base=issued, storage_bytes=0)
-        axis = move.axis - 1
-        common = {"axis": axis, "origin": self._origin, "layout_change": True}
-        self._add(Instr(kind=InstrKind.COLLECTIVE, target=move.kind, args=("%" + local, ":" + reduction), outs=(issued,), **common))
-        held = () if move.kind == "all_reduce" else ("%" + local,)
-        self._add(Instr(kind=InstrKind.WAIT, target="wait", args=("%" + issued, *held), outs=(done,), **common))
+        self.values[done] = LocalValue(
+            dtype=value.dtype, shape=shape, strides=contiguous_strides(shape), base=issued, storage_bytes=0
+        )
+        for kind, target, args, out in (
+            (InstrKind.COLLECTIVE, move.kind, ("%" + local, ":" + reduction), issued),
+            (InstrKind.WAIT, "wait", ("%" + issued, *(() if move.kind == "all_reduce" else ("%" + local,))), done),
+        ):
+            self._add(
+                Instr(
+                    kind=kind, target=target, args=args, outs=(out,), axis=move.axis - 1, origin=self._origin,
+                    layout_change=True,
+                )
+            )  # fmt: skip
         return done
 
     def finish(self, outputs: Sequence[str | None], saved: Sequence[str]) -> Block:
@@ -272,7 +325,7 @@ def _fresh_strides(how: str, shape: Dims, inputs: list[LocalValue]) -> Dims:
     if how == "elementwise":
         return elementwise_strides(shape, [(value.shape, value.strides) for value in inputs])
     if how == "attention" and len(shape) == 4:
-        b, h, s, e = shape
+        _, h, s, e = shape
         return (s * h * e, e, h * e, 1)
     return contiguous_strides(shape)
 

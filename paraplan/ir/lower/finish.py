@@ -5,6 +5,8 @@ Compute keeps its order. Every value is then freed at its last use.
 
 from __future__ import annotations
 
+import msgspec
+
 from paraplan.ir.graph import refs
 from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
 
@@ -16,14 +18,18 @@ def finish_block(
     """The block of these instructions, ordered and with frees."""
     ordered = _overlap(inputs, outputs, saved, instrs)
     kept = {out for out in outputs if out is not None} | set(saved)
-    return Block(name=name, inputs=inputs, outputs=outputs, saved=saved, values=values, instrs=_with_frees(inputs, kept, ordered))
+    return Block(
+        name=name, inputs=inputs, outputs=outputs, saved=saved, values=values, instrs=_with_frees(inputs, kept, ordered)
+    )
 
 
 def _reads(instr: Instr) -> list[str]:
     return list(refs((instr.args, tuple(instr.kwargs.values()))))
 
 
-def _overlap(inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]) -> list[Instr]:
+def _overlap(
+    inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]
+) -> list[Instr]:
     made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}
     waiting = [instr for instr in instrs if instr.kind is InstrKind.COLLECTIVE]
     ready = set(inputs)
@@ -72,7 +78,4 @@ def _with_frees(inputs: tuple[str, ...], kept: set[str], instrs: list[Instr]) ->
 
 
 def _freed(instr: Instr, frees: tuple[str, ...]) -> Instr:
-    return Instr(
-        kind=instr.kind, target=instr.target, args=instr.args, kwargs=instr.kwargs, outs=instr.outs, axis=instr.axis, frees=frees,
-        workspace_bytes=instr.workspace_bytes, origin=instr.origin, layout_change=instr.layout_change,
-    )  # fmt: skip
+    return msgspec.structs.replace(instr, frees=frees)

@@ -92,7 +92,9 @@ def extend(strategy: Strategy, micro: AxisChoice) -> Strategy:
     return Strategy(strategy.key, inputs, outs(strategy.computed), outs(strategy.outputs))
 
 
-def chosen_strategies(kind: SegmentKind, choice: KindChoice, micro: KindMicro, mesh_shape: Dims, m: int) -> tuple[Strategy, ...]:
+def chosen_strategies(
+    kind: SegmentKind, choice: KindChoice, micro: KindMicro, mesh_shape: Dims, m: int
+) -> tuple[Strategy, ...]:
     """The strategy of every op, on the extended mesh.
 
     Raises:
@@ -100,20 +102,24 @@ def chosen_strategies(kind: SegmentKind, choice: KindChoice, micro: KindMicro, m
     """
     legal = graph_strategies(GraphKey(kind.graph, mesh_shape, micro.choices, m))
     if len(choice.ops) != len(kind.graph.ops):
-        raise InvalidPlanError(f"kind {kind.name} has {len(kind.graph.ops)} ops, the plan chooses for {len(choice.ops)}")
+        raise InvalidPlanError(
+            f"kind {kind.name} has {len(kind.graph.ops)} ops, the plan chooses for {len(choice.ops)}"
+        )
     found = []
     for op, key, options, along in zip(kind.graph.ops, choice.ops, legal, micro.choices, strict=True):
         strategy = next((option for option in options if option.key == key), None)
         if strategy is None:
             raise InvalidPlanError(
-                f"kind {kind.name}, {op.target} ({kind.graph.source_of(op)}): {key!r} is no legal strategy on mesh {mesh_shape}; "
-                f"legal: {', '.join(option.key for option in options[:12])}"
+                f"kind {kind.name}, {op.target} ({kind.graph.source_of(op)}): {key!r} is no legal strategy on "
+                f"mesh {mesh_shape}; legal: {', '.join(option.key for option in options[:12])}"
             )
         found.append(extend(strategy, along))
     return tuple(found)
 
 
-def lower_forward(name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext) -> LoweredForward:
+def lower_forward(
+    name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext
+) -> LoweredForward:
     """Lower a kind's forward ops."""
     m, graph = context.num_microbatches, kind.graph
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
@@ -174,7 +180,13 @@ def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...]) -> tuple[s
         if local is not None:
             value = emitter.values[local]
             if value.base in taken or not is_dense(value.shape, value.strides):
-                local = emitter.local("paraplan.reshape_copy", ("%" + local, value.shape), f"{local}^own{len(found)}", value.dtype, value.shape)
+                local = emitter.local(
+                    "paraplan.reshape_copy",
+                    ("%" + local, value.shape),
+                    f"{local}^own{len(found)}",
+                    value.dtype,
+                    value.shape,
+                )
                 value = emitter.values[local]
             taken.add(value.base)
         found.append(local)
@@ -209,7 +221,9 @@ def _output_layout(home: Layout, out: str, kind: SegmentKind, m: int) -> Layout:
     return home
 
 
-def _input_grad_layouts(kind: SegmentKind, choice: KindChoice, micro: KindMicro, backward: BlockEmitter) -> tuple[Layout | None, ...]:
+def _input_grad_layouts(
+    kind: SegmentKind, choice: KindChoice, micro: KindMicro, backward: BlockEmitter
+) -> tuple[Layout | None, ...]:
     found: list[Layout | None] = []
     for name, grad, text in zip(kind.inputs, kind.input_grads, choice.input_grads, strict=True):
         if grad is None:
@@ -224,7 +238,7 @@ def _input_grad_layouts(kind: SegmentKind, choice: KindChoice, micro: KindMicro,
 
 def _param_grads(backward: BlockEmitter, kind: SegmentKind, context: KindContext, m: int) -> tuple[str | None, ...]:
     found: list[str | None] = []
-    for name, grad, layout in zip(kind.params, kind.param_grads, context.param_grads, strict=True):
+    for grad, layout in zip(kind.param_grads, context.param_grads, strict=True):
         if grad is None:
             found.append(None)
             continue
@@ -233,8 +247,12 @@ def _param_grads(backward: BlockEmitter, kind: SegmentKind, context: KindContext
         if context.grad_dtype and dtype != context.grad_dtype:
             value = backward.values[local]
             local = backward.local(
-                "aten._to_copy.default", ("%" + local,), f"{grad}@{layout_text(layout)}^{context.grad_dtype}", context.grad_dtype,
-                value.shape, {"dtype": ":" + context.grad_dtype},
-            )  # fmt: skip
+                "aten._to_copy.default",
+                ("%" + local,),
+                f"{grad}@{layout_text(layout)}^{context.grad_dtype}",
+                context.grad_dtype,
+                value.shape,
+                {"dtype": ":" + context.grad_dtype},
+            )
         found.append(local)
     return tuple(found)

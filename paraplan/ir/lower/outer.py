@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from paraplan.ir.lower.stage import StageBlocks
 from paraplan.ir.mesh import Layout, R, cuts_further, layout_text, local_shape, parse_layout
 from paraplan.ir.plan import Plan, Stage
@@ -24,7 +26,9 @@ def outer_values(plan: Plan, stage: Stage, parts: StageBlocks) -> dict[str, Oute
         if name in trained:
             dtype = master_dtype(program.precision, spec.dtype)
             own = dtype != spec.dtype or not cuts_further(parse_layout(layouts.stored), parse_layout(layouts.state))
-            found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), parse_layout(layouts.state), shape, own)
+            found[f"state:{name}"] = _value(
+                "state", name, TensorSpec(dtype, spec.shape), parse_layout(layouts.state), shape, own
+            )
     for name, text in stage.batch.items():
         entry = program.batch[name]
         extended = (parts.micro.values[f"batch:{name}"], *parse_layout(text))
@@ -42,10 +46,14 @@ def outer_values(plan: Plan, stage: Stage, parts: StageBlocks) -> dict[str, Oute
     return found
 
 
-def _value(role: str, source: str, spec: TensorSpec, layout: Layout, mesh_shape: tuple[int, ...], own: bool) -> OuterValue:
+def _value(
+    role: str, source: str, spec: TensorSpec, layout: Layout, mesh_shape: tuple[int, ...], own: bool
+) -> OuterValue:
     local = local_shape(spec.shape, layout, mesh_shape)
     nbytes = math.prod(local) * DTYPE_BYTES[spec.dtype] if own else 0
-    return OuterValue(role=role, source=source, dtype=spec.dtype, shape=local, layout=layout_text(layout), nbytes=nbytes)
+    return OuterValue(
+        role=role, source=source, dtype=spec.dtype, shape=local, layout=layout_text(layout), nbytes=nbytes
+    )
 
 
 def with_drops(steps: tuple[Step, ...], outer: dict[str, OuterValue], kept: set[str]) -> tuple[Step, ...]:
@@ -55,15 +63,16 @@ def with_drops(steps: tuple[Step, ...], outer: dict[str, OuterValue], kept: set[
     for step in reversed(steps):
         unread = tuple(out for out in step.outs if out is not None and out not in seen)
         if unread:
-            found.append(Step(kind=StepKind.DROP, action=step.action, drops=unread, microbatch=step.microbatch, segment=step.segment))
+            found.append(
+                Step(
+                    kind=StepKind.DROP,
+                    action=step.action,
+                    drops=unread,
+                    microbatch=step.microbatch,
+                    segment=step.segment,
+                )
+            )
         dying = dict.fromkeys(name for name in step.args if name not in seen)
         seen.update((*dying, *(out for out in step.outs if out is not None)))
-        found.append(_dropping(step, (*step.drops, *dying)) if step.kind is StepKind.CALL else step)
+        found.append(msgspec.structs.replace(step, drops=(*step.drops, *dying)) if step.kind is StepKind.CALL else step)
     return tuple(reversed(found))
-
-
-def _dropping(step: Step, drops: tuple[str, ...]) -> Step:
-    return Step(
-        kind=step.kind, action=step.action, block=step.block, args=step.args, outs=step.outs, drops=drops,
-        microbatch=step.microbatch, segment=step.segment,
-    )  # fmt: skip

@@ -28,7 +28,9 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
         InvalidPlanError: the plan does not fit its program.
     """
     if len(plan.stages) != 1:
-        raise InvalidPlanError(f"a plan of {len(plan.stages)} stages: only single-stage plans can be lowered by this version")
+        raise InvalidPlanError(
+            f"a plan of {len(plan.stages)} stages: only single-stage plans can be lowered by this version"
+        )
     stage = plan.stages[0]
     return tuple(_Steps(plan, stage).build(actions) for actions in plan.schedule.classes)
 
@@ -68,11 +70,17 @@ class _Steps:
         sizes = [outer[f"state:{name}"] for name in self.trained]
         full = [math.prod(value.shape) * _itemsize(value.dtype) for value in sizes]
         return RankProgram(
-            mesh_axes=self.stage.mesh.axes, mesh_shape=self.stage.mesh.shape, num_microbatches=self.m, blocks=self.blocks,
-            outer=outer, steps=with_drops(tuple(self.steps), outer, {"loss", *grads.values()}), loss="loss", grads=grads,
+            mesh_axes=self.stage.mesh.axes,
+            mesh_shape=self.stage.mesh.shape,
+            num_microbatches=self.m,
+            blocks=self.blocks,
+            outer=outer,
+            steps=with_drops(tuple(self.steps), outer, {"loss", *grads.values()}),
+            loss="loss",
+            grads=grads,
             optimizer_bytes=sum(n * optimizer.state_slots + optimizer.scalar_bytes for n in full),
             update_workspace_bytes=_update_workspace(full, optimizer),
-        )  # fmt: skip
+        )
 
     def _add(self, kind: StepKind, block: Block | None = None, **fields: object) -> None:
         if block is not None:
@@ -85,7 +93,9 @@ class _Steps:
         layouts = []
         for index, denominator in enumerate(self.program.denominators):
             given = tuple(self.parts.given[name].layout for name in denominator.inputs)
-            block, layout = count_block(f"den{index}.count", denominator, self.parts.micro.denominators[index], given, self.extended)
+            block, layout = count_block(
+                f"den{index}.count", denominator, self.parts.micro.denominators[index], given, self.extended
+            )
             layouts.append(layout)
             named = dict(zip(denominator.graph.inputs, denominator.inputs, strict=True))
             for m in range(self.m):
@@ -99,7 +109,9 @@ class _Steps:
                 self._add(StepKind.CALL, block, args=(), outs=(None, f"tangent{index}"))
             else:
                 block = tangent_block(f"tangent{index}", spec, layouts[term.denominator], self.extended)
-                self._add(StepKind.CALL, block, args=(f"den{term.denominator}",), outs=(f"total{index}", f"tangent{index}"))
+                self._add(
+                    StepKind.CALL, block, args=(f"den{term.denominator}",), outs=(f"total{index}", f"tangent{index}")
+                )
             self.tangent_of[term.numerator] = f"tangent{index}"
 
     def _scalar(self, value: str) -> TensorSpec:
@@ -133,7 +145,9 @@ class _Steps:
             self._add(StepKind.CALL, lowered.block, args=args, outs=(*outs, *saved), microbatch=m, segment=index)
             for out in segment.outputs:
                 if out in numerators:
-                    self._add(StepKind.ACCUMULATE, args=(f"num{numerators[out]}", f"{out}@{m}"), microbatch=m, segment=index)
+                    self._add(
+                        StepKind.ACCUMULATE, args=(f"num{numerators[out]}", f"{out}@{m}"), microbatch=m, segment=index
+                    )
 
     def _backward(self, m: int) -> None:
         for index in reversed(range(self.stage.first, self.stage.stop)):
@@ -165,7 +179,8 @@ class _Steps:
             self._add(StepKind.ACCUMULATE, args=pair, microbatch=m, segment=index)
 
     def _reduce(self) -> dict[str, str]:
-        grads, made = {}, {}
+        grads: dict[str, str] = {}
+        made: dict[object, Block] = {}
         for name in self.trained:
             layouts = self.stage.params[name]
             if layouts.grad == layouts.state:
@@ -185,7 +200,9 @@ class _Steps:
         specs = tuple(self._scalar(term.numerator) for term in terms)
         layouts = tuple(self.parts.given[term.numerator].layout for term in terms)
         block = loss_block("loss", terms, specs, layouts, self.extended)
-        names = {f"numerator{i}": f"num{i}" for i in range(len(terms))} | {f"denominator{i}": f"total{i}" for i in range(len(terms))}
+        names = {f"numerator{i}": f"num{i}" for i in range(len(terms))} | {
+            f"denominator{i}": f"total{i}" for i in range(len(terms))
+        }
         self._add(StepKind.CALL, block, args=tuple(names[local] for local in block.inputs), outs=("loss",))
 
     def _update(self) -> None:
@@ -214,4 +231,3 @@ def _update_workspace(sizes: list[int], optimizer: Optimizer) -> int:
 
 def _itemsize(dtype: str) -> int:
     return TensorSpec(dtype, ()).nbytes
-

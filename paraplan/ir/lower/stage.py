@@ -88,7 +88,9 @@ def _backward(
     tangents = []
     for tangent, out in zip(kind.tangents, segment.outputs, strict=True):
         if tangent is not None and out not in blocks.grads:
-            raise InvalidPlanError(f"segment {index} ({kind.name}): no later segment gives the gradient of its output {out}")
+            raise InvalidPlanError(
+                f"segment {index} ({kind.name}): no later segment gives the gradient of its output {out}"
+            )
         tangents.append(None if tangent is None else blocks.grads[out])
     key = (forward.block.name, context, tuple(tangents))
     if key not in done:
@@ -101,5 +103,6 @@ def _backward(
             continue
         if blocks.grads.setdefault(outer, given).layout != given.layout:
             raise InvalidPlanError(
-                f"the gradient of {outer} reaches its segment in two layouts; give every reader's choice the same input_grads layout"
+                f"the gradient of {outer} reaches its segment in two layouts; give every reader's choice the same "
+                "input_grads layout"
             )

@@ -16,7 +16,9 @@ from paraplan.ir.tensor import TensorSpec
 Dims = tuple[int, ...]
 
 
-def count_block(name: str, denominator: Denominator, micro: KindMicro, given: tuple[Layout, ...], extended: Dims) -> tuple[Block, Layout]:
+def count_block(
+    name: str, denominator: Denominator, micro: KindMicro, given: tuple[Layout, ...], extended: Dims
+) -> tuple[Block, Layout]:
     """One microbatch's share of a denominator; the result stays partial."""
     graph = denominator.graph
     emitter = BlockEmitter(name, extended)
@@ -68,7 +70,11 @@ def loss_block(
             emitter.give(f"denominator{index}", spec, whole)
             below = emitter.get(f"denominator{index}", whole)
             local = emitter.local("aten.div.Tensor", ("%" + local, "%" + below), f"term{index}", spec.dtype, ())
-        total = local if not total else emitter.local("aten.add.Tensor", ("%" + total, "%" + local), f"sum{index}", spec.dtype, ())
+        total = (
+            local
+            if not total
+            else emitter.local("aten.add.Tensor", ("%" + total, "%" + local), f"sum{index}", spec.dtype, ())
+        )
     return emitter.finish((total,), ())
 
 

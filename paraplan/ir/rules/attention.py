@@ -27,13 +27,16 @@ def _mask_letters(mask: TensorSpec, batch: int, heads: int) -> Letters:
 def _starts(args: tuple[Arg, ...], ctx: LocalContext, position: int) -> tuple[Arg, ...]:
     """Offsets of this rank's block of the score matrix [b, h, s, t]."""
     query, layout = ctx.inputs[0], ctx.in_layouts[0]
-    starts = tuple(
-        ctx.offset(query, layout, dim) if any(p == Shard(dim=dim) for p in layout) else 0 for dim in (0, 1)
-    )
+    starts = tuple(ctx.offset(query, layout, dim) if any(p == Shard(dim=dim) for p in layout) else 0 for dim in (0, 1))
     return (*args[:position], (*starts, 0, 0), *args[position + 1 :])
 
 
-@register("paraplan.attention", strides="attention", localise=lambda args, ctx: _starts(args, ctx, 10), workspace=workspace.attention)
+@register(
+    "paraplan.attention",
+    strides="attention",
+    localise=lambda args, ctx: _starts(args, ctx, 10),
+    workspace=workspace.attention,
+)
 def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`b h _ _, b h _ _, b h _ _, mask, seed -> b h _ _, b h _`."""
     query, key = inputs[0], inputs[1]
@@ -44,7 +47,12 @@ def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return OpDims(tuple(dims), outs, {"b": query.shape[0], "h": key.shape[1]})
 
 
-@register("paraplan.attention_grad", strides="attention", localise=lambda args, ctx: _starts(args, ctx, 13), workspace=workspace.attention_grad)
+@register(
+    "paraplan.attention_grad",
+    strides="attention",
+    localise=lambda args, ctx: _starts(args, ctx, 13),
+    workspace=workspace.attention_grad,
+)
 def attention_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`b h _ _ (grad), q, k, v, mask, seed, out, lse -> dq, dk, dv, dmask`; a broadcast mask's gradient contracts."""
     query, key = inputs[1], inputs[2]

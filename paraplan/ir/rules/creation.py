@@ -24,7 +24,8 @@ def whole(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def _starts(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
     spec, layout = ctx.inputs[0], ctx.in_layouts[0]
     starts = tuple(
-        ctx.offset(spec, layout, dim) if any(p == Shard(dim=dim) for p in layout) else 0 for dim in range(len(spec.shape))
+        ctx.offset(spec, layout, dim) if any(p == Shard(dim=dim) for p in layout) else 0
+        for dim in range(len(spec.shape))
     )
     return (*args[:5], starts)
 

@@ -12,8 +12,12 @@ from paraplan.ir.rules import workspace
 from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of
 
 
-def _start(args: tuple[Arg, ...], ctx: LocalContext, position: int, index: int, dim: int, output: bool = False) -> tuple[Arg, ...]:
-    spec, layout = (ctx.outputs[index], ctx.out_layouts[index]) if output else (ctx.inputs[index], ctx.in_layouts[index])
+def _start(
+    args: tuple[Arg, ...], ctx: LocalContext, position: int, index: int, dim: int, output: bool = False
+) -> tuple[Arg, ...]:
+    spec, layout = (
+        (ctx.outputs[index], ctx.out_layouts[index]) if output else (ctx.inputs[index], ctx.in_layouts[index])
+    )
     assert spec is not None and layout is not None
     sharded = any(placement == Shard(dim=dim) for placement in layout)
     return (*args[:position], ctx.offset(spec, layout, dim) if sharded else 0, *args[position + 1 :])
@@ -60,7 +64,11 @@ def ce_sumexp(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"})
 
 
-@register("paraplan.ce_target", localise=lambda args, ctx: _start(args, ctx, 3, 0, len(ctx.inputs[0].shape) - 1), workspace=workspace.ce_target)
+@register(
+    "paraplan.ce_target",
+    localise=lambda args, ctx: _start(args, ctx, 3, 0, len(ctx.inputs[0].shape) - 1),
+    workspace=workspace.ce_target,
+)
 def ce_target(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b v, a b -> a b`: the label's logit, found by the rank that has it."""
     rows, sizes = _rows(inputs, 0)
@@ -74,7 +82,11 @@ def ce_loss(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return OpDims((rows,) * 4, ((),), sizes_of((rows, inputs[0].shape)), dict.fromkeys(rows, "sum"))
 
 
-@register("paraplan.ce_grad", localise=lambda args, ctx: _start(args, ctx, 6, 1, len(ctx.inputs[1].shape) - 1), workspace=workspace.ce_grad)
+@register(
+    "paraplan.ce_grad",
+    localise=lambda args, ctx: _start(args, ctx, 6, 1, len(ctx.inputs[1].shape) - 1),
+    workspace=workspace.ce_grad,
+)
 def ce_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`(), a b v, a b, a b, a b -> a b v`."""
     rows, sizes = _rows(inputs, 1)

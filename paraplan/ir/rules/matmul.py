@@ -23,7 +23,9 @@ def addmm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`n, m k, k n -> m n`; the bias is one of the addends, so with k sharded only one rank may hold it."""
     (m, k), n = inputs[1].shape, inputs[2].shape[1]
     bias = ("n",) if len(inputs[0].shape) == 1 else ("m", "n")
-    return OpDims((bias, ("m", "k"), ("k", "n")), (("m", "n"),), {"m": m, "k": k, "n": n}, {"k": "sum"}, ((0, 1), (0, 2)), (0,))
+    return OpDims(
+        (bias, ("m", "k"), ("k", "n")), (("m", "n"),), {"m": m, "k": k, "n": n}, {"k": "sum"}, ((0, 1), (0, 2)), (0,)
+    )
 
 
 @register("aten.bmm.default")

@@ -7,39 +7,103 @@ one factor at a time, a quotient in its numerator.
 from __future__ import annotations
 
 from paraplan.ir.graph import Op
-from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, register, sizes_of
+from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, register, replicated, sizes_of
 
-SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add_.Tensor")
+SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
 PRODUCTS = ("aten.mul.Tensor",)
 QUOTIENTS = ("aten.div.Tensor", "aten.div.Scalar", "aten.mul.Scalar", "aten.neg.default")
 NONLINEAR = (
-    "aten.pow.Tensor_Scalar", "aten.pow.Scalar", "aten.pow.Tensor_Tensor", "aten.rsqrt.default", "aten.sqrt.default",
-    "aten.reciprocal.default", "aten.exp.default", "aten.log.default", "aten.log1p.default", "aten.expm1.default",
-    "aten.tanh.default", "aten.sigmoid.default", "aten.silu.default", "aten.gelu.default", "aten.relu.default",
-    "aten.erf.default", "aten.cos.default", "aten.sin.default", "aten.abs.default", "aten.sign.default", "aten.sgn.default",
-    "aten.softplus.default", "aten.elu.default", "aten.leaky_relu.default", "aten.hardtanh.default", "aten.mish.default",
-    "aten.tanh_backward.default", "aten.sigmoid_backward.default", "aten.silu_backward.default", "aten.gelu_backward.default",
-    "aten.threshold_backward.default", "aten.softplus_backward.default", "aten.elu_backward.default",
-    "aten.leaky_relu_backward.default", "aten.hardtanh_backward.default", "aten.mish_backward.default",
-    "aten.maximum.default", "aten.minimum.default", "aten.clamp.default", "aten.clamp_min.default", "aten.clamp_max.default",
-    "aten.clamp.Tensor", "aten.masked_fill.Scalar", "aten.add.Scalar", "aten.sub.Scalar", "aten.rsub.Scalar",
-    "aten.eq.Tensor", "aten.eq.Scalar", "aten.ne.Tensor", "aten.ne.Scalar", "aten.ge.Tensor", "aten.ge.Scalar",
-    "aten.gt.Tensor", "aten.gt.Scalar", "aten.le.Tensor", "aten.le.Scalar", "aten.lt.Tensor", "aten.lt.Scalar",
-    "aten.logical_not.default", "aten.logical_and.default", "aten.logical_or.default", "aten.bitwise_not.default",
-    "aten.bitwise_and.Tensor", "aten.bitwise_or.Tensor", "aten.__and__.Tensor", "aten.__or__.Tensor",
-    "aten.floor_divide.default", "aten.remainder.Scalar", "aten.isnan.default", "aten.isinf.default", "aten.floor.default",
-    "aten.round.default", "aten.atan2.default", "aten.xlogy.Tensor", "aten.mse_loss_backward.default",
-)  # fmt: skip
+    "aten.pow.Tensor_Scalar",
+    "aten.pow.Tensor_Tensor",
+    "aten.rsqrt.default",
+    "aten.sqrt.default",
+    "aten.reciprocal.default",
+    "aten.exp.default",
+    "aten.log.default",
+    "aten.log1p.default",
+    "aten.expm1.default",
+    "aten.tanh.default",
+    "aten.sigmoid.default",
+    "aten.silu.default",
+    "aten.gelu.default",
+    "aten.relu.default",
+    "aten.erf.default",
+    "aten.cos.default",
+    "aten.sin.default",
+    "aten.abs.default",
+    "aten.sign.default",
+    "aten.sgn.default",
+    "aten.softplus.default",
+    "aten.elu.default",
+    "aten.leaky_relu.default",
+    "aten.hardtanh.default",
+    "aten.mish.default",
+    "aten.tanh_backward.default",
+    "aten.sigmoid_backward.default",
+    "aten.silu_backward.default",
+    "aten.gelu_backward.default",
+    "aten.threshold_backward.default",
+    "aten.softplus_backward.default",
+    "aten.elu_backward.default",
+    "aten.leaky_relu_backward.default",
+    "aten.hardtanh_backward.default",
+    "aten.mish_backward.default",
+    "aten.maximum.default",
+    "aten.minimum.default",
+    "aten.clamp.default",
+    "aten.clamp_min.default",
+    "aten.clamp_max.default",
+    "aten.clamp.Tensor",
+    "aten.add.Scalar",
+    "aten.sub.Scalar",
+    "aten.rsub.Scalar",
+    "aten.eq.Tensor",
+    "aten.eq.Scalar",
+    "aten.ne.Tensor",
+    "aten.ne.Scalar",
+    "aten.ge.Tensor",
+    "aten.ge.Scalar",
+    "aten.gt.Tensor",
+    "aten.gt.Scalar",
+    "aten.le.Tensor",
+    "aten.le.Scalar",
+    "aten.lt.Tensor",
+    "aten.lt.Scalar",
+    "aten.logical_not.default",
+    "aten.logical_and.default",
+    "aten.logical_or.default",
+    "aten.bitwise_not.default",
+    "aten.bitwise_and.Tensor",
+    "aten.bitwise_or.Tensor",
+    "aten.__and__.Tensor",
+    "aten.__or__.Tensor",
+    "aten.floor_divide.default",
+    "aten.remainder.Scalar",
+    "aten.isnan.default",
+    "aten.isinf.default",
+    "aten.floor.default",
+    "aten.round.default",
+    "aten.atan2.default",
+    "aten.xlogy.Tensor",
+)
+ROW_MAJOR = (
+    "aten.pow.Scalar",
+    "aten.masked_fill.Scalar",
+)  # elementwise, but their results never follow their inputs' order
 
 
 def _broadcast(inputs: Specs, outputs: Specs) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...], dict[str, int]]:
     shape = outputs[0].shape
     names = letters(len(shape))
     per_input = tuple(
-        tuple(name if size == out else WHOLE for name, size, out in zip(names[len(shape) - len(spec.shape) :], spec.shape,
-              shape[len(shape) - len(spec.shape) :], strict=True))
+        tuple(
+            name if size == out else WHOLE
+            for name, size, out in zip(
+                names[len(shape) - len(spec.shape) :], spec.shape, shape[len(shape) - len(spec.shape) :], strict=True
+            )
+        )
         for spec in inputs
-    )  # fmt: skip
+    )
     return per_input, names, sizes_of((names, shape))
 
 
@@ -76,12 +140,19 @@ def where(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 @register("aten._to_copy.default", "aten.clone.default", strides="elementwise")
 def casts(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """A cast to a wider float (or of counts) commutes with sums; to a narrower one it rounds, so partial sums stop there."""
+    """A cast to a wider float (or of counts) commutes with sums; to a narrower one it rounds: partial sums stop."""
     counts = inputs[0].dtype in ("int64", "int32")
     wider = outputs[0].is_float and (counts or (inputs[0].is_float and outputs[0].nbytes >= inputs[0].nbytes))
     return _dims(inputs, outputs, ((0,),) if wider else ())
 
 
+@register("aten.mse_loss_backward.default")
+def mse_loss_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """Elementwise, save that a mean divides by the number of elements it sees: then all of them."""
+    return replicated(inputs, outputs) if op.args[3] == 1 else _dims(inputs, outputs, ())
+
+
+@register(*ROW_MAJOR)
 @register(*NONLINEAR, strides="elementwise")
 def nonlinear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """Elementwise and linear in nothing."""

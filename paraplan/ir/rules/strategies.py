@@ -81,7 +81,7 @@ def axis_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
 
 
 def _shard_letter(dims: OpDims, letter: str) -> AxisChoice | None:
-    inputs = [S(names.index(letter)) if letter in names else R for names in dims.inputs]
+    inputs: list[Placement] = [S(names.index(letter)) if letter in names else R for names in dims.inputs]
     outputs: list[Placement | None] = []
     reduction = dims.contracted.get(letter)
     for names in dims.outputs:
@@ -118,16 +118,20 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
     micro_letter = micro.letter if micro is not None else ""
     extended = (num_microbatches, *mesh_shape)
     found: dict[str, Strategy] = {}
-    for combo in itertools.product(axis_choices(dims), repeat=len(mesh_shape)):
+    choices = [choice for choice in axis_choices(dims) if not _sums_truths(choice, inputs, outputs)]
+    for combo in itertools.product(choices, repeat=len(mesh_shape)):
         if not _divides(dims, combo, mesh_shape, micro_letter, num_microbatches):
             continue
         in_layouts = tuple(tuple(choice.inputs[i] for choice in combo) for i in range(len(inputs)))
-        computed = tuple(
-            None if spec is None else tuple(choice.outputs[i] for choice in combo) for i, spec in enumerate(outputs)
+        computed: tuple[Layout | None, ...] = tuple(
+            None if spec is None else tuple(choice.outputs[i] or R for choice in combo)
+            for i, spec in enumerate(outputs)
         )  # type: tuple[Layout | None, ...]
         for suffixes, outs in _reductions(computed, outputs, mesh_shape):
             full = _with_micro(micro, in_layouts, outs)
-            if not all(is_shardable(spec.shape, layout, extended) for spec, layout in zip(inputs, full[0], strict=True)):
+            if not all(
+                is_shardable(spec.shape, layout, extended) for spec, layout in zip(inputs, full[0], strict=True)
+            ):
                 continue
             if not all(
                 spec is None or layout is None or is_shardable(spec.shape, layout, extended)
@@ -139,7 +143,15 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
     return tuple(found.values())
 
 
-def _divides(dims: OpDims, combo: tuple[AxisChoice, ...], mesh_shape: tuple[int, ...], micro_letter: str, count: int) -> bool:
+def _sums_truths(choice: AxisChoice, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...]) -> bool:
+    """Whether it takes or makes partial bools: no collective adds those."""
+    places = (*zip(inputs, choice.inputs, strict=True), *zip(outputs, choice.outputs, strict=True))
+    return any(spec is not None and spec.dtype == "bool" and isinstance(place, Partial) for spec, place in places)
+
+
+def _divides(
+    dims: OpDims, combo: tuple[AxisChoice, ...], mesh_shape: tuple[int, ...], micro_letter: str, count: int
+) -> bool:
     shards: dict[str, int] = {micro_letter: count} if micro_letter else {}
     for choice, size in zip(combo, mesh_shape, strict=True):
         if choice.letter:
@@ -223,4 +235,14 @@ def kept_whole(op: Op) -> bool:
     return op_def(op.target) is None
 
 
-__all__ = ["WHOLE", "AxisChoice", "GraphKey", "Strategy", "axis_choices", "dims_of", "graph_strategies", "kept_whole", "op_strategies"]
+__all__ = [
+    "WHOLE",
+    "AxisChoice",
+    "GraphKey",
+    "Strategy",
+    "axis_choices",
+    "dims_of",
+    "graph_strategies",
+    "kept_whole",
+    "op_strategies",
+]

@@ -14,7 +14,9 @@ from paraplan.ir.graph import Arg, Op
 from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of
 
 
-def factor_letters(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, int]]:
+def factor_letters(
+    source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, int]]:
     """Named dims of a reshape.
 
     Args:
@@ -127,26 +129,40 @@ def cat(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register("aten.stack.default")
 def stack(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b, a b -> a _ b`."""
-    dim = (int(op.args[1]) if len(op.args) > 1 else 0) % len(outputs[0].shape)
+    dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(outputs[0].shape)
     names = _all_but(outputs[0].shape, dim)
     part = names[:dim] + names[dim + 1 :]
-    return OpDims((part,) * len(inputs), (names,), sizes_of((names, outputs[0].shape)), {}, (tuple(range(len(inputs))),))
+    return OpDims(
+        (part,) * len(inputs), (names,), sizes_of((names, outputs[0].shape)), {}, (tuple(range(len(inputs))),)
+    )
 
 
 @register("aten.constant_pad_nd.default")
 def constant_pad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """Padded dims are whole; padding with zero is linear."""
-    names = letters(len(inputs[0].shape))
-    kept = tuple(
-        name if size == out else WHOLE for name, size, out in zip(names, inputs[0].shape, outputs[0].shape, strict=True)
-    )
+    """Padded dims are whole; padding with zero is linear. The pads say which: (1, -1) shifts and keeps the size."""
+    rank = len(inputs[0].shape)
+    padded = {rank - 1 - index // 2 for index, pad in enumerate(op.args[1]) if pad != 0}
+    kept = tuple(WHOLE if dim in padded else name for dim, name in enumerate(letters(rank)))
     zero = len(op.args) < 3 or op.args[2] == 0
     return OpDims((kept,), (kept,), sizes_of((kept, inputs[0].shape)), {}, ((0,),) if zero else ())
 
 
-@register("aten.flip.default", "aten.roll.default")
-def reorder(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+def _reordered(dims: tuple[Arg, ...], inputs: Specs) -> OpDims:
     """Dims whose elements are reordered are whole."""
-    moved = {int(dim) % len(inputs[0].shape) for dim in op.args[-1]} if op.args[-1] else set(range(len(inputs[0].shape)))
-    names = tuple(WHOLE if index in moved else name for index, name in enumerate(letters(len(inputs[0].shape))))
+    rank = len(inputs[0].shape)
+    moved = {int(dim) % rank for dim in dims}
+    names = tuple(WHOLE if index in moved else name for index, name in enumerate(letters(rank)))
     return OpDims((names,), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),))
+
+
+@register("aten.flip.default", strides="elementwise")
+def flip(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a _ -> a _`."""
+    return _reordered(op.args[1], inputs)
+
+
+@register("aten.roll.default")
+def roll(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a _ -> a _`; without dims it rolls all of them as one."""
+    dims = op.args[2] if len(op.args) > 2 else op.kwargs.get("dims", ())
+    return _reordered(dims or tuple(range(len(inputs[0].shape))), inputs)

@@ -145,7 +145,7 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _attention_math(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    (b, h, s, _), (g, t, e) = q.shape, v.shape[1:]
+    b, h, s, e = (*q.shape[:3], v.shape[-1])
     dtype = _compute_dtype(q.dtype)
     out = q.new_empty((b, s, h, e))
     lse = torch.empty((b, h, s), dtype=dtype, device=q.device)

@@ -75,7 +75,7 @@ def batch_options(entry: BatchInput, extended: Dims, first: Placement) -> tuple[
 
 
 def saved_roots(kind: SegmentKind, read_later: frozenset[str]) -> tuple[str, ...]:
-    """Forward values whose storages the backward reads: views resolved to what they view; inputs and parameters left out.
+    """Forward values whose storages the backward reads, views resolved to what they view, sources left out.
 
     Args:
         kind: whose values.

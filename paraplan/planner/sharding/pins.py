@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.mesh import Layout, P, Partial, Placement, R, Shard, layout_text
+from paraplan.ir.mesh import Layout, P, Placement, R, Shard, layout_text
 from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.strategies import Strategy
@@ -20,7 +20,6 @@ from paraplan.planner.sharding.options import ParamOption
 
 LINEAR = ("paraplan.linear", "paraplan.linear_grad_input", "paraplan.linear_grad_weight")
 NORMS = ("aten.native_layer_norm.default", "aten.native_layer_norm_backward.default")
-ELEMENTARY = {0: (R, P, R), 1: (R, P), 2: (R,), 3: ()}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,11 @@ class Pins:
         pinned = {self.constraints.params[name] for name in cls.params if name in self.constraints.params}
         if pinned:
             stored, grad, state = parse_param_pin(cls.params[0], sorted(pinned)[0])
-            return (layout_text(option.stored), layout_text(option.grad), layout_text(option.state)) == (stored, grad, state)
+            return (layout_text(option.stored), layout_text(option.grad), layout_text(option.state)) == (
+                stored,
+                grad,
+                state,
+            )
         if self.tp >= 0:
             on_tp = (option.stored[self.tp], option.state[self.tp])
             if isinstance(on_tp[1], Shard) and not isinstance(on_tp[0], Shard):
@@ -119,7 +122,9 @@ def zero_triples(stage: int, cls: ParamClass, option: ParamOption) -> list[tuple
     return found or [(R, P, R)]
 
 
-def make_pins(program: Program, constraints: Constraints, axes: tuple[str, ...], shape: tuple[int, ...], m: int) -> Pins:
+def make_pins(
+    program: Program, constraints: Constraints, axes: tuple[str, ...], shape: tuple[int, ...], m: int
+) -> Pins:
     """The predicates of some constraints on a mesh.
 
     Raises:
@@ -127,15 +132,18 @@ def make_pins(program: Program, constraints: Constraints, axes: tuple[str, ...],
     """
     unknown = [name for name in constraints.params if name not in program.params]
     if unknown:
-        raise ConstraintError(f"params pins {unknown[0]!r}, which the model does not have; its first names: {', '.join(list(program.params)[:5])}")
+        raise ConstraintError(
+            f"params pins {unknown[0]!r}, which the model does not have; "
+            f"its first names: {', '.join(list(program.params)[:5])}"
+        )
     dp = axes.index("dp") if "dp" in axes else -1
     tp = axes.index("tp") if "tp" in axes else -1
     along = None
     if dp >= 0:
         if program.batch_size % (m * shape[dp]):
             raise ConstraintError(
-                f"a batch of {program.batch_size} does not divide over {shape[dp]} data-parallel ranks in {m} microbatches; "
-                f"use a multiple of {m * shape[dp]}"
+                f"a batch of {program.batch_size} does not divide over {shape[dp]} data-parallel ranks in "
+                f"{m} microbatches; use a multiple of {m * shape[dp]}"
             )
         along = program_micro(program, m * shape[dp])
     elif tp >= 0:
@@ -150,10 +158,4 @@ def _smallest_divisor(n: int) -> int:
 def _tame(kind: SegmentKind, position: int, parts: list[str]) -> bool:
     """Partial inputs only where all inputs are partial together."""
     count = len(kind.graph.ops[position].tensors)
-    for part in parts:
-        if part.startswith("+") and len(part.split(">")[0][1:].split(".")) != count:
-            return False
-    return True
-
-
-__all__ = ["Partial", "Pins", "make_pins", "zero_triples"]
+    return all(len(part.split(">")[0].split(".")) == count for part in parts if part.startswith("+"))

@@ -105,7 +105,11 @@ class Prices:
         if split > 0 and math.prod(before.shape[:split]) > 1:
             extra = add(extra, self._copy("paraplan.stack", before, before))
         if move.kind in ("all_gather", "all_to_all") and move.dim > 0 and math.prod(after.shape[: move.dim]) > 1:
-            stacked = before if move.kind == "all_to_all" else TensorSpec(before.dtype, (n * before.shape[0], *before.shape[1:]))
+            stacked = (
+                before
+                if move.kind == "all_to_all"
+                else TensorSpec(before.dtype, (n * before.shape[0], *before.shape[1:]))
+            )
             extra = add(extra, self._copy("paraplan.unstack", stacked, after))
         return add(sent, extra)
 

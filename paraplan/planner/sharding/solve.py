@@ -82,6 +82,7 @@ def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
         solve_s += found.solve_s
         if found.values is None:
             _fail(job, space, found, limits, limit)
+        assert found.values is not None
         choices = ilp.choices(found.values, space)
         _check_objective(space, choices, found)
         plan = assemble(job, decisions_of(job, space, mesh, num_microbatches, choices))
@@ -91,8 +92,13 @@ def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
             break
         limit = max(min(limit, max(held_bytes(space, choices))) - (peak - limits.memory_bytes), 1.0)
     else:
-        raise SolverLimitError(f"no plan under {_gib(limits.memory_bytes)} was found on mesh {mesh.shape} after 6 tries; the closest peaks at {_gib(peak)}")
-    bound = solve(bound_problem(space, limits.memory_bytes), backend=limits.backend, time_limit_s=limits.time_s, relax=True)
+        raise SolverLimitError(
+            f"no plan under {_gib(limits.memory_bytes)} was found on mesh {mesh.shape} after 6 tries; "
+            f"the closest peaks at {_gib(peak)}"
+        )
+    bound = solve(
+        bound_problem(space, limits.memory_bytes), backend=limits.backend, time_limit_s=limits.time_s, relax=True
+    )
     solve_s += bound.solve_s
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
     return Candidate(plan, simulation, sum(work_of_choices(space, choices)), max(bound.bound, 0.0), status, solve_s)
@@ -116,28 +122,38 @@ def decisions_of(job: Job, space: Space, mesh: Mesh, num_microbatches: int, choi
         for kind_index, slot in cls.readers:
             grads[kind_index][slot] = layout_text(options[choices[decider]])
     params = tuple(
-        options[choices[decider]].layouts() for decider, options in zip(space.param_decider, space.param_options, strict=True)
+        options[choices[decider]].layouts()
+        for decider, options in zip(space.param_decider, space.param_options, strict=True)
     )
     batch = {name: layout_text(space.batch_options[name][choices[d]]) for name, d in space.batch_decider.items()}
-    return Decisions(mesh=mesh, num_microbatches=num_microbatches, ops=ops, input_grads=tuple(map(tuple, grads)), params=params, batch=batch)
+    return Decisions(
+        mesh=mesh,
+        num_microbatches=num_microbatches,
+        ops=ops,
+        input_grads=tuple(map(tuple, grads)),
+        params=params,
+        batch=batch,
+    )
 
 
 def _fail(job: Job, space: Space, found: Solution, limits: Limits, limit: float) -> None:
     if found.status is not Status.INFEASIBLE:
-        raise SolverLimitError(f"the solver found no plan within {limits.time_s:.0f} s; raise the time limit or pin more")
+        raise SolverLimitError(
+            f"the solver found no plan within {limits.time_s:.0f} s; raise the time limit or pin more"
+        )
     need = least_memory(space, limits)
     name, spec = max(((n, p.spec) for n, p in job.program.params.items()), key=lambda item: item[1].nbytes)
     missing = need - limits.memory_bytes
     if missing <= 0:
         raise InfeasibleError(
-            f"no plan fits {_gib(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: {_gib(need)} would do at the "
-            f"loss and the update, but passing values in between take {_gib(limits.memory_bytes - limit)} more; use smaller "
-            f"microbatches or more devices"
+            f"no plan fits {_gib(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: {_gib(need)} "
+            f"would do at the loss and the update, but passing values in between take "
+            f"{_gib(limits.memory_bytes - limit)} more; use smaller microbatches or more devices"
         )
     raise InfeasibleError(
-        f"no sharding fits {_gib(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least {_gib(need)} are "
-        f"needed, {_gib(missing)} are missing; the largest tensor is {name} {spec} ({_gib(spec.nbytes)}); use more devices, smaller "
-        f"microbatches, or devices with more memory"
+        f"no sharding fits {_gib(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
+        f"{_gib(need)} are needed, {_gib(missing)} are missing; the largest tensor is {name} {spec} "
+        f"({_gib(spec.nbytes)}); use more devices, smaller microbatches, or devices with more memory"
     )
 
 

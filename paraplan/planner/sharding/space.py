@@ -24,7 +24,14 @@ from paraplan.ir.rules.strategies import GraphKey, Strategy, graph_strategies
 from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.assemble import Job
 from paraplan.planner.classes import GradClass, ParamClass, grad_classes, param_classes
-from paraplan.planner.sharding.options import ParamOption, backward_reads, batch_options, grad_options, param_options, saved_roots
+from paraplan.planner.sharding.options import (
+    ParamOption,
+    backward_reads,
+    batch_options,
+    grad_options,
+    param_options,
+    saved_roots,
+)
 from paraplan.planner.sharding.prices import Price, Prices, add, scale
 
 Dims = tuple[int, ...]
@@ -103,9 +110,13 @@ Allowed = Callable[[SegmentKind, int, Strategy], bool]
 
 
 def build_space(
-    job: Job, prices: Prices, num_microbatches: int, allowed: Allowed, param_allowed: Callable[[ParamClass, ParamOption], bool],
+    job: Job,
+    prices: Prices,
+    num_microbatches: int,
+    allowed: Allowed,
+    param_allowed: Callable[[ParamClass, ParamOption], bool],
     batch_allowed: Callable[[str, Layout], bool],
-) -> Space:  # fmt: skip
+) -> Space:
     """The option space of a program on a mesh.
 
     Args:
@@ -119,7 +130,15 @@ def build_space(
     first_of = {segment.kind: index for index, segment in reversed(list(enumerate(job.program.segments)))}
     classes, gradients = param_classes(job.program), grad_classes(job.program)
     for kind, _ in enumerate(job.program.kinds):
-        _ops(job, space, kind, space.micro.segments[first_of[kind]], counts[kind] * num_microbatches, num_microbatches, allowed)
+        _ops(
+            job,
+            space,
+            kind,
+            space.micro.segments[first_of[kind]],
+            counts[kind] * num_microbatches,
+            num_microbatches,
+            allowed,
+        )
     for cls in classes:
         _param(job, space, cls, num_microbatches, param_allowed)
     for gradient in gradients:
@@ -190,8 +209,17 @@ def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:
 class _KindTransfers:
     """Adds the transfers of one kind, and what its values hold at the loss."""
 
-    def __init__(self, job: Job, space: Space, index: int, classes: tuple[ParamClass, ...], gradients: tuple[GradClass, ...],
-                 count: int, m: int, whole: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        job: Job,
+        space: Space,
+        index: int,
+        classes: tuple[ParamClass, ...],
+        gradients: tuple[GradClass, ...],
+        count: int,
+        m: int,
+        whole: int,
+    ) -> None:
         self.job, self.space, self.index, self.count, self.m, self.whole = job, space, index, count, m, whole
         self.kind = job.program.kinds[index]
         self.class_of = {slot: c for c, cls in enumerate(classes) for slot in cls.slots}
@@ -218,7 +246,15 @@ class _KindTransfers:
         for (name, phase), ends in readers.items():
             for source, count in self._sources(name, made):
                 spec = self.kind.graph.values[name]
-                self.space.transfers.append(Transfer(spec, source, tuple(dict.fromkeys(ends)), count * self.m, f"{self.kind.name}.{name}.{phase.value}"))
+                self.space.transfers.append(
+                    Transfer(
+                        spec,
+                        source,
+                        tuple(dict.fromkeys(ends)),
+                        count * self.m,
+                        f"{self.kind.name}.{name}.{phase.value}",
+                    )
+                )
         self._saved(made)
 
     def _grad_readers(self, readers: dict[tuple[str, Phase], list[End]]) -> None:
@@ -231,7 +267,9 @@ class _KindTransfers:
                 readers.setdefault((grad, Phase.BACKWARD), []).append(End(self.space.param_decider[c], layouts))
         for slot, grad in enumerate(self.kind.input_grads):
             if grad is not None:
-                readers.setdefault((grad, Phase.BACKWARD), []).append(self._grad_end(self.reader_of[self.index, slot], self.kind.inputs[slot]))
+                readers.setdefault((grad, Phase.BACKWARD), []).append(
+                    self._grad_end(self.reader_of[self.index, slot], self.kind.inputs[slot])
+                )
 
     def _grad_end(self, g: int, value: str) -> End:
         first = dual(self.micro.placements[value]) if self.m > 1 else R
@@ -254,8 +292,11 @@ class _KindTransfers:
         if name not in kind.inputs:
             return [(whole, self.count)]
         slot = kind.inputs.index(name)
-        fed = Counter(s.inputs[slot] if s.inputs[slot] not in self.producers else self.producers[s.inputs[slot]]
-                      for s in self.job.program.segments if s.kind == self.index)  # fmt: skip
+        fed = Counter(
+            s.inputs[slot] if s.inputs[slot] not in self.producers else self.producers[s.inputs[slot]]
+            for s in self.job.program.segments
+            if s.kind == self.index
+        )
         return [(self._producer(source, name), count) for source, count in fed.items()]
 
     def _producer(self, source: str | tuple[int, int], name: str) -> End:

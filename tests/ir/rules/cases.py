@@ -18,13 +18,15 @@ class Case:
     Attributes:
         args, kwargs: as in `ir.graph`, inputs called a, b, c, ... in order.
         inputs: their values.
-        orders: whether other memory orders of the inputs are tried too (some kernels take contiguous ones only).
+        rows: inputs whose last dim lies densely whatever the memory order (kernels rely on it).
+        fixed: inputs that are row-major always.
     """
 
     args: tuple[Arg, ...]
     inputs: dict[str, Tensor]
     kwargs: dict[str, Arg] = field(default_factory=dict)
-    orders: bool = True
+    rows: str = ""
+    fixed: str = ""
 
 
 _generator = torch.Generator().manual_seed(0)
@@ -47,10 +49,10 @@ def bools(*shape: int) -> Tensor:
     return torch.rand(shape, generator=_generator) < 0.5
 
 
-def case(inputs: list[Tensor], *args: Arg, orders: bool = True, **kwargs: Arg) -> Case:
+def case(inputs: list[Tensor], *args: Arg, rows: str = "", fixed: str = "", **kwargs: Arg) -> Case:
     """Inputs become %a, %b, ... ; where no args are given they are the args."""
     named = dict(zip(_NAMES, inputs, strict=False))
-    return Case(args or tuple(f"%{name}" for name in named), named, dict(kwargs), orders)
+    return Case(args or tuple(f"%{name}" for name in named), named, dict(kwargs), rows, fixed)
 
 
 def _pairs() -> list[list[Tensor]]:
@@ -110,7 +112,7 @@ def pointwise_cases() -> dict[str, list[Case]]:
     found["aten.gelu_backward.default"] = [*_backward(), case([randn(4, 6), randn(4, 6)], "%a", "%b", approximate=":tanh")]
     found["aten.threshold_backward.default"] = _backward(0)
     found["aten.softplus_backward.default"] = _backward(1.0, 20.0)
-    found["aten.elu_backward.default"] = _backward(1.0, 1.0, 1.0, False)
+    found["aten.elu_backward.default"] = [case([randn(4, 6), randn(4, 6)], "%a", 1.0, 1.0, 1.0, False, "%b")]
     found["aten.leaky_relu_backward.default"] = _backward(0.1, False)
     found["aten.hardtanh_backward.default"] = _backward(-0.5, 0.5)
     found["aten.mse_loss_backward.default"] = [
@@ -234,7 +236,7 @@ def norm_cases() -> dict[str, list[Case]]:
         mean, rstd = randn(*lead, *ones), positive(*lead, *ones)
         after = {"": (None, None), "w": ("%e", None), "wb": ("%e", "%f")}[affine]
         given = [randn(*shape), x, mean, rstd, *given[1:]]
-        backward.append(case(given, "%a", "%b", normalised, "%c", "%d", *after, (True, affine != "", affine == "wb")))
+        backward.append(case(given, "%a", "%b", normalised, "%c", "%d", *after, (True, affine != "", affine == "wb"), fixed="cd"))
     return {"aten.native_layer_norm.default": forward, "aten.native_layer_norm_backward.default": backward}
 
 
@@ -272,13 +274,13 @@ def attention_cases() -> dict[str, list[Case]]:
         mask_arg = None if mask is None else f"%{next(names)}"
         seed_arg = f"%{next(names)}" if p else None
         rest = (p, 2, causal and mask is None, 0.35, shape)
-        forward.append(case([q, k, v, *extra], "%a", "%b", "%c", mask_arg, seed_arg, *rest, (0, 0, 0, 0)))
+        forward.append(case([q, k, v, *extra], "%a", "%b", "%c", mask_arg, seed_arg, *rest, (0, 0, 0, 0), rows="abc", fixed="defg"))
         out, lse = kernels.attention(q, k, v, four, seed if p else None, *rest, (0, 0, 0, 0))
         shift = {None: None} | {f"%{a}": f"%{b}" for a, b in zip(_NAMES, _NAMES[1:], strict=False)}
         out_arg, lse_arg = (f"%{_NAMES[4 + len(extra) + i]}" for i in range(2))
         grads = mask is not None and mask.dtype != torch.bool
         for mask_grad in {False, grads}:
-            backward.append(case([randn(*out.shape), q, k, v, *extra, out.contiguous(), lse], "%a", "%b", "%c", "%d", shift[mask_arg], shift[seed_arg], out_arg, lse_arg, *rest, (0, 0, 0, 0), mask_grad))
+            backward.append(case([randn(*out.shape), q, k, v, *extra, out.contiguous(), lse], "%a", "%b", "%c", "%d", shift[mask_arg], shift[seed_arg], out_arg, lse_arg, *rest, (0, 0, 0, 0), mask_grad, rows="abcd" + out_arg[1:], fixed=_NAMES[4 : 4 + len(extra)] + lse_arg[1:]))
     return {"paraplan.attention": forward, "paraplan.attention_grad": backward}
 
 

@@ -110,7 +110,7 @@ class Example:
             if out is not None:
                 assert layout is not None
                 # a sum of float32 addends is rounded
-                tolerance = 1e-12 if self.graph.values[out].dtype != "float32" else 1e-5
+                tolerance = 1e-5 if any(spec.dtype == "float32" for spec in self.graph.values.values()) else 1e-12
                 assert_close(gather(found[out], layout, extended), self.wanted[out], f"{self.op.target} {strategy.key} on {extended}", tolerance)
 
 
@@ -165,8 +165,6 @@ def _divides(shape: tuple[int, ...], place: object, n: int) -> bool:
 def test_strides_in_other_memory_orders(target: str, number: int) -> None:
     """Inputs whose dims lie in other orders (dense): strides and views are still those foretold."""
     case = CASES[target][number]
-    if not case.orders:
-        return
     example = Example(target, case)
     ranks = {name: value.dim() for name, value in case.inputs.items()}
     draws = random.Random(number)
@@ -175,11 +173,18 @@ def test_strides_in_other_memory_orders(target: str, number: int) -> None:
     if len(ranks) == 1 and max(ranks.values()) <= 3:
         trials = [{name: order} for name, rank in ranks.items() for order in itertools.permutations(range(rank))]
     else:
-        trials = [{name: tuple(draws.sample(range(rank), rank)) for name, rank in ranks.items()} for _ in range(5)]
-        trials.append({name: tuple(reversed(range(rank))) for name, rank in ranks.items()})
+        trials = [{name: _order(draws, case, name, rank) for name, rank in ranks.items()} for _ in range(6)]
     for orders in trials:
         for strategy in strategies:
             example.check(_whole_first(strategy), (2,), orders=orders)
+
+
+def _order(draws: random.Random, case: Case, name: str, rank: int) -> tuple[int, ...]:
+    if name in case.fixed:
+        return tuple(range(rank))
+    if name in case.rows:
+        return (*draws.sample(range(rank - 1), rank - 1), rank - 1)
+    return tuple(draws.sample(range(rank), rank))
 
 
 def _moves(strategy: Strategy) -> bool:

@@ -1,0 +1,195 @@
+"""The single-device check: the same steps of the captured program and of the user's eager model, and the measure.
+
+Per tensor: max|a − b| / max(max|b|, 1e-6 · the largest max|b| among its peers), as docs/design.md section 10 has it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paraplan.api_models import Made
+from paraplan.ir.plan import Plan
+from paraplan.ir.program import Program, master_dtype, trained_params
+from paraplan.ir.seeds import segment_seed
+from paraplan.ir.trace.reference import run_program
+from paraplan.runtime.params import full_tensors
+
+Tensors = Mapping[str, Tensor]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Errors:
+    """The largest errors seen so far.
+
+    Attributes:
+        loss, grad, param: against the captured program on one device.
+        eager: against the user's eager model, losses, gradients and parameters alike; None where dropout makes
+            the comparison meaningless.
+        worst: the tensor with the largest gradient or parameter error.
+    """
+
+    loss: float = 0.0
+    grad: float = 0.0
+    param: float = 0.0
+    eager: float | None = None
+    worst: str = ""
+
+
+def max_error(found: Tensors, wanted: Tensors) -> tuple[float, str]:
+    """The largest error of any tensor, and its name; NaN counts as infinitely wrong.
+
+    Args:
+        found, wanted: tensors by name; each in `wanted` must be in `found`.
+    """
+    tops = {name: float(value.detach().abs().max()) if value.numel() else 0.0 for name, value in wanted.items()}
+    floor = 1e-6 * max(tops.values(), default=0.0)
+    worst, where = 0.0, ""
+    for name, value in wanted.items():
+        if not value.numel():
+            continue
+        off = float((found[name].detach().to(torch.float64) - value.detach().to(torch.float64)).abs().max())
+        scale = max(tops[name], floor)
+        error = 0.0 if off == 0 else (off / scale if scale and off == off else float("inf"))
+        if error > worst:
+            worst, where = error, name
+    return worst, where
+
+
+def relative(found: float, wanted: float) -> float:
+    """|a − b| / |b|; infinite where either is no number."""
+    if found == wanted:
+        return 0.0
+    error = abs(found - wanted) / max(abs(wanted), 1e-300)
+    return error if error == error else float("inf")
+
+
+class Captured:
+    """The captured program on one device, trained by the same optimizer.
+
+    Args:
+        plan: its program is run.
+        model: with values.
+        optimizer: makes it from parameters.
+        seed: of the run.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: MakeOptimizer, seed: int) -> None:
+        self.program, self.seed = plan.program, seed
+        full = full_tensors(plan.program, model)
+        program = self.program
+        self.masters: dict[str, nn.Parameter | Tensor] = {}
+        trained = set(trained_params(program))
+        for name, spec in program.params.items():
+            dtype = master_dtype(program.precision, spec.spec.dtype) if name in trained else spec.spec.dtype
+            value = full[f"param:{name}"].detach().to("cpu", getattr(torch, dtype)).clone()
+            self.masters[name] = nn.Parameter(value) if name in trained else value
+        self.buffers = {name: full[f"buffer:{name}"].to("cpu", getattr(torch, spec.dtype)) for name, spec in program.buffers.items()}
+        self.trained = trained_params(program)
+        self.optimizer = optimizer([self.masters[name] for name in self.trained])  # type: ignore[misc]
+        self.done = 0
+
+    def step(self, batch: Tensors, clip: float | None) -> tuple[float, dict[str, Tensor]]:
+        """One training step; returns the loss and the gradients before clipping."""
+        program = self.program
+        params = {name: x.detach().to(getattr(torch, program.params[name].spec.dtype)) for name, x in self.masters.items()}
+        seeds = [torch.tensor(segment_seed(self.seed, self.done, index)) for index in range(len(program.segments))]
+        cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in program.batch.items()}
+        loss, grads = run_program(program, params, self.buffers, cast, seeds)
+        found = {name: _present(grads[name]).to(self.masters[name].dtype) for name in self.trained}
+        for name in self.trained:
+            self.masters[name].grad = found[name].clone()
+        if clip is not None:
+            nn.utils.clip_grad_norm_([self.masters[name] for name in self.trained], clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+        return float(loss), found
+
+
+def _present(grad: Tensor | None) -> Tensor:
+    assert grad is not None, "a trained parameter has a gradient"
+    return grad
+
+
+class Eager:
+    """The user's model on one device, by torch's autograd.
+
+    Args:
+        made: the model and its loss.
+        program: gives precision and names.
+        optimizer: as `Captured`.
+    """
+
+    def __init__(self, made: Made, program: Program, optimizer: MakeOptimizer) -> None:
+        self.program, self.loss_fn = program, made.loss_fn
+        self.model = copy.deepcopy(made.model).to("cpu", _DTYPES[program.precision])
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        self.params = {name: named[name] for name in trained_params(program)}
+        self.optimizer = optimizer(list(self.params.values()))
+
+    def step(self, batch: Tensors, clip: float | None) -> tuple[float, dict[str, Tensor]]:
+        """One training step; returns the loss and the gradients before clipping."""
+        cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in self.program.batch.items()}
+        output: Any = self.model(**cast)
+        if self.loss_fn is not None:
+            loss = self.loss_fn(output, cast)
+        else:
+            loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
+        loss.backward()
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self.params.items()}
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self.params.values(), clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach()), grads
+
+
+class SingleDevice:
+    """Both references side by side, and the errors against them.
+
+    Args:
+        plan, made, seed: of the run.
+        optimizer: makes the run's optimizer from parameters.
+    """
+
+    def __init__(self, plan: Plan, made: Made, optimizer: MakeOptimizer, seed: int) -> None:
+        self.captured = Captured(plan, made.model, optimizer, seed)
+        is_random = any(kind.seed is not None for kind in plan.program.kinds)
+        self.eager = None if is_random or plan.program.precision == "bf16" else Eager(made, plan.program, optimizer)
+        self.errors = Errors(eager=None if self.eager is None else 0.0)
+
+    def compare(self, batch: Tensors, clip: float | None, loss: float, grads: Tensors, params: Tensors | None) -> None:
+        """Take the same step and note the errors.
+
+        Args:
+            batch: the global batch.
+            clip: of the gradient norm.
+            loss, grads: of the plan's run, gradients whole and before clipping.
+            params: after the update, whole; None where they are not looked at.
+        """
+        wanted_loss, wanted = self.captured.step(batch, clip)
+        errors = self.errors
+        errors.loss = max(errors.loss, relative(loss, wanted_loss))
+        self._note("grad", *max_error(grads, wanted), "gradient of")
+        if params is not None:
+            masters = {name: self.captured.masters[name] for name in self.captured.trained}
+            self._note("param", *max_error(params, masters), "parameter")
+        if self.eager is not None:
+            eager_loss, eager_grads = self.eager.step(batch, clip)
+            found = [relative(loss, eager_loss), max_error(grads, eager_grads)[0]]
+            if params is not None:
+                found.append(max_error(params, self.eager.params)[0])
+            errors.eager = max(errors.eager or 0.0, *found)
+
+    def _note(self, what: str, error: float, name: str, words: str) -> None:
+        if error > max(self.errors.grad, self.errors.param):
+            self.errors.worst = f"{words} {name}"
+        setattr(self.errors, what, max(getattr(self.errors, what), error))

@@ -1,0 +1,205 @@
+"""Training a plan for some steps on this rank: what `paraplan run` does on each process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paraplan.api_check import Errors, SingleDevice
+from paraplan.api_data import RandomBatches, TextBatches
+from paraplan.api_exec import check_devices, check_model, make_trainer
+from paraplan.api_models import Made, plan_model
+from paraplan.cost_models.memory import entries
+from paraplan.ir.errors import ConstraintError, PlanMismatchError
+from paraplan.ir.mesh import parse_layout
+from paraplan.ir.plan import Plan
+from paraplan.ir.rank_program import RankProgram
+from paraplan.runtime.params import join_over
+from paraplan.runtime.trainer import Trainer
+
+OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "adam": (torch.optim.Adam, {}),
+    "adamw": (torch.optim.AdamW, {}),
+}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What to run.
+
+    Attributes:
+        steps: training steps.
+        data: file or directory of text; None for random tokens.
+        lr: learning rate.
+        seed: of initial weights, data and dropout.
+        check: also run on one device and compare.
+        model: a factory's name, where the plan cannot rebuild its model.
+        clip: largest gradient norm; None for no clipping.
+    """
+
+    steps: int = 5
+    data: str | None = None
+    lr: float = 1e-3
+    seed: int = 0
+    check: bool = False
+    model: str | None = None
+    clip: float | None = None
+
+
+@dataclass
+class RunResult:
+    """What happened; rank 0's is complete.
+
+    Attributes:
+        loss: per step.
+        step_s: median time of a step, the first and the recorded one left out where others remain.
+        predicted_peak_bytes: the plan's, of the rank with the most.
+        measured_peak_bytes: per rank.
+        entries_equal: whether every rank did exactly what was predicted.
+        entries_difference: the first difference.
+        errors: of the check; None where there was none.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    step_s: float = 0.0
+    predicted_peak_bytes: int = 0
+    measured_peak_bytes: list[int] = field(default_factory=list)
+    entries_equal: bool = True
+    entries_difference: str = ""
+    errors: Errors | None = None
+
+
+def check_run(plan: Plan, options: RunOptions) -> None:
+    """Everything that can be refused before any process is started.
+
+    Raises:
+        ParaplanError: the model is another one, the data does not fit, the machine has no such devices, or no steps.
+    """
+    if options.steps < 1:
+        raise ConstraintError(f"--steps {options.steps}: at least 1")
+    check_devices(plan.cluster)
+    made = plan_model(plan, options.model, meta=True)
+    check_model(plan, made.model)
+    _batches(plan, made, options)
+
+
+def check_local(plan: Plan) -> None:
+    """Refuse a plan that this machine alone cannot run.
+
+    Raises:
+        PlanMismatchError: it has several nodes, or more GPUs than there are here.
+    """
+    cluster = plan.cluster
+    nodes = sum(group.nodes for group in cluster.groups)
+    if nodes > 1:
+        raise PlanMismatchError(
+            f"the plan is for {nodes} nodes ({cluster.name}); start it on each: torchrun --nnodes={nodes} "
+            f"--nproc-per-node={cluster.groups[0].devices_per_node} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m paraplan.cli run ..."
+        )
+    if cluster.groups[0].device.backend == "cuda" and torch.cuda.device_count() < cluster.num_devices:
+        raise PlanMismatchError(f"the plan is for {cluster.num_devices} GPUs ({cluster.name}), this machine has {torch.cuda.device_count()}")
+
+
+def _batches(plan: Plan, made: Made, options: RunOptions) -> Callable[[int], dict[str, Tensor]]:
+    if options.data is None:
+        return RandomBatches(plan, made, options.seed)
+    return TextBatches(plan, made, options.data, options.seed)
+
+
+def run(plan: Plan, programs: tuple[RankProgram, ...], options: RunOptions, tell: Callable[[int, float, float], None]) -> RunResult:
+    """Train on this rank.
+
+    Args:
+        plan, programs: verified.
+        options: what to run.
+        tell: told (step, loss, seconds) after each step, on every rank.
+    Raises:
+        ParaplanError: what does not belong together, or a step that failed.
+    """
+    torch.manual_seed(options.seed)
+    made = plan_model(plan, options.model, meta=False)
+    batches = _batches(plan, made, options)
+    trainer = make_trainer(plan, programs, made.model, seed=options.seed)
+    cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]
+
+    def optimizer_of(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return cls(params, lr=options.lr, **extra)  # type: ignore[call-arg]
+
+    optimizer = trainer.optimizer(cls, lr=options.lr, **extra)
+    single = SingleDevice(plan, made, optimizer_of, options.seed) if options.check and trainer.rank == 0 else None
+    recorded = min(1, options.steps - 1)
+    result = RunResult(predicted_peak_bytes=max(plan.prediction.peak_bytes) if plan.prediction else 0)
+    times = []
+    for step in range(options.steps):
+        batch = batches(step)
+        started = time.perf_counter()
+        trainer.record = step == recorded
+        loss = float(trainer.step(batch))
+        grads = full_grads(trainer) if options.check else {}
+        _update(trainer, optimizer, options.clip)
+        times.append(time.perf_counter() - started)
+        if step == recorded:
+            _account(trainer, programs, result)
+        trainer.record = False
+        if options.check:
+            params = trainer.full_state_dict(rank0_only=True)
+            if single is not None:
+                single.compare(batch, options.clip, loss, grads, params)
+        result.loss.append(loss)
+        tell(step, loss, times[-1])
+    usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
+    result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
+    return result
+
+
+def _update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+    if clip is not None:
+        trainer.clip_grad_norm_(clip)
+    if trainer.record:
+        tracker = trainer.transport.tracker
+        with tracker, tracker.booking(trainer.state.executor.ledger):
+            optimizer.step()
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def full_grads(trainer: Trainer) -> dict[str, Tensor]:
+    """Whole gradients by parameter name, on every rank (all must call)."""
+    state = trainer.state
+    found = {}
+    for name, param in state.params.items():
+        layout = parse_layout(state.program.outer[f"state:{name}"].layout)
+        if param.grad is not None:
+            found[name] = join_over(layout, param.grad, trainer.transport.gather).cpu()
+    return found
+
+
+def _account(trainer: Trainer, programs: tuple[RankProgram, ...], result: RunResult) -> None:
+    """What this rank did against what was predicted, gathered from all ranks."""
+    program = programs[trainer.plan.schedule.rank_class[trainer.rank]]
+    wanted, found = list(entries(program)), trainer.entries
+    difference = ""
+    for index, (want, got) in enumerate(zip(wanted, found, strict=False)):
+        if want.key != got.key:
+            difference = f"rank {trainer.rank}, entry {index} ({want.note or want.target}): predicted {want.key}, recorded {got.key}"
+            break
+    if not difference and len(wanted) != len(found):
+        difference = f"rank {trainer.rank}: {len(wanted)} entries predicted, {len(found)} recorded"
+    mine = (trainer.peak_bytes, difference)
+    everyone: list[tuple[int, str]] = [mine]
+    if dist.is_initialized():
+        gathered: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        everyone = [each for each in gathered if each is not None]
+    result.measured_peak_bytes = [peak for peak, _ in everyone]
+    result.entries_difference = next((text for _, text in everyone if text), "")
+    result.entries_equal = not result.entries_difference
