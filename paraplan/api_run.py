@@ -156,6 +156,9 @@ def run(plan: Plan, programs: tuple[RankProgram, ...], options: RunOptions, tell
         result.loss.append(loss)
         tell(step, loss, times[-1])
     usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
     result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
     return result
 
@@ -179,7 +182,8 @@ def full_grads(trainer: Trainer) -> dict[str, Tensor]:
     for name, param in state.params.items():
         layout = parse_layout(state.program.outer[f"state:{name}"].layout)
         if param.grad is not None:
-            found[name] = join_over(layout, param.grad, trainer.transport.gather).cpu()
+            # a copy: what is held here must not keep the program's own gradients alive
+            found[name] = join_over(layout, param.grad, trainer.transport.gather).cpu().clone()
     return found
 
 

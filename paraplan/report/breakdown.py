@@ -13,6 +13,7 @@ from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.memory import MemoryWalk
 from paraplan.cost_models.ops import is_free, op_name, work_of
 from paraplan.cost_models.simulate import RankTrace
+from paraplan.cost_models.timeline import phase_of
 from paraplan.ir.graph import refs
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
 from paraplan.ir.struct import Value
@@ -20,6 +21,9 @@ from paraplan.ir.struct import Value
 _CLASS_WORDS = {
     "matmul": "matrix products", "attention": "attention", "memory": "elementwise, norms, losses", "view": "layout copies",
 }  # fmt: skip
+
+_PURPOSES = {"F": "forward", "B": "backward"}
+_AROUND = "gradients, update, loss"
 
 
 class TimeRow(Value, frozen=True, kw_only=True):
@@ -36,7 +40,7 @@ class CollectiveRow(Value, frozen=True, kw_only=True):
     Attributes:
         name: e.g. "all_reduce".
         axis: the mesh axis.
-        purpose: "gradients and parameters" or "activations".
+        purpose: "forward", "backward", or what surrounds them.
         count: how many.
         nbytes: put in by one rank, all of them.
         seconds: on the communication stream.
@@ -66,12 +70,12 @@ class _Tally:
 
 def time_breakdown(program: RankProgram, trace: RankTrace, costs: Costs) -> tuple[tuple[TimeRow, ...], tuple[CollectiveRow, ...]]:
     """Compute by class of work, longest first, and collectives by kind, axis and purpose."""
-    calls: Counter[tuple[str, bool]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
     for step in program.steps:
         if step.kind is StepKind.CALL:
-            calls[step.block, step.segment >= 0] += 1
+            calls[step.block, _PURPOSES.get(phase_of(step.action) if step.segment >= 0 else "", _AROUND)] += 1
     tally = _Tally()
-    for (name, inside), times in calls.items():
+    for (name, purpose), times in calls.items():
         block = program.blocks[name]
         for instr in block.instrs:
             if instr.kind is InstrKind.OP:
@@ -80,7 +84,7 @@ def time_breakdown(program: RankProgram, trace: RankTrace, costs: Costs) -> tupl
                 tally.seconds[label] += times * seconds
                 tally.kernels[label] += times if seconds else 0
             elif instr.kind is InstrKind.COLLECTIVE:
-                key = (instr.target, instr.axis, "in the layers" if inside else "around them (gradients, updated parameters, loss)")
+                key = (instr.target, instr.axis, purpose)
                 held = block.values[next(refs(instr.args))].nbytes
                 row = tally.comm.setdefault(key, [0, 0, 0.0])
                 row[0] += times

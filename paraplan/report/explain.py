@@ -82,7 +82,7 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
         ("cluster", f"{plan.cluster.name}: {plan.cluster.num_devices} x {device.kind} with {show_bytes(device.memory_bytes)}"),
         *((_stage_name(plan, index), mesh_text(stage)) for index, stage in enumerate(plan.stages)),
         ("schedule", f"{plan.schedule.name}, {plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"),
-        ("layers", "; ".join(dict.fromkeys(layer_words(plan)))),
+        ("parameters", "; ".join(dict.fromkeys(layer_words(plan)))),
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def layer_words(plan: Plan) -> list[str]:
                     total *= size
                 sizes[row.words] = sizes.get(row.words, 0) + total
     whole = sum(sizes.values())
-    return [f"{words} ({show_share(size, whole)} of parameters)" for words, size in sorted(sizes.items(), key=lambda item: -item[1])]
+    return [f"{words} {show_share(size, whole)}" for words, size in sorted(sizes.items(), key=lambda item: -item[1])]
 
 
 def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:

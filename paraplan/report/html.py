@@ -23,7 +23,7 @@ background:none;color:inherit;white-space:normal}.pp th{color:var(--pp-soft);fon
 .pp td.n,.pp th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .pp .cards{display:flex;flex-wrap:wrap;gap:10px;margin:10px 0 12px}
 .pp .card{border:1px solid var(--pp-line);border-radius:8px;padding:7px 14px;min-width:110px}
-.pp .card b{display:block;font-size:17px;font-weight:650}.pp .card span,.pp .soft{color:var(--pp-soft)}
+.pp .card b{display:block;font-size:17px;font-weight:650}.pp .label{white-space:nowrap}.pp .card span,.pp .soft{color:var(--pp-soft)}
 .pp .two{display:grid;grid-template-columns:1fr 1fr;gap:0 32px}
 .pp .bar{display:inline-block;height:8px;border-radius:2px;background:var(--pp-fwd);vertical-align:middle}
 .pp code{font:12px ui-monospace,Menlo,Consolas,monospace;background:none;color:inherit;padding:0;overflow-wrap:anywhere}
@@ -84,7 +84,7 @@ def _rest(verdict: Sequence[Fact]) -> Iterable[Fact]:
 
 
 def _facts(facts: Iterable[Fact]) -> str:
-    return _table((), ((f'<span class="soft">{escape(label)}</span>', escape(value)) for label, value in facts))
+    return _table((), ((f'<span class="soft label">{escape(label)}</span>', escape(value)) for label, value in facts))
 
 
 def _times(told: Explanation) -> str:

@@ -15,6 +15,7 @@ from paraplan.ir.errors import CaptureError
 from paraplan.ir.graph import Arg, Graph, Op, Phase, encode_float
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.joint import LABEL
+from paraplan.ir.trace.torch_private import OpOverload
 
 Names = str | tuple[str | None, ...] | None
 _DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
@@ -116,7 +117,7 @@ class Writer:
             assert isinstance(names, tuple)
             self.env[node] = names[node.args[1]]  # type: ignore[index]
             return
-        assert isinstance(target, torch._ops.OpOverload), f"{target} is no op"
+        assert isinstance(target, OpOverload), f"{target} is no op"
         name = target._schema.name.replace("::", ".")
         form = self._forms.get(name.removeprefix("aten."))
         made = form(self, node) if form and name.startswith("aten.") else None
@@ -125,7 +126,7 @@ class Writer:
     def write(self, node: fx.Node) -> Names:
         """The op as it was recorded."""
         target = node.target
-        assert isinstance(target, torch._ops.OpOverload)
+        assert isinstance(target, OpOverload)
         name = target._schema.name.replace("::", ".")
         full = name if name.startswith("paraplan.") else f"{name}.{target._overloadname}"
         kwargs = {key: self.arg(value) for key, value in sorted(node.kwargs.items()) if key not in _DROPPED_KWARGS}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from paraplan.ir.trace import autograd, losses
+from paraplan.ir.trace.torch_private import OpOverload
 
 _HEAVY_ATEN = frozenset(
     {
@@ -68,7 +69,7 @@ def value_of(node: fx.Node) -> Tensor:
 
 def aten_name(target: object) -> str:
     """ "mm" for aten.mm.default; "" for what is no aten op."""
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+    if isinstance(target, OpOverload) and target.namespace == "aten":
         return target._schema.name.removeprefix("aten::")
     return ""
 

@@ -13,13 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.func import functionalize
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paraplan.ir.graph import Phase
 from paraplan.ir.trace import autograd
 from paraplan.ir.trace.segments import Forward, Piece
 from paraplan.ir.trace.source import line_of_stack
-from paraplan.ir.trace.torch_private import FakeTensorMode, recording_graph, trace_ops
+from paraplan.ir.trace.torch_private import (
+    FakeTensorMode,
+    OpOverload,
+    recording_graph,
+    trace_ops,
+    tree_leaves,
+    tree_map_only,
+)
 
 LABEL = "paraplan_label"
 Label = tuple[Phase, str]
@@ -156,9 +162,7 @@ def _fake_like(node: fx.Node, requires_grad: bool) -> Tensor:
 
 
 def _writes_in_place(graph: fx.Graph) -> bool:
-    return any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in graph.nodes
-    )
+    return any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.nodes)
 
 
 def _without_mutation(module: fx.GraphModule, args: Sequence[Tensor]) -> fx.GraphModule:

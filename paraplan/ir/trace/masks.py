@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
 
 from paraplan.ir.trace import autograd
 from paraplan.ir.trace.flow import value_of
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
+from paraplan.ir.trace.torch_private import OpOverload, tree_map_only
 
 MAX_BYTES = 64 << 20
 _ATTENTION = frozenset({autograd.attention, autograd.attention_dropout})
@@ -88,7 +88,7 @@ def _compute(
     small = isinstance(value, Tensor) and value.numel() * value.element_size() <= MAX_BYTES
     if (
         not small
-        or not isinstance(node.target, torch._ops.OpOverload)
+        or not isinstance(node.target, OpOverload)
         or any(known[source] is None for source in node.all_input_nodes)
     ):
         return None

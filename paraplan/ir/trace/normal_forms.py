@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import fx
 
 from paraplan.ir.graph import Arg, encode_float
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.convert import Names, Writer, spec_of
+from paraplan.ir.trace.torch_private import OpOverload
 
 Form = Callable[[Writer, fx.Node], Names]
 
@@ -324,7 +324,7 @@ def _cat(writer: Writer, node: fx.Node) -> Names:
 def _softmax(writer: Writer, node: fx.Node) -> Names:
     """dim counted from the front."""
     rank = max(len(_spec(node).shape), 1)
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     name = node.target._schema.name.replace("::", ".") + ".default"
     dim = int(node.args[1]) % rank  # type: ignore[arg-type]
     return writer.one(name, (writer.ref(node.args[0]), dim, bool(node.args[2])), _spec(node))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
 
-from paraplan.ir.trace.torch_private import FakeTensorMode
+from paraplan.ir.trace.torch_private import FakeTensorMode, tree_map_only
 
 
 class Rewriter:

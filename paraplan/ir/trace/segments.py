@@ -10,10 +10,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 from paraplan.ir.trace.flow import Flow
+from paraplan.ir.trace.torch_private import OpOverload
 
 
 class Forward(NamedTuple):
@@ -109,7 +109,7 @@ def signature(forward: Forward, piece: Piece) -> str:
     for index, node in enumerate(piece.nodes):
         numbers[node] = f"n{index}"
         target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             target = str(node.target)
         args = fx.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda n: _Ref(numbers[n]))
         lines.append(f"{target} {args!r} {_spec(node)}")

@@ -14,6 +14,7 @@ from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.substitute_attention import attention
 from paraplan.ir.trace.substitute_loss import LOSSES
+from paraplan.ir.trace.torch_private import OpOverload
 
 aten = torch.ops.aten
 Rule = Callable[[Rewriter, fx.Node], fx.Node | None]
@@ -51,7 +52,7 @@ def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
 def _reject_random(node: fx.Node) -> None:
     if aten_name(node.target) in _RECURRENT and (not arguments(node)["dropout"] or not arguments(node)["train"]):
         return
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
         raise CaptureError(
             f"{line}: {node.target} draws random numbers that cannot be reproduced over devices; "

@@ -6,9 +6,15 @@ names exist with the same meaning in 2.11 and 2.12.
 
 from __future__ import annotations
 
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "FakeTensor", "OpOverload", "fake_mode", "is_fake", "recording_graph", "trace_ops", "tree_leaves", "tree_map_only",
+]  # fmt: skip
 
 trace_ops = make_fx
 

@@ -1,0 +1,267 @@
+"""The paraplan command: plan, show, simulate, run.
+
+Loads quickly: what plans, prices and runs is imported through `_part` by the command that needs it. A fault is one
+message on stderr and exit code 2; `--debug` shows where it came from. `--json` prints one object as the last line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+
+from paraplan import __version__
+from paraplan.cli_terminal import Progress, fault_text, out
+from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
+
+app = typer.Typer(
+    name="paraplan", help="Plans how a PyTorch model trains on a cluster, and runs the plan.", no_args_is_help=True,
+    add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+_PARTS = {
+    "Plan": "paraplan.api",
+    "compile": "paraplan.api",
+    "make_model": "paraplan.api_models",
+    "RunOptions": "paraplan.api_run",
+    "check_run": "paraplan.api_run",
+    "check_local": "paraplan.api_run",
+    "run": "paraplan.api_run",
+    "run_json": "paraplan.cli_run",
+    "run_table": "paraplan.cli_run",
+    "check_failure": "paraplan.cli_run",
+    "spawn": "paraplan.cli_run",
+    "show_plan": "paraplan.cli_show",
+    "show_summary": "paraplan.cli_show",
+    "show_simulation": "paraplan.cli_show",
+}
+RESULT_ENV = "PARAPLAN_RESULT"
+"""Where the first rank of a locally started run leaves its result for the command that started it."""
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+
+
+def _part(name: str) -> Any:
+    return getattr(import_module(_PARTS[name]), name)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"paraplan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Plans how a PyTorch model trains on a cluster, and runs the plan."""
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, or package.module:factory.")],
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A .yaml or .json file, a catalog name (8xH100:4), or local:4.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of the global batch (hf: models; default 8).")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (hf: models; default 128).")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
+    precision: Annotated[str, typer.Option(help="fp32, fp64 or bf16.")] = "fp32",
+    memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
+    sp: Annotated[bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")] = False,
+    zero: Annotated[int | None, typer.Option(help="ZeRO level, 0 to 3.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a model for a cluster."""
+    given = parse_settings(settings or [])
+    shape = parse_mesh(mesh)
+    with Progress() as tell:
+        tell(f"loading {model}")
+        made = _part("make_model")(model, given, meta=True)
+        if made.example_inputs is not None and (batch is not None or seq is not None):
+            raise ConstraintError(f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out")
+        found = _part("compile")(
+            made.model, cluster, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer, precision=precision,
+            batch=8 if batch is None else batch, seq=_sequence(made.model, seq), time_limit_s=time_limit, progress=tell, mesh=shape,
+            dp=dp, tp=tp, sp=sp, zero=zero, microbatches=microbatches, memory_reserve=memory_reserve,
+        )  # fmt: skip
+        if output is not None:
+            found.save(output)
+    _part("show_summary")(out(), found, output)
+    if as_json:
+        prediction, certificate = found.prediction, found.certificate
+        _print_json({
+            "step_s": prediction.step_s, "peak_bytes": max(prediction.peak_bytes), "bound_s": certificate.bound_s,
+            "gap": certificate.gap, "status": certificate.status, "solve_s": found.solve_s, "total_s": found.total_s,
+            "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu,
+        })  # fmt: skip
+
+
+def _sequence(model: Any, given: int | None) -> int:
+    """The sequence asked for, else 128 or what the model has positions for."""
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return given if given is not None else min(128, longest) if isinstance(longest, int) and longest > 0 else 128
+
+
+@app.command()
+def show(path: PlanFile) -> None:
+    """Show a plan: layouts, where time and memory go, what was proved."""
+    _part("show_plan")(out(), _part("Plan").load(path))
+
+
+@app.command()
+def simulate(
+    path: PlanFile,
+    cluster: Annotated[str | None, typer.Option(help="Price it on another cluster of as many devices.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Price a plan again."""
+    loaded = _part("Plan").load(path)
+    priced = loaded if cluster is None else loaded.on(cluster)
+    simulation = priced.simulate()
+    if trace is not None:
+        try:
+            trace.write_bytes(priced.trace())
+        except OSError as fault:
+            raise ConstraintError(f"cannot write --trace {str(trace)!r}: {fault.strerror}") from None
+    _part("show_simulation")(out(), priced, simulation, trace)
+    if as_json:
+        busy = {"compute": simulation.compute_s, **simulation.comm_s}
+        _print_json({
+            "step_s": simulation.step_s, "peak_bytes": max(simulation.peak_bytes), "compute_s": simulation.compute_s,
+            "exposed_comm_s": simulation.exposed_comm_s, "busy_s": busy, "tokens_per_s": priced.prediction.tokens_per_s,
+            "mfu": priced.prediction.mfu,
+        })  # fmt: skip
+
+
+@app.command()
+def run(
+    path: PlanFile,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 5,
+    data: Annotated[str | None, typer.Option(metavar="FILE|DIR", help="Text, read byte by byte; random tokens without it.")] = None,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Of weights, data and dropout.")] = 0,
+    check: Annotated[bool, typer.Option("--check", help="Also run on one device and compare.")] = False,
+    model: Annotated[str | None, typer.Option(help="package.module:factory, where the plan cannot rebuild its model.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a plan for some steps, on local processes or under torchrun."""
+    options = {"steps": steps, "data": data, "lr": lr, "seed": seed, "check": check, "model": model, "clip": clip}
+    if "RANK" in os.environ:
+        _run_rank(path, options, as_json)
+        return
+    loaded = _part("Plan").load(path)
+    with Progress() as tell:
+        tell("checking model, data and devices")
+        _part("check_local")(loaded.data)
+        _part("check_run")(loaded.data, _part("RunOptions")(**options))
+    result = _part("spawn")(path, loaded.data, sys.argv[1:], RESULT_ENV)
+    if as_json:
+        _print_json(result)
+    if failure := _part("check_failure")(loaded.data, result):
+        raise CheckFailed(failure)
+
+
+class CheckFailed(ParaplanError):
+    """The run differs from one device, or did not do what was predicted."""
+
+
+def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
+    loaded, console = _part("Plan").load(path), out()
+    first = os.environ["RANK"] == "0"
+
+    def tell(step: int, loss: float, seconds: float) -> None:
+        if first:
+            console.print(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s", highlight=False)
+
+    result = _part("run")(loaded.data, loaded.programs, _part("RunOptions")(**options), tell)
+    if not first:
+        return
+    console.print(_part("run_table")(loaded.data, result))
+    found = _part("run_json")(result)
+    if target := os.environ.get(RESULT_ENV):
+        Path(target).write_text(json.dumps(found))
+    elif as_json:
+        _print_json(found)
+
+
+def parse_settings(texts: list[str]) -> dict[str, Any]:
+    """`["n_layer=2", "name=x"]` to values: JSON where it is, else text.
+
+    Raises:
+        ConstraintError: no `=`, or a key given twice.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConstraintError(f"--set {text!r}: write key=value, e.g. --set n_layer=4")
+        if key in found:
+            raise ConstraintError(f"--set {key} is given twice")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def parse_mesh(text: str | None) -> tuple[int, ...] | None:
+    """`"8,8"` to (8, 8).
+
+    Raises:
+        ConstraintError: no such mesh.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConstraintError(f"--mesh {text!r}: write axis sizes with commas, e.g. 8,8") from None
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    sys.stdout.flush()
+    print(json.dumps(value), flush=True)  # noqa: T201
+
+
+def main() -> None:
+    """Entry point: faults become one message on stderr and exit code 2."""
+    debug = "--debug" in sys.argv[1:2]
+    if not debug:
+        warnings.simplefilter("ignore", FutureWarning)
+    errors = Console(stderr=True)
+    try:
+        code = app(standalone_mode=False, prog_name="paraplan")
+    except ParaplanError as fault:
+        if debug or ("RANK" in os.environ and isinstance(fault, RuntimeFailure)):
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            errors.print(fault_text(fault))
+        sys.exit(1 if isinstance(fault, CheckFailed) else 2)
+    except click.ClickException as fault:
+        fault.show()
+        sys.exit(2)
+    except click.Abort:
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The side of `paraplan run` that people and scripts see: starting ranks, the table, the JSON, the verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from paraplan.api_launch import start_ranks
+from paraplan.ir.errors import RuntimeFailure
+from paraplan.ir.plan import Plan
+from paraplan.report.units import show_bytes, show_seconds
+
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1e-1}
+"""Largest errors against the captured program; below fp64 they are noise of summing in another order, carried
+through the optimizer."""
+
+
+def spawn(path: Path, plan: Plan, args: Sequence[str], result_env: str) -> dict[str, Any]:
+    """Start the same command on as many local processes as the plan has devices.
+
+    Returns:
+        The first rank's result.
+    Raises:
+        RuntimeFailure: a rank failed; its own message has been printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        target = os.path.join(folder, "result.json")
+        code = start_ranks(plan.cluster.num_devices, "paraplan.cli", list(args), {result_env: target})
+        if code or not os.path.exists(target):
+            raise RuntimeFailure(f"a rank failed (exit code {code}); its message is above")
+        return json.loads(Path(target).read_text())  # type: ignore[no-any-return]
+
+
+def run_json(result: Any) -> dict[str, Any]:
+    """A run as the JSON object of `--json`."""
+    errors = result.errors
+    return {
+        "loss": result.loss, "max_rel_err_loss": errors and errors.loss, "max_rel_err_grad": errors and errors.grad,
+        "max_rel_err_param": errors and errors.param, "max_rel_err_eager": errors and errors.eager,
+        "predicted_peak_bytes": result.predicted_peak_bytes, "measured_peak_bytes": max(result.measured_peak_bytes),
+        "step_s": result.step_s, "measured_peak_bytes_per_rank": result.measured_peak_bytes,
+        "entries_equal": result.entries_equal, "entries_difference": result.entries_difference,
+    }  # fmt: skip
+
+
+def run_table(plan: Plan, result: Any) -> Table:
+    """A run as people read it."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    measured = max(result.measured_peak_bytes)
+    table.add_row("loss", f"{result.loss[0]:.4f} to {result.loss[-1]:.4f} in {len(result.loss)} steps")
+    predicted_s = f" (predicted {show_seconds(plan.prediction.step_s)})" if plan.prediction else ""
+    table.add_row("step", f"{show_seconds(result.step_s)}{predicted_s}")
+    ratio = f", predicted / measured {result.predicted_peak_bytes / measured:.4f}" if measured else ""
+    table.add_row("peak memory", f"predicted {show_bytes(result.predicted_peak_bytes)}, measured {show_bytes(measured)}{ratio}")
+    equal = "every rank did what was predicted, entry by entry" if result.entries_equal else f"DIFFERS: {result.entries_difference}"
+    table.add_row("record", equal)
+    if result.errors is not None:
+        e = result.errors
+        table.add_row("one device", f"largest error of loss {e.loss:.1e}, gradients {e.grad:.1e}, parameters {e.param:.1e}")
+        if e.worst:
+            table.add_row("", f"largest in {e.worst}")
+        table.add_row("eager model", "not compared (dropout or bf16)" if e.eager is None else f"largest error {e.eager:.1e}")
+    return table
+
+
+def check_failure(plan: Plan, result: dict[str, Any]) -> str:
+    """Why a checked run is not what it should be; empty where it is, or where nothing was checked."""
+    limit = TOLERANCE[plan.program.precision]
+    if result["max_rel_err_loss"] is None:
+        return ""
+    for what in ("loss", "grad", "param"):
+        error = result[f"max_rel_err_{what}"]
+        if not error <= limit:
+            return f"check failed: max_rel_err_{what} is {error:.2e}, over {limit:.0e} for {plan.program.precision}"
+    return "" if result["entries_equal"] else f"check failed: {result['entries_difference']}"
