@@ -13,7 +13,7 @@ import math
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.outer import outer_values, with_drops
 from paraplan.ir.lower.stage import StageBlocks, lower_stage
-from paraplan.ir.lower.updates import count_block, loss_block, reduce_block, restore_block, tangent_block
+from paraplan.ir.lower.updates import count_block, loss_block, reduce_block, restore_block, tangent_block, zero_block
 from paraplan.ir.plan import Optimizer, Plan, Stage
 from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.rank_program import Block, RankProgram, Step, StepKind
@@ -156,10 +156,16 @@ class _Steps:
             names = self._sources(index, m)
             names |= {local: f"{index}/{local}@{m}" for local in self.parts.forwards[index].block.saved}
             names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
-            for tangent, out in zip(kind.tangents, segment.outputs, strict=True):
+            for tangent, local, out in zip(kind.tangents, kind.outputs, segment.outputs, strict=True):
                 if tangent is not None:
                     names[tangent] = self.tangent_of.get(out, f"d:{out}@{m}")
+                    if out in self.parts.zeros and tangent in lowered.block.inputs:
+                        self._zero(kind.graph.values[local], out, m, index)
             self._call_backward(index, m, lowered.block, names)
+
+    def _zero(self, spec: TensorSpec, out: str, m: int, index: int) -> None:
+        block = zero_block(f"zero.{out}", spec, self.parts.grads[out].layout, self.extended)
+        self._add(StepKind.CALL, block, args=(), outs=(f"d:{out}@{m}",), microbatch=m, segment=index)
 
     def _call_backward(self, index: int, m: int, block: Block, names: dict[str, str]) -> None:
         segment = self.program.segments[index]

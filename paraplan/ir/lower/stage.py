@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.kind import Given, KindContext, LoweredBackward, LoweredForward, lower_backward, lower_forward
-from paraplan.ir.mesh import R, parse_layout
+from paraplan.ir.mesh import R, Shard, parse_layout
 from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.plan import Plan, Stage
 
@@ -20,6 +20,7 @@ class StageBlocks:
         forwards, backwards: per segment.
         given: how every program value lies.
         grads: how the gradient of every segment output lies.
+        zeros: outputs nobody gives a gradient (their readers detach them): theirs is zero.
     """
 
     micro: ProgramMicro
@@ -27,6 +28,7 @@ class StageBlocks:
     backwards: dict[int, LoweredBackward] = field(default_factory=dict)
     given: dict[str, Given] = field(default_factory=dict)
     grads: dict[str, Given] = field(default_factory=dict)
+    zeros: set[str] = field(default_factory=set)
 
 
 def lower_stage(plan: Plan, stage: Stage) -> StageBlocks:
@@ -86,10 +88,11 @@ def _backward(
     chosen = stage.segment_choice[index - stage.first]
     forward = blocks.forwards[index]
     tangents = []
-    for tangent, out in zip(kind.tangents, segment.outputs, strict=True):
+    for tangent, out, made in zip(kind.tangents, segment.outputs, forward.outputs, strict=True):
         if tangent is not None and out not in blocks.grads:
-            raise InvalidPlanError(
-                f"segment {index} ({kind.name}): no later segment gives the gradient of its output {out}"
+            blocks.zeros.add(out)
+            blocks.grads[out] = Given(
+                tuple(placement if isinstance(placement, Shard) else R for placement in made.layout)
             )
         tangents.append(None if tangent is None else blocks.grads[out])
     key = (forward.block.name, context, tuple(tangents))

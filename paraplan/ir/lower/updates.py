@@ -56,6 +56,14 @@ def tangent_block(name: str, spec: TensorSpec, layout: Layout | None, extended: 
     return emitter.finish((total, tangent), ())
 
 
+def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> Block:
+    """The gradient of an output nobody differentiates."""
+    emitter = BlockEmitter(name, extended)
+    shape = local_shape(spec.shape, layout, extended)
+    zero = emitter.local("aten.full.default", (shape, 0.0), "zero", spec.dtype, shape, {"dtype": ":" + spec.dtype})
+    return emitter.finish((zero,), ())
+
+
 def loss_block(
     name: str, terms: tuple[LossTerm, ...], specs: tuple[TensorSpec, ...], layouts: tuple[Layout, ...], extended: Dims
 ) -> Block:

@@ -1,0 +1,94 @@
+"""Cluster descriptions: devices, nodes, links, and what is wrong with bad ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from paraplan.ir.cluster import ClusterSpec, Link, check_cluster, read_cluster
+from paraplan.ir.errors import ClusterError
+from paraplan.ir.struct import to_json
+
+
+def two_groups() -> ClusterSpec:
+    """Two nodes of two devices and one node of three."""
+    local = ClusterSpec.local(2)
+    first = msgspec.structs.replace(local.groups[0], nodes=2)
+    second = msgspec.structs.replace(local.groups[0], devices_per_node=3, disk=None)
+    return check_cluster(ClusterSpec(name="mixed", groups=(first, second), between_nodes=Link(bytes_per_s=1e9, latency_s=1e-5)))
+
+
+def test_devices_run_through_groups_and_nodes() -> None:
+    cluster = two_groups()
+    assert cluster.num_devices == 7
+    assert [cluster.node_of(device) for device in range(7)] == [0, 0, 1, 1, 2, 2, 2]
+    assert [cluster.groups.index(cluster.group_of(device)) for device in range(7)] == [0] * 4 + [1] * 3
+    assert cluster.span((0, 1)) == "in_node" and cluster.span((1, 2)) == "between_nodes" and cluster.span((4, 6)) == "in_node"
+    assert cluster.link("in_node", 5) == cluster.groups[1].in_node
+    for question in (cluster.group_of, cluster.node_of):
+        with pytest.raises(ClusterError, match="7"):
+            question(7)
+    with pytest.raises(ClusterError, match="no disk link"):
+        cluster.link("disk", 5)
+    with pytest.raises(ClusterError, match="no between_nodes link"):
+        ClusterSpec.local(2).link("between_nodes")
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_files_round_trip(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"cluster{suffix}"
+    data = msgspec.json.decode(to_json(two_groups()))
+    path.write_text(yaml.safe_dump(data) if suffix == ".yaml" else to_json(two_groups()).decode())
+    assert read_cluster(path) == two_groups()
+
+
+def changed(*path: Any, to: Any) -> Any:
+    """The mixed cluster as data, with one entry changed."""
+    data = at = msgspec.json.decode(to_json(two_groups()))
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = to
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (changed("groups", to=[]), "groups is empty"),
+        (changed("groups", 0, "nodes", to=0), r"groups\[0\].nodes must be a positive number, not 0"),
+        (changed("groups", 1, "devices_per_node", to=-1), r"groups\[1\].devices_per_node must be a positive number"),
+        (changed("groups", 0, "device", "memory_bytes", to=0), "memory_bytes must be a positive number"),
+        (changed("groups", 0, "device", "memory_bytes_per_s", to=-1.0), "memory_bytes_per_s must be a positive number"),
+        (changed("groups", 0, "device", "flops_per_s", to={}), "names no dtype"),
+        (changed("groups", 0, "device", "flops_per_s", "float32", to=0.0), "flops_per_s.float32 must be"),
+        (changed("groups", 0, "device", "launch_s", to=-1.0), "negative launch_s"),
+        (changed("groups", 0, "in_node", "bytes_per_s", to=0.0), "in_node.bytes_per_s must be"),
+        (changed("groups", 0, "host", "latency_s", to=-1.0), "host.latency_s is negative"),
+        (changed("between_nodes", to=None), "no between_nodes link"),
+        (changed("between_nodes", "bytes_per_s", to=0), "between_nodes.bytes_per_s must be"),
+        (changed("groups", 0, "gpus", to=3), "unknown field `gpus`"),
+        (changed("groups", 0, "nodes", to="two"), r"Expected `int`, got `str`.*groups\[0\].nodes"),
+        (changed("name", to=None), "Expected `str`"),
+        ([1, 2], "Expected `object`"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_bad_files_are_refused(tmp_path: Path, data: Any, message: str, suffix: str) -> None:
+    path = tmp_path / f"cluster{suffix}"
+    path.write_bytes(msgspec.json.encode(data))  # JSON is YAML
+    with pytest.raises(ClusterError, match=message):
+        read_cluster(path)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="cannot read cluster file .*nowhere"):
+        read_cluster(tmp_path / "nowhere.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(ClusterError, match="bad.yaml"):
+        read_cluster(tmp_path / "bad.yaml")
+    with pytest.raises(ClusterError, match="devices_per_node"):
+        ClusterSpec.local(0)
