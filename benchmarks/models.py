@@ -53,7 +53,7 @@ def build(name: str, dropout: float, batch: int = 8, seq: int = 32) -> Small:
     if name == "mlp":
         pair = torch.randn(2, batch, 32, generator=draw, dtype=torch.float64)
         return Small(name, MLP(dropout=dropout).double().train(), {"x": pair[0], "y": pair[1]})
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # optional extra
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: PLC0415  (optional extra)
 
     config = AutoConfig.for_model(name, **settings(name, dropout))
     maker = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM

@@ -31,8 +31,8 @@ class Errors:
 
     Attributes:
         loss, grad, param: against the captured program on one device.
-        eager: against the user's eager model, losses, gradients and parameters alike; None where dropout makes
-            the comparison meaningless.
+        eager: losses and gradients against the user's eager model; None where dropout makes the comparison
+            meaningless.
         worst: the tensor with the largest gradient or parameter error.
     """
 
@@ -122,21 +122,26 @@ def _present(grad: Tensor | None) -> Tensor:
 class Eager:
     """The user's model on one device, by torch's autograd.
 
+    Each step starts from the captured program's parameters: what is compared is the model's meaning, not how far an
+    optimizer carries noise (Adam divides by it). The update itself is torch's own in every case.
+
     Args:
         made: the model and its loss.
         program: gives precision and names.
-        optimizer: as `Captured`.
     """
 
-    def __init__(self, made: Made, program: Program, optimizer: MakeOptimizer) -> None:
+    def __init__(self, made: Made, program: Program) -> None:
         self.program, self.loss_fn = program, made.loss_fn
         self.model = copy.deepcopy(made.model).to("cpu", _DTYPES[program.precision])
         named = dict(self.model.named_parameters(remove_duplicate=False))
         self.params = {name: named[name] for name in trained_params(program)}
-        self.optimizer = optimizer(list(self.params.values()))
 
-    def step(self, batch: Tensors, clip: float | None) -> tuple[float, dict[str, Tensor]]:
-        """One training step; returns the loss and the gradients before clipping."""
+    def step(self, batch: Tensors, params: Tensors) -> tuple[float, dict[str, Tensor]]:
+        """The loss and the gradients at some parameters."""
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(params[name])
+                param.grad = None
         cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in self.program.batch.items()}
         output: Any = self.model(**cast)
         if self.loss_fn is not None:
@@ -144,12 +149,7 @@ class Eager:
         else:
             loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
         loss.backward()
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self.params.items()}
-        if clip is not None:
-            nn.utils.clip_grad_norm_(self.params.values(), clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.detach()), grads
+        return float(loss.detach()), {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.params.items()}
 
 
 class SingleDevice:
@@ -163,7 +163,7 @@ class SingleDevice:
     def __init__(self, plan: Plan, made: Made, optimizer: MakeOptimizer, seed: int) -> None:
         self.captured = Captured(plan, made.model, optimizer, seed)
         is_random = any(kind.seed is not None for kind in plan.program.kinds)
-        self.eager = None if is_random or plan.program.precision == "bf16" else Eager(made, plan.program, optimizer)
+        self.eager = None if is_random or plan.program.precision == "bf16" else Eager(made, plan.program)
         self.errors = Errors(eager=None if self.eager is None else 0.0)
 
     def compare(self, batch: Tensors, clip: float | None, loss: float, grads: Tensors, params: Tensors | None) -> None:
@@ -175,6 +175,7 @@ class SingleDevice:
             loss, grads: of the plan's run, gradients whole and before clipping.
             params: after the update, whole; None where they are not looked at.
         """
+        eager = None if self.eager is None else self.eager.step(batch, self.captured.masters)
         wanted_loss, wanted = self.captured.step(batch, clip)
         errors = self.errors
         errors.loss = max(errors.loss, relative(loss, wanted_loss))
@@ -182,12 +183,8 @@ class SingleDevice:
         if params is not None:
             masters = {name: self.captured.masters[name] for name in self.captured.trained}
             self._note("param", *max_error(params, masters), "parameter")
-        if self.eager is not None:
-            eager_loss, eager_grads = self.eager.step(batch, clip)
-            found = [relative(loss, eager_loss), max_error(grads, eager_grads)[0]]
-            if params is not None:
-                found.append(max_error(params, self.eager.params)[0])
-            errors.eager = max(errors.eager or 0.0, *found)
+        if eager is not None:
+            errors.eager = max(errors.eager or 0.0, relative(loss, eager[0]), max_error(grads, eager[1])[0])
 
     def _note(self, what: str, error: float, name: str, words: str) -> None:
         if error > max(self.errors.grad, self.errors.param):

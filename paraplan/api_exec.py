@@ -43,7 +43,7 @@ def check_model(plan: Plan, model: nn.Module) -> None:
     if fingerprint(model, plan.program.precision) == plan.program.fingerprint:
         return
     raise PlanMismatchError(
-        f"the plan is for another model: it was made for {plan.model.display} ({plan.program.name}), this is {type(model).__name__} with "
+        f"the plan is for another model: it was made for {plan.model.display}, this is {type(model).__name__} with "
         f"{_difference(plan, model)}. Give the model the plan was made for, or plan again"
     )
 

@@ -47,7 +47,7 @@ class RunOptions:
 
     steps: int = 5
     data: str | None = None
-    lr: float = 1e-3
+    lr: float = 3e-4
     seed: int = 0
     check: bool = False
     model: str | None = None

@@ -14,12 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
-from rich.console import Console
 
 from paraplan import __version__
-from paraplan.cli_terminal import Progress, fault_text, out
+from paraplan.cli_terminal import Progress, out, print_fault
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
 
 app = typer.Typer(
@@ -155,7 +153,7 @@ def run(
     path: PlanFile,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 5,
     data: Annotated[str | None, typer.Option(metavar="FILE|DIR", help="Text, read byte by byte; random tokens without it.")] = None,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-4,
     seed: Annotated[int, typer.Option(help="Of weights, data and dropout.")] = 0,
     check: Annotated[bool, typer.Option("--check", help="Also run on one device and compare.")] = False,
     model: Annotated[str | None, typer.Option(help="package.module:factory, where the plan cannot rebuild its model.")] = None,
@@ -187,8 +185,10 @@ def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
     loaded, console = _part("Plan").load(path), out()
     first = os.environ["RANK"] == "0"
 
+    every = max(1, options["steps"] // 20)
+
     def tell(step: int, loss: float, seconds: float) -> None:
-        if first:
+        if first and (step % every == 0 or step == options["steps"] - 1):
             console.print(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s", highlight=False)
 
     result = _part("run")(loaded.data, loaded.programs, _part("RunOptions")(**options), tell)
@@ -243,24 +243,18 @@ def _print_json(value: dict[str, Any]) -> None:
 
 def main() -> None:
     """Entry point: faults become one message on stderr and exit code 2."""
-    debug = "--debug" in sys.argv[1:2]
+    debug = "--debug" in sys.argv
+    sys.argv[1:] = [text for text in sys.argv[1:] if text != "--debug"]
     if not debug:
         warnings.simplefilter("ignore", FutureWarning)
-    errors = Console(stderr=True)
     try:
-        code = app(standalone_mode=False, prog_name="paraplan")
+        app(prog_name="paraplan")
     except ParaplanError as fault:
         if debug or ("RANK" in os.environ and isinstance(fault, RuntimeFailure)):
             raise
         if os.environ.get("RANK", "0") == "0":
-            errors.print(fault_text(fault))
+            print_fault(fault)
         sys.exit(1 if isinstance(fault, CheckFailed) else 2)
-    except click.ClickException as fault:
-        fault.show()
-        sys.exit(2)
-    except click.Abort:
-        sys.exit(130)
-    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

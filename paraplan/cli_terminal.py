@@ -51,6 +51,7 @@ class Progress:
             self.console.print(Text(f"{self._what} ({seconds:.1f} s)", style="dim"))
 
 
-def fault_text(fault: ParaplanError) -> Text:
+def print_fault(fault: ParaplanError) -> None:
     """An error as users see it."""
-    return Text.assemble(("error: ", "bold red"), (str(fault), "red"))
+    text = Text.assemble(("error: ", "bold red"), (str(fault), "red"))
+    Console(stderr=True).print(text, soft_wrap=True)

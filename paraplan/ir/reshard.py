@@ -59,7 +59,7 @@ def reshard_path(
         frozen: leading axes that carry no communication (the microbatch axis): along them a tensor may be
             sliced or counted once, nothing else.
     Raises:
-        NoPath: there is none (partial maxima to partial sums, or across a frozen axis).
+        NoPath: there is none (to partial maxima, or across a frozen axis).
     """
     if source == target:
         return ()
@@ -73,7 +73,7 @@ def reshard_path(
         if layout in done:
             continue
         done.add(layout)
-        for move in _moves(shape, layout, target, mesh_shape, frozen):
+        for move in _moves(shape, layout, source, target, mesh_shape, frozen):
             if move.after not in done:
                 step = _sent_bytes(shape, move, mesh_shape)
                 entry = (cost + step, count + 1, layout_text(move.after), next(serial), move.after, (*path, move))
@@ -95,12 +95,12 @@ def _sent_bytes(shape: tuple[int, ...], move: Move, mesh_shape: tuple[int, ...])
 
 
 def _moves(
-    shape: tuple[int, ...], layout: Layout, target: Layout, mesh_shape: tuple[int, ...], frozen: int
+    shape: tuple[int, ...], layout: Layout, source: Layout, target: Layout, mesh_shape: tuple[int, ...], frozen: int
 ) -> list[Move]:
     found = []
     for axis, now in enumerate(layout):
         inner = {p.dim for p in layout[axis + 1 :] if isinstance(p, Shard)}
-        for then in _placements(shape, layout, target, axis):
+        for then in _placements(source, target, axis):
             if then == now or any(isinstance(p, Shard) and p.dim in inner for p in (now, then)):
                 continue
             after = (*layout[:axis], then, *layout[axis + 1 :])
@@ -113,10 +113,10 @@ def _moves(
     return found
 
 
-def _placements(shape: tuple[int, ...], layout: Layout, target: Layout, axis: int) -> list[Placement]:
+def _placements(source: Layout, target: Layout, axis: int) -> list[Placement]:
     """Placements worth visiting along an axis: the goal, whole, and what peeling needs."""
     worth: dict[Placement, None] = dict.fromkeys((target[axis], R))
-    for placement in (*target, *layout):
+    for placement in (*target, *source):
         if isinstance(placement, Shard):
             worth[placement] = None
     return list(worth)

@@ -10,11 +10,7 @@ from layout l to m), write S(l) = sum of x[s, o] over options whose layout is l,
                sum bytes x <= limit                                at the loss and at the update  (_add_memory)
 
 With x integral, f and z are integral at the optimum, so they stay continuous. Prices are vectors over streams;
-the objective sums them, which overlap makes pessimistic. The certificate is another program over the same rows:
-
-    minimise T  subject to  T >= sum of work on stream i, for every stream                         (bound_problem)
-
-whose LP relaxation bounds the simulated step of every plan in scope from below, for a stream is never idle less.
+the objective sums them, which overlap makes pessimistic. `bound.py` weighs them instead (weighted_problem).
 
 Sources: flow form of the node and edge choices after Alpa (Zheng et al. 2022, 4.2), whose ILP linearises edge
 products instead; sharing of moved values among readers is ours.
@@ -105,17 +101,9 @@ def step_problem(ilp: ShardingIlp) -> Milp:
     return ilp.problem(np.array(ilp.prices).sum(axis=1))
 
 
-def bound_problem(space: Space, memory_limit_bytes: float | None) -> Milp:
-    """Minimise the busiest stream's work; solve its relaxation."""
-    ilp = build_ilp(space, memory_limit_bytes)
-    work = np.array(ilp.prices)
-    busiest = ilp.column(space.prices.zero)
-    for stream in range(work.shape[1]):
-        busy = np.flatnonzero(work[:, stream])
-        ilp.row([busiest, *busy.tolist()], [1.0, *(-work[busy, stream]).tolist()], 0.0, np.inf)
-    objective = np.zeros(len(ilp.prices))
-    objective[busiest] = 1.0
-    return ilp.problem(objective)
+def weighted_problem(ilp: ShardingIlp, weights: Sequence[float]) -> Milp:
+    """Minimise a weighted sum of the streams' work."""
+    return ilp.problem(np.array(ilp.prices) @ np.array(weights))
 
 
 def _groups(ilp: ShardingIlp, end: End) -> dict[Layout, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,9 @@ from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.classes import grad_classes
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Solution, Status, solve
+from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
-from paraplan.planner.sharding.ilp import bound_problem, build_ilp, step_problem
+from paraplan.planner.sharding.ilp import build_ilp, step_problem
 from paraplan.planner.sharding.pins import make_pins
 from paraplan.planner.sharding.prices import Prices
 from paraplan.planner.sharding.space import Space, build_space
@@ -96,12 +98,12 @@ def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
             f"no plan under {_gib(limits.memory_bytes)} was found on mesh {mesh.shape} after 6 tries; "
             f"the closest peaks at {_gib(peak)}"
         )
-    bound = solve(
-        bound_problem(space, limits.memory_bytes), backend=limits.backend, time_limit_s=limits.time_s, relax=True
-    )
-    solve_s += bound.solve_s
+    work = work_of_choices(space, choices)
+    started = time.perf_counter()
+    bound_s = step_bound(space, build_ilp(space, limits.memory_bytes), work, limits.backend, limits.time_s)
+    solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
-    return Candidate(plan, simulation, sum(work_of_choices(space, choices)), max(bound.bound, 0.0), status, solve_s)
+    return Candidate(plan, simulation, sum(work), bound_s, status, solve_s)
 
 
 def _check_objective(space: Space, choices: Sequence[int], found: Solution) -> None:

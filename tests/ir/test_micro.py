@@ -1,0 +1,85 @@
+"""Microbatches as an axis: where values stand along it, and programs that cannot be split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.mesh import P, R, S
+from paraplan.ir.micro import dual, program_micro
+from paraplan.ir.program import Program
+from paraplan.ir.trace import capture
+
+from .toy import toy_program
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over the batch: every sample looks at all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x)
+        h = torch.tanh(h - h.mean(0))
+        return (h * h).sum()
+
+
+class Flipped(nn.Module):
+    """Reverses the batch: no sample stays where it was."""
+
+    def forward_of(self, h: Tensor) -> Tensor:
+        return h.flip(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x)
+        return (torch.tanh(h) * self.forward_of(h)).sum()
+
+
+def program(model: nn.Module) -> Program:
+    return capture(model, {"x": torch.randn(4, 6)}, precision="fp64")
+
+
+@pytest.mark.parametrize(("make", "line"), [(Centred, "h - h.mean|h.mean"), (Flipped, "flip")])
+def test_ops_that_mix_samples_are_named(make: type[nn.Module], line: str) -> None:
+    made = program(make())
+    assert program_micro(made, 1).values["batch:x"] == R
+    with pytest.raises(ConstraintError, match=rf"aten\.\S+ \(.*test_micro\.py.*({line}).*\) mixes samples of the batch.* 2 microbatches"):
+        program_micro(made, 2)
+
+
+@pytest.mark.parametrize("m", [0, -1, 3, 16])
+def test_the_batch_must_divide(m: int) -> None:
+    with pytest.raises(ConstraintError, match=f"batch of 8 does not divide into {m} microbatches"):
+        program_micro(toy_program(), m)
+
+
+def test_placements_along_the_axis() -> None:
+    micro = program_micro(toy_program(), 4)
+    assert micro.values["batch:x"] == S(0)
+    places = micro.segments[0].placements
+    assert {name: places[name] for name in ("a", "x", "h", "y", "loss", "t", "dy", "g")} == {
+        "a": R, "x": S(0), "h": S(0), "y": S(0), "loss": P, "t": R, "dy": S(0), "g": P
+    }  # fmt: skip
+    assert [choice.key for choice in micro.segments[0].choices] == ["a", "a", "a", "a", "a"]
+    assert all(place == R for place in program_micro(toy_program(), 1).segments[0].placements.values())
+
+
+def test_duals() -> None:
+    assert [dual(p) for p in (S(2), R, P)] == [S(2), P, R]
+
+
+def test_instances_with_equal_inputs_share_their_analysis(tiny_stacks) -> None:  # type: ignore[no-untyped-def]
+    micro = program_micro(tiny_stacks[1].program, 2)
+    kinds = [segment.kind for segment in tiny_stacks[1].program.segments]
+    for i, first in enumerate(kinds):
+        for j, second in enumerate(kinds):
+            if first == second:
+                assert micro.segments[i] is micro.segments[j]

@@ -1,0 +1,161 @@
+"""A legal plan passes; each way of breaking one is refused with a reason, never with a crash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.schedule import accumulate
+from paraplan.ir.struct import from_json, to_json
+from paraplan.ir.verify import verify_graph, verify_plan, verify_program
+from paraplan.planner.assemble import Job
+
+from .toy import toy_graph, toy_plan, toy_program
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return toy_plan(Job(toy_program(), ClusterSpec.local(2), OPTIMIZERS["sgd"], ModelRef(display="toy"), {}), 2)
+
+
+def mutated(plan: Plan, path: tuple[Any, ...], value: Any) -> Plan:
+    """The plan with one entry of its data changed; `...` as value deletes it."""
+    data = at = msgspec.json.decode(to_json(plan))
+    for key in path[:-1]:
+        at = at[key]
+    if value is ...:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return from_json(msgspec.json.encode(data), Plan, "test", InvalidPlanError)
+
+
+def test_a_legal_plan_passes_and_round_trips(plan: Plan) -> None:
+    assert len(verify_plan(plan)) == 1
+    again = from_json(to_json(plan), Plan, "test", InvalidPlanError)
+    assert again == plan and to_json(again) == to_json(plan)
+
+
+STAGE = ("stages", 0)
+CHOICE = (*STAGE, "choices", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("version",), 2, "plan version 2"),
+        (("num_microbatches",), 3, "does not divide into 3"),
+        (("num_microbatches",), 0, "does not divide into 0"),
+        (("num_microbatches",), 4, "misses the forward or backward of microbatch 2"),
+        (("num_microbatches",), 1, "there are 1 microbatches"),
+        (("stages",), [], "the stages end at segment 0 of 1"),
+        ((*STAGE, "first"), 1, "expected to start at 0"),
+        ((*STAGE, "stop"), 0, "expected to start at 0"),
+        ((*STAGE, "stop"), 2, "2 segments|segment 2 of 1"),
+        ((*STAGE, "segment_choice"), [], "0 segment choices for 1 segments"),
+        ((*STAGE, "segment_choice"), [1], "no choice 1"),
+        ((*STAGE, "segment_choice"), [-1], "no choice -1"),
+        ((*CHOICE, "kind"), 1, "choice 0 is for kind 1"),
+        ((*CHOICE, "ops"), ["a"], "kind k0 has 5 ops, the plan chooses for 1"),
+        ((*CHOICE, "ops", 1), "z", r"aten.add.Tensor \(toy.py:1.*'z' is no legal strategy.*legal: -, a"),
+        ((*CHOICE, "ops", 2), "a>S0", "no legal strategy"),
+        ((*CHOICE, "input_grads"), [], "0 input_grads"),
+        ((*CHOICE, "activations"), {"h": "recompute"}, "not executable by this version"),
+        ((*STAGE, "mesh", "shape"), [3], "mesh of shape"),
+        ((*STAGE, "mesh", "shape"), [2, 1], "mesh of shape"),
+        ((*STAGE, "mesh", "shape"), [-2], "mesh of shape"),
+        ((*STAGE, "mesh", "devices"), [0, 0], "repeat"),
+        ((*STAGE, "mesh", "devices"), [0, 2], "outside the cluster"),
+        ((*STAGE, "mesh", "devices"), [0, -1], "outside the cluster"),
+        ((*STAGE, "batch"), {}, "batch:x.*gives no layout"),
+        ((*STAGE, "batch", "x"), "S2", "does not divide"),
+        ((*STAGE, "batch", "x"), "P", "must not be partial"),
+        ((*STAGE, "batch", "x"), "R,R", "on a mesh of 1 axes"),
+        ((*STAGE, "batch", "x"), "Q", "no such placement"),
+        ((*STAGE, "batch", "y"), "R", "no batch input 'y'"),
+        ((*STAGE, "params", "a"), ..., "'a', which the plan gives no layout"),
+        ((*STAGE, "params", "c"), {"stored": "R", "grad": "R", "state": "R"}, "no parameter 'c'"),
+        ((*STAGE, "params", "a", "stored"), "P", "stored: 'P' must not be partial"),
+        ((*STAGE, "params", "a", "state"), "P", "state: 'P' must not be partial"),
+        ((*STAGE, "params", "a", "grad"), "Pmax", "partial sums only"),
+        ((*STAGE, "params", "a", "grad"), "S1", "does not divide"),
+        (("schedule", "rank_class"), [0], "has 1 ranks, the cluster 2"),
+        (("schedule", "rank_class"), [0, 7], "rank 1: no schedule class 7"),
+        (("schedule", "classes"), [["0F0", "0B0", "0REDUCE_GRAD", "0UPDATE"]], "microbatch 1"),
+        (("schedule", "classes", 0, 0), "0G0", "no such action"),
+        (("cluster", "groups", 0, "devices_per_node"), 3, "has 2 ranks, the cluster 3"),
+        (("cluster", "groups", 0, "nodes"), 0, "the plan's cluster"),
+        (("program", "loss"), [], "has no loss"),
+        (("program", "loss", 0, "numerator"), "s9.0", "do not exist"),
+        (("program", "loss", 0, "denominator"), 0, "do not exist"),
+        (("program", "segments", 0, "kind"), 3, "no kind 3"),
+        (("program", "segments", 0, "params"), ["a"], "1 parameters for the 2"),
+        (("program", "segments", 0, "params"), ["a", "z"], "no parameter 'z'"),
+        (("program", "segments", 0, "inputs"), ["s0.0"], "reads 's0.0' before any segment makes it"),
+        (("program", "kinds", 0, "tangents"), [], "0 tangents for 1"),
+        (("program", "kinds", 0, "param_grads"), ["g", "zz"], "'zz' is no value"),
+        (("program", "kinds", 0, "graph", "ops", 0, "source"), 9, "source 9 is none of its 1"),
+        (("program", "batch_size"), 7, "does not divide"),
+    ],
+)
+def test_broken_plans_are_refused(plan: Plan, path: tuple[Any, ...], value: Any, message: str) -> None:
+    with pytest.raises(InvalidPlanError, match=message):
+        verify_plan(mutated(plan, path, value))
+
+
+@pytest.mark.parametrize("text", ["R,R", "S5", "Pmax", "X", "S0,"])
+def test_broken_input_gradients_are_refused(tiny_stacks, text: str) -> None:  # type: ignore[no-untyped-def]
+    from paraplan.planner.sampling import random_plan  # noqa: PLC0415
+
+    good = random_plan(tiny_stacks[0].job(2), 0, 1)
+    verify_plan(good)
+    choices = good.stages[0].choices
+    which = next(i for i, choice in enumerate(choices) if any(choice.input_grads))
+    at = next(i for i, layout in enumerate(choices[which].input_grads) if layout)
+    with pytest.raises(InvalidPlanError):
+        verify_plan(mutated(good, ("stages", 0, "choices", which, "input_grads", at), text))
+    with pytest.raises(InvalidPlanError, match="has no layout in the plan"):
+        verify_plan(mutated(good, ("stages", 0, "choices", which, "input_grads", at), None))
+
+
+def test_pipelines_are_not_lowered_yet(plan: Plan) -> None:
+    stages = (plan.stages[0], plan.stages[0])
+    with pytest.raises(InvalidPlanError):
+        verify_plan(msgspec.structs.replace(plan, stages=stages))
+
+
+def test_another_schedule_of_the_same_actions_is_legal(plan: Plan) -> None:
+    order = ("0F0", "0F1", "0B1", "0B0", "0REDUCE_GRAD", "0UPDATE")
+    verify_plan(msgspec.structs.replace(plan, schedule=msgspec.structs.replace(accumulate(2, 2), classes=(order,))))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("ops", 0, "args", 0), "%y", "reads 'y' before it is made"),
+        (("ops", 1, "outs"), ["h"], "'h' is made twice"),
+        (("ops", 1, "outs"), ["new"], "made twice or has no spec"),
+        (("ops", 0, "phase"), "B", "a forward op after a backward one"),
+        (("outputs", 0), "zz", "'zz' is an input or output but no value"),
+        (("inputs", 0), "zz", "before it is made|no value"),
+        (("values", "h", 0), "float7", "impossible spec"),
+        (("values", "h", 1), [8, -4], "impossible spec"),
+    ],
+)
+def test_broken_graphs_are_refused(path: tuple[Any, ...], value: Any, message: str) -> None:
+    data = at = msgspec.json.decode(to_json(toy_graph()))
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(InvalidPlanError, match=message):
+        verify_graph(from_json(msgspec.json.encode(data), type(toy_graph()), "test", InvalidPlanError), "toy")
+
+
+def test_captured_programs_are_legal(tiny_mlp, tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
+    for tiny in (tiny_mlp, tiny_gpt2):
+        verify_program(tiny.program)
