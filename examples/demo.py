@@ -22,18 +22,22 @@ from paraplan.report.units import show_bytes, show_count, show_seconds, show_sha
 
 OUT = Path("out/demo")
 MODEL = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 256, "n_positions": 128}
+NO_DROPOUT = {"embd_pdrop": 0, "attn_pdrop": 0, "resid_pdrop": 0}
 PLAN = ["--batch", "16", "--seq", "128"]
 STEPS, CHECK_STEPS, LEARNING_RATE = 160, 3, "0.002"
 MUST_FALL = 0.35
 """Share of the first loss that must be gone at the end."""
 
-console = Console()
+_plain = Console()
+console = _plain if _plain.is_terminal else Console(width=140)
 
 
 def paraplan(*args: str) -> dict[str, Any]:
     """Run the command, show what it shows, and return its JSON line; ends the demo where it fails."""
     console.print(f"\n[bold cyan]$ paraplan {' '.join(args)}[/bold cyan]", highlight=False, soft_wrap=True)
-    process = subprocess.Popen([sys.executable, "-m", "paraplan.cli", *args, "--json"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paraplan.cli", *args, "--json"], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     last = ""
     for line in process.stdout:
@@ -44,6 +48,11 @@ def paraplan(*args: str) -> dict[str, Any]:
         print(last)
         sys.exit(process.returncode)
     return json.loads(last)  # type: ignore[no-any-return]
+
+
+def settings(of: dict[str, float]) -> list[str]:
+    """As options of the command."""
+    return [part for key, value in of.items() for part in ("--set", f"{key}={value}")]
 
 
 def write_text(target: Path) -> int:
@@ -62,15 +71,35 @@ def table(planned: dict[str, Any], trained: dict[str, Any], checked: dict[str, A
     measured = trained["measured_peak_bytes"]
     ratio = f"{trained['predicted_peak_bytes'] / measured:.4f}"
     found.add_row("devices", "4 processes (local:4)", "4 processes over Gloo")
-    found.add_row("step time", show_seconds(planned["step_s"]), f"{show_seconds(trained['step_s'])} (4 processes on the cores there are)")
-    found.add_row("bound, gap, status", f"{show_seconds(planned['bound_s'])}, {100 * planned['gap']:.1f} %, {planned['status']}", "")
-    found.add_row("throughput", f"{show_count(planned['tokens_per_s'])} tokens/s", f"{show_count(16 * 128 / trained['step_s'])} tokens/s")
-    found.add_row("peak memory per process", show_bytes(trained["predicted_peak_bytes"]), f"{show_bytes(measured)} (predicted / measured {ratio})")
-    found.add_row("what every process did", "predicted entry by entry", "equal" if trained["entries_equal"] else "DIFFERS")
+    found.add_row(
+        "step time",
+        show_seconds(planned["step_s"]),
+        f"{show_seconds(trained['step_s'])} (4 processes on the cores there are)",
+    )
+    found.add_row(
+        "bound, gap, status",
+        f"{show_seconds(planned['bound_s'])}, {100 * planned['gap']:.1f} %, {planned['status']}",
+        "",
+    )
+    found.add_row(
+        "throughput",
+        f"{show_count(planned['tokens_per_s'])} tokens/s",
+        f"{show_count(16 * 128 / trained['step_s'])} tokens/s",
+    )
+    found.add_row(
+        "peak memory per process",
+        show_bytes(trained["predicted_peak_bytes"]),
+        f"{show_bytes(measured)} (predicted / measured {ratio})",
+    )
+    found.add_row(
+        "what every process did", "predicted entry by entry", "equal" if trained["entries_equal"] else "DIFFERS"
+    )
     first, last = trained["loss"][0], trained["loss"][-1]
     found.add_row(f"loss over {STEPS} steps", "", f"{first:.3f} to {last:.3f} (down {show_share(first - last, first)})")
     errors = ", ".join(f"{what} {checked[f'max_rel_err_{what}']:.1e}" for what in ("loss", "grad", "param"))
-    found.add_row(f"one device, {CHECK_STEPS} steps, float64", "equal but for rounding", f"largest relative error of {errors}")
+    found.add_row(
+        f"one device, {CHECK_STEPS} steps, float64", "equal but for rounding", f"largest relative error of {errors}"
+    )
     found.add_row("took", f"{planned['total_s']:.1f} s to plan", f"{seconds:.0f} s in all")
     return found
 
@@ -81,16 +110,21 @@ def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     size = write_text(OUT / "stdlib.txt")
     console.print(f"training text: {show_bytes(size)} of the Python standard library, in {OUT / 'stdlib.txt'}")
-    settings = [part for key, value in MODEL.items() for part in ("--set", f"{key}={value}")]
     plan, exact, text = str(OUT / "plan.json"), str(OUT / "plan64.json"), str(OUT / "stdlib.txt")
-    planned = paraplan("plan", "hf:gpt2", "local:4", *settings, *PLAN, "-o", plan)
+    planned = paraplan("plan", "hf:gpt2", "local:4", *settings(MODEL), *PLAN, "-o", plan)
     trained = paraplan("run", plan, "--steps", str(STEPS), "--data", text, "--lr", LEARNING_RATE, "--clip", "1.0")
-    paraplan("plan", "hf:gpt2", "local:4", *settings, *PLAN, "--precision", "fp64", "--dp", "2", "--tp", "2", "-o", exact)
+    paraplan(
+        "plan", "hf:gpt2", "local:4", *settings, *PLAN, "--precision", "fp64", "--dp", "2", "--tp", "2", "-o", exact
+    )
     checked = paraplan("run", exact, "--steps", str(CHECK_STEPS), "--data", text, "--lr", LEARNING_RATE, "--check")
     console.print()
     console.print(table(planned, trained, checked, time.perf_counter() - started))
     fallen = trained["loss"][-1] < (1 - MUST_FALL) * trained["loss"][0]
-    if not fallen or not trained["entries_equal"] or not trained["measured_peak_bytes"] <= trained["predicted_peak_bytes"]:
+    if (
+        not fallen
+        or not trained["entries_equal"]
+        or not trained["measured_peak_bytes"] <= trained["predicted_peak_bytes"]
+    ):
         console.print("[bold red]the demo did not do what it promises[/bold red]: see the table")
         sys.exit(1)
 

@@ -91,7 +91,9 @@ class Captured:
             dtype = master_dtype(program.precision, spec.spec.dtype) if name in trained else spec.spec.dtype
             value = full[f"param:{name}"].detach().to("cpu", getattr(torch, dtype)).clone()
             self.masters[name] = nn.Parameter(value) if name in trained else value
-        self.buffers = {name: full[f"buffer:{name}"].to("cpu", getattr(torch, spec.dtype)) for name, spec in program.buffers.items()}
+        self.buffers = {
+            name: full[f"buffer:{name}"].to("cpu", getattr(torch, spec.dtype)) for name, spec in program.buffers.items()
+        }
         self.trained = trained_params(program)
         self.optimizer = optimizer([self.masters[name] for name in self.trained])  # type: ignore[misc]
         self.done = 0
@@ -99,7 +101,9 @@ class Captured:
     def step(self, batch: Tensors, clip: float | None) -> tuple[float, dict[str, Tensor]]:
         """One training step; returns the loss and the gradients before clipping."""
         program = self.program
-        params = {name: x.detach().to(getattr(torch, program.params[name].spec.dtype)) for name, x in self.masters.items()}
+        params = {
+            name: x.detach().to(getattr(torch, program.params[name].spec.dtype)) for name, x in self.masters.items()
+        }
         seeds = [torch.tensor(segment_seed(self.seed, self.done, index)) for index in range(len(program.segments))]
         cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in program.batch.items()}
         loss, grads = run_program(program, params, self.buffers, cast, seeds)
@@ -149,7 +153,9 @@ class Eager:
         else:
             loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
         loss.backward()
-        return float(loss.detach()), {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.params.items()}
+        return float(loss.detach()), {
+            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.params.items()
+        }
 
 
 class SingleDevice:

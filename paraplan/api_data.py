@@ -80,9 +80,13 @@ class TextBatches:
         self.seed, self.inputs = seed, plan.program.batch
         vocab = getattr(getattr(made.model, "config", None), "vocab_size", None)
         if "input_ids" not in self.inputs or len(self.inputs["input_ids"].spec.shape) != 2:
-            raise DataError(f"--data is for models that read input_ids [batch, seq]; {plan.model.display} reads {', '.join(self.inputs)}")
+            raise DataError(
+                f"--data is for models that read input_ids [batch, seq]; {plan.model.display} reads {', '.join(self.inputs)}"
+            )
         if vocab is not None and vocab < 256:
-            raise DataError(f"--data is read byte by byte, which needs a vocabulary of 256; the model has {vocab} (--set vocab_size=256)")
+            raise DataError(
+                f"--data is read byte by byte, which needs a vocabulary of 256; the model has {vocab} (--set vocab_size=256)"
+            )
         self.shape = self.inputs["input_ids"].spec.shape
         text = read_text(path)
         if len(text) < self.shape[1] + 1:
@@ -98,7 +102,9 @@ class TextBatches:
         found = {}
         for name, entry in self.inputs.items():
             dtype = getattr(torch, entry.spec.dtype)
-            found[name] = tokens.clone() if name in ("input_ids", "labels") else torch.ones(entry.spec.shape, dtype=dtype)
+            found[name] = (
+                tokens.clone() if name in ("input_ids", "labels") else torch.ones(entry.spec.shape, dtype=dtype)
+            )
         return found
 
 

@@ -20,7 +20,9 @@ from paraplan.runtime.launch import init_distributed
 from paraplan.runtime.trainer import Trainer
 
 
-def make_trainer(plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False) -> Trainer:
+def make_trainer(
+    plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False
+) -> Trainer:
     """This rank's trainer; see `Plan.executable`."""
     check_model(plan, model)
     check_devices(plan.cluster)

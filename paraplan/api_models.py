@@ -86,7 +86,9 @@ def hf_model(model_type: str, settings: Mapping[str, Any], meta: bool) -> nn.Mod
         try:
             return auto.from_config(config).train()  # type: ignore[no-any-return]
         except Exception as fault:
-            raise ModelError(f"transformers cannot build {model_type} with {dict(settings)}: {type(fault).__name__}: {fault}") from fault
+            raise ModelError(
+                f"transformers cannot build {model_type} with {dict(settings)}: {type(fault).__name__}: {fault}"
+            ) from fault
 
 
 def _hf_config(transformers: Any, model_type: str, settings: Mapping[str, Any]) -> Any:
@@ -119,7 +121,9 @@ def _auto_class(transformers: Any, config: Any) -> str:
         return "AutoModelForMaskedLM"
     if kind in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "AutoModelForCausalLM"
-    raise ModelError(f"{kind} is no language model; give it through a factory, package.module:factory, with example inputs")
+    raise ModelError(
+        f"{kind} is no language model; give it through a factory, package.module:factory, with example inputs"
+    )
 
 
 def hf_batch(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:
@@ -139,7 +143,9 @@ def hf_batch(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:
         raise CaptureError(f"batch={batch}, seq={seq}: both must be at least 1")
     longest = max_positions(config)
     if longest is not None and seq > longest:
-        raise CaptureError(f"a sequence of {seq} is longer than the model's {longest} positions; use seq={longest} or a longer model")
+        raise CaptureError(
+            f"a sequence of {seq} is longer than the model's {longest} positions; use seq={longest} or a longer model"
+        )
     return {name: torch.zeros((batch, seq), dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
 
 
@@ -185,9 +191,13 @@ def plan_model(plan: Plan, named: str | None, meta: bool) -> Made:
     if named is not None and not named.startswith("hf:"):
         return factory_model(named)
     if plan.model.hf_type is None:
-        raise ModelError(f"the plan's model, {plan.model.display}, came from a factory or from code: name it again with --model package.module:factory")
+        raise ModelError(
+            f"the plan's model, {plan.model.display}, came from a factory or from code: name it again with --model package.module:factory"
+        )
     if named is not None and named != f"hf:{plan.model.hf_type}":
-        raise ModelError(f"the plan is for hf:{plan.model.hf_type}, not {named}; leave --model out to rebuild it from the plan")
+        raise ModelError(
+            f"the plan is for hf:{plan.model.hf_type}, not {named}; leave --model out to rebuild it from the plan"
+        )
     return Made(hf_model(plan.model.hf_type, plan.model.hf_settings, meta))
 
 
@@ -206,11 +216,15 @@ def factory_model(text: str) -> Made:
     try:
         module = import_module(module_name)
     except Exception as fault:
-        raise ModelError(f"cannot import {module_name!r} of model {text!r} (looked in {here} too): {type(fault).__name__}: {fault}") from fault
+        raise ModelError(
+            f"cannot import {module_name!r} of model {text!r} (looked in {here} too): {type(fault).__name__}: {fault}"
+        ) from fault
     factory = getattr(module, attribute, None)
     if not callable(factory):
         what = "has no attribute" if factory is None else "holds no function under"
-        raise ModelError(f"module {module_name!r} {what} {attribute!r}{_near(attribute, [n for n in dir(module) if not n.startswith('_')])}")
+        raise ModelError(
+            f"module {module_name!r} {what} {attribute!r}{_near(attribute, [n for n in dir(module) if not n.startswith('_')])}"
+        )
     try:
         made = factory()
     except Exception as fault:
@@ -221,10 +235,16 @@ def factory_model(text: str) -> Made:
 def _unpack(made: object, text: str) -> Made:
     parts = made if isinstance(made, tuple) else (made,)
     model, inputs, loss_fn = (*parts, None, None)[:3]
-    fine = len(parts) <= 3 and isinstance(model, nn.Module) and (inputs is None or isinstance(inputs, (dict, tuple, list, Tensor)))
+    fine = (
+        len(parts) <= 3
+        and isinstance(model, nn.Module)
+        and (inputs is None or isinstance(inputs, (dict, tuple, list, Tensor)))
+    )
     if not fine or not (loss_fn is None or callable(loss_fn)):
         got = ", ".join(type(part).__name__ for part in parts)
-        raise ModelError(f"factory {text!r} returned ({got}); it must return a model, (model, example_inputs) or (model, example_inputs, loss_fn)")
+        raise ModelError(
+            f"factory {text!r} returned ({got}); it must return a model, (model, example_inputs) or (model, example_inputs, loss_fn)"
+        )
     if isinstance(inputs, (list, Tensor)):
         inputs = tuple(inputs) if isinstance(inputs, list) else (inputs,)
     return Made(model, inputs, loss_fn)  # type: ignore[arg-type]

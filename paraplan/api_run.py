@@ -105,7 +105,9 @@ def check_local(plan: Plan) -> None:
             f"--nproc-per-node={cluster.groups[0].devices_per_node} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m paraplan.cli run ..."
         )
     if cluster.groups[0].device.backend == "cuda" and torch.cuda.device_count() < cluster.num_devices:
-        raise PlanMismatchError(f"the plan is for {cluster.num_devices} GPUs ({cluster.name}), this machine has {torch.cuda.device_count()}")
+        raise PlanMismatchError(
+            f"the plan is for {cluster.num_devices} GPUs ({cluster.name}), this machine has {torch.cuda.device_count()}"
+        )
 
 
 def _batches(plan: Plan, made: Made, options: RunOptions) -> Callable[[int], dict[str, Tensor]]:
@@ -114,7 +116,9 @@ def _batches(plan: Plan, made: Made, options: RunOptions) -> Callable[[int], dic
     return TextBatches(plan, made, options.data, options.seed)
 
 
-def run(plan: Plan, programs: tuple[RankProgram, ...], options: RunOptions, tell: Callable[[int, float, float], None]) -> RunResult:
+def run(
+    plan: Plan, programs: tuple[RankProgram, ...], options: RunOptions, tell: Callable[[int, float, float], None]
+) -> RunResult:
     """Train on this rank.
 
     Args:

@@ -60,7 +60,9 @@ def _version(shown: bool) -> None:
 @app.callback()
 def root(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Plans how a PyTorch model trains on a cluster, and runs the plan."""
 
@@ -68,9 +70,13 @@ def root(
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, or package.module:factory.")],
-    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A .yaml or .json file, a catalog name (8xH100:4), or local:4.")],
+    cluster: Annotated[
+        str, typer.Argument(metavar="CLUSTER", help="A .yaml or .json file, a catalog name (8xH100:4), or local:4.")
+    ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of the global batch (hf: models; default 8).")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (hf: models; default 128).")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
@@ -79,7 +85,9 @@ def plan(
     memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
-    sp: Annotated[bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")] = False,
+    sp: Annotated[
+        bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")
+    ] = False,
     zero: Annotated[int | None, typer.Option(help="ZeRO level, 0 to 3.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
@@ -92,7 +100,9 @@ def plan(
         tell(f"loading {model}")
         made = _part("make_model")(model, given, meta=True)
         if made.example_inputs is not None and (batch is not None or seq is not None):
-            raise ConstraintError(f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out")
+            raise ConstraintError(
+                f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
+            )
         found = _part("compile")(
             made.model, cluster, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer, precision=precision,
             batch=8 if batch is None else batch, seq=_sequence(made.model, seq), time_limit_s=time_limit, progress=tell, mesh=shape,
@@ -152,11 +162,15 @@ def simulate(
 def run(
     path: PlanFile,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 5,
-    data: Annotated[str | None, typer.Option(metavar="FILE|DIR", help="Text, read byte by byte; random tokens without it.")] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE|DIR", help="Text, read byte by byte; random tokens without it.")
+    ] = None,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-4,
     seed: Annotated[int, typer.Option(help="Of weights, data and dropout.")] = 0,
     check: Annotated[bool, typer.Option("--check", help="Also run on one device and compare.")] = False,
-    model: Annotated[str | None, typer.Option(help="package.module:factory, where the plan cannot rebuild its model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="package.module:factory, where the plan cannot rebuild its model.")
+    ] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -59,15 +59,25 @@ def run_table(plan: Plan, result: Any) -> Table:
     predicted_s = f" (predicted {show_seconds(plan.prediction.step_s)})" if plan.prediction else ""
     table.add_row("step", f"{show_seconds(result.step_s)}{predicted_s}")
     ratio = f", predicted / measured {result.predicted_peak_bytes / measured:.4f}" if measured else ""
-    table.add_row("peak memory", f"predicted {show_bytes(result.predicted_peak_bytes)}, measured {show_bytes(measured)}{ratio}")
-    equal = "every rank did what was predicted, entry by entry" if result.entries_equal else f"DIFFERS: {result.entries_difference}"
+    table.add_row(
+        "peak memory", f"predicted {show_bytes(result.predicted_peak_bytes)}, measured {show_bytes(measured)}{ratio}"
+    )
+    equal = (
+        "every rank did what was predicted, entry by entry"
+        if result.entries_equal
+        else f"DIFFERS: {result.entries_difference}"
+    )
     table.add_row("record", equal)
     if result.errors is not None:
         e = result.errors
-        table.add_row("one device", f"largest error of loss {e.loss:.1e}, gradients {e.grad:.1e}, parameters {e.param:.1e}")
+        table.add_row(
+            "one device", f"largest error of loss {e.loss:.1e}, gradients {e.grad:.1e}, parameters {e.param:.1e}"
+        )
         if e.worst:
             table.add_row("", f"largest in {e.worst}")
-        table.add_row("eager model", "not compared (dropout or bf16)" if e.eager is None else f"largest error {e.eager:.1e}")
+        table.add_row(
+            "eager model", "not compared (dropout or bf16)" if e.eager is None else f"largest error {e.eager:.1e}"
+        )
     return table
 
 

@@ -39,7 +39,11 @@ def show_summary(console: Console, plan: Any, saved: Path | None) -> None:
     """The few lines a command that made a plan ends with."""
     told: Explanation = plan.explain()
     console.print(f"[bold]{escape(told.title)}[/bold]")
-    kept = [fact for fact in told.facts if fact[0] in ("mesh", "schedule", "parameters", "batch", "model") or fact[0].startswith("stage")]
+    kept = [
+        fact
+        for fact in told.facts
+        if fact[0] in ("mesh", "schedule", "parameters", "batch", "model") or fact[0].startswith("stage")
+    ]
     console.print(_facts((*kept, *told.verdict)))
     console.print(_kinds_in_words(told))
     _notes(console, told.notes)
@@ -82,7 +86,12 @@ def _table(*heads: str) -> Table:
     """Heads beginning with > are number columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for head in heads:
-        table.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left", no_wrap=head.startswith(">") or head == "parameter", overflow="fold")
+        table.add_column(
+            head.lstrip(">"),
+            justify="right" if head.startswith(">") else "left",
+            no_wrap=head.startswith(">") or head == "parameter",
+            overflow="fold",
+        )
     return table
 
 
@@ -92,7 +101,13 @@ def _kind(row: KindRow) -> Table:
     table.title, table.title_justify, table.title_style = f"{times}{row.label}", "left", "bold cyan"
     for param in row.params:
         shape = " x ".join(map(str, param.shape))
-        table.add_row(escape(param.name), shape, param.words, f"{param.stored} / {param.grad} / {param.state}", show_bytes(param.nbytes))
+        table.add_row(
+            escape(param.name),
+            shape,
+            param.words,
+            f"{param.stored} / {param.grad} / {param.state}",
+            show_bytes(param.nbytes),
+        )
     if row.outputs:
         table.caption, table.caption_justify = f"hands on {'; '.join(map(escape, row.outputs))}", "left"
     return table
@@ -126,7 +141,9 @@ def _times(told: Explanation) -> Table:
 def _collectives(told: Explanation) -> Table:
     table = _table("collective", "over", "for", ">count", ">bytes put in", ">time")
     for row in told.collectives:
-        table.add_row(row.name, row.axis, row.purpose, str(row.count), show_bytes(row.nbytes), show_seconds(row.seconds))
+        table.add_row(
+            row.name, row.axis, row.purpose, str(row.count), show_bytes(row.nbytes), show_seconds(row.seconds)
+        )
     return table
 
 

@@ -39,7 +39,9 @@ class Progress:
         else:
             self.console.print(Text(f"{text} ..."), soft_wrap=True)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.console.is_terminal:
             if kind is None:
                 self._finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +21,7 @@ class MLP(nn.Module):
     def __init__(self, width: int = 32, hidden: int = 128, depth: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
         sizes = [width] + [hidden] * depth
-        blocks = [
-            nn.Sequential(nn.Linear(a, b), nn.GELU(), nn.Dropout(dropout))
-            for a, b in zip(sizes[:-1], sizes[1:], strict=True)
-        ]
+        blocks = [nn.Sequential(nn.Linear(a, b), nn.GELU(), nn.Dropout(dropout)) for a, b in itertools.pairwise(sizes)]
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(hidden, width)
 
@@ -36,3 +35,8 @@ def factory(batch: int = 32, width: int = 32, dropout: float = 0.0) -> tuple[nn.
     inputs = torch.Generator().manual_seed(0)
     x, y = (torch.randn(batch, width, generator=inputs) for _ in range(2))
     return MLP(width, dropout=dropout), {"x": x, "y": y}
+
+
+def with_dropout() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The same with a tenth of the hidden features dropped."""
+    return factory(dropout=0.1)

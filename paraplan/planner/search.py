@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from paraplan.cost_models.predict import predict
-from paraplan.ir.errors import InfeasibleError
+from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh, make_mesh
 from paraplan.ir.plan import Certificate, Plan
@@ -45,7 +45,7 @@ def search(
         progress: told what is being tried.
     Raises:
         InfeasibleError: proved on every mesh tried.
-        SolverLimitError: a solver ran out of time without a plan.
+        SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
@@ -55,7 +55,7 @@ def search(
     limits = Limits(time_s=time_limit_s, memory_bytes=memory)
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
-    failures: list[InfeasibleError] = []
+    failures: list[InfeasibleError | SolverLimitError] = []
     for mesh in meshes:
         for count in _microbatch_counts(job, constraints, mesh):
             named = "x".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
@@ -63,10 +63,10 @@ def search(
             try:
                 found.append(solve_mesh(job, mesh, count, constraints, limits))
                 break
-            except InfeasibleError as fault:
+            except (InfeasibleError, SolverLimitError) as fault:
                 failures.append(fault)
     if not found:
-        raise failures[-1]
+        raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
     best = min(found, key=lambda candidate: candidate.simulation.step_s)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes))
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)

@@ -68,7 +68,9 @@ class _Tally:
     comm: dict[tuple[str, int, str], list[float]] = field(default_factory=dict)
 
 
-def time_breakdown(program: RankProgram, trace: RankTrace, costs: Costs) -> tuple[tuple[TimeRow, ...], tuple[CollectiveRow, ...]]:
+def time_breakdown(
+    program: RankProgram, trace: RankTrace, costs: Costs
+) -> tuple[tuple[TimeRow, ...], tuple[CollectiveRow, ...]]:
     """Compute by class of work, longest first, and collectives by kind, axis and purpose."""
     calls: Counter[tuple[str, str]] = Counter()
     for step in program.steps:
@@ -95,9 +97,18 @@ def time_breakdown(program: RankProgram, trace: RankTrace, costs: Costs) -> tupl
             label = "optimizer update" if span.label == "update" else "gradient accumulation"
             tally.seconds[label] += span.busy_s
             tally.kernels[label] += 1
-    times_found = tuple(TimeRow(name=name, seconds=s, count=tally.kernels[name]) for name, s in tally.seconds.most_common() if s > 0)
+    times_found = tuple(
+        TimeRow(name=name, seconds=s, count=tally.kernels[name]) for name, s in tally.seconds.most_common() if s > 0
+    )
     comm = tuple(
-        CollectiveRow(name=name, axis=program.mesh_axes[axis], purpose=purpose, count=int(row[0]), nbytes=int(row[1]), seconds=row[2])
+        CollectiveRow(
+            name=name,
+            axis=program.mesh_axes[axis],
+            purpose=purpose,
+            count=int(row[0]),
+            nbytes=int(row[1]),
+            seconds=row[2],
+        )
         for (name, axis, purpose), row in sorted(tally.comm.items(), key=lambda item: -item[1][2])
     )
     return times_found, comm
@@ -124,7 +135,15 @@ def memory_breakdown(program: RankProgram, trace: RankTrace) -> tuple[MemoryRow,
             seen.add(id(held.storage))
             totals[_role(program, name)] += held.storage.nbytes
     totals["inside the running step"] = trace.peak_bytes - sum(totals.values())
-    order = ("parameters", "master and updated copies", "optimizer states", "gradients", "saved activations", "batch and buffers", "other values")
+    order = (
+        "parameters",
+        "master and updated copies",
+        "optimizer states",
+        "gradients",
+        "saved activations",
+        "batch and buffers",
+        "other values",
+    )
     rows = [MemoryRow(name=name, nbytes=totals[name]) for name in order if totals[name]]
     return (*rows, MemoryRow(name="inside the running step", nbytes=totals["inside the running step"]))
 
@@ -137,4 +156,4 @@ def _role(program: RankProgram, name: str) -> str:
     if name.startswith(("acc:", "grad:")):
         return "gradients"
     head, slash, _ = name.partition("/")
-    return "saved activations" if slash and head.isdigit() or name.startswith("s") else "other values"
+    return "saved activations" if (slash and head.isdigit()) or name.startswith("s") else "other values"

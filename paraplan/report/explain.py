@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulate import RankTrace, Simulation
+from paraplan.ir.mesh import parse_layout
 from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
 from paraplan.report.breakdown import CollectiveRow, MemoryRow, TimeRow, memory_breakdown, time_breakdown
 from paraplan.report.layouts import KindRow, kind_rows, layout_words
 from paraplan.report.units import show_bytes, show_count, show_seconds, show_share
-from paraplan.ir.mesh import parse_layout
 
 Fact = tuple[str, str]
 
@@ -92,7 +92,10 @@ def _stage_name(plan: Plan, index: int) -> str:
 
 def mesh_text(stage: Stage) -> str:
     """`dp 2 x tp 4`; one device has no axes."""
-    return " x ".join(f"{axis} {size}" for axis, size in zip(stage.mesh.axes, stage.mesh.shape, strict=True)) or "one device"
+    return (
+        " x ".join(f"{axis} {size}" for axis, size in zip(stage.mesh.axes, stage.mesh.shape, strict=True))
+        or "one device"
+    )
 
 
 def layer_words(plan: Plan) -> list[str]:
@@ -114,14 +117,24 @@ def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
     peak, memory = max(simulation.peak_bytes), device_memory(plan)
     found = [
         ("step", show_seconds(simulation.step_s)),
-        ("of it", f"compute {show_seconds(simulation.compute_s)}, exposed communication {show_seconds(simulation.exposed_comm_s)}"),
+        (
+            "of it",
+            f"compute {show_seconds(simulation.compute_s)}, exposed communication {show_seconds(simulation.exposed_comm_s)}",
+        ),
         ("peak memory", f"{show_bytes(peak)} per device of {show_bytes(memory)} ({show_share(peak, memory)})"),
     ]
     if plan.prediction is not None:
-        found.append(("throughput", f"{show_count(plan.prediction.tokens_per_s)} tokens/s, mfu {100 * plan.prediction.mfu:.1f} %"))
+        found.append(
+            (
+                "throughput",
+                f"{show_count(plan.prediction.tokens_per_s)} tokens/s, mfu {100 * plan.prediction.mfu:.1f} %",
+            )
+        )
     if plan.certificate is not None:
         c = plan.certificate
-        found.append(("bound", f"{show_seconds(c.bound_s)}, gap {100 * c.gap:.1f} %, {c.status} (fixed: {c.bound_scope})"))
+        found.append(
+            ("bound", f"{show_seconds(c.bound_s)}, gap {100 * c.gap:.1f} %, {c.status} (fixed: {c.bound_scope})")
+        )
     return tuple(found)
 
 
@@ -134,7 +147,12 @@ def summary(plan: Plan, simulation: Simulation) -> str:
     """A plan in a few lines of plain text."""
     rows = [*facts(plan), *verdict(plan, simulation), *(("note", note) for note in plan.notes)]
     width = max(len(label) for label, _ in rows)
-    return "\n".join([f"Plan: {plan.model.display} on {plan.cluster.name}", *(f"  {label:<{width}}  {value}" for label, value in rows)])
+    return "\n".join(
+        [
+            f"Plan: {plan.model.display} on {plan.cluster.name}",
+            *(f"  {label:<{width}}  {value}" for label, value in rows),
+        ]
+    )
 
 
 def num_params(program: Program) -> int:

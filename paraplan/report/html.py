@@ -72,10 +72,14 @@ def _cards(verdict: Sequence[Fact]) -> str:
     for label, value in verdict:
         if label in _CARDS:
             head, _, rest = value.partition(" per device" if label == "peak memory" else ", ")
-            found.append(f'<div class="card"><span>{label}</span><b>{escape(head)}</b><span>{escape(rest.strip())}</span></div>')
+            found.append(
+                f'<div class="card"><span>{label}</span><b>{escape(head)}</b><span>{escape(rest.strip())}</span></div>'
+            )
         elif label == "bound":
             gap = next(part for part in value.split(", ") if part.startswith("gap"))
-            found.append(f'<div class="card"><span>to the bound</span><b>{escape(gap)}</b><span>{escape(value.split(",")[0])}</span></div>')
+            found.append(
+                f'<div class="card"><span>to the bound</span><b>{escape(gap)}</b><span>{escape(value.split(",")[0])}</span></div>'
+            )
     return f'<div class="cards">{"".join(found)}</div>'
 
 
@@ -89,13 +93,19 @@ def _facts(facts: Iterable[Fact]) -> str:
 
 def _times(told: Explanation) -> str:
     whole = sum(row.seconds for row in told.times)
-    rows = ((escape(row.name), _bar(row.seconds, whole), show_seconds(row.seconds), show_share(row.seconds, whole)) for row in told.times)
+    rows = (
+        (escape(row.name), _bar(row.seconds, whole), show_seconds(row.seconds), show_share(row.seconds, whole))
+        for row in told.times
+    )
     return _table(("", "", "#time", "#share"), rows)
 
 
 def _memory(told: Explanation) -> str:
     whole = told.trace.peak_bytes
-    rows = ((escape(row.name), _bar(row.nbytes, whole), show_bytes(row.nbytes), show_share(row.nbytes, whole)) for row in told.memory)
+    rows = (
+        (escape(row.name), _bar(row.nbytes, whole), show_bytes(row.nbytes), show_share(row.nbytes, whole))
+        for row in told.memory
+    )
     return _table(("", "", "#bytes", "#share"), rows)
 
 
@@ -107,7 +117,14 @@ def _collectives(told: Explanation) -> str:
     if not told.collectives:
         return '<p class="soft">None.</p>'
     rows = (
-        (escape(row.name), escape(row.axis), escape(row.purpose), str(row.count), show_bytes(row.nbytes), show_seconds(row.seconds))
+        (
+            escape(row.name),
+            escape(row.axis),
+            escape(row.purpose),
+            str(row.count),
+            show_bytes(row.nbytes),
+            show_seconds(row.seconds),
+        )
         for row in told.collectives
     )
     return _table(("collective", "over", "for", "#count", "#bytes put in", "#time"), rows)
@@ -120,7 +137,8 @@ def _stage(index: int, rows: Sequence[KindRow], count: int) -> str:
 
 def _kind(row: KindRow) -> str:
     params = (
-        (f"<code>{escape(p.name)}</code>", " x ".join(map(str, p.shape)), escape(p.words), show_bytes(p.nbytes)) for p in row.params
+        (f"<code>{escape(p.name)}</code>", " x ".join(map(str, p.shape)), escape(p.words), show_bytes(p.nbytes))
+        for p in row.params
     )
     table = _table(("parameter", "shape", "layout", "#stored per rank"), params) if row.params else ""
     handed = f'<div class="soft">hands on {escape("; ".join(row.outputs))}</div>' if row.outputs else ""
@@ -133,7 +151,8 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     numeric = [head.startswith("#") for head in heads]
     head = "".join(f"<th{_n(n)}>{escape(h.lstrip('#'))}</th>" for h, n in zip(heads, numeric, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{_n(numeric[i] if heads else False)}>{cell}</td>" for i, cell in enumerate(row)) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td{_n(numeric[i] if heads else False)}>{cell}</td>" for i, cell in enumerate(row)) + "</tr>"
+        for row in rows
     )
     return f"<table>{f'<tr>{head}</tr>' if any(heads) else ''}{body}</table>"
 

@@ -60,7 +60,9 @@ class KindRow(Value, frozen=True, kw_only=True):
 
 def layout_words(layout: Layout, mesh: Mesh) -> str:
     """`S0,R` on (dp, tp) as "split over dp (dim 0)"."""
-    found = [words for placement, axis in zip(layout, mesh.axes, strict=True) if (words := _placement_words(placement, axis))]
+    found = [
+        words for placement, axis in zip(layout, mesh.axes, strict=True) if (words := _placement_words(placement, axis))
+    ]
     return "; ".join(found) if found else "whole on every rank"
 
 
@@ -152,7 +154,9 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     outputs = tuple(
         f"{kind.graph.values[name]} {layout_words(made[name], stage.mesh)}" for name in kind.outputs if name in made
     )  # fmt: skip
-    label = _label(tuple(row.name for row in rows)) or ", ".join(dict.fromkeys(op.target.split(".")[1] for op in kind.graph.ops[:3]))
+    label = _label(tuple(row.name for row in rows)) or ", ".join(
+        dict.fromkeys(op.target.split(".")[1] for op in kind.graph.ops[:3])
+    )
     return KindRow(name=kind.name, label=label, instances=len(segments), params=tuple(rows), outputs=outputs)
 
 

@@ -28,7 +28,9 @@ def _named(what: str, process: int, thread: int, name: str) -> Event:
 
 
 def _spans(process: int, trace: RankTrace) -> list[Event]:
-    threads = {stream: index for index, stream in enumerate(dict.fromkeys(["compute", *(span.stream for span in trace.spans)]))}
+    threads = {
+        stream: index for index, stream in enumerate(dict.fromkeys(["compute", *(span.stream for span in trace.spans)]))
+    }
     events = [_named("thread_name", process, index, stream) for stream, index in threads.items()]
     for span in trace.spans:
         events.append({
@@ -41,4 +43,7 @@ def _spans(process: int, trace: RankTrace) -> list[Event]:
 
 def _memory(process: int, trace: RankTrace) -> list[Event]:
     points = [(0.0, trace.start_bytes), *((point.end_s, point.live_bytes) for point in trace.memory)]
-    return [{"ph": "C", "name": "live bytes", "pid": process, "ts": end * 1e6, "args": {"bytes": live}} for end, live in points]
+    return [
+        {"ph": "C", "name": "live bytes", "pid": process, "ts": end * 1e6, "args": {"bytes": live}}
+        for end, live in points
+    ]

@@ -56,9 +56,7 @@ def _span_rect(span: Span, y: float, total: float) -> str:
     kind = "comm" if span.stream.startswith("comm") else {"F": "fwd", "B": "bwd"}.get(span.phase, "upd")
     where = f", segment {span.segment}" if span.segment >= 0 else ""
     title = f"{span.label}: {span.action}{where}, {show_seconds(span.start_s)} to {show_seconds(span.end_s)}, busy {show_seconds(span.busy_s)}"
-    return (
-        f'<rect class="pp-{kind}" x="{x:.2f}" y="{y + 3}" width="{width:.2f}" height="{ROW - 6}"><title>{escape(title)}</title></rect>'
-    )
+    return f'<rect class="pp-{kind}" x="{x:.2f}" y="{y + 3}" width="{width:.2f}" height="{ROW - 6}"><title>{escape(title)}</title></rect>'
 
 
 def memory_svg(trace: RankTrace, memory_bytes: int) -> str:
@@ -81,12 +79,17 @@ def memory_svg(trace: RankTrace, memory_bytes: int) -> str:
             line = " ".join(f"{LEFT + t * scale:.1f},{y(b):.1f}" for t, b in _thin(points, total))
             end = LEFT + points[-1][0] * scale
             parts.append(f'<polygon class="pp-{name}" points="{LEFT},{y(0):.1f} {line} {end:.1f},{y(0):.1f}"/>')
-    for nbytes, label in ((top, f"peak {show_bytes(top)}"), (trace.start_bytes, f"at rest {show_bytes(trace.start_bytes)}")):
+    for nbytes, label in (
+        (top, f"peak {show_bytes(top)}"),
+        (trace.start_bytes, f"at rest {show_bytes(trace.start_bytes)}"),
+    ):
         parts.append(f'<line class="pp-rule" x1="{LEFT}" x2="{WIDTH}" y1="{y(nbytes):.1f}" y2="{y(nbytes):.1f}"/>')
         parts.append(f'<text class="pp-label" x="{LEFT - 8}" y="{y(nbytes) + 4:.1f}" text-anchor="end">{label}</text>')
     if high == memory_bytes:
         parts.append(f'<line class="pp-limit" x1="{LEFT}" x2="{WIDTH}" y1="{y(high):.1f}" y2="{y(high):.1f}"/>')
-        parts.append(f'<text class="pp-label" x="{WIDTH}" y="{y(high) + 12:.1f}" text-anchor="end">device {show_bytes(high)}</text>')
+        parts.append(
+            f'<text class="pp-label" x="{WIDTH}" y="{y(high) + 12:.1f}" text-anchor="end">device {show_bytes(high)}</text>'
+        )
     parts.extend(_time_axis(total, chart + 8))
     return "".join([*parts, "</svg>"])
 
@@ -100,7 +103,9 @@ def _thin(points: Sequence[tuple[float, float]], total: float) -> list[tuple[flo
         if point[0] - group[0][0] < grain:
             group.append(point)
             continue
-        found.extend(dict.fromkeys((group[0], min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1]), group[-1])))
+        found.extend(
+            dict.fromkeys((group[0], min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1]), group[-1]))
+        )
         group = [point]
     return [*found, *group]
 
@@ -114,5 +119,7 @@ def _time_axis(total: float, y: float) -> list[str]:
     for tick in range(6):
         x = LEFT + (WIDTH - LEFT) * tick / 5
         anchor = "start" if tick == 0 else "end" if tick == 5 else "middle"
-        parts.append(f'<text class="pp-tick" x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}">{show_seconds(total * tick / 5)}</text>')
+        parts.append(
+            f'<text class="pp-tick" x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}">{show_seconds(total * tick / 5)}</text>'
+        )
     return parts

@@ -150,7 +150,7 @@ def test_parameters_that_share_a_gradient_do_not_share_its_storage(m: int, grad:
 
 @pytest.mark.parametrize("devices", [2, 4, 6])
 def test_random_plans_of_an_mlp_compute_its_step(tiny_mlp, devices: int) -> None:  # type: ignore[no-untyped-def]
-    for seed in range(40):
+    for seed in range(25):
         plan = random_plan(tiny_mlp.job(devices), seed, 4)
         error = tiny_mlp.worst_error(*run_plan(plan, tiny_mlp.params, tiny_mlp.buffers, tiny_mlp.batch))
         assert error <= 1e-9, (seed, plan.stages[0].mesh.shape, plan.num_microbatches)
@@ -158,7 +158,7 @@ def test_random_plans_of_an_mlp_compute_its_step(tiny_mlp, devices: int) -> None
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_random_plans_of_gpt2_compute_its_step(tiny_gpt2, devices: int) -> None:  # type: ignore[no-untyped-def]
-    for seed in range(8):
+    for seed in range(5):
         plan = random_plan(tiny_gpt2.job(devices), seed, 4)
         error = tiny_gpt2.worst_error(*run_plan(plan, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch))
         assert error <= 1e-9, (seed, plan.stages[0].mesh.shape, plan.num_microbatches)
@@ -166,7 +166,7 @@ def test_random_plans_of_gpt2_compute_its_step(tiny_gpt2, devices: int) -> None:
 
 def test_planned_gpt2_computes_its_step(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
     for constraints in (
-        Constraints(dp=4, zero=3, microbatches=2), Constraints(tp=4), Constraints(dp=2, tp=2, zero=2), Constraints(tp=4, sp=True), Constraints(),
+        Constraints(dp=4, zero=3, microbatches=2), Constraints(tp=4), Constraints(dp=2, tp=2, zero=2), Constraints(tp=4, sp=True),
     ):  # fmt: skip
         plan = search(tiny_gpt2.job(4), constraints).plan
         assert tiny_gpt2.worst_error(*run_plan(plan, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9, constraints

@@ -120,6 +120,10 @@ class Prices:
         """A kernel that only moves bytes."""
         return self._on(COMPUTE, self.costs.memory_s(read_bytes, write_bytes))
 
+    def moved(self, read_bytes: int, write_bytes: int) -> Price:
+        """What more bytes add to such a kernel: no launch."""
+        return self._on(COMPUTE, self.costs.memory_s(read_bytes, write_bytes) - self.costs.memory_s(0, 0))
+
     def nbytes(self, spec: TensorSpec, layout: Layout) -> int:
         """Local bytes."""
         return self._local(spec, layout).nbytes

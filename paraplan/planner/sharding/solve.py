@@ -146,15 +146,15 @@ def _fail(job: Job, space: Space, found: Solution, limits: Limits, limit: float)
     need = least_memory(space, limits)
     name, spec = max(((n, p.spec) for n, p in job.program.params.items()), key=lambda item: item[1].nbytes)
     missing = need - limits.memory_bytes
-    if missing <= 0:
-        raise InfeasibleError(
-            f"no plan fits {_gib(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: {_gib(need)} "
-            f"would do at the loss and the update, but passing values in between take "
+    if limit < limits.memory_bytes:  # lowered for one plan's passing values; another plan's may be smaller
+        raise SolverLimitError(
+            f"no plan under {_gib(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
+            f"{_gib(need)} would do at the loss and the update, but passing values in between took "
             f"{_gib(limits.memory_bytes - limit)} more; use smaller microbatches or more devices"
         )
     raise InfeasibleError(
         f"no sharding fits {_gib(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
-        f"{_gib(need)} are needed, {_gib(missing)} are missing; the largest tensor is {name} {spec} "
+        f"{_gib(need)} are needed, {_gib(max(missing, 0.0))} are missing; the largest tensor is {name} {spec} "
         f"({_gib(spec.nbytes)}); use more devices, smaller microbatches, or devices with more memory"
     )
 

@@ -185,7 +185,7 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, allowed: Callable[[P
         restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored))
         assert reduced is not None and restored is not None
         copy = prices.memory(stored, stored) if option.needs_restore(cls.spec.dtype) else prices.zero
-        step = prices.memory(shard * (2 + slots), shard * (1 + slots))
+        step = prices.moved(shard * (2 + slots), shard * (1 + slots))  # one kernel updates all parameters
         costs.append(scale(add(reduced, restored, copy, step), n))
         kept = stored + shard * slots + job.optimizer.scalar_bytes + (shard if option.owns_state(cls.spec.dtype) else 0)
         grad = prices.nbytes(master, (R, *option.grad))

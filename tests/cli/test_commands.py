@@ -1,0 +1,105 @@
+"""The four commands on a tiny model: what they print, write and promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PLAN_KEYS = ["step_s", "peak_bytes", "bound_s", "gap", "status", "solve_s", "total_s", "tokens_per_s", "mfu"]
+RUN_KEYS = {
+    "loss", "max_rel_err_loss", "max_rel_err_grad", "max_rel_err_param", "max_rel_err_eager", "predicted_peak_bytes",
+    "measured_peak_bytes", "step_s",
+}  # fmt: skip
+ROOT = Path(__file__).parents[2]
+
+
+def last_json(outcome: Any) -> dict[str, Any]:
+    assert outcome.code == 0, outcome
+    return json.loads(outcome.out.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_plan_says_what_it_found(here: Path, command: Any) -> None:
+    outcome = command("plan", "zoo:net", "local:2", "--zero", "3", "--json")
+    found = last_json(outcome)
+    assert list(found) == PLAN_KEYS
+    assert 0 < found["bound_s"] <= found["step_s"]
+    assert found["total_s"] >= found["solve_s"] > 0
+    assert "ZeRO-3 over dp" in outcome.out
+    assert "capturing Net" in outcome.err
+
+
+def test_equal_input_gives_equal_bytes(here: Path, command: Any) -> None:
+    """Also in another process, where sets and dicts of strings hash differently."""
+    args = ["plan", "zoo:net", "local:2", "--precision", "fp64", "-o"]
+    assert command(*args, "a.json").code == 0
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": f"{ROOT}{os.pathsep}{here}"}
+    subprocess.run([sys.executable, "-m", "paraplan.cli", *args, "b.json"], env=env, check=True, capture_output=True)
+    assert (here / "a.json").read_bytes() == (here / "b.json").read_bytes()
+
+
+def test_show(plan_file: Path, command: Any) -> None:
+    outcome = command("show", "plan.json")
+    assert outcome.code == 0
+    for words in (
+        "Net on local:2",
+        "dp 2",
+        "up.weight",
+        "peak",
+        "split over dp (dim 0)",
+        "matrix products",
+        "optimizer states",
+        "all_reduce",
+    ):
+        assert words in outcome.out, words
+
+
+def test_simulate(plan_file: Path, command: Any) -> None:
+    found = last_json(command("simulate", "plan.json", "--trace", "trace.json", "--json"))
+    plan = json.loads(plan_file.read_text())
+    assert found["step_s"] == plan["prediction"]["step_s"]
+    assert found["peak_bytes"] == max(plan["prediction"]["peak_bytes"])
+    assert set(found["busy_s"]) == {"compute", "comm:in_node"}
+    events = json.loads((plan_file.parent / "trace.json").read_text())["traceEvents"]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert max(ends) == pytest.approx(found["step_s"] * 1e6)
+    elsewhere = last_json(command("simulate", "plan.json", "--cluster", "2xH100", "--json"))
+    assert elsewhere["step_s"] < found["step_s"]
+
+
+def test_run_on_two_processes_equals_one_device(plan_file: Path, command: Any) -> None:
+    found = last_json(
+        command("run", "plan.json", "--steps", "3", "--model", "zoo:net", "--check", "--clip", "0.1", "--json")
+    )
+    assert set(found) >= RUN_KEYS
+    assert len(found["loss"]) == 3
+    assert found["loss"][-1] < found["loss"][0] * 1.5
+    for what in ("loss", "grad", "param", "eager"):
+        assert found[f"max_rel_err_{what}"] <= 1e-9
+    assert found["entries_equal"], found["entries_difference"]
+    assert found["measured_peak_bytes"] <= found["predicted_peak_bytes"] <= 1.02 * found["measured_peak_bytes"]
+
+
+def test_bytes_of_text_are_tokens(here: Path, command: Any) -> None:
+    pytest.importorskip("transformers")
+    small = ["--set", "n_layer=1", "--set", "n_embd=16", "--set", "n_head=2", "--set", "n_positions=16"]
+    made = command(
+        "plan", "hf:gpt2", "local:1", *small, "--set", "vocab_size=256", "--batch", "2", "--seq", "16", "-o", "g.json"
+    )
+    assert made.code == 0, made.err
+    (here / "text").mkdir()
+    (here / "text" / "a.txt").write_text("to be or not to be " * 10)
+    found = last_json(command("run", "g.json", "--data", "text", "--steps", "2", "--json"))
+    assert all(4 < loss < 7 for loss in found["loss"])
+    (here / "text" / "a.txt").write_text("short")
+    assert "less than one sequence of 16" in command("run", "g.json", "--data", "text").err
+    fewer = command(
+        "plan", "hf:gpt2", "local:1", *small, "--set", "vocab_size=100", "--batch", "2", "--seq", "16", "-o", "f.json"
+    )
+    assert fewer.code == 0, fewer.err
+    assert "vocabulary of 256" in command("run", "f.json", "--data", "text").err

@@ -1,0 +1,124 @@
+"""Bad input: one message that says what and what to do, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from paraplan.ir.cluster import ClusterSpec
+
+
+def refuse(outcome: Any, *words: str) -> None:
+    assert outcome.code == 2, outcome
+    assert "Traceback" not in outcome.err
+    for word in words:
+        assert word in outcome.err, outcome.err
+
+
+NET = ("plan", "zoo:net", "local:2")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("plan", "nowhere:net", "local:2"), ("cannot import 'nowhere'", "No module named")),
+        (("plan", "zoo:nett", "local:2"), ("no attribute 'nett'", "did you mean net")),
+        (("plan", "zoo:constant", "local:2"), ("no function", "constant")),
+        (("plan", "zoo:number", "local:2"), ("returned (int)", "(model, example_inputs, loss_fn)")),
+        (("plan", "zoo:fails", "local:2"), ("ValueError: no luck",)),
+        (("plan", "zoo:bare", "local:2"), ("example_inputs",)),
+        (("plan", "gpt2", "local:2"), ("hf:gpt2", "package.module:factory")),
+        ((*NET, "--set", "n_layer=2"), ("--set belongs to hf:",)),
+        ((*NET, "--batch", "4"), ("--batch", "zoo:net")),
+        (("plan", "zoo:net", "local:3", "--dp", "3"), ("batch of 8", "3")),
+        ((*NET, "--microbatches", "3"), ("batch of 8", "3 microbatches")),
+        ((*NET, "--mesh", "a,b"), ("--mesh 'a,b'",)),
+        ((*NET, "--mesh", "3"), ("3 places for 2 devices",)),
+        ((*NET, "--optimizer", "lion"), ("'lion'", "adamw")),
+        ((*NET, "--precision", "fp8"), ("'fp8'", "fp64")),
+        ((*NET, "--memory-reserve", "lots"), ("'lots'", "2GiB")),
+        ((*NET, "--zero", "4"), ("zero=4",)),
+        ((*NET, "--nonsense"), ("--nonsense",)),
+        (("plan", "zoo:net", "local:0"), ("devices_per_node", "0")),
+        (("plan", "zoo:net", "8xNOPE"), ("no device 'NOPE'", "H100")),
+        (("plan", "zoo:net", "nowhere.yaml"), ("no cluster file 'nowhere.yaml'",)),
+        (("show", "nowhere.json"), ("cannot read plan file 'nowhere.json'",)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_plan_refuses(here: Path, command: Any, args: tuple[str, ...], words: tuple[str, ...]) -> None:
+    refuse(command(*args), *words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c | {"colour": "red"}, ("unknown field `colour`",)),
+        (lambda c: _in_group(c, in_node={"bytes_per_s": -1.0, "latency_s": 0.0}), ("in_node.bytes_per_s", "-1.0")),
+        (lambda c: _in_group(c, devices_per_node=0), ("devices_per_node", "not 0")),
+    ],
+)
+def test_cluster_files(here: Path, command: Any, change: Any, words: tuple[str, ...]) -> None:
+    (here / "cluster.yaml").write_text(yaml.safe_dump(change(msgspec.to_builtins(ClusterSpec.local(2)))))
+    refuse(command("plan", "zoo:net", "cluster.yaml"), *words)
+
+
+def _in_group(cluster: Any, **fields: Any) -> Any:
+    return cluster | {"groups": [cluster["groups"][0] | fields]}
+
+
+def test_a_model_that_fits_nowhere(here: Path, command: Any) -> None:
+    cluster = msgspec.to_builtins(ClusterSpec.local(2, memory_bytes=512))
+    (here / "cluster.json").write_text(json.dumps(cluster))
+    refuse(command("plan", "zoo:net", "cluster.json"), "missing", "largest tensor")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[: len(text) // 2], ("truncated",)),
+        (lambda text: "nonsense", ("no JSON",)),
+        (lambda text: "[1, 2]", ("no plan file",)),
+        (lambda text: json.dumps(json.loads(text) | {"version": 99, "novelty": 1}), ("newer paraplan", "version 99")),
+        (lambda text: json.dumps(json.loads(text) | {"novelty": 1}), ("unknown field `novelty`",)),
+        (lambda text: json.dumps(json.loads(text) | {"num_microbatches": 3}), ("does not divide into 3",)),
+    ],
+)
+def test_plan_files(plan_file: Path, command: Any, change: Any, words: tuple[str, ...]) -> None:
+    plan_file.write_text(change(plan_file.read_text()))
+    for name in ("show", "simulate", "run"):
+        refuse(command(name, "plan.json"), *words)
+
+
+def test_run_refuses_what_does_not_belong(plan_file: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(command("run", "plan.json"), "--model package.module:factory")
+    refuse(command("run", "plan.json", "--model", "zoo:wider"), "another model", "up.weight", "(32, 8)", "(16, 8)")
+    refuse(command("run", "plan.json", "--model", "zoo:net", "--steps", "0"), "--steps 0")
+    refuse(command("run", "plan.json", "--model", "zoo:net", "--data", "."), "--data", "input_ids")
+    refuse(command("simulate", "plan.json", "--cluster", "local:4"), "2 devices", "local:4 has 4")
+    monkeypatch.setenv("RANK", "0")  # as if torchrun had started one process
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    refuse(command("run", "plan.json", "--model", "zoo:net"), "2 devices", "1 process")
+
+
+def test_debug_shows_the_traceback(here: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Exception, match="nowhere"):
+        command("show", "nowhere.json", "--debug")
+
+
+def test_hugging_face_names(here: Path, command: Any) -> None:
+    pytest.importorskip("transformers")
+    refuse(command("plan", "hf:gpt22", "local:2"), "no model type 'gpt22'", "gpt2")
+    refuse(
+        command("plan", "hf:gpt2", "local:2", "--set", "n_layers=2"), "no setting 'n_layers'", "did you mean n_layer"
+    )
+    refuse(command("plan", "hf:gpt2", "local:2", "--set", "n_layer"), "key=value")
+    refuse(command("plan", "hf:gpt2", "local:2", "--set", "n_head=7", "--set", "n_layer=1"), "gpt2", "num_heads")
+    refuse(command("plan", "hf:gpt2", "local:2", "--set", "n_layer=1", "--seq", "4096"), "4096", "1024 positions")

@@ -1,0 +1,51 @@
+"""The command's options are a promise: changing one is changing this list."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+from typer.main import get_command
+
+from paraplan import __version__, cli
+
+OPTIONS = {
+    "": ["--debug", "--version"],
+    "plan": [
+        "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision", "--memory-reserve", "--tp",
+        "--dp", "--sp", "--zero", "--microbatches", "--time-limit", "--json",
+    ],
+    "show": ["PLAN"],
+    "simulate": ["PLAN", "--cluster", "--trace", "--json"],
+    "run": ["PLAN", "--steps", "--data", "--lr", "--seed", "--check", "--model", "--clip", "--json"],
+}  # fmt: skip
+
+
+def names(command: Any) -> list[str]:
+    found = [" ".join(param.opts) if param.opts[0].startswith("-") else param.metavar for param in command.params]
+    return [name for name in found if name != "--help"]
+
+
+def test_options_are_frozen() -> None:
+    root = get_command(cli.app)
+    found = {"": names(root)} | {name: names(command) for name, command in root.commands.items()}  # type: ignore[attr-defined]
+    assert found == OPTIONS
+
+
+def test_the_command_starts_fast_and_light() -> None:
+    """By what it loads, since a clock on a busy machine says little."""
+    heavy = ("torch", "transformers", "ortools", "numpy", "networkx", "yaml")
+    program = f"import sys, paraplan.cli; sys.exit(', '.join(name for name in {heavy!r} if name in sys.modules))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, f"importing paraplan.cli loads {run.stderr}"
+
+
+def test_showing_a_plan_needs_no_torch() -> None:
+    program = "import sys, paraplan.api, paraplan.cli_show; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_version(command: Any) -> None:
+    outcome = command("--version")
+    assert (outcome.code, outcome.out.strip()) == (0, f"paraplan {__version__}")

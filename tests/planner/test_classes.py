@@ -1,0 +1,110 @@
+"""What is decided together, and what constraints are refused before anything is solved."""
+
+from __future__ import annotations
+
+import pytest
+
+from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.planner import search as search_module
+from paraplan.planner.classes import grad_classes, param_classes
+from paraplan.planner.constraints import Constraints, check_constraints, parse_param_pin
+from paraplan.planner.search import candidate_meshes, search
+
+
+def test_equal_layers_and_tied_weights_share_a_class(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
+    program = tiny_gpt2.program
+    classes = param_classes(program)
+    named = {name: cls for cls in classes for name in cls.params}
+    assert set(named) == set(program.params)
+    assert sum(len(cls.params) for cls in classes) == len(program.params), "a parameter is in one class"
+    first, second = (named[f"transformer.h.{layer}.mlp.c_fc.weight"] for layer in (0, 1))
+    assert first is second and first.params == ("transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight")
+    tied = named["transformer.wte.weight"]
+    assert tied.params == ("transformer.wte.weight",) and len(tied.slots) == 2
+    assert len({kind for kind, _ in tied.slots}) == 2, "read by the embedding and by the head"
+    assert all(cls.trained for cls in classes)
+    assert named["transformer.wpe.weight"] is not tied
+
+
+def test_gradients_that_meet_share_a_class(tiny_stacks) -> None:  # type: ignore[no-untyped-def]
+    for tiny in tiny_stacks:
+        for cls in grad_classes(tiny.program):
+            for kind, index in cls.readers:
+                reader = tiny.program.kinds[kind]
+                assert reader.graph.values[reader.inputs[index]] == cls.spec
+                assert reader.input_grads[index] is not None
+            for kind, index in cls.makers:
+                assert tiny.program.kinds[kind].tangents[index] is not None
+    few, many = (grad_classes(tiny.program) for tiny in tiny_stacks)
+    assert len(many) <= len(few), "depth adds no classes"
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        (Constraints(dp=0), "dp=0: must be at least 1"),
+        (Constraints(tp=-2), "tp=-2: must be at least 1"),
+        (Constraints(microbatches=0), "microbatches=0"),
+        (Constraints(zero=4), "zero=4: must be 0, 1, 2 or 3"),
+        (Constraints(sp=True), "sp needs a tensor-parallel axis"),
+        (Constraints(sp=True, tp=1, dp=4), "sp needs a tensor-parallel axis"),
+        (Constraints(zero=1, tp=4), "give dp as well"),
+        (Constraints(mesh=(4,), dp=4), "give the mesh or the degrees"),
+        (Constraints(mesh=(3,)), "3 places for 4 devices"),
+        (Constraints(mesh=(4, 0)), "at least 1"),
+        (Constraints(dp=2, tp=4), "dp=2 times tp=4 is 8, the cluster has 4"),
+        (Constraints(dp=3), "dp=3 does not divide"),
+        (Constraints(tp=8), "tp=8 does not divide"),
+    ],
+)
+def test_contradictions_are_refused(constraints: Constraints, message: str) -> None:
+    with pytest.raises(ConstraintError, match=message):
+        check_constraints(constraints, 4)
+
+
+def test_parameter_pins() -> None:
+    assert parse_param_pin("w", "R,S0/P,S0/S0,S0") == ("R,S0", "P,S0", "S0,S0")
+    with pytest.raises(ConstraintError, match="give stored/grad/state"):
+        parse_param_pin("w", "R/S0")
+
+
+def test_faults_of_constraints_and_model(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
+    for constraints, message in (
+        (Constraints(params={"nope": "R/R/R"}), "'nope', which the model does not have.*up.weight"),
+        (Constraints(dp=2, microbatches=8), "batch of 8 does not divide over 2 data-parallel ranks in 8 microbatches"),
+        (Constraints(microbatches=3), "does not divide into 3 microbatches"),
+    ):
+        with pytest.raises(ConstraintError, match=message):
+            search(tiny_mlp.job(2), constraints)
+    with pytest.raises(InfeasibleError, match="leaves no device memory"):
+        search(tiny_mlp.job(2, memory_bytes=1000), Constraints(memory_reserve_bytes=1000))
+
+
+def test_meshes_worth_solving(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
+    def shapes(devices: int, constraints: Constraints) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+        return [(mesh.shape, mesh.axes) for mesh in candidate_meshes(tiny_mlp.job(devices), constraints)]
+
+    assert shapes(4, Constraints()) == [((4,), ("axis0",)), ((2, 2), ("axis0", "axis1"))]
+    assert shapes(8, Constraints(dp=2, tp=2)) == [((2, 2, 2), ("dp", "tp", "free"))]
+    assert shapes(4, Constraints(dp=2, tp=2)) == [((2, 2), ("dp", "tp"))]
+    assert shapes(4, Constraints(zero=1)) == [((4,), ("dp",))]
+    assert shapes(4, Constraints(mesh=(2, 2))) == [((2, 2), ("axis0", "axis1"))]
+
+
+def test_a_search_goes_on_where_one_mesh_found_nothing(tiny_mlp, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """A mesh without a plan does not end the search; if none has one, what is not proved is not called infeasible."""
+    solved = search_module.solve_mesh
+
+    def grid_only(job, mesh, *rest):  # type: ignore[no-untyped-def]
+        if mesh.shape == (4,):
+            raise SolverLimitError("out of time")
+        return solved(job, mesh, *rest)
+
+    def nothing(job, mesh, *rest):  # type: ignore[no-untyped-def]
+        raise SolverLimitError("out of time") if mesh.shape == (4,) else InfeasibleError("too large")
+
+    monkeypatch.setattr(search_module, "solve_mesh", grid_only)
+    assert search(tiny_mlp.job(4), Constraints()).plan.stages[0].mesh.shape == (2, 2)
+    monkeypatch.setattr(search_module, "solve_mesh", nothing)
+    with pytest.raises(SolverLimitError):
+        search(tiny_mlp.job(4), Constraints())

@@ -1,0 +1,270 @@
+"""The sharding ILP: exact against brute force, its certificate true, its memory limit kept, its pins obeyed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.lower import lower
+from paraplan.ir.mesh import Mesh, P, R, Shard, make_mesh, parse_layout
+from paraplan.ir.plan import Plan
+from paraplan.ir.struct import to_json
+from paraplan.planner.assemble import Job
+from paraplan.planner.classes import grad_classes, param_classes
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.milp import Status, solve
+from paraplan.planner.sampling import random_plan
+from paraplan.planner.search import search
+from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
+from paraplan.planner.sharding.bound import step_bound
+from paraplan.planner.sharding.ilp import build_ilp, step_problem
+from paraplan.planner.sharding.pins import LINEAR, NORMS
+from paraplan.planner.sharding.solve import Limits, problem_of, solve_mesh
+from paraplan.planner.sharding.space import Decider, End, Space, Transfer
+
+NO_LIMIT = Limits(time_s=60.0, memory_bytes=float(1 << 40))
+LINE, GRID = make_mesh((2,), ("axis0",)), make_mesh((2, 2), ("axis0", "axis1"))
+
+
+def restricted(space: Space, keep: list[tuple[int, ...]]) -> Space:
+    """The same problem with only some options of each decider."""
+
+    def end(old: End) -> End:
+        return End(old.decider, tuple(old.layouts[option] for option in keep[old.decider]))
+
+    def held(rows: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
+        return [(decider, tuple(options[option] for option in keep[decider])) for decider, options in rows]
+
+    return replace(
+        space,
+        deciders=[Decider(d.name, tuple(d.prices[o] for o in kept)) for d, kept in zip(space.deciders, keep, strict=True)],
+        transfers=[Transfer(t.spec, end(t.source), tuple(map(end, t.readers)), t.count, t.what) for t in space.transfers],
+        at_loss=held(space.at_loss), at_update=held(space.at_update), update_workspace=held(space.update_workspace),
+    )  # fmt: skip
+
+
+def some_options(space: Space, rng: random.Random, free: int) -> list[tuple[int, ...]]:
+    """Two or three options for a few deciders, one for the others."""
+    wide = set(rng.sample([d for d, decider in enumerate(space.deciders) if len(decider.prices) > 1], free))
+    keep = []
+    for index, decider in enumerate(space.deciders):
+        options = range(len(decider.prices))
+        count = min(len(decider.prices), rng.choice((2, 3))) if index in wide else 1
+        keep.append(tuple(sorted(rng.sample(options, count))))
+    return keep
+
+
+def brute_force(space: Space, limit: float | None) -> float:
+    """The least work of any choice that is possible and fits; infinity where none is."""
+    best = math.inf
+    for choices in itertools.product(*(range(len(decider.prices)) for decider in space.deciders)):
+        if limit is not None and max(held_bytes(space, choices)) > limit:
+            continue
+        try:
+            best = min(best, sum(work_of_choices(space, choices)))
+        except ValueError:
+            continue
+    return best
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
+def test_optimum_equals_brute_force(tiny_mlp, mesh: Mesh, m: int) -> None:  # type: ignore[no-untyped-def]
+    whole = problem_of(tiny_mlp.job(mesh.size), mesh, m, Constraints())
+    rng = random.Random(m)
+    infeasible = 0
+    for trial in range(8):
+        space = restricted(whole, some_options(whole, rng, 6))
+        limit = None
+        if trial % 2:
+            sizes = sorted({max(held_bytes(space, c)) for c in itertools.product(*(range(len(d.prices)) for d in space.deciders))})
+            limit = float(sizes[len(sizes) // 3])
+        wanted = brute_force(space, limit)
+        found = solve(step_problem(build_ilp(space, limit)))
+        if math.isinf(wanted):
+            infeasible += 1
+            assert found.status is Status.INFEASIBLE
+            continue
+        assert found.status is Status.OPTIMAL
+        assert found.objective == pytest.approx(wanted, rel=1e-6)
+        choices = build_ilp(space, limit).choices(found.values, space)
+        assert sum(work_of_choices(space, choices)) == pytest.approx(found.objective, rel=1e-6)
+        assert limit is None or max(held_bytes(space, choices)) <= limit * (1 + 1e-6)
+    assert infeasible < 8
+
+
+@pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
+def test_the_certificate_bounds_every_choice(tiny_mlp, mesh: Mesh) -> None:  # type: ignore[no-untyped-def]
+    """It is below the busiest stream of random choices of the whole space."""
+    space = problem_of(tiny_mlp.job(mesh.size), mesh, 1, Constraints())
+    ilp = build_ilp(space, None)
+    found = solve(step_problem(ilp))
+    assert found.values is not None
+    best = work_of_choices(space, ilp.choices(found.values, space))
+    bound = step_bound(space, ilp, best, "mathopt-highs", 60.0)
+    assert 0 < bound <= max(best) * (1 + 1e-9)
+    rng = random.Random(0)
+    tried = 0
+    for _ in range(300):
+        choices = [rng.randrange(len(decider.prices)) for decider in space.deciders]
+        try:
+            work = work_of_choices(space, choices)
+        except ValueError:
+            continue
+        tried += 1
+        assert max(work) >= bound * (1 - 1e-6)
+    assert tried > 100
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_no_simulated_plan_beats_the_bound(tiny_mlp, tiny_stacks, devices: int) -> None:  # type: ignore[no-untyped-def]
+    for tiny in (tiny_mlp, tiny_stacks[0]):
+        job = tiny.job(devices)
+        bounds: dict[tuple[tuple[int, ...], int], float] = {}
+        for seed in range(25):
+            plan = random_plan(job, seed, 2)
+            key = (plan.stages[0].mesh.shape, plan.num_microbatches)
+            if key not in bounds:
+                candidate = solve_mesh(job, plan.stages[0].mesh, plan.num_microbatches, Constraints(), NO_LIMIT)
+                bounds[key] = candidate.bound_s
+                assert 0 < candidate.bound_s <= candidate.simulation.step_s * (1 + 1e-9)
+            step_s = simulate_plan(plan, lower(plan)).step_s
+            assert bounds[key] <= step_s * (1 + 1e-9), (seed, key)
+
+
+def test_the_reported_objective_is_the_plans(tiny_stacks) -> None:  # type: ignore[no-untyped-def]
+    """Afresh, from the strategies and layouts written in the plan."""
+    job = tiny_stacks[0].job(2)
+    found = solve_mesh(job, LINE, 1, Constraints(), NO_LIMIT)
+    space = problem_of(job, LINE, 1, Constraints())
+    stage = found.plan.stages[0]
+    choices = [0] * len(space.deciders)
+    for (kind, position), decider in space.op_decider.items():
+        keys = [option.key for option in space.strategies[kind, position]]
+        choices[decider] = keys.index(stage.choices[kind].ops[position])
+    for decider, options, params in zip(space.param_decider, space.param_options, _classes(job), strict=True):
+        choices[decider] = [option.layouts() for option in options].index(stage.params[params[0]])
+        assert all(stage.params[name] == stage.params[params[0]] for name in params)
+    for name, decider in space.batch_decider.items():
+        choices[decider] = space.batch_options[name].index(parse_layout(stage.batch[name]))
+    for decider, options, cls in zip(space.grad_decider, space.grad_options, _gradients(job), strict=True):
+        kind, slot = cls[0]
+        text = stage.choices[kind].input_grads[slot]
+        assert text is not None
+        choices[decider] = options.index(parse_layout(text))
+    assert sum(work_of_choices(space, choices)) == pytest.approx(found.objective_s, rel=1e-9)
+
+
+def _classes(job: Job) -> list[tuple[str, ...]]:
+    return [cls.params for cls in param_classes(job.program)]
+
+
+def _gradients(job: Job) -> list[tuple[tuple[int, int], ...]]:
+    return [cls.readers for cls in grad_classes(job.program)]
+
+
+def test_memory_limits_are_kept_and_cost_time(tiny_stacks) -> None:  # type: ignore[no-untyped-def]
+    job = tiny_stacks[1].job(2)
+    free = solve_mesh(job, LINE, 1, Constraints(), NO_LIMIT)
+    peak = max(free.simulation.peak_bytes)
+    last, proved = free.objective_s, False
+    for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
+        limits = Limits(time_s=60.0, memory_bytes=peak * share)
+        try:
+            found = solve_mesh(job, LINE, 1, Constraints(), limits)
+        except (InfeasibleError, SolverLimitError):
+            proved = True
+            continue
+        assert not proved, "less memory cannot help"
+        assert max(found.simulation.peak_bytes) <= limits.memory_bytes
+        assert found.objective_s >= last * (1 - 1e-6)
+        last = found.objective_s
+    assert last > free.objective_s, "the limit never bound"
+    with pytest.raises(InfeasibleError, match=r"no sharding fits .* per device on mesh \(2,\): at least .* needed.*the largest tensor is .* use more devices"):
+        solve_mesh(job, LINE, 1, Constraints(), Limits(time_s=60.0, memory_bytes=1000.0))
+
+
+def test_equal_input_gives_equal_bytes(tiny_stacks) -> None:  # type: ignore[no-untyped-def]
+    job = tiny_stacks[0].job(4)
+    texts = {to_json(search(job, Constraints()).plan) for _ in range(2)}
+    assert len(texts) == 1
+    assert to_json(random_plan(job, 3)) == to_json(random_plan(job, 3)) != to_json(random_plan(job, 4))
+
+
+def test_backends_agree(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
+    problem = step_problem(build_ilp(problem_of(tiny_mlp.job(2), LINE, 1, Constraints()), None))
+    first, second = (solve(problem, backend=backend) for backend in ("mathopt-highs", "pulp-cbc"))
+    assert first.status is second.status is Status.OPTIMAL
+    assert first.objective == pytest.approx(second.objective, rel=1e-6)
+
+
+def pinned(tiny, devices: int, constraints: Constraints) -> Plan:  # type: ignore[no-untyped-def]
+    found = search(tiny.job(devices), constraints)
+    assert found.plan.certificate is not None and found.plan.certificate.status == "optimal"
+    return found.plan
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_stages(tiny_gpt2, zero: int) -> None:  # type: ignore[no-untyped-def]
+    plan = pinned(tiny_gpt2, 2, Constraints(dp=2, zero=zero))
+    stage = plan.stages[0]
+    assert all(text == "S0" for text in stage.batch.values())
+    for name, layouts in stage.params.items():
+        stored, grad, state = (parse_layout(text)[0] for text in (layouts.stored, layouts.grad, layouts.state))
+        cut = isinstance(state, Shard)
+        assert cut == (zero >= 1), name
+        assert (grad == state) if zero >= 2 else (grad == P), name
+        assert (stored == state) if zero == 3 else (stored == R), name
+
+
+def test_data_parallelism_shards_the_batch_and_nothing_else(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
+    plan = pinned(tiny_gpt2, 2, Constraints(dp=2, zero=0))
+    for choice in plan.stages[0].choices:
+        kind = plan.program.kinds[choice.kind]
+        for op, key in zip(kind.graph.ops, choice.ops, strict=True):
+            if op.target == "paraplan.linear":
+                assert key == "a", (op.target, key)
+            assert ">" not in key or not kind.graph.values[op.outs[0]].shape, "gradients are reduced once, after the backward"
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_tensor_parallelism_splits_every_linear_weight(tiny_gpt2, sp: bool) -> None:  # type: ignore[no-untyped-def]
+    plan = pinned(tiny_gpt2, 2, Constraints(tp=2, sp=sp))
+    stage = plan.stages[0]
+    assert set(stage.batch.values()) == {"R"}
+    seen = 0
+    for choice in stage.choices:
+        kind = plan.program.kinds[choice.kind]
+        for op, key in zip(kind.graph.ops, choice.ops, strict=True):
+            if op.target in LINEAR:
+                seen += 1
+                assert key[0] in "kn", (op.target, key)
+                if op.target == "paraplan.linear":
+                    index = kind.params.index(op.tensors[1])
+                    for segment in plan.program.segments:
+                        if segment.kind == choice.kind:
+                            assert "S" in stage.params[segment.params[index]].stored
+            if op.target in NORMS:
+                assert (key[0] == "b") == sp, (op.target, key)
+            elif not sp and op.target != "paraplan.attention":
+                shape = kind.graph.values[op.outs[0]].shape if op.outs[0] else ()
+                assert shape[:2] != (8, 12) or ">S1" not in key
+    assert seen > 10
+
+
+def test_both_degrees_and_pinned_parameters(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
+    name = "transformer.wpe.weight"
+    plan = pinned(tiny_gpt2, 4, Constraints(dp=2, tp=2, microbatches=2, params={name: "R,S1/P,S1/S0,S1"}))
+    stage = plan.stages[0]
+    assert plan.num_microbatches == 2 and stage.mesh.shape == (2, 2) and stage.mesh.axes == ("dp", "tp")
+    assert stage.params[name].stored == "R,S1" and stage.params[name].state == "S0,S1"
+    assert set(stage.batch.values()) == {"S0,R"}
+    assert plan.prediction is not None and plan.certificate is not None
+    assert plan.certificate.bound_s <= plan.prediction.step_s
+    assert plan.certificate.gap == pytest.approx(1 - plan.certificate.bound_s / plan.prediction.step_s)

@@ -1,0 +1,134 @@
+"""The public face in Python: compile, save, load, show, execute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paraplan as pp
+from paraplan.api import parse_bytes
+from paraplan.api_check import max_error, relative
+from paraplan.ir.errors import ConstraintError, InvalidPlanError, PlanMismatchError
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return output.pow(2).mean()
+
+
+def planned(devices: int = 2, **constraints: object) -> pp.Plan:
+    inputs = {"x": torch.zeros(8, 4, 8)}
+    return pp.compile(Net(), f"local:{devices}", example_inputs=inputs, loss_fn=loss, **constraints)  # type: ignore[arg-type]
+
+
+def test_save_and_load_give_back_the_plan(tmp_path: Path) -> None:
+    plan = planned(dp=2, zero=3)
+    plan.save(tmp_path / "plan.json")
+    loaded = pp.Plan.load(tmp_path / "plan.json")
+    assert loaded.data == plan.data
+    assert loaded.programs == plan.programs
+    assert loaded.simulate() == plan.simulate()
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "plan.json").read_bytes() == (tmp_path / "again.json").read_bytes()
+
+
+def test_a_plan_tells_itself(tmp_path: Path) -> None:
+    plan = planned(dp=2, zero=3)
+    assert plan.prediction.step_s == plan.simulate().step_s
+    assert plan.certificate is not None
+    assert plan.certificate.bound_s <= plan.prediction.step_s
+    assert "ZeRO-3 over dp 100.0 %" in str(plan)
+    page = plan._repr_html_()
+    for words in ("Net on local:2", "up.weight", "ZeRO-3 over dp", "<svg", "peak memory", "all_gather"):
+        assert words in page, words
+
+
+def test_another_cluster(tmp_path: Path) -> None:
+    plan = planned()
+    assert plan.on("2xH100").prediction.step_s < plan.prediction.step_s
+    assert plan.on("2xH100").certificate is None
+    with pytest.raises(PlanMismatchError, match="2 devices"):
+        plan.simulate("local:3")
+
+
+def test_executable_trains_on_one_process() -> None:
+    plan, model = planned(devices=1), Net()
+    trainer = plan.executable(model)
+    optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
+    batch = {"x": torch.randn(8, 4, 8)}
+    wanted = loss(model(batch["x"]), batch)
+    found = trainer.step(batch)
+    torch.testing.assert_close(found, wanted.detach())
+    optimizer.step()
+    wanted.backward()
+    full = trainer.full_state_dict()
+    torch.testing.assert_close(full["up.weight"], (model.up.weight - 0.1 * model.up.weight.grad).detach())  # type: ignore[operator]
+
+
+def test_executable_refuses_what_the_plan_is_not_for() -> None:
+    plan = planned(devices=1)
+    with pytest.raises(PlanMismatchError, match=r"up.weight of shape \(32, 8\) where the plan has \(16, 8\)"):
+        plan.executable(Net(32))
+    with pytest.raises(PlanMismatchError, match="evaluation mode"):
+        plan.executable(Net().eval())
+    with pytest.raises(PlanMismatchError, match="2 devices.*1 process"):
+        planned(devices=2).executable(Net())
+
+
+def test_hugging_face_models_bring_their_batch(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=64, n_positions=32)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    plan = pp.compile(model, "local:2", batch=4, seq=16, dp=2)
+    assert plan.data.model.hf_type == "gpt2"
+    assert plan.data.model.hf_settings["n_embd"] == 16
+    assert {name: entry.spec.shape for name, entry in plan.data.program.batch.items()} == {
+        "input_ids": (4, 16),
+        "labels": (4, 16),
+    }
+    frozen = transformers.GPT2LMHeadModel(config)
+    frozen.transformer.wpe.weight.requires_grad_(False)
+    assert (
+        pp.compile(frozen, "local:2", batch=4, seq=16, dp=2).data.model.hf_type is None
+    )  # its configuration does not say so
+
+
+def test_save_says_why_it_cannot(tmp_path: Path) -> None:
+    with pytest.raises(InvalidPlanError, match="cannot write"):
+        planned(devices=1).save(tmp_path / "nowhere" / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2 << 30), ("1.5 MiB", 3 << 19), ("10kB", 10_000), ("7", 7), (7, 7)]
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 parsecs", "1e3"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ConstraintError, match="no size"):
+        parse_bytes(text)
+
+
+def test_the_measure() -> None:
+    """The contract's: relative to the tensor's own largest value, but not below 1e-6 of the largest of all."""
+    one = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    tiny = torch.tensor([1e-12], dtype=torch.float64)
+    assert max_error({"a": one, "b": tiny}, {"a": one, "b": tiny}) == (0.0, "")
+    assert max_error({"a": one + 0.4}, {"a": one})[0] == pytest.approx(0.1)
+    assert max_error({"a": one, "b": 3 * tiny}, {"a": one, "b": tiny}) == (pytest.approx(2e-12 / 4e-6), "b")
+    assert max_error({"a": one * float("nan")}, {"a": one})[0] == float("inf")
+    assert relative(float("nan"), 1.0) == float("inf")
