@@ -49,7 +49,9 @@ class Tiny:
 def tiny(program: Program, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: dict[str, Tensor]) -> Tiny:
     """With the reference's results."""
     loss, grads = run_program(program, params, buffers, batch, 0)
-    return Tiny(program, params, buffers, batch, float(loss), {name: grad for name, grad in grads.items() if grad is not None})
+    return Tiny(
+        program, params, buffers, batch, float(loss), {name: grad for name, grad in grads.items() if grad is not None}
+    )
 
 
 def captured(make: Callable[[], nn.Module], batch: dict[str, Tensor]) -> Tiny:

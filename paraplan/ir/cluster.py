@@ -6,6 +6,7 @@ measurement, with its source; what share of it an op reaches is the cost model's
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -88,22 +89,22 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
 
     def group_of(self, device: int) -> NodeGroup:
         """The group a global device number belongs to."""
+        first = 0
         for group in self.groups:
-            if device < group.nodes * group.devices_per_node:
+            first += group.nodes * group.devices_per_node
+            if device < first:
                 return group
-            device -= group.nodes * group.devices_per_node
         raise ClusterError(f"{self.name}: device {device} is beyond the last ({self.num_devices} devices)")
 
     def node_of(self, device: int) -> int:
         """The global number of the node a device sits in."""
-        first = 0
+        first_node = first = 0
         for group in self.groups:
             count = group.nodes * group.devices_per_node
-            if device < count:
-                return first + device // group.devices_per_node
-            device -= count
-            first += group.nodes
-        raise ClusterError(f"{self.name}: no device {device}")
+            if device < first + count:
+                return first_node + (device - first) // group.devices_per_node
+            first, first_node = first + count, first_node + group.nodes
+        raise ClusterError(f"{self.name}: device {device} is beyond the last ({self.num_devices} devices)")
 
     def span(self, devices: tuple[int, ...]) -> str:
         """Which level joins these devices: "in_node" or "between_nodes"."""
@@ -139,6 +140,15 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
             host_memory_bytes=16 << 30, disk_bytes=64 << 30,
         )  # fmt: skip
         return check_cluster(cls(name=f"local:{num_devices}", groups=(group,)))
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML with the floats of its version 1.2: PyYAML alone reads 25e9 and 1e-5 as text."""
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
@@ -194,6 +204,6 @@ def read_cluster(path: str | Path) -> ClusterSpec:
     if str(path).endswith(".json"):
         return check_cluster(from_json(data, ClusterSpec, str(path), ClusterError))
     try:
-        return check_cluster(msgspec.convert(yaml.safe_load(data), ClusterSpec))
+        return check_cluster(msgspec.convert(yaml.load(data, Loader=_Yaml), ClusterSpec))
     except (yaml.YAMLError, msgspec.ValidationError, UnicodeDecodeError) as fault:
         raise ClusterError(f"{path}: {fault}") from None

@@ -1,10 +1,10 @@
 """A schedule is complete, ordered and free of deadlock.
 
-Complete: every stage runs F and its backward (B, or I and W) once per microbatch on every rank that holds it,
-and each per-step action once. Ordered: on a rank a microbatch's backward follows its forward, W follows I, a
-reduction follows every backward, an update the reduction; what another rank makes is received before it is used, and sent after it
-is made. Free of deadlock: a simulated run in which a
-receive waits for its send always ends. The number of microbatches in flight is returned, for memory.
+Complete: every stage runs F and its backward (B, or I and W) once per microbatch on every rank that holds it, and
+each per-step action once. Ordered: on a rank a microbatch's backward follows its forward, W follows I, a reduction
+follows every backward, an update the reduction; what another rank makes is received before it is used, and sent
+after it is made. Free of deadlock: a simulated run in which a receive waits for its send always ends. The number of
+microbatches in flight is returned, for memory.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def _verify_transfer(
     source, before = needs[action.kind]
     elsewhere = source in holders and (source == stage or rank not in holders[source])
     if elsewhere and not any(seen[stage, kind, micro] for kind in before):
-        raise InvalidPlanError(f"{at}: no {' or '.join(kind.value for kind in before)} of microbatch {micro} comes before it")
+        raise InvalidPlanError(
+            f"{at}: no {' or '.join(kind.value for kind in before)} of microbatch {micro} comes before it"
+        )
 
 
 def _verify_progress(schedule: Schedule, holders: dict[int, list[int]]) -> None:

@@ -75,6 +75,7 @@ def search(
 def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     """The plan with its prediction and certificate."""
     step_s = best.simulation.step_s
+    assert bound_s <= step_s * (1 + 1e-6), f"bound {bound_s} above the simulated step {step_s}"
     bound_s = min(bound_s, step_s)
     scope = SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes"
     certificate = Certificate(

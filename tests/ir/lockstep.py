@@ -138,7 +138,9 @@ def decode(arg: Arg, env: Mapping[str, Tensor], coords: Dims, microbatch: int) -
     return named if isinstance(named, torch.dtype) else arg[1:]
 
 
-def run_block(block: Block, given: dict[Dims, dict[str, Tensor]], mesh_shape: Dims, microbatch: int = 0, orders: bool = True) -> dict[Dims, dict[str, Tensor]]:
+def run_block(
+    block: Block, given: dict[Dims, dict[str, Tensor]], mesh_shape: Dims, microbatch: int = 0, orders: bool = True
+) -> dict[Dims, dict[str, Tensor]]:
     """Run a block on every rank of a mesh (without the microbatch axis).
 
     Args:
@@ -185,9 +187,17 @@ def _run_op(block: Block, instr, env: dict[str, Tensor], coords: Dims, microbatc
         if value.numel():
             base = block.values[name].base
             if base == name:
-                assert value.untyped_storage().data_ptr() not in storages, (instr.target, name, "shares storage, foretold fresh")
+                assert value.untyped_storage().data_ptr() not in storages, (
+                    instr.target,
+                    name,
+                    "shares storage, foretold fresh",
+                )
             elif base in env:
-                assert value.untyped_storage().data_ptr() == env[base].untyped_storage().data_ptr(), (instr.target, name, "is no view")
+                assert value.untyped_storage().data_ptr() == env[base].untyped_storage().data_ptr(), (
+                    instr.target,
+                    name,
+                    "is no view",
+                )
         env[name] = value
 
 
@@ -198,7 +208,13 @@ def _check_value(block: Block, name: str, value: Tensor, what: str, orders: bool
     assert str(value.dtype) == f"torch.{foretold.dtype}", (*where, value.dtype, foretold.dtype)
     real = [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1]
     said = [stride for stride, size in zip(foretold.strides, foretold.shape, strict=True) if size != 1]
-    assert real == said or value.numel() == 0 or not orders, (*where, "strides", tuple(value.shape), value.stride(), foretold.strides)
+    assert real == said or value.numel() == 0 or not orders, (
+        *where,
+        "strides",
+        tuple(value.shape),
+        value.stride(),
+        foretold.strides,
+    )
 
 
 def _collective(block: Block, instr, given: dict[Dims, dict[str, Tensor]], mesh_shape: Dims) -> None:  # type: ignore[no-untyped-def]
@@ -260,7 +276,10 @@ def run_plan(
 def _run_step(step: Step, blocks: Mapping[str, Block], outer: dict[Dims, dict[str, Tensor]], shape: Dims) -> None:
     if step.kind is StepKind.CALL:
         block = blocks[step.block]
-        given = {coords: dict(zip(block.inputs, (env[arg] for arg in step.args), strict=True)) for coords, env in outer.items()}
+        given = {
+            coords: dict(zip(block.inputs, (env[arg] for arg in step.args), strict=True))
+            for coords, env in outer.items()
+        }
         left = run_block(block, given, shape, step.microbatch)
         for coords, env in outer.items():
             for name in step.drops:

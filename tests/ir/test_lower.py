@@ -1,4 +1,4 @@
-"""Lowering: values freed once, collectives early and waits late, shared blocks, and plans that compute the right thing."""
+"""Lowering: values freed once, collectives early and waits late, shared blocks, plans that compute the right thing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_collectives_are_waited_for_once(random_blocks: list[Block]) -> None:
 def test_collectives_go_early_and_waits_late(random_blocks: list[Block]) -> None:
     """A collective follows the maker of its input (other collectives aside); a wait precedes its first reader."""
     for block in random_blocks:
-        made = {name: -1 for name in block.inputs}
+        made = dict.fromkeys(block.inputs, -1)
         made |= {name: index for index, instr in enumerate(block.instrs) for name in instr.outs if name is not None}
         for index, instr in enumerate(block.instrs):
             if instr.kind is InstrKind.COLLECTIVE:
@@ -99,7 +99,10 @@ def alive_at(program: RankProgram) -> list[tuple[str, set[str]]]:
     for step in program.steps:
         if not found or found[-1][0] != step.action:
             found.append((step.action, set(alive)))
-        assert set(step.args) <= alive | ({step.args[0]} if step.kind is StepKind.ACCUMULATE else set()), (step, "reads what is gone")
+        assert set(step.args) <= alive | ({step.args[0]} if step.kind is StepKind.ACCUMULATE else set()), (
+            step,
+            "reads what is gone",
+        )
         assert set(step.drops) <= alive
         alive -= set(step.drops)
         if step.kind is StepKind.ACCUMULATE:
@@ -166,7 +169,12 @@ def test_random_plans_of_gpt2_compute_its_step(tiny_gpt2, devices: int) -> None:
 
 def test_planned_gpt2_computes_its_step(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
     for constraints in (
-        Constraints(dp=4, zero=3, microbatches=2), Constraints(tp=4), Constraints(dp=2, tp=2, zero=2), Constraints(tp=4, sp=True),
-    ):  # fmt: skip
+        Constraints(dp=4, zero=3, microbatches=2),
+        Constraints(tp=4),
+        Constraints(dp=2, tp=2, zero=2),
+        Constraints(tp=4, sp=True),
+    ):
         plan = search(tiny_gpt2.job(4), constraints).plan
-        assert tiny_gpt2.worst_error(*run_plan(plan, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9, constraints
+        assert tiny_gpt2.worst_error(*run_plan(plan, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9, (
+            constraints
+        )

@@ -51,7 +51,10 @@ def program(model: nn.Module) -> Program:
 def test_ops_that_mix_samples_are_named(make: type[nn.Module], line: str) -> None:
     made = program(make())
     assert program_micro(made, 1).values["batch:x"] == R
-    with pytest.raises(ConstraintError, match=rf"aten\.\S+ \(.*test_micro\.py.*({line}).*\) mixes samples of the batch.* 2 microbatches"):
+    with pytest.raises(
+        ConstraintError,
+        match=rf"aten\.\S+ \(.*test_micro\.py.*({line}).*\) mixes samples of the batch.* 2 microbatches",
+    ):
         program_micro(made, 2)
 
 
@@ -68,7 +71,13 @@ def test_placements_along_the_axis() -> None:
     assert {name: places[name] for name in ("a", "x", "h", "y", "loss", "t", "dy", "g")} == {
         "a": R, "x": S(0), "h": S(0), "y": S(0), "loss": P, "t": R, "dy": R, "g": R
     }  # fmt: skip
-    assert [choice.key for choice in micro.segments[0].choices] == ["a", "a", "a", "-", "-"]  # what reads nothing split stays whole
+    assert [choice.key for choice in micro.segments[0].choices] == [
+        "a",
+        "a",
+        "a",
+        "-",
+        "-",
+    ]  # what reads nothing split stays whole
     assert all(place == R for place in program_micro(toy_program(), 1).segments[0].placements.values())
 
 

@@ -1,4 +1,4 @@
-"""Changing layouts: every pair on small meshes gives the right data, by the cheapest path, never across a frozen axis."""
+"""Changing layouts: every pair on small meshes moves the right data, cheaply, and never across a frozen axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ from .lockstep import assert_close, everywhere, gather, local_strides, placed, r
 
 Dims = tuple[int, ...]
 PMAX = Partial(op="max")
-SMALL = [((2,), (4,)), ((2,), (4, 2)), ((2,), (2, 4, 2)), ((3,), (3, 6)), ((2, 2), (4,)), ((2, 2), (4, 4)), ((2, 3), (6, 12)), ((2, 2), (1, 4))]
+SMALL = [
+    ((2,), (4,)),
+    ((2,), (4, 2)),
+    ((2,), (2, 4, 2)),
+    ((3,), (3, 6)),
+    ((2, 2), (4,)),
+    ((2, 2), (4, 4)),
+    ((2, 3), (6, 12)),
+    ((2, 2), (1, 4)),
+]
 LARGE = [((2, 2), (4, 2, 4)), ((2, 3), (6, 6, 6)), ((2, 2, 2), (8, 4))]
 
 
@@ -38,7 +47,11 @@ def run(mesh: Dims, shape: Dims, source: Layout, target: Layout, order: Dims | N
     block = emitter.finish((out,), ())
     pieces = scatter(full, source, mesh)
     left = run_block(block, {c: {"x": placed(pieces[c], strides)} for c in everywhere(mesh)}, mesh)
-    assert_close(gather({c: env[out] for c, env in left.items()}, target, mesh), full, f"{layout_text(source)} to {layout_text(target)}")
+    assert_close(
+        gather({c: env[out] for c, env in left.items()}, target, mesh),
+        full,
+        f"{layout_text(source)} to {layout_text(target)}",
+    )
 
 
 @pytest.mark.parametrize(("mesh", "shape"), SMALL)
@@ -75,9 +88,13 @@ def test_moves_chain_and_touch_one_axis(mesh: Dims, shape: Dims) -> None:
         at = source
         for move in reshard_path(shape, source, target, mesh):
             assert move.before == at
-            assert [axis for axis, (a, b) in enumerate(zip(move.before, move.after, strict=True)) if a != b] == [move.axis]
+            assert [axis for axis, (a, b) in enumerate(zip(move.before, move.after, strict=True)) if a != b] == [
+                move.axis
+            ]
             touched = {p.dim for p in (move.before[move.axis], move.after[move.axis]) if isinstance(p, Shard)}
-            assert not touched & {p.dim for p in at[move.axis + 1 :] if isinstance(p, Shard)}, "an inner axis shards the dim"
+            assert not touched & {p.dim for p in at[move.axis + 1 :] if isinstance(p, Shard)}, (
+                "an inner axis shards the dim"
+            )
             at = move.after
         assert at == target
 
@@ -100,14 +117,28 @@ def sent(shape: Dims, mesh: Dims, before: Layout, kind: str, n: int) -> float:
     """Elements a rank sends (a ring's count), a hundredth or so for local copies, one for the start."""
     count = math.prod(local_shape(shape, before, mesh))
     share = (n - 1) / n
-    factors = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": n - 1.0, "all_to_all": share, "slice": 0.02 / n, "first_only": 0.02}
+    factors = {
+        "all_reduce": 2 * share,
+        "reduce_scatter": share,
+        "all_gather": n - 1.0,
+        "all_to_all": share,
+        "slice": 0.02 / n,
+        "first_only": 0.02,
+    }
     return factors[kind] * count + 1.0
 
 
 def kind_of(a: Placement, b: Placement) -> str | None:
     if a == b:
         return None
-    names = {("P", "R"): "all_reduce", ("P", "S"): "reduce_scatter", ("S", "R"): "all_gather", ("S", "S"): "all_to_all", ("R", "S"): "slice", ("R", "P"): "first_only"}
+    names = {
+        ("P", "R"): "all_reduce",
+        ("P", "S"): "reduce_scatter",
+        ("S", "R"): "all_gather",
+        ("S", "S"): "all_to_all",
+        ("R", "S"): "slice",
+        ("R", "P"): "first_only",
+    }
     return names.get((str(a)[0], str(b)[0]))
 
 
@@ -135,8 +166,14 @@ def cheapest(shape: Dims, mesh: Dims, source: Layout, target: Layout, allowed: s
 def test_the_path_is_the_cheapest(mesh: Dims, shape: Dims) -> None:
     """Among paths through the placements of both ends and R, as the module's head says."""
     for source, target in itertools.product(layouts(mesh, shape), repeat=2):
-        cost = sum(sent(shape, mesh, move.before, move.kind, mesh[move.axis]) for move in reshard_path(shape, source, target, mesh))
-        assert cost == pytest.approx(cheapest(shape, mesh, source, target, {R, *source, *target})), (layout_text(source), layout_text(target))
+        cost = sum(
+            sent(shape, mesh, move.before, move.kind, mesh[move.axis])
+            for move in reshard_path(shape, source, target, mesh)
+        )
+        assert cost == pytest.approx(cheapest(shape, mesh, source, target, {R, *source, *target})), (
+            layout_text(source),
+            layout_text(target),
+        )
 
 
 def test_well_known_paths() -> None:

@@ -11,7 +11,9 @@ from paraplan.ir.verify_schedule import verify_schedule
 
 def schedule(*ranks: str) -> Schedule:
     """One class per rank, actions separated by blanks."""
-    return Schedule(name="hand", classes=tuple(tuple(text.split()) for text in ranks), rank_class=tuple(range(len(ranks))))
+    return Schedule(
+        name="hand", classes=tuple(tuple(text.split()) for text in ranks), rank_class=tuple(range(len(ranks)))
+    )
 
 
 def check(made: Schedule, stages: tuple[tuple[int, ...], ...], m: int) -> tuple[int, ...]:
@@ -54,7 +56,9 @@ def test_accumulation(m: int, ranks: int) -> None:
     assert accumulate(2, 1).classes == (("0F0", "0B0", "0F1", "0B1", "0REDUCE_GRAD", "0UPDATE"),)
 
 
-@pytest.mark.parametrize(("ranks", "m", "flights"), [(GPIPE, 2, (2, 2)), (ONE_F_ONE_B, 3, (2, 1)), (ZERO_BUBBLE, 2, (2, 2))])
+@pytest.mark.parametrize(
+    ("ranks", "m", "flights"), [(GPIPE, 2, (2, 2)), (ONE_F_ONE_B, 3, (2, 1)), (ZERO_BUBBLE, 2, (2, 2))]
+)
 def test_hand_written_pipelines_pass(ranks: tuple[str, ...], m: int, flights: tuple[int, ...]) -> None:
     assert check(schedule(*ranks), ((0,), (1,)), m) == flights
 
@@ -62,7 +66,7 @@ def test_hand_written_pipelines_pass(ranks: tuple[str, ...], m: int, flights: tu
 def test_both_ranks_of_a_stage_must_send() -> None:
     wide = schedule(GPIPE[0], GPIPE[0].replace(" 0SEND_F1", ""), GPIPE[1])
     check(schedule(GPIPE[0], GPIPE[0], GPIPE[1]), ((0,), (0,), (1,)), 2)
-    with pytest.raises(InvalidPlanError, match="deadlocks: rank 0|deadlocks: rank 2"):
+    with pytest.raises(InvalidPlanError, match=r"deadlocks: rank 0|deadlocks: rank 2"):
         check(wide, ((0,), (0,), (1,)), 2)
 
 

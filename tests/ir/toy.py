@@ -23,8 +23,20 @@ def back(target: str, args: tuple[object, ...], out: str) -> Op:
 
 def toy_graph() -> Graph:
     return Graph(
-        inputs=("a", "b", "x", "t"), outputs=("loss", "g"), sources=("toy.py:1, in forward: x + a + b",),
-        values={"a": f64(4), "b": f64(4), "x": f64(8, 4), "h": f64(8, 4), "y": f64(8, 4), "loss": f64(), "t": f64(), "dy": f64(8, 4), "g": f64(4)},
+        inputs=("a", "b", "x", "t"),
+        outputs=("loss", "g"),
+        sources=("toy.py:1, in forward: x + a + b",),
+        values={
+            "a": f64(4),
+            "b": f64(4),
+            "x": f64(8, 4),
+            "h": f64(8, 4),
+            "y": f64(8, 4),
+            "loss": f64(),
+            "t": f64(),
+            "dy": f64(8, 4),
+            "g": f64(4),
+        },
         ops=(
             Op(target="aten.add.Tensor", args=("%x", "%a"), outs=("h",), source=0),
             Op(target="aten.add.Tensor", args=("%h", "%b"), outs=("y",), source=0),
@@ -32,18 +44,32 @@ def toy_graph() -> Graph:
             back("aten.expand.default", ("%t", (8, 4)), "dy"),
             back("aten.sum.dim_IntList", ("%dy", (0,)), "g"),
         ),
-    )  # fmt: skip
+    )
 
 
 def toy_program() -> Program:
     kind = SegmentKind(
-        name="k0", graph=toy_graph(), params=("a", "b"), inputs=("x",), outputs=("loss",), tangents=("t",), input_grads=(None,), param_grads=("g", "g")
+        name="k0",
+        graph=toy_graph(),
+        params=("a", "b"),
+        inputs=("x",),
+        outputs=("loss",),
+        tangents=("t",),
+        input_grads=(None,),
+        param_grads=("g", "g"),
     )
     return Program(
-        name="toy", fingerprint="toy", precision="fp64", batch_size=8, batch={"x": BatchInput(spec=f64(8, 4))},
-        params={"a": ParamSpec(spec=f64(4)), "b": ParamSpec(spec=f64(4))}, buffers={}, kinds=(kind,),
-        segments=(Segment(kind=0, params=("a", "b"), inputs=("batch:x",), outputs=("s0.0",)),), loss=(LossTerm(numerator="s0.0"),),
-    )  # fmt: skip
+        name="toy",
+        fingerprint="toy",
+        precision="fp64",
+        batch_size=8,
+        batch={"x": BatchInput(spec=f64(8, 4))},
+        params={"a": ParamSpec(spec=f64(4)), "b": ParamSpec(spec=f64(4))},
+        buffers={},
+        kinds=(kind,),
+        segments=(Segment(kind=0, params=("a", "b"), inputs=("batch:x",), outputs=("s0.0",)),),
+        loss=(LossTerm(numerator="s0.0"),),
+    )
 
 
 def toy_values() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -55,9 +81,13 @@ def toy_values() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def toy_decisions(num_microbatches: int = 1, grad: str = "P") -> Decisions:
     """Data parallel on two ranks."""
     return Decisions(
-        mesh=make_mesh((2,), ("dp",)), num_microbatches=num_microbatches, ops=(("a", "a", "a", "a", "a"),), input_grads=((None,),),
-        params=(ParamLayouts(stored="R", grad=grad, state="R"), ParamLayouts(stored="R", grad=grad, state="S0")), batch={"x": "S0"},
-    )  # fmt: skip
+        mesh=make_mesh((2,), ("dp",)),
+        num_microbatches=num_microbatches,
+        ops=(("a", "a", "a", "a", "a"),),
+        input_grads=((None,),),
+        params=(ParamLayouts(stored="R", grad=grad, state="R"), ParamLayouts(stored="R", grad=grad, state="S0")),
+        batch={"x": "S0"},
+    )
 
 
 def toy_plan(job: Job, num_microbatches: int = 1, grad: str = "P"):  # type: ignore[no-untyped-def]

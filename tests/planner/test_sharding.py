@@ -21,8 +21,8 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status, solve
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
-from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
 from paraplan.planner.sharding.bound import step_bound
+from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
 from paraplan.planner.sharding.ilp import build_ilp, step_problem
 from paraplan.planner.sharding.pins import LINEAR, NORMS
 from paraplan.planner.sharding.solve import Limits, problem_of, solve_mesh
@@ -43,10 +43,16 @@ def restricted(space: Space, keep: list[tuple[int, ...]]) -> Space:
 
     return replace(
         space,
-        deciders=[Decider(d.name, tuple(d.prices[o] for o in kept)) for d, kept in zip(space.deciders, keep, strict=True)],
-        transfers=[Transfer(t.spec, end(t.source), tuple(map(end, t.readers)), t.count, t.what) for t in space.transfers],
-        at_loss=held(space.at_loss), at_update=held(space.at_update), update_workspace=held(space.update_workspace),
-    )  # fmt: skip
+        deciders=[
+            Decider(d.name, tuple(d.prices[o] for o in kept)) for d, kept in zip(space.deciders, keep, strict=True)
+        ],
+        transfers=[
+            Transfer(t.spec, end(t.source), tuple(map(end, t.readers)), t.count, t.what) for t in space.transfers
+        ],
+        at_loss=held(space.at_loss),
+        at_update=held(space.at_update),
+        update_workspace=held(space.update_workspace),
+    )
 
 
 def some_options(space: Space, rng: random.Random, free: int) -> list[tuple[int, ...]]:
@@ -83,7 +89,9 @@ def test_optimum_equals_brute_force(tiny_mlp, mesh: Mesh, m: int) -> None:  # ty
         space = restricted(whole, some_options(whole, rng, 6))
         limit = None
         if trial % 2:
-            sizes = sorted({max(held_bytes(space, c)) for c in itertools.product(*(range(len(d.prices)) for d in space.deciders))})
+            sizes = sorted(
+                {max(held_bytes(space, c)) for c in itertools.product(*(range(len(d.prices)) for d in space.deciders))}
+            )
             limit = float(sizes[len(sizes) // 3])
         wanted = brute_force(space, limit)
         found = solve(step_problem(build_ilp(space, limit)))
@@ -123,11 +131,11 @@ def test_the_certificate_bounds_every_choice(tiny_mlp, mesh: Mesh) -> None:  # t
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_no_simulated_plan_beats_the_bound(tiny_mlp, tiny_stacks, devices: int) -> None:  # type: ignore[no-untyped-def]
-    for tiny in (tiny_mlp, tiny_stacks[0]):
+def test_no_simulated_plan_beats_the_bound(tiny_mlp, tiny_stacks, tiny_gpt2, devices: int) -> None:  # type: ignore[no-untyped-def]
+    for tiny, plans in ((tiny_mlp, 20), (tiny_stacks[0], 10), (tiny_gpt2, 6 if devices == 2 else 0)):
         job = tiny.job(devices)
         bounds: dict[tuple[tuple[int, ...], int], float] = {}
-        for seed in range(25):
+        for seed in range(plans):
             plan = random_plan(job, seed, 2)
             key = (plan.stages[0].mesh.shape, plan.num_microbatches)
             if key not in bounds:
@@ -170,11 +178,11 @@ def _gradients(job: Job) -> list[tuple[tuple[int, int], ...]]:
 
 
 def test_memory_limits_are_kept_and_cost_time(tiny_stacks) -> None:  # type: ignore[no-untyped-def]
-    job = tiny_stacks[1].job(2)
+    job = tiny_stacks[0].job(2)
     free = solve_mesh(job, LINE, 1, Constraints(), NO_LIMIT)
     peak = max(free.simulation.peak_bytes)
     last, proved = free.objective_s, False
-    for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
+    for share in (1.0, 0.85, 0.7, 0.5, 0.4):
         limits = Limits(time_s=60.0, memory_bytes=peak * share)
         try:
             found = solve_mesh(job, LINE, 1, Constraints(), limits)
@@ -186,13 +194,16 @@ def test_memory_limits_are_kept_and_cost_time(tiny_stacks) -> None:  # type: ign
         assert found.objective_s >= last * (1 - 1e-6)
         last = found.objective_s
     assert last > free.objective_s, "the limit never bound"
-    with pytest.raises(InfeasibleError, match=r"no sharding fits .* per device on mesh \(2,\): at least .* needed.*the largest tensor is .* use more devices"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"no sharding fits .* on mesh \(2,\): at least .* needed.*the largest tensor is .* use more devices",
+    ):
         solve_mesh(job, LINE, 1, Constraints(), Limits(time_s=60.0, memory_bytes=1000.0))
 
 
-def test_equal_input_gives_equal_bytes(tiny_stacks) -> None:  # type: ignore[no-untyped-def]
-    job = tiny_stacks[0].job(4)
-    texts = {to_json(search(job, Constraints()).plan) for _ in range(2)}
+def test_equal_input_gives_equal_bytes(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
+    job = tiny_mlp.job(4)
+    texts = {to_json(search(job, Constraints(mesh=(2, 2))).plan) for _ in range(2)}
     assert len(texts) == 1
     assert to_json(random_plan(job, 3)) == to_json(random_plan(job, 3)) != to_json(random_plan(job, 4))
 
@@ -230,7 +241,9 @@ def test_data_parallelism_shards_the_batch_and_nothing_else(tiny_gpt2) -> None: 
         for op, key in zip(kind.graph.ops, choice.ops, strict=True):
             if op.target == "paraplan.linear":
                 assert key == "a", (op.target, key)
-            assert ">" not in key or not kind.graph.values[op.outs[0]].shape, "gradients are reduced once, after the backward"
+            assert ">" not in key or not kind.graph.values[op.outs[0]].shape, (
+                "gradients are reduced once, after the backward"
+            )
 
 
 @pytest.mark.parametrize("sp", [False, True])

@@ -162,7 +162,7 @@ class BlockEmitter:
             if local is not None and shape is not None:
                 name = op.outs[index]
                 assert name is not None
-                self._fresh(local, self.specs[name].dtype, shape, _fresh_strides(how, shape, sources))
+                self._fresh(local, self.specs[name].dtype, shape, _fresh_strides(how, index, shape, sources))
         workspace = 0
         if definition is not None and definition.workspace is not None:
             results = [None if local is None else self.values[local] for local in outs]
@@ -321,10 +321,12 @@ def _axis_key(axis: int) -> str:
     return "m" if axis == 0 else str(axis - 1)
 
 
-def _fresh_strides(how: str, shape: Dims, inputs: list[LocalValue]) -> Dims:
-    if how == "elementwise":
-        return elementwise_strides(shape, [(value.shape, value.strides) for value in inputs])
-    if how == "attention" and len(shape) == 4:
+def _fresh_strides(how: str, index: int, shape: Dims, inputs: list[LocalValue]) -> Dims:
+    """How the index-th fresh output lies; attention keeps heads last in all but a mask's gradient (the fourth)."""
+    if how in ("elementwise", "elementwise_reversed"):
+        lie = [(value.shape, value.strides) for value in inputs]
+        return elementwise_strides(shape, lie if how == "elementwise" else lie[::-1])
+    if how == "attention" and len(shape) == 4 and index < 3:
         _, h, s, e = shape
         return (s * h * e, e, h * e, 1)
     return contiguous_strides(shape)

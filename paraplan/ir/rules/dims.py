@@ -77,7 +77,8 @@ class OpDef:
     Attributes:
         dims: (op, input specs, output specs) -> its named dims.
         localise: (args, context) -> arguments with local sizes; None keeps them.
-        strides: how fresh outputs lie: "contiguous", "elementwise", "attention"; "view" for views.
+        strides: how fresh outputs lie: "contiguous", "elementwise", "elementwise_reversed" (the last input
+            decides first), "attention"; "view" for views.
         workspace: (input local specs, output local specs, args) -> bytes allocated and dropped inside.
     """
 

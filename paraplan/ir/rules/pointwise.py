@@ -42,10 +42,8 @@ NONLINEAR = (
     "aten.sigmoid_backward.default",
     "aten.silu_backward.default",
     "aten.gelu_backward.default",
-    "aten.threshold_backward.default",
     "aten.softplus_backward.default",
     "aten.elu_backward.default",
-    "aten.leaky_relu_backward.default",
     "aten.hardtanh_backward.default",
     "aten.mish_backward.default",
     "aten.maximum.default",
@@ -156,4 +154,10 @@ def mse_loss_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register(*NONLINEAR, strides="elementwise")
 def nonlinear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """Elementwise and linear in nothing."""
+    return _dims(inputs, outputs, ())
+
+
+@register("aten.threshold_backward.default", "aten.leaky_relu_backward.default", strides="elementwise_reversed")
+def gated(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """The gradient where the input passes: torch lays the result out after the input, not the gradient."""
     return _dims(inputs, outputs, ())

@@ -119,7 +119,8 @@ def attention_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> in
 
 def _is_flash(query: LocalValue, key: LocalValue, value: LocalValue, causal: bool, p: float, masked: bool) -> bool:
     same = query.shape[-1] == value.shape[-1] and (not causal or (not masked and query.shape[2] == key.shape[2]))
-    return p == 0.0 and same
+    dense = all(x.strides[-1] == 1 for x in (query, key, value))
+    return p == 0.0 and same and dense
 
 
 def _repeated(query: LocalValue, key: LocalValue, value: LocalValue) -> int:

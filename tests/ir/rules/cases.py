@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -88,15 +89,40 @@ def _compare() -> list[Case]:
 def pointwise_cases() -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {}
     for name in ("add", "sub"):
-        found[f"aten.{name}.Tensor"] = [*_binary(), case([randn(4, 6), randn(6)], "%a", "%b", alpha=-0.5), case([randn(4, 6)], "%a", 2.0)]
+        found[f"aten.{name}.Tensor"] = [
+            *_binary(),
+            case([randn(4, 6), randn(6)], "%a", "%b", alpha=-0.5),
+            case([randn(4, 6)], "%a", 2.0),
+        ]
         found[f"aten.{name}.Scalar"] = _unary(2.5)
     found["aten.rsub.Scalar"] = _unary(2.5)
     found["aten.mul.Tensor"] = [*_binary(), case([randn(4, 6)], "%a", 3.0)]
-    found["aten.div.Tensor"] = [case([randn(4, 12), positive(12)]), case([randn(4, 6)], "%a", 3.0), Case(("%a", "%a"), {"a": positive(4, 6)})]
+    found["aten.div.Tensor"] = [
+        case([randn(4, 12), positive(12)]),
+        case([randn(4, 6)], "%a", 3.0),
+        Case(("%a", "%a"), {"a": positive(4, 6)}),
+    ]
     found["aten.div.Scalar"] = found["aten.mul.Scalar"] = _unary(3.0)
     found["aten.neg.default"] = _unary()
-    for name in ("exp", "expm1", "tanh", "sigmoid", "silu", "relu", "erf", "cos", "sin", "abs", "sign", "sgn", "isnan", "isinf", "floor",
-                 "round", "mish"):  # fmt: skip
+    for name in (
+        "exp",
+        "expm1",
+        "tanh",
+        "sigmoid",
+        "silu",
+        "relu",
+        "erf",
+        "cos",
+        "sin",
+        "abs",
+        "sign",
+        "sgn",
+        "isnan",
+        "isinf",
+        "floor",
+        "round",
+        "mish",
+    ):
         found[f"aten.{name}.default"] = _unary()
     for name in ("rsqrt", "sqrt", "reciprocal", "log", "log1p"):
         found[f"aten.{name}.default"] = _unary(make=positive)
@@ -109,7 +135,10 @@ def pointwise_cases() -> dict[str, list[Case]]:
     found["aten.hardtanh.default"] = _unary(-0.5, 0.5)
     for name in ("tanh", "sigmoid", "silu", "mish"):
         found[f"aten.{name}_backward.default"] = _backward()
-    found["aten.gelu_backward.default"] = [*_backward(), case([randn(4, 6), randn(4, 6)], "%a", "%b", approximate=":tanh")]
+    found["aten.gelu_backward.default"] = [
+        *_backward(),
+        case([randn(4, 6), randn(4, 6)], "%a", "%b", approximate=":tanh"),
+    ]
     found["aten.threshold_backward.default"] = _backward(0)
     found["aten.softplus_backward.default"] = _backward(1.0, 20.0)
     found["aten.elu_backward.default"] = [case([randn(4, 6), randn(4, 6)], "%a", 1.0, 1.0, 1.0, False, "%b")]
@@ -127,13 +156,23 @@ def pointwise_cases() -> dict[str, list[Case]]:
     found["aten.clamp.default"] = [*_unary(-0.5, 0.5), case([randn(4, 6)], "%a", None, 0.5)]
     found["aten.clamp_min.default"] = found["aten.clamp_max.default"] = _unary(0.1)
     found["aten.clamp.Tensor"] = [case([randn(4, 6), randn(6), randn(4, 1)])]
-    found["aten.masked_fill.Scalar"] = [case([randn(4, 6), bools(4, 6)], "%a", "%b", 7.0), case([randn(4, 6), bools(6)], "%a", "%b", "~-inf")]
+    found["aten.masked_fill.Scalar"] = [
+        case([randn(4, 6), bools(4, 6)], "%a", "%b", 7.0),
+        case([randn(4, 6), bools(6)], "%a", "%b", "~-inf"),
+    ]
     for name in ("eq", "ne", "ge", "gt", "le", "lt"):
         found[f"aten.{name}.Tensor"] = _compare()
         found[f"aten.{name}.Scalar"] = [case([ints(4, 4, 6)], "%a", 2)]
     for name in ("logical_not", "bitwise_not"):
         found[f"aten.{name}.default"] = [case([bools(4, 6)])]
-    for target in ("logical_and.default", "logical_or.default", "bitwise_and.Tensor", "bitwise_or.Tensor", "__and__.Tensor", "__or__.Tensor"):
+    for target in (
+        "logical_and.default",
+        "logical_or.default",
+        "bitwise_and.Tensor",
+        "bitwise_or.Tensor",
+        "__and__.Tensor",
+        "__or__.Tensor",
+    ):
         found[f"aten.{target}"] = [case([bools(4, 6), bools(6)]), case([bools(4, 1), bools(4, 6)])]
     found["aten.floor_divide.default"] = [case([ints(40, 4, 6), ints(6, 6, low=1)])]
     found["aten.remainder.Scalar"] = [case([ints(40, 4, 6)], "%a", 7)]
@@ -155,73 +194,134 @@ def pointwise_cases() -> dict[str, list[Case]]:
 def matmul_cases() -> dict[str, list[Case]]:
     return {
         "aten.mm.default": [case([randn(4, 6), randn(6, 12)])],
-        "aten.addmm.default": [case([randn(12), randn(4, 6), randn(6, 12)]), case([randn(4, 12), randn(4, 6), randn(6, 12)], "%a", "%b", "%c", beta=0.5, alpha=2.0),
-                               case([randn(1, 12), randn(4, 6), randn(6, 12)])],
+        "aten.addmm.default": [
+            case([randn(12), randn(4, 6), randn(6, 12)]),
+            case([randn(4, 12), randn(4, 6), randn(6, 12)], "%a", "%b", "%c", beta=0.5, alpha=2.0),
+            case([randn(1, 12), randn(4, 6), randn(6, 12)]),
+        ],
         "aten.bmm.default": [case([randn(2, 4, 6), randn(2, 6, 12)])],
         "paraplan.linear": [
             case([randn(2, 4, 6), randn(12, 6)], "%a", "%b", None, False),
             case([randn(2, 4, 6), randn(6, 12), randn(12)], "%a", "%b", "%c", True),
             case([randn(4, 6), randn(12, 6), randn(12)], "%a", "%b", "%c", False),
         ],
-        "paraplan.linear_grad_input": [case([randn(2, 4, 12), randn(12, 6)], "%a", "%b", False), case([randn(4, 12), randn(6, 12)], "%a", "%b", True)],
-        "paraplan.linear_grad_weight": [case([randn(2, 4, 12), randn(2, 4, 6)], "%a", "%b", False), case([randn(4, 12), randn(4, 6)], "%a", "%b", True)],
-    }  # fmt: skip
+        "paraplan.linear_grad_input": [
+            case([randn(2, 4, 12), randn(12, 6)], "%a", "%b", False),
+            case([randn(4, 12), randn(6, 12)], "%a", "%b", True),
+        ],
+        "paraplan.linear_grad_weight": [
+            case([randn(2, 4, 12), randn(2, 4, 6)], "%a", "%b", False),
+            case([randn(4, 12), randn(4, 6)], "%a", "%b", True),
+        ],
+    }
 
 
 def view_cases() -> dict[str, list[Case]]:
-    reshapes = [((4, 6), (24,)), ((24,), (4, 6)), ((2, 3, 4), (6, 4)), ((4, 6), (6, 4)), ((12, 8), (8, 12)), ((2, 12, 1), (1, 2, 3, 4)), ((6, 2, 2), (4, 6)), ((4,), (4, 1)), ((2, 12), (2, 4, 3))]  # fmt: skip
+    reshapes = [
+        ((4, 6), (24,)),
+        ((24,), (4, 6)),
+        ((2, 3, 4), (6, 4)),
+        ((4, 6), (6, 4)),
+        ((12, 8), (8, 12)),
+        ((2, 12, 1), (1, 2, 3, 4)),
+        ((6, 2, 2), (4, 6)),
+        ((4,), (4, 1)),
+        ((2, 12), (2, 4, 3)),
+    ]
     views = [case([randn(*source)], "%a", target) for source, target in reshapes]
     pads = [(1, 2), (0, 0, 1, 1), (1, -1), (-1, 1, 0, 2), (2, -1)]
     return {
-        "aten.view.default": views, "aten._unsafe_view.default": views, "aten.reshape.default": views,
+        "aten.view.default": views,
+        "aten._unsafe_view.default": views,
+        "aten.reshape.default": views,
         "aten.permute.default": [case([randn(2, 4, 6)], "%a", order) for order in ((1, 0, 2), (2, 0, 1), (0, -1, 1))],
         "aten.expand.default": [
-            case([randn(4, 1, 6)], "%a", (2, 4, 12, 6)), case([randn(12)], "%a", (4, 12)), case([randn(1, 6)], "%a", (4, -1)),
+            case([randn(4, 1, 6)], "%a", (2, 4, 12, 6)),
+            case([randn(12)], "%a", (4, 12)),
+            case([randn(1, 6)], "%a", (4, -1)),
             case([randn()], "%a", (4, 6)),
         ],
-        "aten.slice.Tensor": [case([randn(4, 12)], "%a", 1, 2, 8), case([randn(4, 12)], "%a", -2, 1, 9223372036854775807), case([randn(4, 12)], "%a", 1, 0, 12, 3),
-                              case([randn(4, 12)], "%a", 1, -4, 12)],
+        "aten.slice.Tensor": [
+            case([randn(4, 12)], "%a", 1, 2, 8),
+            case([randn(4, 12)], "%a", -2, 1, 9223372036854775807),
+            case([randn(4, 12)], "%a", 1, 0, 12, 3),
+            case([randn(4, 12)], "%a", 1, -4, 12),
+        ],
         "aten.select.int": [case([randn(4, 6, 2)], "%a", 1, 2), case([randn(4, 6)], "%a", -1, -1)],
-        "aten.slice_backward.default": [case([randn(4, 6)], "%a", (4, 12), 1, 2, 8, 1), case([randn(4, 4)], "%a", (12, 4), 0, 1, 12, 3)],
-        "aten.select_backward.default": [case([randn(4, 6)], "%a", (4, 3, 6), 1, 2), case([randn(4, 6)], "%a", (4, 6, 2), -1, -1)],
+        "aten.slice_backward.default": [
+            case([randn(4, 6)], "%a", (4, 12), 1, 2, 8, 1),
+            case([randn(4, 4)], "%a", (12, 4), 0, 1, 12, 3),
+        ],
+        "aten.select_backward.default": [
+            case([randn(4, 6)], "%a", (4, 3, 6), 1, 2),
+            case([randn(4, 6)], "%a", (4, 6, 2), -1, -1),
+        ],
         "aten.cat.default": [
-            case([randn(4, 6), randn(4, 12), randn(4, 2)], ("%a", "%b", "%c"), 1), case([randn(4, 6), randn(2, 6)], ("%a", "%b")),
-            case([randn(4, 6), randn(4, 6)], ("%a", "%b"), -2), case([randn(4, 6), randn(4, 2)], ("%a", "%b"), dim=1),
+            case([randn(4, 6), randn(4, 12), randn(4, 2)], ("%a", "%b", "%c"), 1),
+            case([randn(4, 6), randn(2, 6)], ("%a", "%b")),
+            case([randn(4, 6), randn(4, 6)], ("%a", "%b"), -2),
+            case([randn(4, 6), randn(4, 2)], ("%a", "%b"), dim=1),
             Case((("%a", "%a"), 0), {"a": randn(4, 6)}),
         ],
-        "aten.stack.default": [case([randn(4, 6), randn(4, 6)], ("%a", "%b"), 1), case([randn(4, 6), randn(4, 6)], ("%a", "%b")),
-                               case([randn(4, 6), randn(4, 6)], ("%a", "%b"), -1), case([randn(4, 6), randn(4, 6)], ("%a", "%b"), dim=2)],
-        "aten.constant_pad_nd.default": [case([randn(4, 6)], "%a", pad) for pad in pads] + [case([randn(4, 6)], "%a", (1, 1), 7.0)],
+        "aten.stack.default": [
+            case([randn(4, 6), randn(4, 6)], ("%a", "%b"), 1),
+            case([randn(4, 6), randn(4, 6)], ("%a", "%b")),
+            case([randn(4, 6), randn(4, 6)], ("%a", "%b"), -1),
+            case([randn(4, 6), randn(4, 6)], ("%a", "%b"), dim=2),
+        ],
+        "aten.constant_pad_nd.default": [case([randn(4, 6)], "%a", pad) for pad in pads]
+        + [case([randn(4, 6)], "%a", (1, 1), 7.0)],
         "aten.flip.default": [case([randn(4, 6, 2)], "%a", (1,)), case([randn(4, 6)], "%a", (-1, 0))],
         "aten.roll.default": [
-            case([randn(4, 6)], "%a", (2,), (1,)), case([randn(4, 6)], "%a", (1, -2), (0, 1)), case([randn(4, 6)], "%a", (1,)),
-            case([randn(4, 6)], "%a", (3,), (-2,)), case([randn(4, 6)], "%a", (0,)),
+            case([randn(4, 6)], "%a", (2,), (1,)),
+            case([randn(4, 6)], "%a", (1, -2), (0, 1)),
+            case([randn(4, 6)], "%a", (1,)),
+            case([randn(4, 6)], "%a", (3,), (-2,)),
+            case([randn(4, 6)], "%a", (0,)),
         ],
-    }  # fmt: skip
+    }
 
 
 def reduction_cases() -> dict[str, list[Case]]:
     return {
-        "aten.sum.dim_IntList": [case([randn(4, 6, 12)], "%a", (1,)), case([randn(4, 6)], "%a", (0, -1), True), case([randn(4, 6)], "%a", ()),
-                                 case([randn(4, 6)], "%a", None), case([ints(9, 4, 6)], "%a", (0,)), case([bools(4, 6)], "%a", (0,))],
+        "aten.sum.dim_IntList": [
+            case([randn(4, 6, 12)], "%a", (1,)),
+            case([randn(4, 6)], "%a", (0, -1), True),
+            case([randn(4, 6)], "%a", ()),
+            case([randn(4, 6)], "%a", None),
+            case([ints(9, 4, 6)], "%a", (0,)),
+            case([bools(4, 6)], "%a", (0,)),
+        ],
         "aten.sum.default": [case([randn(4, 6)]), case([bools(4, 6)])],
-        "aten.amax.default": [case([randn(4, 6, 2)], "%a", (1,)), case([randn(4, 6)], "%a", (-1,), True), case([randn(4, 6)], "%a", ())],
+        "aten.amax.default": [
+            case([randn(4, 6, 2)], "%a", (1,)),
+            case([randn(4, 6)], "%a", (-1,), True),
+            case([randn(4, 6)], "%a", ()),
+        ],
         "aten._softmax.default": [case([randn(4, 6, 2)], "%a", 1, False), case([randn(4, 6)], "%a", -1, False)],
         "aten._log_softmax.default": [case([randn(4, 6, 2)], "%a", 1, False), case([randn(4, 6)], "%a", -1, False)],
-        "aten._softmax_backward_data.default": [case([randn(4, 6), positive(4, 6)], "%a", "%b", -1, ":float64"), case([randn(4, 6, 2), positive(4, 6, 2)], "%a", "%b", 1, ":float64")],
+        "aten._softmax_backward_data.default": [
+            case([randn(4, 6), positive(4, 6)], "%a", "%b", -1, ":float64"),
+            case([randn(4, 6, 2), positive(4, 6, 2)], "%a", "%b", 1, ":float64"),
+        ],
         "aten._log_softmax_backward_data.default": [case([randn(4, 6), -positive(4, 6)], "%a", "%b", -1, ":float64")],
         "aten.cumsum.default": [case([randn(4, 6)], "%a", 1), case([ints(9, 4, 6)], "%a", -2)],
-    }  # fmt: skip
+    }
 
 
 def creation_cases() -> dict[str, list[Case]]:
     seed = torch.tensor(1234567)
     return {
         "aten.full.default": [case([], (4, 6), 2.5, dtype=":float64"), case([], (), 1.0, dtype=":float64")],
-        "aten.arange.default": [case([], 12)], "aten.arange.start": [case([], 2, 14)], "aten.arange.start_step": [case([], 0, 12, 2)],
+        "aten.arange.default": [case([], 12)],
+        "aten.arange.start": [case([], 2, 14)],
+        "aten.arange.start_step": [case([], 0, 12, 2)],
         "paraplan.constant": [case([], (1.0, 2.0, 3.0, 4.0), ":float64", (2, 2))],
-        "paraplan.dropout": [case([randn(4, 6, 12), seed], "%a", "%b", 0.4, 3, (4, 6, 12), (0, 0, 0)), case([randn(12), seed], "%a", "%b", 0.4, 1, (12,), (0,))],
-    }  # fmt: skip
+        "paraplan.dropout": [
+            case([randn(4, 6, 12), seed], "%a", "%b", 0.4, 3, (4, 6, 12), (0, 0, 0)),
+            case([randn(12), seed], "%a", "%b", 0.4, 1, (12,), (0,)),
+        ],
+    }
 
 
 def norm_cases() -> dict[str, list[Case]]:
@@ -236,7 +336,9 @@ def norm_cases() -> dict[str, list[Case]]:
         mean, rstd = randn(*lead, *ones), positive(*lead, *ones)
         after = {"": (None, None), "w": ("%e", None), "wb": ("%e", "%f")}[affine]
         given = [randn(*shape), x, mean, rstd, *given[1:]]
-        backward.append(case(given, "%a", "%b", normalised, "%c", "%d", *after, (True, affine != "", affine == "wb"), fixed="cd"))
+        backward.append(
+            case(given, "%a", "%b", normalised, "%c", "%d", *after, (True, affine != "", affine == "wb"), fixed="cd")
+        )
     return {"aten.native_layer_norm.default": forward, "aten.native_layer_norm_backward.default": backward}
 
 
@@ -247,24 +349,39 @@ def lookup_cases() -> dict[str, list[Case]]:
     sums = kernels.ce_sumexp(logits, top)
     hits = kernels.ce_target(logits, labels, -100)
     return {
-        "paraplan.embedding": [case([randn(12, 6), ints(12, 4, 2)], "%a", "%b", 0), case([randn(6, 4), ints(6, 12)], "%a", "%b", 0)],
-        "paraplan.embedding_grad": [case([randn(4, 2, 6), ints(12, 4, 2)], "%a", "%b", 12, -1, 0), case([randn(4, 6), ints(12, 4)], "%a", "%b", 12, 7, 0)],
-        "paraplan.ce_max": [case([logits])], "paraplan.ce_sumexp": [case([logits, top])],
+        "paraplan.embedding": [
+            case([randn(12, 6), ints(12, 4, 2)], "%a", "%b", 0),
+            case([randn(6, 4), ints(6, 12)], "%a", "%b", 0),
+        ],
+        "paraplan.embedding_grad": [
+            case([randn(4, 2, 6), ints(12, 4, 2)], "%a", "%b", 12, -1, 0),
+            case([randn(4, 6), ints(12, 4)], "%a", "%b", 12, 7, 0),
+        ],
+        "paraplan.ce_max": [case([logits])],
+        "paraplan.ce_sumexp": [case([logits, top])],
         "paraplan.ce_target": [case([logits, labels], "%a", "%b", -100, 0)],
         "paraplan.ce_loss": [case([top, sums, hits, labels], "%a", "%b", "%c", "%d", -100)],
         "paraplan.ce_grad": [case([randn(), logits, top, sums, labels], "%a", "%b", "%c", "%d", "%e", -100, 0)],
-        "aten.gather.default": [case([randn(4, 6), ints(6, 4, 2)], "%a", 1, "%b"), case([randn(4, 6), ints(4, 2, 6)], "%a", 0, "%b"),
-                                case([randn(4, 6, 2), ints(2, 4, 3, 1)], "%a", -1, "%b")],
-    }  # fmt: skip
+        "aten.gather.default": [
+            case([randn(4, 6), ints(6, 4, 2)], "%a", 1, "%b"),
+            case([randn(4, 6), ints(4, 2, 6)], "%a", 0, "%b"),
+            case([randn(4, 6, 2), ints(2, 4, 3, 1)], "%a", -1, "%b"),
+        ],
+    }
 
 
 def attention_cases() -> dict[str, list[Case]]:
     seed = torch.tensor(42)
     forward, backward = [], []
     options = [
-        (4, 4, None, 0.0, True), (4, 2, None, 0.0, False), (4, 4, randn(2, 1, 3, 3), 0.0, False), (4, 2, randn(4, 3, 3), 0.3, False),
-        (4, 4, bools(2, 1, 3, 3) | torch.eye(3, dtype=torch.bool), 0.0, False), (4, 4, randn(2, 4, 3, 3), 0.3, False), (4, 4, randn(3, 3), 0.0, True),
-    ]  # fmt: skip
+        (4, 4, None, 0.0, True),
+        (4, 2, None, 0.0, False),
+        (4, 4, randn(2, 1, 3, 3), 0.0, False),
+        (4, 2, randn(4, 3, 3), 0.3, False),
+        (4, 4, bools(2, 1, 3, 3) | torch.eye(3, dtype=torch.bool), 0.0, False),
+        (4, 4, randn(2, 4, 3, 3), 0.3, False),
+        (4, 4, randn(3, 3), 0.0, True),
+    ]
     for heads, groups, mask, p, causal in options:
         q, k, v = randn(2, heads, 3, 8), randn(2, groups, 3, 8), randn(2, groups, 3, 8)
         shape = (2, heads, 3, 3)
@@ -274,17 +391,45 @@ def attention_cases() -> dict[str, list[Case]]:
         mask_arg = None if mask is None else f"%{next(names)}"
         seed_arg = f"%{next(names)}" if p else None
         rest = (p, 2, causal and mask is None, 0.35, shape)
-        forward.append(case([q, k, v, *extra], "%a", "%b", "%c", mask_arg, seed_arg, *rest, (0, 0, 0, 0), rows="abc", fixed="defg"))
+        forward.append(
+            case([q, k, v, *extra], "%a", "%b", "%c", mask_arg, seed_arg, *rest, (0, 0, 0, 0), rows="abc", fixed="defg")
+        )
         out, lse = kernels.attention(q, k, v, four, seed if p else None, *rest, (0, 0, 0, 0))
-        shift = {None: None} | {f"%{a}": f"%{b}" for a, b in zip(_NAMES, _NAMES[1:], strict=False)}
+        shift = {None: None} | {f"%{a}": f"%{b}" for a, b in itertools.pairwise(_NAMES)}
         out_arg, lse_arg = (f"%{_NAMES[4 + len(extra) + i]}" for i in range(2))
         grads = mask is not None and mask.dtype != torch.bool
         for mask_grad in {False, grads}:
-            backward.append(case([randn(*out.shape), q, k, v, *extra, out.contiguous(), lse], "%a", "%b", "%c", "%d", shift[mask_arg], shift[seed_arg], out_arg, lse_arg, *rest, (0, 0, 0, 0), mask_grad, rows="abcd" + out_arg[1:], fixed=_NAMES[4 : 4 + len(extra)] + lse_arg[1:]))
+            backward.append(
+                case(
+                    [randn(*out.shape), q, k, v, *extra, out.contiguous(), lse],
+                    "%a",
+                    "%b",
+                    "%c",
+                    "%d",
+                    shift[mask_arg],
+                    shift[seed_arg],
+                    out_arg,
+                    lse_arg,
+                    *rest,
+                    (0, 0, 0, 0),
+                    mask_grad,
+                    rows="abcd" + out_arg[1:],
+                    fixed=_NAMES[4 : 4 + len(extra)] + lse_arg[1:],
+                )
+            )
     return {"paraplan.attention": forward, "paraplan.attention_grad": backward}
 
 
 def all_cases() -> dict[str, list[Case]]:
     """Target -> its cases."""
-    makers = (pointwise_cases, matmul_cases, view_cases, reduction_cases, creation_cases, norm_cases, lookup_cases, attention_cases)
+    makers = (
+        pointwise_cases,
+        matmul_cases,
+        view_cases,
+        reduction_cases,
+        creation_cases,
+        norm_cases,
+        lookup_cases,
+        attention_cases,
+    )
     return {target: cases for make in makers for target, cases in make().items()}

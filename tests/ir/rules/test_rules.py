@@ -22,22 +22,24 @@ from paraplan.ir.rules.strategies import AxisChoice, Strategy, axis_choices, dim
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.reference import run_op
 
-from ..lockstep import assert_close, everywhere, gather, local_strides, placed, run_block, scatter
+from ..lockstep import (  # noqa: TID252
+    assert_close,
+    everywhere,
+    gather,
+    local_strides,
+    placed,
+    run_block,
+    scatter,
+)
 from .cases import Case, all_cases
 
 CASES = all_cases()
-ALL = [pytest.param(target, number, id=f"{target}-{number}") for target, cases in CASES.items() for number in range(len(cases))]
+ALL = [
+    pytest.param(target, number, id=f"{target}-{number}")
+    for target, cases in CASES.items()
+    for number in range(len(cases))
+]
 MOST = 60
-# results whose memory order `ir.lower.emit` cannot say yet: a mask's gradient lies row-major, and these two backwards
-# let the second input decide
-UNFORETOLD = {
-    ("paraplan.attention_grad", 5), ("paraplan.attention_grad", 8), ("aten.threshold_backward.default", 0),
-    ("aten.leaky_relu_backward.default", 0),
-}  # fmt: skip
-WITH_ORDERS = [
-    pytest.param(*p.values, id=p.id, marks=pytest.mark.xfail(strict=True, reason="memory order not foretold")) if p.values in UNFORETOLD else p
-    for p in ALL
-]  # fmt: skip
 BACKWARDS = {
     "aten.native_layer_norm.default": ("aten.native_layer_norm_backward.default",),
     "aten._softmax.default": ("aten._softmax_backward_data.default",),
@@ -91,7 +93,14 @@ class Example:
     def strategies(self, mesh: tuple[int, ...]) -> tuple[Strategy, ...]:
         return op_strategies(self.op, self.graph.values, mesh)
 
-    def check(self, strategy: Strategy, mesh: tuple[int, ...], m: int = 1, orders: dict[str, tuple[int, ...]] | None = None, strict: bool = True) -> None:
+    def check(
+        self,
+        strategy: Strategy,
+        mesh: tuple[int, ...],
+        m: int = 1,
+        orders: dict[str, tuple[int, ...]] | None = None,
+        strict: bool = True,
+    ) -> None:
         """Run it on the extended mesh (m, *mesh) and compare."""
         extended = (m, *mesh)
         emitter = BlockEmitter("block", extended)
@@ -99,19 +108,23 @@ class Example:
         for name, layout in zip(self.op.tensors, strategy.inputs, strict=True):
             if name not in homes:
                 homes[name] = layout
-                strides[name] = local_strides(local_shape(self.graph.values[name].shape, layout, extended), (orders or {}).get(name))
+                strides[name] = local_strides(
+                    local_shape(self.graph.values[name].shape, layout, extended), (orders or {}).get(name)
+                )
                 emitter.give(name, self.graph.values[name], layout, strides[name])
         emitter.op(self.op, self.graph, strategy, 0)
         locals_ = {
             out: emitter.get(out, layout)
-            for out, layout in zip(self.op.outs, strategy.outputs, strict=True) if out is not None and layout is not None
-        }  # fmt: skip
+            for out, layout in zip(self.op.outs, strategy.outputs, strict=True)
+            if out is not None and layout is not None
+        }
         block = emitter.finish(tuple(locals_.values()), ())
         pieces = {name: scatter(self.inputs[name], homes[name], extended, seed=i) for i, name in enumerate(homes)}
         found: dict[str, dict[tuple[int, ...], Tensor]] = {out: {} for out in locals_}
         for micro in range(m):
             given = {
-                coords: {name: placed(pieces[name][micro, *coords], strides[name]) for name in block.inputs} for coords in everywhere(mesh)
+                coords: {name: placed(pieces[name][micro, *coords], strides[name]) for name in block.inputs}
+                for coords in everywhere(mesh)
             }
             for coords, env in run_block(block, given, mesh, micro, strict).items():
                 for out, local in locals_.items():
@@ -121,7 +134,12 @@ class Example:
                 assert layout is not None
                 # a sum of float32 addends is rounded
                 tolerance = 1e-5 if any(spec.dtype == "float32" for spec in self.graph.values.values()) else 1e-12
-                assert_close(gather(found[out], layout, extended), self.wanted[out], f"{self.op.target} {strategy.key} on {extended}", tolerance)
+                assert_close(
+                    gather(found[out], layout, extended),
+                    self.wanted[out],
+                    f"{self.op.target} {strategy.key} on {extended}",
+                    tolerance,
+                )
 
 
 def _spec(value: Tensor) -> TensorSpec:
@@ -174,7 +192,7 @@ def _divides(shape: tuple[int, ...], place: object, n: int) -> bool:
     return dim is None or shape[dim] % n == 0
 
 
-@pytest.mark.parametrize(("target", "number"), WITH_ORDERS)
+@pytest.mark.parametrize(("target", "number"), ALL)
 def test_strides_in_other_memory_orders(target: str, number: int) -> None:
     """Inputs whose dims lie in other orders (dense): strides and views are still those foretold."""
     case = CASES[target][number]
@@ -216,12 +234,18 @@ def test_partial_maxima_are_reduced_at_once() -> None:
 @pytest.mark.parametrize(
     ("target", "key"),
     [
-        ("aten.mm.default", ["-", "m", "k", "k>R", "k>S0", "k>S1", "n", "+0", "+0>R", "+0>S0", "+0>S1", "+1", "+1>R", "+1>S0", "+1>S1"]),
+        (
+            "aten.mm.default",
+            ["-", "m", "k", "k>R", "k>S0", "k>S1", "n", "+0", "+0>R", "+0>S0", "+0>S1", "+1", "+1>R", "+1>S0", "+1>S1"],
+        ),
         ("aten.relu.default", ["-", "a", "b"]),
         ("aten.add.Tensor", ["-", "a", "b", "+0.1", "+0.1>R", "+0.1>S0", "+0.1>S1"]),
         ("paraplan.ce_loss", ["-", "a", "a>R", "b", "b>R"]),
         ("aten._softmax.default", ["-", "a", "c"]),
-        ("paraplan.embedding", ["-", "v", "v>R", "v>S0", "v>S1", "v>S2", "h", "a", "b", "+0", "+0>R", "+0>S0", "+0>S1", "+0>S2"]),
+        (
+            "paraplan.embedding",
+            ["-", "v", "v>R", "v>S0", "v>S1", "v>S2", "h", "a", "b", "+0", "+0>R", "+0>S0", "+0>S1", "+0>S2"],
+        ),
     ],
 )
 def test_the_strategies_of_well_known_ops(target: str, key: list[str]) -> None:
