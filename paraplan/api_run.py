@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -160,11 +162,22 @@ def run(
         result.loss.append(loss)
         tell(step, loss, times[-1])
     usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
+    result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
+    return result
+
+
+def leave_job() -> None:
+    """End this rank's process, well, once every rank has got here.
+
+    Ended by `_exit`: on torch 2.13 a Gloo process that has made a DeviceMesh aborts now and then while the
+    interpreter shuts down ("terminate called without an active exception"), destroyed groups or not.
+    """
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
-    return result
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | None) -> None:

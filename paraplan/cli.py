@@ -32,6 +32,7 @@ _PARTS = {
     "check_run": "paraplan.api_run",
     "check_local": "paraplan.api_run",
     "run": "paraplan.api_run",
+    "leave_job": "paraplan.api_run",
     "run_json": "paraplan.cli_run",
     "run_table": "paraplan.cli_run",
     "check_failure": "paraplan.cli_run",
@@ -206,14 +207,14 @@ def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
             console.print(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s", highlight=False)
 
     result = _part("run")(loaded.data, loaded.programs, _part("RunOptions")(**options), tell)
-    if not first:
-        return
-    console.print(_part("run_table")(loaded.data, result))
-    found = _part("run_json")(result)
-    if target := os.environ.get(RESULT_ENV):
-        Path(target).write_text(json.dumps(found))
-    elif as_json:
-        _print_json(found)
+    if first:
+        console.print(_part("run_table")(loaded.data, result))
+        found = _part("run_json")(result)
+        if target := os.environ.get(RESULT_ENV):
+            Path(target).write_text(json.dumps(found))
+        elif as_json:
+            _print_json(found)
+    _part("leave_job")()
 
 
 def parse_settings(texts: list[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def test_options_are_frozen() -> None:
 def test_the_command_starts_fast_and_light() -> None:
     """By what it loads, since a clock on a busy machine says little."""
     heavy = ("torch", "transformers", "ortools", "numpy", "networkx", "yaml")
-    program = f"import sys, paraplan.cli; sys.exit(', '.join(name for name in {heavy!r} if name in sys.modules))"
+    program = f"import sys, paraplan.cli; sys.exit(', '.join(name for name in {heavy!r} if name in sys.modules) or 0)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, f"importing paraplan.cli loads {run.stderr}"
 
