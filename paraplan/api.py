@@ -134,7 +134,8 @@ class Plan:
         other = as_cluster(cluster)
         if other.num_devices != self.data.cluster.num_devices:
             raise PlanMismatchError(
-                f"the plan is for {self.data.cluster.num_devices} devices ({self.data.cluster.name}), {other.name} has {other.num_devices}; "
+                f"the plan is for {self.data.cluster.num_devices} devices ({self.data.cluster.name}), "
+                f"{other.name} has {other.num_devices}; "
                 "plan again for it"
             )
         moved = msgspec.structs.replace(self.data, cluster=other, prediction=None, certificate=None)
@@ -169,12 +170,27 @@ class Plan:
 
 
 def compile(
-    model: nn.Module, cluster: ClusterSpec | str, *, example_inputs: Mapping[str, Tensor] | Sequence[object] | None = None,
-    loss_fn: Callable[..., Tensor] | None = None, optimizer: str = "adamw", precision: str = "fp32",
-    batch_dims: Mapping[str, int | None] | None = None, batch: int = 8, seq: int = 128, time_limit_s: float = 60.0,
-    progress: Progress | None = None, mesh: Sequence[int] | None = None, dp: int | None = None, tp: int | None = None, sp: bool = False,
-    zero: int | None = None, microbatches: int | None = None, memory_reserve: int | str = 0, params: Mapping[str, str] | None = None,
-) -> Plan:  # fmt: skip
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    *,
+    example_inputs: Mapping[str, Tensor] | Sequence[object] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    batch_dims: Mapping[str, int | None] | None = None,
+    batch: int = 8,
+    seq: int = 128,
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+    mesh: Sequence[int] | None = None,
+    dp: int | None = None,
+    tp: int | None = None,
+    sp: bool = False,
+    zero: int | None = None,
+    microbatches: int | None = None,
+    memory_reserve: int | str = 0,
+    params: Mapping[str, str] | None = None,
+) -> Plan:
     """Plan how a model trains on a cluster.
 
     Args:

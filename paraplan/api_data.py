@@ -81,11 +81,13 @@ class TextBatches:
         vocab = getattr(getattr(made.model, "config", None), "vocab_size", None)
         if "input_ids" not in self.inputs or len(self.inputs["input_ids"].spec.shape) != 2:
             raise DataError(
-                f"--data is for models that read input_ids [batch, seq]; {plan.model.display} reads {', '.join(self.inputs)}"
+                f"--data is for models that read input_ids [batch, seq]; "
+                f"{plan.model.display} reads {', '.join(self.inputs)}"
             )
         if vocab is not None and vocab < 256:
             raise DataError(
-                f"--data is read byte by byte, which needs a vocabulary of 256; the model has {vocab} (--set vocab_size=256)"
+                f"--data is read byte by byte, which needs a vocabulary of 256; "
+                f"the model has {vocab} (--set vocab_size=256)"
             )
         self.shape = self.inputs["input_ids"].spec.shape
         text = read_text(path)

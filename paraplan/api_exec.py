@@ -63,7 +63,10 @@ def _difference(plan: Plan, model: nn.Module) -> str:
     if extra:
         return f"a parameter {extra[0]} that the plan does not know"
     mode = "training" if model.training else "evaluation"
-    return f"the same parameters but another class, configuration (dropout too), frozen or tied parameters, buffers or mode (it is in {mode} mode)"
+    return (
+        "the same parameters but another class, configuration (dropout too), frozen or tied parameters, buffers "
+        f"or mode (it is in {mode} mode)"
+    )
 
 
 def check_devices(cluster: ClusterSpec) -> None:
@@ -74,7 +77,8 @@ def check_devices(cluster: ClusterSpec) -> None:
     """
     if cluster.groups[0].device.backend == "cuda" and not torch.cuda.is_available():
         raise PlanMismatchError(
-            f"the plan is for {cluster.name} ({cluster.num_devices} x {cluster.groups[0].device.kind}), this machine has no GPU; "
+            f"the plan is for {cluster.name} ({cluster.num_devices} x {cluster.groups[0].device.kind}), "
+            "this machine has no GPU; "
             "run it there, or plan again for local:<processes>"
         )
 
@@ -89,6 +93,7 @@ def check_world(plan: Plan) -> None:
     need = plan.cluster.num_devices
     if have != need:
         raise PlanMismatchError(
-            f"the plan is for {need} devices ({plan.cluster.name}), this job has {have} process{'es' if have > 1 else ''}; "
+            f"the plan is for {need} devices ({plan.cluster.name}), "
+            f"this job has {have} process{'es' if have > 1 else ''}; "
             f"start it with torchrun and {need} in all, or plan again for {have}"
         )

@@ -42,7 +42,8 @@ def decode_plan(data: bytes, what: str) -> tuple[Plan, tuple[RankProgram, ...]]:
     if head.version > PLAN_VERSION:
         made = head.made_with.get("paraplan", "a newer paraplan")
         raise PlanMismatchError(
-            f"{what}: plan version {head.version}, made by a newer paraplan ({made}); this one reads up to version {PLAN_VERSION}. "
+            f"{what}: plan version {head.version}, made by a newer paraplan ({made}); "
+            f"this one reads up to version {PLAN_VERSION}. "
             "Upgrade paraplan, or plan again with this version"
         )
     plan = from_json(data, Plan, what, InvalidPlanError)

@@ -66,7 +66,7 @@ def make_model(text: str, settings: Mapping[str, Any], meta: bool) -> Made:
 
 def _transformers() -> Any:
     try:
-        import transformers
+        import transformers  # noqa: PLC0415 - optional
     except ImportError as fault:
         raise ModelError(f"hf: models need transformers ({fault}); pip install 'paraplan[hf]'") from None
     return transformers
@@ -136,7 +136,8 @@ def hf_batch(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:
     names = inspect.signature(model.forward).parameters
     if config is None or "input_ids" not in names or "labels" not in names:
         raise CaptureError(
-            f"{type(model).__name__} is no Hugging Face language model, so its batch cannot be guessed: pass example_inputs "
+            f"{type(model).__name__} is no Hugging Face language model, so its batch cannot be guessed: "
+            "pass example_inputs "
             "(on the command line: a factory that returns (model, example_inputs))"
         )
     if batch < 1 or seq < 1:
@@ -163,7 +164,7 @@ def model_ref(model: nn.Module, program: Program, made_here: bool) -> ModelRef:
         program: its program.
         made_here: whether batch and loss are the standard ones.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if not made_here or not kind or not hasattr(config, "to_diff_dict"):
         return ModelRef(display=type(model).__name__)
@@ -192,7 +193,8 @@ def plan_model(plan: Plan, named: str | None, meta: bool) -> Made:
         return factory_model(named)
     if plan.model.hf_type is None:
         raise ModelError(
-            f"the plan's model, {plan.model.display}, came from a factory or from code: name it again with --model package.module:factory"
+            f"the plan's model, {plan.model.display}, came from a factory or from code: "
+            "name it again with --model package.module:factory"
         )
     if named is not None and named != f"hf:{plan.model.hf_type}":
         raise ModelError(
@@ -221,10 +223,9 @@ def factory_model(text: str) -> Made:
         ) from fault
     factory = getattr(module, attribute, None)
     if not callable(factory):
+        public = [name for name in dir(module) if not name.startswith("_")]
         what = "has no attribute" if factory is None else "holds no function under"
-        raise ModelError(
-            f"module {module_name!r} {what} {attribute!r}{_near(attribute, [n for n in dir(module) if not n.startswith('_')])}"
-        )
+        raise ModelError(f"module {module_name!r} {what} {attribute!r}{_near(attribute, public)}")
     try:
         made = factory()
     except Exception as fault:
@@ -243,7 +244,8 @@ def _unpack(made: object, text: str) -> Made:
     if not fine or not (loss_fn is None or callable(loss_fn)):
         got = ", ".join(type(part).__name__ for part in parts)
         raise ModelError(
-            f"factory {text!r} returned ({got}); it must return a model, (model, example_inputs) or (model, example_inputs, loss_fn)"
+            f"factory {text!r} returned ({got}); "
+            "it must return a model, (model, example_inputs) or (model, example_inputs, loss_fn)"
         )
     if isinstance(inputs, (list, Tensor)):
         inputs = tuple(inputs) if isinstance(inputs, list) else (inputs,)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from paraplan.ir.rank_program import RankProgram
 from paraplan.runtime.params import join_over
 from paraplan.runtime.trainer import Trainer
 
-OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
+OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {}),
     "momentum": (torch.optim.SGD, {"momentum": 0.9}),
     "adam": (torch.optim.Adam, {}),
@@ -104,7 +105,8 @@ def check_local(plan: Plan) -> None:
     if nodes > 1:
         raise PlanMismatchError(
             f"the plan is for {nodes} nodes ({cluster.name}); start it on each: torchrun --nnodes={nodes} "
-            f"--nproc-per-node={cluster.groups[0].devices_per_node} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m paraplan.cli run ..."
+            f"--nproc-per-node={cluster.groups[0].devices_per_node} "
+            "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m paraplan.cli run ..."
         )
     if cluster.groups[0].device.backend == "cuda" and torch.cuda.device_count() < cluster.num_devices:
         raise PlanMismatchError(
@@ -211,7 +213,8 @@ def _account(trainer: Trainer, programs: tuple[RankProgram, ...], result: RunRes
     difference = ""
     for index, (want, got) in enumerate(zip(wanted, found, strict=False)):
         if want.key != got.key:
-            difference = f"rank {trainer.rank}, entry {index} ({want.note or want.target}): predicted {want.key}, recorded {got.key}"
+            place = f"rank {trainer.rank}, entry {index} ({want.note or want.target})"
+            difference = f"{place}: predicted {want.key}, recorded {got.key}"
             break
     if not difference and len(wanted) != len(found):
         difference = f"rank {trainer.rank}: {len(wanted)} entries predicted, {len(found)} recorded"

@@ -105,20 +105,44 @@ def plan(
                 f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
             )
         found = _part("compile")(
-            made.model, cluster, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer, precision=precision,
-            batch=8 if batch is None else batch, seq=_sequence(made.model, seq), time_limit_s=time_limit, progress=tell, mesh=shape,
-            dp=dp, tp=tp, sp=sp, zero=zero, microbatches=microbatches, memory_reserve=memory_reserve,
-        )  # fmt: skip
+            made.model,
+            cluster,
+            example_inputs=made.example_inputs,
+            loss_fn=made.loss_fn,
+            optimizer=optimizer,
+            precision=precision,
+            batch=8 if batch is None else batch,
+            seq=_sequence(made.model, seq),
+            time_limit_s=time_limit,
+            progress=tell,
+            mesh=shape,
+            dp=dp,
+            tp=tp,
+            sp=sp,
+            zero=zero,
+            microbatches=microbatches,
+            memory_reserve=memory_reserve,
+        )
         if output is not None:
             found.save(output)
     _part("show_summary")(out(), found, output)
     if as_json:
-        prediction, certificate = found.prediction, found.certificate
-        _print_json({
-            "step_s": prediction.step_s, "peak_bytes": max(prediction.peak_bytes), "bound_s": certificate.bound_s,
-            "gap": certificate.gap, "status": certificate.status, "solve_s": found.solve_s, "total_s": found.total_s,
-            "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu,
-        })  # fmt: skip
+        _print_json(_plan_json(found))
+
+
+def _plan_json(found: Any) -> dict[str, Any]:
+    prediction, certificate = found.prediction, found.certificate
+    return {
+        "step_s": prediction.step_s,
+        "peak_bytes": max(prediction.peak_bytes),
+        "bound_s": certificate.bound_s,
+        "gap": certificate.gap,
+        "status": certificate.status,
+        "solve_s": found.solve_s,
+        "total_s": found.total_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "mfu": prediction.mfu,
+    }
 
 
 def _sequence(model: Any, given: int | None) -> int:

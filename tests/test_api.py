@@ -82,7 +82,7 @@ def test_executable_refuses_what_the_plan_is_not_for() -> None:
         plan.executable(Net(32))
     with pytest.raises(PlanMismatchError, match="evaluation mode"):
         plan.executable(Net().eval())
-    with pytest.raises(PlanMismatchError, match="2 devices.*1 process"):
+    with pytest.raises(PlanMismatchError, match=r"2 devices.*1 process"):
         planned(devices=2).executable(Net())
 
 

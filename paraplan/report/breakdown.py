@@ -6,7 +6,7 @@ Memory: what is alive at the instant of the peak, by role.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from paraplan.cost_models.costs import Costs
@@ -19,8 +19,11 @@ from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, StepK
 from paraplan.ir.struct import Value
 
 _CLASS_WORDS = {
-    "matmul": "matrix products", "attention": "attention", "memory": "elementwise, norms, losses", "view": "layout copies",
-}  # fmt: skip
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "elementwise, norms, losses",
+    "view": "layout copies",
+}
 
 _PURPOSES = {"F": "forward", "B": "backward"}
 _AROUND = "gradients, update, loss"
@@ -63,7 +66,7 @@ class MemoryRow(Value, frozen=True, kw_only=True):
 
 @dataclass
 class _Tally:
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     kernels: Counter[str] = field(default_factory=Counter)
     comm: dict[tuple[str, int, str], list[float]] = field(default_factory=dict)
 
@@ -88,7 +91,7 @@ def time_breakdown(
             elif instr.kind is InstrKind.COLLECTIVE:
                 key = (instr.target, instr.axis, purpose)
                 held = block.values[next(refs(instr.args))].nbytes
-                row = tally.comm.setdefault(key, [0, 0, 0.0])
+                row = tally.comm.setdefault(key, [0.0, 0.0, 0.0])
                 row[0] += times
                 row[1] += times * held
                 row[2] += times * costs.instr_s(block, instr)
@@ -98,7 +101,9 @@ def time_breakdown(
             tally.seconds[label] += span.busy_s
             tally.kernels[label] += 1
     times_found = tuple(
-        TimeRow(name=name, seconds=s, count=tally.kernels[name]) for name, s in tally.seconds.most_common() if s > 0
+        TimeRow(name=name, seconds=s, count=tally.kernels[name])
+        for name, s in sorted(tally.seconds.items(), key=lambda item: -item[1])
+        if s > 0
     )
     comm = tuple(
         CollectiveRow(

@@ -72,16 +72,17 @@ def explain(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation)
 def facts(plan: Plan) -> tuple[Fact, ...]:
     """What is planned, for what."""
     program = plan.program
-    count = sum(param.spec.numel for param in program.params.values())
+    micro = f"{plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"
+    pieces = f"{len(program.segments)} segments of {len(program.kinds)} kinds"
     batch = ", ".join(f"{name} {entry.spec}" for name, entry in program.batch.items())
-    device = plan.cluster.groups[0].device
+    cluster, device = plan.cluster, plan.cluster.groups[0].device
     return (
-        ("model", f"{plan.model.display}: {show_count(count)} parameters, {len(program.segments)} segments of {len(program.kinds)} kinds"),
+        ("model", f"{plan.model.display}: {show_count(num_params(program))} parameters, {pieces}"),
         ("batch", batch),
         ("computes in", f"{program.precision}, optimizer {plan.optimizer.name}"),
-        ("cluster", f"{plan.cluster.name}: {plan.cluster.num_devices} x {device.kind} with {show_bytes(device.memory_bytes)}"),
+        ("cluster", f"{cluster.name}: {cluster.num_devices} x {device.kind} with {show_bytes(device.memory_bytes)}"),
         *((_stage_name(plan, index), mesh_text(stage)) for index, stage in enumerate(plan.stages)),
-        ("schedule", f"{plan.schedule.name}, {plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"),
+        ("schedule", f"{plan.schedule.name}, {micro}"),
         ("parameters", "; ".join(dict.fromkeys(layer_words(plan)))),
     )  # fmt: skip
 
@@ -119,7 +120,8 @@ def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
         ("step", show_seconds(simulation.step_s)),
         (
             "of it",
-            f"compute {show_seconds(simulation.compute_s)}, exposed communication {show_seconds(simulation.exposed_comm_s)}",
+            f"compute {show_seconds(simulation.compute_s)}, "
+            f"exposed communication {show_seconds(simulation.exposed_comm_s)}",
         ),
         ("peak memory", f"{show_bytes(peak)} per device of {show_bytes(memory)} ({show_share(peak, memory)})"),
     ]

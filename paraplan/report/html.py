@@ -23,13 +23,15 @@ background:none;color:inherit;white-space:normal}.pp th{color:var(--pp-soft);fon
 .pp td.n,.pp th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .pp .cards{display:flex;flex-wrap:wrap;gap:10px;margin:10px 0 12px}
 .pp .card{border:1px solid var(--pp-line);border-radius:8px;padding:7px 14px;min-width:110px}
-.pp .card b{display:block;font-size:17px;font-weight:650}.pp .label{white-space:nowrap}.pp .card span,.pp .soft{color:var(--pp-soft)}
+.pp .card b{display:block;font-size:17px;font-weight:650}
+.pp .label{white-space:nowrap}.pp .card span,.pp .soft{color:var(--pp-soft)}
 .pp .two{display:grid;grid-template-columns:1fr 1fr;gap:0 32px}
 .pp .bar{display:inline-block;height:8px;border-radius:2px;background:var(--pp-fwd);vertical-align:middle}
 .pp code{font:12px ui-monospace,Menlo,Consolas,monospace;background:none;color:inherit;padding:0;overflow-wrap:anywhere}
 .pp details{margin:0}.pp summary{cursor:pointer;padding:3px 0}.pp svg.pp-svg{width:100%;height:auto;display:block}
 .pp .pp-label,.pp .pp-tick{fill:var(--pp-soft);font-size:11px}.pp .pp-lane{fill:var(--pp-lane)}
-.pp .pp-fwd{fill:var(--pp-fwd)}.pp .pp-bwd{fill:var(--pp-bwd)}.pp .pp-upd{fill:var(--pp-upd)}.pp .pp-comm{fill:var(--pp-comm)}
+.pp .pp-fwd{fill:var(--pp-fwd)}.pp .pp-bwd{fill:var(--pp-bwd)}
+.pp .pp-upd{fill:var(--pp-upd)}.pp .pp-comm{fill:var(--pp-comm)}
 .pp .pp-live{fill:var(--pp-fwd);opacity:.75}.pp .pp-crest{fill:var(--pp-fwd);opacity:.28}
 .pp .pp-rule{stroke:var(--pp-soft);stroke-dasharray:2 3;opacity:.6}.pp .pp-limit{stroke:var(--pp-limit)}
 .pp .key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin:0 5px 0 12px}
@@ -61,8 +63,10 @@ def html_page(told: Explanation) -> str:
 
 
 _KEY = (
-    '<div class="key soft"><i style="background:var(--pp-fwd)"></i>forward<i style="background:var(--pp-bwd)"></i>backward'
-    '<i style="background:var(--pp-upd)"></i>reduction and update<i style="background:var(--pp-comm)"></i>communication</div>'
+    '<div class="key soft"><i style="background:var(--pp-fwd)"></i>forward'
+    '<i style="background:var(--pp-bwd)"></i>backward'
+    '<i style="background:var(--pp-upd)"></i>reduction and update'
+    '<i style="background:var(--pp-comm)"></i>communication</div>'
 )
 _CARDS = ("step", "peak memory", "throughput")
 
@@ -76,10 +80,9 @@ def _cards(verdict: Sequence[Fact]) -> str:
                 f'<div class="card"><span>{label}</span><b>{escape(head)}</b><span>{escape(rest.strip())}</span></div>'
             )
         elif label == "bound":
+            bound = escape(value.split(",")[0])
             gap = next(part for part in value.split(", ") if part.startswith("gap"))
-            found.append(
-                f'<div class="card"><span>to the bound</span><b>{escape(gap)}</b><span>{escape(value.split(",")[0])}</span></div>'
-            )
+            found.append(f'<div class="card"><span>to the bound</span><b>{escape(gap)}</b><span>{bound}</span></div>')
     return f'<div class="cards">{"".join(found)}</div>'
 
 

@@ -36,7 +36,10 @@ def _spans(process: int, trace: RankTrace) -> list[Event]:
         events.append({
             "ph": "X", "name": span.label, "cat": span.phase, "pid": process, "tid": threads[span.stream],
             "ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6,
-            "args": {"action": span.action, "segment": span.segment, "microbatch": span.microbatch, "busy_us": span.busy_s * 1e6},
+            "args": {
+                "action": span.action, "segment": span.segment, "microbatch": span.microbatch,
+                "busy_us": span.busy_s * 1e6,
+            },
         })  # fmt: skip
     return events
 

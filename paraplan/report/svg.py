@@ -15,6 +15,8 @@ from paraplan.report.units import show_bytes, show_seconds
 WIDTH, LEFT, ROW, AXIS = 860, 118, 24, 20
 _MAX_RECTS = 1500
 
+Point = tuple[float, float]
+
 
 def timeline_svg(trace: RankTrace) -> str:
     """One row per stream; each stretch in its phase's colour, titles on hover."""
@@ -42,7 +44,8 @@ def merge_spans(spans: Sequence[Span], total_s: float) -> list[Span]:
         last = merged[-1] if merged else None
         if last is not None and last.phase == span.phase and span.start_s - last.end_s < grain:
             merged[-1] = Span(
-                stream=last.stream, start_s=last.start_s, end_s=span.end_s, label=f"{last.phase} ...", action=last.action,
+                stream=last.stream, start_s=last.start_s, end_s=span.end_s, label=f"{last.phase} ...",
+                action=last.action,
                 segment=-1, microbatch=last.microbatch, phase=last.phase, busy_s=last.busy_s + span.busy_s,
             )  # fmt: skip
         else:
@@ -55,8 +58,10 @@ def _span_rect(span: Span, y: float, total: float) -> str:
     x, width = LEFT + span.start_s * scale, max((span.end_s - span.start_s) * scale, 0.4)
     kind = "comm" if span.stream.startswith("comm") else {"F": "fwd", "B": "bwd"}.get(span.phase, "upd")
     where = f", segment {span.segment}" if span.segment >= 0 else ""
-    title = f"{span.label}: {span.action}{where}, {show_seconds(span.start_s)} to {show_seconds(span.end_s)}, busy {show_seconds(span.busy_s)}"
-    return f'<rect class="pp-{kind}" x="{x:.2f}" y="{y + 3}" width="{width:.2f}" height="{ROW - 6}"><title>{escape(title)}</title></rect>'
+    when = f"{show_seconds(span.start_s)} to {show_seconds(span.end_s)}, busy {show_seconds(span.busy_s)}"
+    title = escape(f"{span.label}: {span.action}{where}, {when}")
+    place = f'x="{x:.2f}" y="{y + 3}" width="{width:.2f}" height="{ROW - 6}"'
+    return f'<rect class="pp-{kind}" {place}><title>{title}</title></rect>'
 
 
 def memory_svg(trace: RankTrace, memory_bytes: int) -> str:
@@ -69,7 +74,9 @@ def memory_svg(trace: RankTrace, memory_bytes: int) -> str:
     def y(nbytes: float) -> float:
         return 8 + chart * (1 - nbytes / (high * 1.04))
 
-    live, crest, before, begin = [(0.0, trace.start_bytes)], [], trace.start_bytes, 0.0
+    live: list[Point] = [(0.0, trace.start_bytes)]
+    crest: list[Point] = []
+    before, begin = trace.start_bytes, 0.0
     for point in trace.memory:
         crest.extend(((begin, max(point.peak_bytes, before)), (point.end_s, max(point.peak_bytes, point.live_bytes))))
         live.append((point.end_s, point.live_bytes))
@@ -88,17 +95,19 @@ def memory_svg(trace: RankTrace, memory_bytes: int) -> str:
     if high == memory_bytes:
         parts.append(f'<line class="pp-limit" x1="{LEFT}" x2="{WIDTH}" y1="{y(high):.1f}" y2="{y(high):.1f}"/>')
         parts.append(
-            f'<text class="pp-label" x="{WIDTH}" y="{y(high) + 12:.1f}" text-anchor="end">device {show_bytes(high)}</text>'
+            f'<text class="pp-label" x="{WIDTH}" y="{y(high) + 12:.1f}" text-anchor="end">'
+            f"device {show_bytes(high)}</text>"
         )
     parts.extend(_time_axis(total, chart + 8))
     return "".join([*parts, "</svg>"])
 
 
-def _thin(points: Sequence[tuple[float, float]], total: float) -> list[tuple[float, float]]:
+def _thin(points: Sequence[Point], total: float) -> list[Point]:
     """At most a few points per pixel: of those within one, the lowest and the highest."""
     if len(points) < 4 * WIDTH:
         return list(points)
-    grain, found, group = total / WIDTH, [], [points[0]]
+    grain, group = total / WIDTH, [points[0]]
+    found: list[Point] = []
     for point in points[1:]:
         if point[0] - group[0][0] < grain:
             group.append(point)
@@ -120,6 +129,7 @@ def _time_axis(total: float, y: float) -> list[str]:
         x = LEFT + (WIDTH - LEFT) * tick / 5
         anchor = "start" if tick == 0 else "end" if tick == 5 else "middle"
         parts.append(
-            f'<text class="pp-tick" x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}">{show_seconds(total * tick / 5)}</text>'
+            f'<text class="pp-tick" x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}">'
+            f"{show_seconds(total * tick / 5)}</text>"
         )
     return parts

@@ -13,7 +13,9 @@ from paraplan import __version__, cli
 OPTIONS = {
     "": ["--debug", "--version"],
     "plan": [
-        "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision", "--memory-reserve", "--tp",
+        "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
+        "--memory-reserve",
+        "--tp",
         "--dp", "--sp", "--zero", "--microbatches", "--time-limit", "--json",
     ],
     "show": ["PLAN"],
