@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paraplan import __version__
-from paraplan.api_files import read_plan, write_plan
 from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.predict import predict, simulate_plan
 from paraplan.cost_models.simulate import Simulation
@@ -27,6 +26,7 @@ from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.verify import verify_plan
+from paraplan.jobs.files import read_plan, write_plan
 from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
 from paraplan.report.perfetto import chrome_trace
@@ -43,9 +43,9 @@ _PARTS = {
     "search": "paraplan.planner.search",
     "Job": "paraplan.planner.assemble",
     "Constraints": "paraplan.planner.constraints",
-    "hf_batch": "paraplan.api_models",
-    "model_ref": "paraplan.api_models",
-    "make_trainer": "paraplan.api_exec",
+    "hf_batch": "paraplan.jobs.models",
+    "model_ref": "paraplan.jobs.models",
+    "make_trainer": "paraplan.jobs.trainers",
 }
 _LIBRARIES = ("torch", "transformers", "ortools", "pulp")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?$")

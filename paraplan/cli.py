@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from paraplan import __version__
-from paraplan.cli_terminal import Progress, out, print_fault
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
+from paraplan.terminal.progress import Progress, out, print_fault
 
 app = typer.Typer(
     name="paraplan", help="Plans how a PyTorch model trains on a cluster, and runs the plan.", no_args_is_help=True,
@@ -27,19 +27,19 @@ app = typer.Typer(
 _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
-    "make_model": "paraplan.api_models",
-    "RunOptions": "paraplan.api_run",
-    "check_run": "paraplan.api_run",
-    "check_local": "paraplan.api_run",
-    "run": "paraplan.api_run",
-    "leave_job": "paraplan.api_run",
-    "run_json": "paraplan.cli_run",
-    "run_table": "paraplan.cli_run",
-    "check_failure": "paraplan.cli_run",
-    "spawn": "paraplan.cli_run",
-    "show_plan": "paraplan.cli_show",
-    "show_summary": "paraplan.cli_show",
-    "show_simulation": "paraplan.cli_show",
+    "make_model": "paraplan.jobs.models",
+    "RunOptions": "paraplan.jobs.run",
+    "check_run": "paraplan.jobs.run",
+    "check_local": "paraplan.jobs.run",
+    "run": "paraplan.jobs.run",
+    "leave_job": "paraplan.jobs.run",
+    "run_json": "paraplan.terminal.run",
+    "run_table": "paraplan.terminal.run",
+    "check_failure": "paraplan.terminal.run",
+    "spawn": "paraplan.terminal.run",
+    "show_plan": "paraplan.terminal.show",
+    "show_summary": "paraplan.terminal.show",
+    "show_simulation": "paraplan.terminal.show",
 }
 RESULT_ENV = "PARAPLAN_RESULT"
 """Where the first rank of a locally started run leaves its result for the command that started it."""

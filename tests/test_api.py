@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import paraplan as pp
 from paraplan.api import parse_bytes
-from paraplan.api_check import max_error, relative
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, PlanMismatchError
+from paraplan.jobs.check import max_error, relative
 
 
 class Net(nn.Module):

@@ -28,8 +28,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "runtime": ("ir",),
     "codegen": ("ir", "runtime.ops"),
     "report": ("ir", "cost_models"),
-    "api": ("ir", "cost_models", "planner", "runtime", "codegen", "report"),
-    "cli": ("ir", "api", "report"),
+    "jobs": ("ir", "cost_models", "runtime", "codegen"),
+    "api": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "__version__"),
+    "terminal": ("ir", "report", "jobs"),
+    "cli": ("ir", "api", "report", "jobs", "terminal", "__version__"),
 }
 """What each room may import of ours, beyond itself; a dotted name opens that module only."""
 

@@ -44,7 +44,7 @@ def test_the_command_starts_fast_and_light() -> None:
 
 
 def test_showing_a_plan_needs_no_torch() -> None:
-    program = "import sys, paraplan.api, paraplan.cli_show; sys.exit('torch' in sys.modules)"
+    program = "import sys, paraplan.api, paraplan.terminal.show; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

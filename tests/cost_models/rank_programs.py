@@ -264,7 +264,11 @@ def random_programs(draw: st.DrawFn) -> RankProgram:
             names = (names - set(drops)) | {out for out in outs if out is not None}
             steps.append(
                 Step(
-                    kind=StepKind.CALL, action="0F0", block=code.name, args=tuple(args), outs=tuple(outs),
+                    kind=StepKind.CALL,
+                    action="0F0",
+                    block=code.name,
+                    args=tuple(args),
+                    outs=tuple(outs),
                     drops=tuple(drops),
                 )
             )

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paraplan.api_models import Made
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program, master_dtype, trained_params
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.trace.reference import run_program
+from paraplan.jobs.models import Made
 from paraplan.runtime.params import full_tensors
 
 Tensors = Mapping[str, Tensor]

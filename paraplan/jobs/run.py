@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paraplan.api_check import Errors, SingleDevice
-from paraplan.api_data import RandomBatches, TextBatches
-from paraplan.api_exec import check_devices, check_model, make_trainer
-from paraplan.api_models import Made, plan_model
 from paraplan.cost_models.memory import entries
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.mesh import parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
+from paraplan.jobs.check import Errors, SingleDevice
+from paraplan.jobs.data import RandomBatches, TextBatches
+from paraplan.jobs.models import Made, plan_model
+from paraplan.jobs.trainers import check_devices, check_model, make_trainer
 from paraplan.runtime.params import join_over
 from paraplan.runtime.trainer import Trainer
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
-from paraplan.api_launch import start_ranks
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.plan import Plan
+from paraplan.jobs.launch import start_ranks
 from paraplan.report.units import show_bytes, show_seconds
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1e-1}

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paraplan.api_models import Made
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import BatchInput
+from paraplan.jobs.models import Made
 
 Batch = dict[str, Tensor]
 _MOST_BYTES = 1 << 28

@@ -1,0 +1,1 @@
+"""What the command shows people: tables, progress, faults."""
