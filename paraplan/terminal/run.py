@@ -17,8 +17,9 @@ from paraplan.jobs.launch import start_ranks
 from paraplan.report.units import show_bytes, show_seconds
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1e-1}
-"""Largest errors against the captured program; below fp64 they are noise of summing in another order, carried
-through the optimizer."""
+"""Largest errors of loss and gradients against the captured program; below fp64 they are noise of summing in
+another order. Parameters are held to it in fp64 only: Adam divides by the gradient, so where that is all noise (a
+key's bias) any rounding moves a parameter by a whole learning rate."""
 
 
 def spawn(path: Path, plan: Plan, args: Sequence[str], result_env: str) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def check_failure(plan: Plan, result: dict[str, Any]) -> str:
     limit = TOLERANCE[plan.program.precision]
     if result["max_rel_err_loss"] is None:
         return ""
-    for what in ("loss", "grad", "param"):
+    for what in ("loss", "grad", "param") if limit <= TOLERANCE["fp64"] else ("loss", "grad"):
         error = result[f"max_rel_err_{what}"]
         if not error <= limit:
             return f"check failed: max_rel_err_{what} is {error:.2e}, over {limit:.0e} for {plan.program.precision}"
