@@ -1,0 +1,102 @@
+"""The formulas of `ir.rules.workspace` against what the kernels allocate inside: never below, at most 3 % above."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paraplan.ir.rank_program import LocalValue
+from paraplan.ir.rules import op_def
+from paraplan.runtime.ops import resolve
+from paraplan.runtime.tracker import Ledger, Tracker
+
+B, S, D, V = 3, 64, 16, 500
+SLACK_BYTES = 4096
+torch.set_num_threads(1)
+
+
+def local(tensor: Tensor) -> LocalValue:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return LocalValue(dtype=dtype, shape=tuple(tensor.shape), strides=tuple(tensor.stride()), base="x", storage_bytes=0)
+
+
+def measured(target: str, args: tuple[Any, ...]) -> tuple[int, tuple[Tensor | None, ...]]:
+    """Bytes alive at the worst moment beyond inputs and results."""
+    tracker, ledger = Tracker(), Ledger()
+    for arg in args:
+        if isinstance(arg, Tensor):
+            ledger.register(arg)
+    before = ledger.live_bytes
+    with tracker, tracker.booking(ledger):
+        result = resolve(target)(*args)
+    results = result if isinstance(result, tuple | list) else (result,)
+    storages = {r.untyped_storage().data_ptr(): r.untyped_storage().nbytes() for r in results if r is not None}
+    return ledger.peak_bytes - before - sum(storages.values()), tuple(results)
+
+
+def predicted(target: str, args: tuple[Any, ...], results: tuple[Tensor | None, ...]) -> int:
+    definition = op_def(target)
+    assert definition is not None
+    if definition.workspace is None:
+        return 0
+    inputs = [local(arg) for arg in args if isinstance(arg, Tensor)]
+    outputs = [None if r is None else local(r) for r in results]
+    return definition.workspace(inputs, outputs, tuple("%x" if isinstance(arg, Tensor) else arg for arg in args))
+
+
+def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(dtype)
+
+    seed, ids, labels = torch.tensor(5), torch.randint(0, V, (B, S)), torch.randint(0, V, (B, S))
+    for shape in ((B, S, 96), (B, 4 * S, 768)):
+        x, turned = draw(*shape), draw(*shape).transpose(0, 1)
+        k = shape[-1]
+        yield "paraplan.dropout", (x, seed, 0.1, 0, list(shape), [0, 0, 0])
+        for value in (x, turned):
+            yield "paraplan.linear", (value, draw(128, k), draw(128), False)
+            yield "paraplan.linear_grad_input", (value, draw(k, 128), False)
+            yield "paraplan.linear_grad_weight", (value, draw(*value.shape[:2], 128), False)
+    yield "paraplan.embedding", (draw(V, 96), ids, 0)
+    yield "paraplan.embedding", (draw(V // 2, 96), ids, V // 2)
+    yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V, -1, 0)
+    yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V // 2, -1, V // 2)
+    yield from attention_cases(draw, seed)
+    for columns in (V, 20_000):
+        logits = draw(B, S, columns)
+        top = resolve("paraplan.ce_max")(logits)
+        total = resolve("paraplan.ce_sumexp")(logits, top)
+        target = resolve("paraplan.ce_target")(logits, labels, -100, 0)
+        yield "paraplan.ce_max", (logits,)
+        yield "paraplan.ce_sumexp", (logits, top)
+        yield "paraplan.ce_target", (logits, labels, -100, 0)
+        yield "paraplan.ce_loss", (top, total, target, labels, -100)
+        yield "paraplan.ce_grad", (torch.ones((), dtype=total.dtype), logits, top, total, labels, -100, 0)
+
+
+def attention_cases(draw: Any, seed: Tensor) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for heads, groups in ((8, 8), (8, 4)):
+        for p, causal, masked in ((0.0, True, False), (0.0, False, True), (0.1, True, False), (0.1, False, True)):
+            mask = torch.rand(B, 1, S, S) > 0.2 if masked else None
+            q, k, v, g = (draw(B, S, h, D).transpose(1, 2) for h in (heads, groups, groups, heads))
+            random, place = (seed if p else None), ([B, heads, S, S], [0, 0, 0, 0])
+            call = (q, k, v, mask, random, p, 0, causal, 0.25, *place)
+            out, lse = resolve("paraplan.attention")(*call)
+            yield "paraplan.attention", call
+            yield (
+                "paraplan.attention_grad",
+                (g, q, k, v, mask, random, out, lse, p, 0, causal, 0.25, *place, False),
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_workspace_is_foretold(dtype: torch.dtype) -> None:
+    for target, args in cases(dtype):
+        found, results = measured(target, args)
+        foretold = predicted(target, args, results)
+        what = f"{target} {[tuple(a.shape) if isinstance(a, Tensor) else a for a in args]}"
+        assert found <= foretold <= 1.03 * found + SLACK_BYTES, f"{what}: {found} bytes inside, {foretold} foretold"

@@ -1,0 +1,50 @@
+"""Any legal plan gives the single device's numbers, does what was predicted, and peaks where it was predicted to.
+
+A few plans a model; `python -m benchmarks.fuzz` runs many.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.fuzz import relative_error
+from benchmarks.models import NAMES, build
+from paraplan.codegen import build_modules
+from paraplan.cost_models.memory import entries
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.trace import capture, run_program
+from paraplan.ir.verify import verify_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.sampling import random_plan
+from paraplan.runtime.local import InProcessTrainer
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", NAMES)
+def test_random_plans(name: str, dropout: float) -> None:
+    small = build(name, dropout)
+    program = capture(small.model, small.batch, precision="fp64")
+    tensors = dict(small.model.named_parameters(remove_duplicate=False))
+    params = {key: tensors[key].detach() for key in program.params}
+    buffers = {key: b.double() if b.is_floating_point() else b for key, b in small.model.named_buffers()}
+    loss, grads = run_program(program, params, buffers, small.batch, 0)
+    for seed, ranks in ((1, 2), (2, 4)):
+        job = Job(program, ClusterSpec.local(ranks), OPTIMIZERS["adamw"], ModelRef(display=name), {})
+        plan = random_plan(job, seed, max_microbatches=4)
+        programs = verify_plan(plan)
+        trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
+        assert float(abs(trainer.step(small.batch) - loss) / abs(loss)) <= 1e-9
+        assert relative_error(trainer.grads(), grads) <= 1e-9
+        trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+        trainer.step(small.batch)
+        trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+        predicted = [entry.key for entry in entries(programs[0])]
+        peak = max(simulate_plan(plan, programs).peak_bytes)
+        for rank in range(ranks):
+            assert [entry.key for entry in trainer.entries(rank)] == predicted
+            assert 1.0 <= peak / trainer.peak_bytes(rank) <= 1.02
