@@ -32,7 +32,7 @@ _PARTS = {
     "check_run": "paraplan.jobs.run",
     "check_local": "paraplan.jobs.run",
     "run": "paraplan.jobs.run",
-    "leave_job": "paraplan.jobs.run",
+    "leave_job": "paraplan.jobs.launch",
     "run_json": "paraplan.terminal.run",
     "run_table": "paraplan.terminal.run",
     "check_failure": "paraplan.terminal.run",

@@ -1,5 +1,6 @@
-"""Starting a plan's ranks on this machine; a name of the api's for what the runtime does."""
+"""Starting and leaving ranks, for the command: the runtime's own."""
 
+from paraplan.runtime.launch import leave_job
 from paraplan.runtime.launch import spawn_local as start_ranks
 
-__all__ = ["start_ranks"]
+__all__ = ["leave_job", "start_ranks"]

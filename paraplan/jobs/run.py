@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paraplan.cost_models.memory import entries
+from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.mesh import parse_layout
 from paraplan.ir.plan import Plan
@@ -144,7 +143,8 @@ def run(
     optimizer = trainer.optimizer(cls, lr=options.lr, **extra)
     single = SingleDevice(plan, made, optimizer_of, options.seed) if options.check and trainer.rank == 0 else None
     recorded = min(1, options.steps - 1)
-    result = RunResult(predicted_peak_bytes=max(plan.prediction.peak_bytes) if plan.prediction else 0)
+    peaks = plan.prediction.peak_bytes if plan.prediction else simulate_plan(plan, programs).peak_bytes
+    result = RunResult(predicted_peak_bytes=max(peaks))
     times = []
     for step in range(options.steps):
         batch = batches(step)
@@ -166,20 +166,6 @@ def run(
     usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
     result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
     return result
-
-
-def leave_job() -> None:
-    """End this rank's process, well, once every rank has got here.
-
-    Ended by `_exit`: on torch 2.13 a Gloo process that has made a DeviceMesh aborts now and then while the
-    interpreter shuts down ("terminate called without an active exception"), destroyed groups or not.
-    """
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | None) -> None:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -14,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from paraplan.codegen import build_modules
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.executor import Executor
-from paraplan.runtime.launch import init_distributed
+from paraplan.runtime.launch import init_distributed, leave_job
 from paraplan.runtime.local import InProcessTrainer
 from paraplan.runtime.stepping import make_executors, step_together
 from paraplan.runtime.trainer import Trainer
@@ -135,7 +134,7 @@ def main() -> None:
             train(seed, index == 0, folder)
         across(folder)
     (folder / f"done{rank}").touch()
-    dist.destroy_process_group()
+    leave_job()
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
         limit = max(min(limit, max(held_bytes(space, choices))) - (peak - limits.memory_bytes), 1.0)
     else:
         raise SolverLimitError(
-            f"no plan under {_gib(limits.memory_bytes)} was found on mesh {mesh.shape} after 6 tries; "
-            f"the closest peaks at {_gib(peak)}"
+            f"no plan under {_size(limits.memory_bytes)} was found on mesh {mesh.shape} after 6 tries; "
+            f"the closest peaks at {_size(peak)}"
         )
     work = work_of_choices(space, choices)
     started = time.perf_counter()
@@ -148,14 +148,15 @@ def _fail(job: Job, space: Space, found: Solution, limits: Limits, limit: float)
     missing = need - limits.memory_bytes
     if limit < limits.memory_bytes:  # lowered for one plan's passing values; another plan's may be smaller
         raise SolverLimitError(
-            f"no plan under {_gib(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
-            f"{_gib(need)} would do at the loss and the update, but passing values in between took "
-            f"{_gib(limits.memory_bytes - limit)} more; use smaller microbatches or more devices"
+            f"no plan under {_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
+            f"{_size(need)} would do at the loss and the update, but passing values in between took "
+            f"{_size(limits.memory_bytes - limit)} more; the largest tensor is {name} {spec} "
+            f"({_size(spec.nbytes)}); use smaller microbatches or more devices"
         )
     raise InfeasibleError(
-        f"no sharding fits {_gib(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
-        f"{_gib(need)} are needed, {_gib(max(missing, 0.0))} are missing; the largest tensor is {name} {spec} "
-        f"({_gib(spec.nbytes)}); use more devices, smaller microbatches, or devices with more memory"
+        f"no sharding fits {_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
+        f"{_size(need)} are needed, {_size(max(missing, 0.0))} are missing; the largest tensor is {name} {spec} "
+        f"({_size(spec.nbytes)}); use more devices, smaller microbatches, or devices with more memory"
     )
 
 
@@ -177,5 +178,5 @@ def least_memory(space: Space, limits: Limits) -> float:
     return found.bound * unit
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"
