@@ -208,10 +208,8 @@ def compile(
         mesh, dp, tp, sp, zero, microbatches, params: pinned choices, see `Constraints`.
         memory_reserve: device memory to leave free, bytes or text such as "2GiB".
     Raises:
-        CaptureError: the model cannot be captured.
-        ConstraintError: choices contradict each other, the batch or the cluster.
-        InfeasibleError: proved that no plan fits.
-        SolverLimitError: out of time without a plan.
+        CaptureError, ConstraintError: the model cannot be captured; choices contradict each other, batch or cluster.
+        InfeasibleError, SolverLimitError: proved that no plan fits; out of time without a plan.
     """
     started = time.perf_counter()
     tell = progress or (lambda text: None)
