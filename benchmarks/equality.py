@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.models import settings
 from benchmarks.table import main
+from benchmarks.zoo.language import settings
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS
 from paraplan.ir.struct import to_json

@@ -14,8 +14,8 @@ import os
 
 import torch
 
-from benchmarks.models import NAMES, build
 from benchmarks.table import main
+from benchmarks.zoo import NAMES, build
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan

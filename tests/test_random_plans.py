@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.fuzz import relative_error
-from benchmarks.models import NAMES, build
+from benchmarks.zoo import NAMES, build
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan

@@ -1,12 +1,13 @@
-"""Small models every benchmark of correctness runs: a real architecture each, a few thousand parameters."""
+"""GPT-2, Llama and BERT from transformers, and an MLP."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor, nn
 
+from benchmarks.zoo.small import Small
 from examples.models.mlp import MLP
 
 VOCABULARY, POSITIONS = 96, 64
@@ -29,16 +30,6 @@ DROPOUTS = {
     "llama": ("attention_dropout",),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
 }
-NAMES = ("gpt2", "llama", "bert", "mlp")
-
-
-@dataclass(frozen=True)
-class Small:
-    """A model in float64, with the batch it is given."""
-
-    name: str
-    model: nn.Module
-    batch: dict[str, Tensor]
 
 
 def settings(name: str, dropout: float) -> dict[str, object]:
@@ -46,17 +37,25 @@ def settings(name: str, dropout: float) -> dict[str, object]:
     return {**HF[name], **dict.fromkeys(DROPOUTS[name], dropout), "use_cache": False}
 
 
-def build(name: str, dropout: float, batch: int = 8, seq: int = 32) -> Small:
-    """A model with random weights and one batch: tokens with unequal numbers of ignored labels, or features."""
+def mlp(dropout: float) -> Small:
+    """Features in, features out, with a loss of its own."""
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(1)
-    if name == "mlp":
-        pair = torch.randn(2, batch, 32, generator=draw, dtype=torch.float64)
-        return Small(name, MLP(dropout=dropout).double().train(), {"x": pair[0], "y": pair[1]})
+    pair = torch.randn(2, 8, 32, generator=draw, dtype=torch.float64)
+    return Small("mlp", MLP(dropout=dropout).double().train(), {"x": pair[0], "y": pair[1]})
+
+
+def transformer(name: str, dropout: float, batch: int = 8, seq: int = 32) -> Small:
+    """Tokens with unequal numbers of ignored labels."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: PLC0415  (optional extra)
 
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
     config = AutoConfig.for_model(name, **settings(name, dropout))
     maker = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
     tokens, labels = (torch.randint(0, VOCABULARY, (batch, seq), generator=draw) for _ in range(2))
     labels[0, : seq // 2] = -100
     return Small(name, maker.from_config(config).double().train(), {"input_ids": tokens, "labels": labels})
+
+
+MODELS: dict[str, Callable[[float], Small]] = {**{name: partial(transformer, name) for name in HF}, "mlp": mlp}
