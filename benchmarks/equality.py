@@ -1,9 +1,10 @@
 """`paraplan run --check` on Gloo processes: every model under every kind of plan, against one device.
 
 GPT-2, Llama, BERT and an MLP in float64 on 2 and 4 processes, under pure data parallelism, ZeRO-3, pure tensor
-parallelism, tensor and sequence parallelism, the planner's own choice, and five random legal plans. Five AdamW steps;
-dropout is on in every other row. Errors are the numerics contract's, against the captured program (and, without
-dropout, the user's eager model); `entries` says whether every rank did what was predicted, entry by entry.
+parallelism, tensor and sequence parallelism, context parallelism in each mode, the planner's own choice, and five
+random legal plans. Five AdamW steps; dropout is on in every other row. Errors are the numerics contract's, against the
+captured program (and, without dropout, the user's eager model); `entries` says whether every rank did what was
+predicted, entry by entry.
 
     python -m benchmarks.equality [--only "gpt2 2"] [--json FILE]
 """
@@ -36,6 +37,9 @@ PLANS = {
     "zero3": ("--dp", "{n}", "--zero", "3"),
     "tp": ("--tp", "{n}"),
     "tp+sp": ("--tp", "{n}", "--sp"),
+    "cp gather": ("--cp", "{n}", "--cp-mode", "gather"),
+    "cp alltoall": ("--cp", "{n}", "--cp-mode", "alltoall"),
+    "cp ring": ("--cp", "{n}", "--cp-mode", "ring"),
     "own": (),
 }
 
@@ -102,8 +106,10 @@ def cases() -> dict[str, Callable[[], dict[str, object]]]:
         for ranks in (2, 4):
             for index, (kind, pins) in enumerate(PLANS.items()):
                 dropout = 0.1 if (index + ranks // 2) % 2 else 0.0
-                if name == "mlp" and kind == "tp+sp":
+                if name == "mlp" and kind.startswith(("tp+sp", "cp")):
                     continue  # no sequence to split
+                if name == "llama" and ranks == 4 and kind == "cp alltoall":
+                    continue  # two key/value heads
                 found[f"{name} {ranks} {kind}"] = lambda a=(name, ranks, pins, dropout): pinned(*a)
         for seed in range(RANDOM_PLANS):
             ranks, dropout = (2, 4)[seed % 2], 0.1 if seed % 2 else 0.0

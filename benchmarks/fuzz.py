@@ -22,7 +22,8 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.ir.program import Program
-from paraplan.ir.trace import capture, run_program
+from paraplan.ir.trace import capture
+from paraplan.ir.trace.reference import Step, run_step
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
@@ -42,6 +43,15 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     return worst
 
 
+def buffer_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The worst max|a - b| / max|b| of the buffers a step writes (running statistics); infinite for a wrong count."""
+    worst = 0.0
+    for name, b in expected.items():
+        off, scale = float((found[name] - b).abs().max()), float(b.abs().max())
+        worst = max(worst, off / scale if scale else (float("inf") if off else 0.0))
+    return worst
+
+
 def fuzz_model(name: str) -> dict[str, object]:
     """All plans of one model."""
     torch.set_num_threads(1)
@@ -54,10 +64,11 @@ def fuzz_model(name: str) -> dict[str, object]:
         programs = verify_plan(plan)
         trainer = InProcessTrainer(plan, programs, [build_modules(program) for program in programs], small.model)
         loss, grads = trainer.step(small.batch), trainer.grads()
-        expected_loss, expected = _reference(program, small)
-        worst = max(
-            worst, relative_error(grads, expected), abs(float(loss - expected_loss)) / abs(float(expected_loss))
-        )
+        expected = _reference(program, small)
+        off = abs(float(loss - expected.loss)) / abs(float(expected.loss))
+        worst = max(worst, off, relative_error(grads, expected.grads))
+        for rank in range(job.cluster.num_devices):
+            worst = max(worst, buffer_error(trainer.buffers(rank), expected.buffers))
         trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
         trainer.step(small.batch)
         trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
@@ -77,11 +88,11 @@ def _capture(name: str, dropout: float) -> tuple[object, Program]:
     return small, capture(small.model, small.batch, precision="fp64")
 
 
-def _reference(program: Program, small: object) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+def _reference(program: Program, small: object) -> Step:
     tensors = dict(small.model.named_parameters(remove_duplicate=False))
     params = {name: tensors[name].detach() for name in program.params}
     buffers = {name: b.double() if b.is_floating_point() else b for name, b in small.model.named_buffers()}
-    return run_program(program, params, buffers, small.batch, 0)
+    return run_step(program, params, buffers, small.batch, 0)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ _PUBLIC = {
     "ClusterSpec": "paraplan.ir.cluster",
     "Constraints": "paraplan.planner.constraints",
     "ParaplanError": "paraplan.ir.errors",
+    "register_rule": "paraplan.ir.trace.register",
+    "register_cost": "paraplan.ir.trace.register",
 }
 
 __all__ = ["__version__", *_PUBLIC]

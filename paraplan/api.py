@@ -25,6 +25,7 @@ from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.schedule import split_classes
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.files import read_plan, write_plan
 from paraplan.report.explain import Explanation, explain, summary
@@ -34,6 +35,7 @@ from paraplan.report.perfetto import chrome_trace
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from paraplan.runtime.buckets import BucketTrainer
     from paraplan.runtime.trainer import Trainer
 
 Progress = Callable[[str], None]
@@ -46,6 +48,8 @@ _PARTS = {
     "hf_batch": "paraplan.jobs.models",
     "model_ref": "paraplan.jobs.models",
     "make_trainer": "paraplan.jobs.trainers",
+    "make_bucket_trainer": "paraplan.jobs.trainers",
+    "check_buckets": "paraplan.runtime.buckets",
 }
 _LIBRARIES = ("torch", "transformers", "ortools", "pulp")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?$")
@@ -138,9 +142,15 @@ class Plan:
                 f"{other.name} has {other.num_devices}; "
                 "plan again for it"
             )
-        moved = msgspec.structs.replace(self.data, cluster=other, prediction=None, certificate=None)
-        priced = msgspec.structs.replace(moved, prediction=predict(moved, self.programs))
-        return Plan(priced, self.programs)
+        old = self.data.schedule
+        schedule = split_classes(old, other.device_kinds())
+        first = [schedule.rank_class.index(index) for index in range(len(schedule.classes))]
+        programs = tuple(self.programs[old.rank_class[rank]] for rank in first)
+        moved = msgspec.structs.replace(
+            self.data, cluster=other, schedule=schedule, prediction=None, certificate=None
+        )  # fmt: skip
+        priced = msgspec.structs.replace(moved, prediction=predict(moved, programs))
+        return Plan(priced, programs)
 
     def explain(self) -> Explanation:
         """Layouts in words, where time and memory go."""
@@ -150,17 +160,34 @@ class Plan:
         """The simulated step as a Chrome trace (open in ui.perfetto.dev)."""
         return chrome_trace(self._simulation)
 
-    def executable(self, model: nn.Module, *, seed: int = 0, record: bool = False) -> Trainer:
+    def executable(
+        self, model: nn.Module, *, weights: str | Path | None = None, seed: int = 0, record: bool = False,
+        compile: bool | str = False,
+    ) -> Trainer:  # fmt: skip
         """This rank's trainer; joins torchrun's job if this process is part of one.
 
         Args:
-            model: the model the plan was made for, with values.
-            seed: base of the random seeds (dropout); the same on every rank.
+            model: the model the plan was made for, with values; or on meta, and then no rank ever holds it whole.
+            weights: safetensors to read this rank's parts from: a file, an index, or a directory with either. Without
+                them a model on meta is initialised module by module, the same for every plan and number of ranks
+                (`paraplan.runtime.weights` says what equals what).
+            seed: base of the random seeds (dropout, initialisation); the same on every rank.
             record: note every instruction and the memory it takes (slow).
+            compile: run forward and backward blocks through torch.compile, each checked against eager on its first
+                run; where they differ or compiling fails, the block stays eager and a warning says why. A text
+                names torch.compile's backend.
         Raises:
             PlanMismatchError: another model, or another number of processes or kind of device than the plan's.
         """
-        return _part("make_trainer")(self.data, self.programs, model, seed=seed, record=record)  # type: ignore[no-any-return]
+        return _part("make_trainer")(  # type: ignore[no-any-return]
+            self.data,
+            self.programs,
+            model,
+            seed=seed,
+            record=record,
+            compile_blocks=compile,
+            weights=weights,
+        )
 
     def __str__(self) -> str:
         return summary(self.data, self._simulation)
@@ -169,12 +196,53 @@ class Plan:
         return html_fragment(self.explain())
 
 
+@dataclass(frozen=True)
+class Buckets:
+    """One plan per shape of the batch, for models trained on several (sequence lengths, say).
+
+    All keep every parameter in the same layouts, so they share parameters and optimizer states.
+    """
+
+    plans: tuple[Plan, ...]
+
+    @classmethod
+    def compile(
+        cls, model: nn.Module, cluster: ClusterSpec | str, buckets: Sequence[Mapping[str, Any]], **options: Any
+    ) -> Buckets:
+        """Plan every bucket; the first one decides the mesh and where parameters live.
+
+        Args:
+            model, cluster: as for `compile`.
+            buckets: per shape, what of `compile`'s options differs: {"seq": 128}, {"example_inputs": ...}. The one
+                that matters most comes first.
+            options: the rest of them.
+        """
+        if not buckets:
+            raise ConstraintError("buckets is empty: give one mapping of options per shape, e.g. [{'seq': 128}]")
+        first = compile(model, cluster, **{**options, **buckets[0]})
+        stage = first.data.stages[0]
+        pins = {name: f"{at.stored}/{at.grad}/{at.state}" for name, at in stage.params.items()}
+        degrees = ("dp", "tp", "sp", "cp", "cp_mode", "zero", "mesh")
+        pinned = any(options.get(name) is not None for name in degrees)
+        mesh = {} if pinned else {"mesh": stage.mesh.shape}
+        others = [compile(model, cluster, **{**options, **mesh, "params": pins, **each}) for each in buckets[1:]]
+        plans = (first, *others)
+        _part("check_buckets")([plan.data for plan in plans])
+        return cls(plans)
+
+    def executable(self, model: nn.Module, **options: Any) -> BucketTrainer:
+        """This rank's trainer for all shapes; `options` as for `Plan.executable`."""
+        return _part("make_bucket_trainer")(  # type: ignore[no-any-return]
+            [(plan.data, plan.programs) for plan in self.plans], model, **options
+        )
+
+
 def compile(
     model: nn.Module,
     cluster: ClusterSpec | str,
     *,
     example_inputs: Mapping[str, Tensor] | Sequence[object] | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     optimizer: str = "adamw",
     precision: str = "fp32",
     batch_dims: Mapping[str, int | None] | None = None,
@@ -186,10 +254,13 @@ def compile(
     dp: int | None = None,
     tp: int | None = None,
     sp: bool = False,
+    cp: int | None = None,
+    cp_mode: str | None = None,
     zero: int | None = None,
     microbatches: int | None = None,
     memory_reserve: int | str = 0,
     params: Mapping[str, str] | None = None,
+    loss: str | Sequence[str] | Mapping[str, float] | None = None,
 ) -> Plan:
     """Plan how a model trains on a cluster.
 
@@ -200,13 +271,15 @@ def compile(
             Face models, whose batch is then [batch, seq] tokens.
         loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss.
         optimizer: what keeps states: sgd, momentum, adam, adamw.
-        precision: "fp32", "fp64" or "bf16" (float32 master weights).
+        precision: "fp32", "fp64", or "bf16" and "fp16" (float32 master weights; fp16 trains with `Trainer.scaler`).
         batch_dims: the batch dim of each input; dim 0 by default.
         batch, seq: size of the batch made for Hugging Face models.
         time_limit_s: for the solver, per mesh.
         progress: told what is being done.
-        mesh, dp, tp, sp, zero, microbatches, params: pinned choices, see `Constraints`.
+        mesh, dp, tp, sp, cp, cp_mode, zero, microbatches, params: pinned choices, see `Constraints`.
         memory_reserve: device memory to leave free, bytes or text such as "2GiB".
+        loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
+            (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
     Raises:
         CaptureError, ConstraintError: the model cannot be captured; choices contradict each other, batch or cluster.
         InfeasibleError, SolverLimitError: proved that no plan fits; out of time without a plan.
@@ -215,7 +288,8 @@ def compile(
     tell = progress or (lambda text: None)
     spec = as_cluster(cluster)
     constraints = _part("Constraints")(
-        mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, zero=zero, microbatches=microbatches,
+        mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, zero=zero,
+        microbatches=microbatches,
         memory_reserve_bytes=parse_bytes(memory_reserve), params=dict(params or {}),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
@@ -223,9 +297,9 @@ def compile(
     tell(f"capturing {type(model).__name__}")
     program = _part("capture")(
         model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), loss_fn=loss_fn, precision=precision,
-        batch_dims=dict(batch_dims) if batch_dims else None,
+        batch_dims=dict(batch_dims) if batch_dims else None, loss=loss,
     )  # fmt: skip
-    reference = _part("model_ref")(model, program, made_here=example_inputs is None and loss_fn is None)
+    reference = _part("model_ref")(model, program, made_here=example_inputs is None and loss_fn is loss is None)
     job = _part("Job")(program=program, cluster=spec, optimizer=keeper, model=reference, versions=versions())
     found = _part("search")(job, constraints, time_limit_s, tell)
     return Plan(found.plan, verify_plan(found.plan), found.solve_s, time.perf_counter() - started)

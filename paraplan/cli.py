@@ -1,4 +1,4 @@
-"""The paraplan command: plan, show, simulate, run.
+"""The paraplan command: plan, show, simulate, run, cluster.
 
 Loads quickly: what plans, prices and runs is imported through `_part` by the command that needs it. A fault is one
 message on stderr and exit code 2; `--debug` shows where it came from. `--json` prints one object as the last line.
@@ -18,12 +18,14 @@ import typer
 
 from paraplan import __version__
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
+from paraplan.terminal import clusters
 from paraplan.terminal.progress import Progress, out, print_fault
 
 app = typer.Typer(
     name="paraplan", help="Plans how a PyTorch model trains on a cluster, and runs the plan.", no_args_is_help=True,
     add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
+app.add_typer(clusters.app, name="cluster")
 _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
@@ -82,13 +84,17 @@ def plan(
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (hf: models; default 128).")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
-    precision: Annotated[str, typer.Option(help="fp32, fp64 or bf16.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
     memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
     sp: Annotated[
         bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")
     ] = False,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel degree: the sequence sharded throughout.")] = None,
+    cp_mode: Annotated[
+        str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
+    ] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO level, 0 to 3.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
@@ -97,6 +103,7 @@ def plan(
     """Plan a model for a cluster."""
     given = parse_settings(settings or [])
     shape = parse_mesh(mesh)
+    pins = {"dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "zero": zero, "microbatches": microbatches}
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, given, meta=True)
@@ -116,11 +123,7 @@ def plan(
             time_limit_s=time_limit,
             progress=tell,
             mesh=shape,
-            dp=dp,
-            tp=tp,
-            sp=sp,
-            zero=zero,
-            microbatches=microbatches,
+            **pins,
             memory_reserve=memory_reserve,
         )
         if output is not None:
@@ -197,10 +200,19 @@ def run(
         str | None, typer.Option(help="package.module:factory, where the plan cannot rebuild its model.")
     ] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="FILE|DIR", help="safetensors to start from; initialised from --seed without.")
+    ] = None,
+    compile_blocks: Annotated[
+        bool, typer.Option("--compile", help="Through torch.compile, each block checked against eager first.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a plan for some steps, on local processes or under torchrun."""
-    options = {"steps": steps, "data": data, "lr": lr, "seed": seed, "check": check, "model": model, "clip": clip}
+    options = {
+        "steps": steps, "data": data, "lr": lr, "seed": seed, "check": check, "model": model, "clip": clip,
+        "weights": weights, "compile": compile_blocks,
+    }  # fmt: skip
     if "RANK" in os.environ:
         _run_rank(path, options, as_json)
         return

@@ -62,6 +62,16 @@ def test_another_cluster(tmp_path: Path) -> None:
         plan.simulate("local:3")
 
 
+def test_moving_to_unequal_devices_splits_the_ranks_and_back_joins_them() -> None:
+    plan = planned()
+    mixed = plan.on("1xH100+1xA100-80")
+    assert mixed.data.schedule.rank_class == (0, 1) and len(mixed.programs) == 2
+    assert mixed.prediction.step_s >= plan.on("1xA100-80:2").prediction.step_s > plan.on("1xH100:2").prediction.step_s
+    assert "1 x H100 with 79.1 GiB, 1 x A100-80 with 79.1 GiB" in str(mixed)
+    back = mixed.on(plan.data.cluster)
+    assert back.data.schedule == plan.data.schedule and back.programs == plan.programs
+
+
 def test_executable_trains_on_one_process() -> None:
     plan, model = planned(devices=1), Net()
     trainer = plan.executable(model)

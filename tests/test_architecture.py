@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 """What each room may import of ours, beyond itself; a dotted name opens that module only."""
 
-OPTIONAL = ("matplotlib", "jinja2", "transformers")
+OPTIONAL = ("matplotlib", "jinja2", "transformers", "safetensors")
 """What may be imported inside a function, being installed only with an extra."""
 
 TORCH_PRIVATE = ("ir/trace/torch_private.py", "codegen/torch_private.py", "runtime/torch_private.py")
@@ -43,7 +43,10 @@ NO_TORCH_ROOMS = ("cost_models", "planner", "report")
 SOLVERS = ("ortools", "pulp")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-PUBLIC = {"__version__", "compile", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"}
+PUBLIC = {
+    *("__version__", "compile", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"),
+    *("register_rule", "register_cost"),
+}
 
 
 @dataclass(frozen=True)

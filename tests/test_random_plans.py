@@ -8,14 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.fuzz import relative_error
+from benchmarks.fuzz import buffer_error, relative_error
 from benchmarks.zoo import NAMES, build
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.trace import capture, run_program
+from paraplan.ir.trace import capture
+from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
@@ -32,7 +33,7 @@ def test_random_plans(name: str, dropout: float) -> None:
     tensors = dict(small.model.named_parameters(remove_duplicate=False))
     params = {key: tensors[key].detach() for key in program.params}
     buffers = {key: b.double() if b.is_floating_point() else b for key, b in small.model.named_buffers()}
-    loss, grads = run_program(program, params, buffers, small.batch, 0)
+    loss, grads, written = run_step(program, params, buffers, small.batch, 0)
     for seed, ranks in ((1, 2), (2, 4)):
         job = Job(program, ClusterSpec.local(ranks), OPTIMIZERS["adamw"], ModelRef(display=name), {})
         plan = random_plan(job, seed, max_microbatches=4)
@@ -40,6 +41,7 @@ def test_random_plans(name: str, dropout: float) -> None:
         trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
         assert float(abs(trainer.step(small.batch) - loss) / abs(loss)) <= 1e-9
         assert relative_error(trainer.grads(), grads) <= 1e-9
+        assert all(buffer_error(trainer.buffers(rank), written) <= 1e-9 for rank in range(ranks))
         trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
         trainer.step(small.batch)
         trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)

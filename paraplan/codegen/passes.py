@@ -92,6 +92,8 @@ def _functional(
         assert issued is not None
         rows = block.values[issued].shape[0] // size
         return c10d.all_to_all_single.default, (source, (rows,) * size, (rows,) * size, group)
+    if kind == "permute":
+        return ops.permute, (source, size, group)
     raise CodegenError(f"{block.name}[{node.meta[INSTR]}]: no collective is called {kind!r}")
 
 

@@ -2,7 +2,7 @@
 
 Byte convention, everywhere: `input_bytes` is the size of the tensor *one rank puts in*:
 all_reduce: the whole tensor; all_gather: the rank's shard; reduce_scatter: the whole (unreduced) tensor;
-all_to_all: the whole local tensor, of which 1/n stays; broadcast: the tensor; p2p: the message.
+all_to_all: the whole local tensor, of which 1/n stays; permute, broadcast: the tensor; p2p: the message.
 
 An axis whose groups span k nodes with m members in each has two links. A ring through it crosses a node
 boundary k times per turn; the m members' network ports carry m such rings at once, so its bandwidth is
@@ -18,6 +18,7 @@ NCCL src/graph/tuning.cc (ring and tree latency, 2.18).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 
 from paraplan.cost_models.constants import efficiency_of
@@ -76,7 +77,9 @@ class AxisLink(Value, frozen=True, kw_only=True):
 def axis_link(cluster: ClusterSpec, mesh: Mesh, axis: int) -> AxisLink:
     """The link of a mesh axis, from the nodes its devices sit in.
 
-    Where groups of the axis differ, the one spanning most nodes counts, and the slowest device's links.
+    Where groups of the axis differ, the slowest of their links counts, in each of its numbers. Where nodes hold unequal
+    numbers of a group's members, a ring crosses into the one that holds fewest through its ports alone: it is priced
+    as if every node held as few (and latency as if there were as many nodes as that takes).
 
     Args:
         cluster: where the mesh lies.
@@ -86,28 +89,34 @@ def axis_link(cluster: ClusterSpec, mesh: Mesh, axis: int) -> AxisLink:
         ClusterError: groups span nodes but no between_nodes link is described, or a device is beyond the cluster.
     """
     size = mesh.shape[axis]
-    nodes = 1
-    stride = math.prod(mesh.shape[axis + 1 :])
-    of = [cluster.node_of(device) for device in mesh.devices]
-    for outer in range(0, len(of), stride * size):
-        for start in range(outer, outer + stride):
-            nodes = max(nodes, len(set(of[start : start + stride * size : stride])))
-    first_in_node = dict(zip(of, mesh.devices, strict=True))
-    groups = {id(group): group for group in map(cluster.group_of, first_in_node.values())}.values()
-    backend = next(iter(groups)).device.backend
-    share = efficiency_of(backend)
-    local = _slowest([group.in_node for group in groups], share.in_node)
-    if nodes == 1:
+    members = _members(mesh, axis)
+    fewest = min(count for group in members for count in Counter(map(cluster.node_of, group)).values())
+    kinds = {id(group): group for group in map(cluster.group_of, mesh.devices)}.values()
+    share = efficiency_of(next(iter(kinds)).device.backend)
+    local = _slowest([kind.in_node for kind in kinds], share.in_node)
+    if fewest == size:
         return AxisLink(
             size=size, latency_s=local.latency_s, bytes_per_s=local.bytes_per_s, local_size=size,
             local_latency_s=local.latency_s, local_bytes_per_s=local.bytes_per_s, start_s=share.collective_start_s,
         )  # fmt: skip
-    between = _slowest([cluster.link("between_nodes", mesh.devices[0])], share.between_nodes)
+    networks = [cluster.network(group) for group in members if cluster.span(group) == "between_nodes"]
+    between = _slowest(networks, share.between_nodes)
     return AxisLink(
         size=size, latency_s=between.latency_s, bytes_per_s=between.bytes_per_s, level="between_nodes",
-        local_size=max(1, size // nodes), local_latency_s=local.latency_s, local_bytes_per_s=local.bytes_per_s,
+        local_size=fewest, local_latency_s=local.latency_s, local_bytes_per_s=local.bytes_per_s,
         start_s=share.collective_start_s,
     )  # fmt: skip
+
+
+def _members(mesh: Mesh, axis: int) -> list[tuple[int, ...]]:
+    """The devices of every group along an axis."""
+    stride = math.prod(mesh.shape[axis + 1 :])
+    span = stride * mesh.shape[axis]
+    return [
+        mesh.devices[start : outer + span : stride]
+        for outer in range(0, len(mesh.devices), span)
+        for start in range(outer, outer + stride)
+    ]
 
 
 def _slowest(links: list[Link], share: float) -> Link:
@@ -246,6 +255,30 @@ def all_to_all_s(input_bytes: int, axis: AxisLink) -> float:
     return axis.start_s + max(local, remote)
 
 
+def permute_s(input_bytes: int, axis: AxisLink) -> float:
+    """Time of one turn of a ring: every rank sends to the next and receives from the previous at once.
+
+    t = start + max(latency_local + B / bandwidth_local, latency + B / bandwidth)
+
+    Where groups span nodes the one message that leaves a node has that member's port to itself.
+
+    Args:
+        input_bytes: bytes of the tensor one rank puts in (B).
+        axis: the axis' link.
+    Returns:
+        Seconds; 0.0 for an axis of size 1.
+    Raises:
+        CostModelError: input_bytes is negative.
+    Source: Liu et al. 2023 (arXiv 2310.01889), section 3.
+    """
+    if _nothing(input_bytes, axis):
+        return 0.0
+    across = axis.latency_s + input_bytes / axis.bytes_per_s
+    if not axis.is_two_level:
+        return axis.start_s + across
+    return axis.start_s + max(across, axis.local_latency_s + input_bytes / axis.local_bytes_per_s)
+
+
 def broadcast_s(input_bytes: int, axis: AxisLink) -> float:
     """Time of a pipelined tree broadcast.
 
@@ -294,6 +327,7 @@ COLLECTIVES: dict[str, Callable[[int, AxisLink], float]] = {
     "all_gather": all_gather_s,
     "reduce_scatter": reduce_scatter_s,
     "all_to_all": all_to_all_s,
+    "permute": permute_s,
     "broadcast": broadcast_s,
 }
 

@@ -1,7 +1,8 @@
 """Every efficiency constant of the cost model, with its meaning and its source.
 
 A cluster's rates are peaks from data sheets; these numbers say what share of a peak real kernels reach.
-There are seven, none fitted per model or per published row. A CPU "cluster" carries measured rates
+There are seven, none fitted per model or per published row. Bandwidths and latencies of links stand with the links
+(`links.py`). A CPU "cluster" carries measured rates
 (`ClusterSpec.local`), so its shares are 1.
 """
 
@@ -33,8 +34,9 @@ class Efficiency(Value, frozen=True, kw_only=True):
 
 
 GPU = Efficiency(
-    # cuBLAS bf16 8192^3: 740-790 of 989 TFLOP/s on H100/H200, 250-270 of 312 on A100; the low end, since
-    # sustained training throttles.
+    # Power and clocks: the data sheet's rate is at boost clock, which large products do not hold at the board's power.
+    # cuBLAS bf16 at 8192^3 is commonly measured at 740-790 of 989 TFLOP/s on H100/H200 and 250-270 of 312 on A100; the
+    # low end, since training runs hot.
     matmul=0.75,
     # FlashAttention-2 reaches 0.6-0.7 on A100 forward, 0.35-0.4 on H100; FlashAttention-3 0.6-0.75 on H100 and
     # 0.5-0.55 backward (Dao 2023, arXiv 2307.08691, figures 4-7; Shah et al. 2024, arXiv 2407.08608, figures 5-6).
@@ -42,14 +44,15 @@ GPU = Efficiency(
     # Hockney & Jesshope 1988 (n-half); 128 is cuBLAS' common tile edge (NVIDIA, Matrix Multiplication
     # Background, tile quantization).
     half_dim=128,
-    # BabelStream: 0.88-0.92 on A100 and H100; framework pointwise kernels slightly below.
+    # Row misses, refresh and turnarounds of DRAM: STREAM-like kernels reach 0.88-0.92 on A100 and H100 (triad 3.09 of
+    # 3.35 TB/s); framework pointwise kernels lie slightly below.
     memory=0.85,
-    # nccl-tests all_reduce bus bandwidth at 1 GB: 230-240 of 300 GB/s on A100 NVLink3, 360-370 of 450 on H100
-    # NVLink4 without SHARP.
+    # Packet headers and flow control: NCCL's tuner caps A100's NVLink3 at 235 of 300 GB/s (src/graph/tuning.cc,
+    # compCap80), nccl-tests print as much at 1 GB, and 360-370 of 450 on H100's NVLink4 without SHARP.
     in_node=0.8,
-    # nccl-tests over 200/400 Gb/s InfiniBand with GPUDirect: 0.85-0.95 of the port's rate.
+    # The same on a network port: nccl-tests over 200/400 Gb/s InfiniBand with GPUDirect reach 0.85-0.95 of its rate.
     between_nodes=0.88,
-    # NCCL src/graph/tuning.cc, baseLat of ring LL: 6.6 us.
+    # Starting the kernel on all ranks and meeting: NCCL src/graph/tuning.cc (2.18 and later), baseLat of ring LL.
     collective_start_s=6.6e-6,
 )  # fmt: skip
 

@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s
-from paraplan.cost_models.ops import OpWork, Outs, Specs, copy_work, is_free, op_time_s, variant, work_of
+from paraplan.cost_models.ops import (
+    OpWork,
+    Outs,
+    Specs,
+    copy_work,
+    is_free,
+    op_time_s,
+    registered_work_of,
+    variant,
+    work_of,
+)
 from paraplan.ir.cluster import ClusterSpec, Device
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg, refs
@@ -52,20 +62,27 @@ class Costs:
         return tuple(f"comm:{link.level}" for link in self.links)
 
     def op_s(
-        self, target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], inputs: Specs, outputs: Outs
+        self, target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], inputs: Specs, outputs: Outs,
+        registered: tuple[float, float] | None = None,
     ) -> float:
         """Seconds of one op on local shapes; see `ops.op_cost` for the arguments.
+
+        `registered`: (flops, bytes moved) as the user says; bytes below 0: those of its inputs and outputs.
 
         Raises:
             CostModelError: a device has no rate for the dtype.
         """
         key = (
             target, variant(target, args, kwargs), tuple([(x.dtype, x.shape) for x in inputs]),
-            tuple([None if x is None else (x.dtype, x.shape) for x in outputs]),
+            tuple([None if x is None else (x.dtype, x.shape) for x in outputs]), registered,
         )  # fmt: skip
         time = self._ops.get(key)
         if time is None:
-            time = self._ops[key] = self.work_s(work_of(target, key[1], inputs, outputs))
+            time = self._ops[key] = self.work_s(
+                work_of(target, key[1], inputs, outputs)
+                if registered is None
+                else registered_work_of(registered, inputs, outputs)
+            )
         return time
 
     def work_s(self, work: OpWork) -> float:
@@ -109,7 +126,7 @@ class Costs:
             return 0.0
         if is_free(instr.target):
             return self.work_s(copy_work(outputs))
-        return self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs)
+        return self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs, instr.work)
 
     def stream(self, instr: Instr) -> str:
         """The stream an instruction runs on: "compute", "comm:in_node" or "comm:between_nodes"."""

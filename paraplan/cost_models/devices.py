@@ -1,121 +1,225 @@
 """The catalog's data: devices and the nodes they usually sit in, from data sheets.
 
-Rates are dense (no structured sparsity). `float32` is the true fp32 rate, not tf32, because that is what
-PyTorch computes with unless told otherwise. `memory_bytes` is what the driver lets a process see, rounded
-down. Links are per device and per direction; their latencies are NCCL's per-hop constants (tuning.cc: 1.9 us
-NVLink ring LL128, 2.5 us PCIe, 4 us network). What a data sheet leaves open (the network) is a common
-configuration, named in `source`.
+Rates are dense (no structured sparsity): where a sheet prints only the sparse number, half of it. `float32` is the true
+fp32 rate, which PyTorch computes with unless told otherwise; `tf32` stands beside it. `float64` is the matrix unit's
+rate where the device has one. A dtype that is missing is one the device has no fast unit (or no data-sheet number) for.
+`memory_bytes` is what the driver lets a process see, rounded down (torch's `total_memory`, as out-of-memory messages
+print it). What a data sheet leaves open, the network above all, is a common configuration, named in the link's source.
 """
 
 from __future__ import annotations
 
-from paraplan.ir.cluster import Device, Link
+from paraplan.cost_models import links
+from paraplan.ir.cluster import ClusterSpec, Device, Link
 from paraplan.ir.struct import Value
 
 _GIB = 1 << 30
 _T = 1e12
-_NVLINK_S, _PCIE_S, _NET_S, _HOST_S = 1.9e-6, 2.5e-6, 4.0e-6, 1e-5
+
+Row = tuple[str, float, str]
+"""A rate: dtype, tera-operations per second, the data sheet's name for it."""
 
 
 class CatalogEntry(Value, frozen=True, kw_only=True):
-    """A device and the links of the node it usually sits in."""
+    """A device and the links of the node it usually sits in.
+
+    Attributes:
+        device: with its rates.
+        vendor: collectives run among one vendor's devices only (NCCL, RCCL).
+        in_node, between_nodes, host, disk: links, per device and direction.
+        host_memory_bytes_per_device: host memory of the usual node.
+        nvlink: NVLink generation; 0 where the device has none.
+    """
 
     device: Device
+    vendor: str
     in_node: Link
     between_nodes: Link
     host: Link
     disk: Link
     host_memory_bytes_per_device: int
+    nvlink: int = 0
 
 
-def _rates(**tera: float) -> dict[str, float]:
-    rates = {name: value * _T for name, value in tera.items() if name != "float8"}
-    if "float8" in tera:
-        rates |= {"float8_e4m3fn": tera["float8"] * _T, "float8_e5m2": tera["float8"] * _T}
-    return rates
+def _device(
+    kind: str, sheet: str, memory: tuple[float, str], bandwidth: tuple[float, str], rates: tuple[Row, ...]
+) -> Device:
+    """A device of a data sheet.
 
-
-def _entry(
-    kind: str, memory_gib: float, memory_tb_per_s: float, rates: dict[str, float], in_node_gb_per_s: float,
-    between_gb_per_s: float, pcie_gb_per_s: float, source: str, *, in_node_s: float = _NVLINK_S, host_gib: int = 128,
-) -> CatalogEntry:  # fmt: skip
-    device = Device(
-        kind=kind, memory_bytes=int(memory_gib * _GIB), memory_bytes_per_s=memory_tb_per_s * _T, flops_per_s=rates,
-        source=source,
+    Args:
+        kind: catalog name.
+        sheet: the data sheet.
+        memory: GiB a process sees, and what the sheet says.
+        bandwidth: TB/s, and what the sheet says.
+        rates: per dtype.
+    """
+    spelled = [(name, tera, row) for dtype, tera, row in rates for name in _dtypes(dtype)]
+    return Device(
+        kind=kind, memory_bytes=int(memory[0] * _GIB), memory_bytes_per_s=bandwidth[0] * _T,
+        flops_per_s={dtype: tera * _T for dtype, tera, _ in spelled}, source=sheet,
+        sources={
+            **{dtype: row for dtype, _, row in spelled},
+            "memory_bytes": f"{memory[1]}; {memory[0]:g} GiB visible to a process",
+            "memory_bytes_per_s": bandwidth[1],
+        },
     )  # fmt: skip
+
+
+def _dtypes(name: str) -> tuple[str, ...]:
+    both = {"float8": ("float8_e4m3fn", "float8_e5m2"), "half": ("bfloat16", "float16")}
+    return both.get(name, (name,))
+
+
+_V100_SHEET = "NVIDIA V100 data sheet (Jan 2020), column V100 SXM2"
+_A100_SHEET = "NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4, 2021)"
+_H100_SHEET = "NVIDIA H100 data sheet (2023) and H100 architecture white paper, table of peak rates"
+_H200_SHEET = "NVIDIA H200 data sheet (2024)"
+_B200_SHEET = "NVIDIA Blackwell data sheet (2024), individual GPU of HGX B200"
+_MI300X_SHEET = "AMD Instinct MI300X data sheet (2023)"
+_L40S_SHEET = "NVIDIA L40S data sheet (2023)"
+_ADA_SHEET = "NVIDIA Ada GPU architecture white paper V2.01, table of GeForce RTX 4090"
+
+_AMPERE: tuple[Row, ...] = (
+    ("float64", 19.5, "FP64 Tensor Core"), ("float32", 19.5, "FP32"), ("tf32", 156, "Tensor Float 32"),
+    ("half", 312, "BFLOAT16 / FP16 Tensor Core"), ("int8", 624, "INT8 Tensor Core"),
+)  # fmt: skip
+_HOPPER: tuple[Row, ...] = (
+    ("float64", 67, "FP64 Tensor Core"), ("float32", 67, "FP32"), ("tf32", 494.7, "TF32 Tensor Core, dense"),
+    ("half", 989.4, "BFLOAT16 / FP16 Tensor Core, dense"), ("float8", 1978.9, "FP8 Tensor Core, dense"),
+    ("int8", 1978.9, "INT8 Tensor Core, dense"),
+)  # fmt: skip
+_HOPPER_PCIE: tuple[Row, ...] = (
+    ("float64", 51, "FP64 Tensor Core"), ("float32", 51, "FP32"), ("tf32", 378, "TF32 Tensor Core, dense"),
+    ("half", 756, "BFLOAT16 / FP16 Tensor Core, dense"), ("float8", 1513, "FP8 Tensor Core, dense"),
+    ("int8", 1513, "INT8 Tensor Core, dense"),
+)  # fmt: skip
+
+_V100_32 = _device(
+    "V100-32", _V100_SHEET, (31.7, "32 GB HBM2"), (0.9, "900 GB/s"),
+    (("float64", 7.8, "Double-Precision"), ("float32", 15.7, "Single-Precision"), ("float16", 125, "Deep Learning")),
+)  # fmt: skip
+_B200 = _device(
+    "B200", _B200_SHEET, (178.0, "180 GB HBM3e"), (7.7, "7.7 TB/s"),
+    (
+        ("float64", 37, "FP64 / FP64 Tensor Core"), ("float32", 75, "FP32"),
+        ("tf32", 1100, "TF32 Tensor Core, half of the sparse 2.2 PFLOPS"),
+        ("half", 2250, "FP16/BF16 Tensor Core, half of the sparse 4.5 PFLOPS"),
+        ("float8", 4500, "FP8/FP6 Tensor Core, half of the sparse 9 PFLOPS"),
+        ("int8", 4500, "INT8 Tensor Core, half of the sparse 9 POPS"),
+    ),
+)  # fmt: skip
+_MI300X = _device(
+    "MI300X", _MI300X_SHEET, (191.5, "192 GB HBM3"), (5.3, "5.3 TB/s"),
+    (
+        ("float64", 163.4, "FP64 matrix"), ("float32", 163.4, "FP32 matrix"), ("tf32", 653.7, "TF32 matrix"),
+        ("half", 1307.4, "FP16 / BF16 matrix"), ("float8", 2614.9, "FP8 matrix"), ("int8", 2614.9, "INT8 matrix"),
+    ),
+)  # fmt: skip
+_L40S = _device(
+    "L40S", _L40S_SHEET, (44.3, "48 GB GDDR6 with ECC"), (0.864, "864 GB/s"),
+    (
+        ("float64", 1.43, "FP32 / 64 (1:64 units: Ada white paper)"), ("float32", 91.6, "FP32"),
+        ("tf32", 183, "TF32 Tensor Core"), ("half", 362.05, "BFLOAT16 / FP16 Tensor Core"),
+        ("float8", 733, "FP8 Tensor Core"), ("int8", 733, "Peak INT8 Tensor"),
+    ),
+)  # fmt: skip
+_RTX4090 = _device(
+    "RTX4090", _ADA_SHEET, (23.6, "24 GB GDDR6X"), (1.008, "1008 GB/s"),
+    (
+        ("float64", 1.29, "Peak FP32 / 64 (1:64 units)"), ("float32", 82.6, "Peak FP32"),
+        ("tf32", 82.6, "Peak TF32 Tensor, dense"), ("half", 165.2, "Peak FP16/BF16 Tensor, FP32 accumulate, dense"),
+        ("float8", 330.3, "Peak FP8 Tensor, FP32 accumulate, dense"), ("int8", 660.6, "Peak INT8 Tensor, dense"),
+    ),
+)  # fmt: skip
+
+
+def _nvidia(
+    device: Device, pcie: int, network: Link, *, nvlink: int = 0, host_gib: int = 128, in_node: Link | None = None
+) -> CatalogEntry:
+    """An NVIDIA device; in its node over NVLink where it has a generation, else peer to peer over PCIe."""
+    inside = in_node or (links.nvlink(nvlink) if nvlink else links.pcie_peer(pcie))
     return CatalogEntry(
-        device=device, in_node=Link(bytes_per_s=in_node_gb_per_s * 1e9, latency_s=in_node_s),
-        between_nodes=Link(bytes_per_s=between_gb_per_s * 1e9, latency_s=_NET_S),
-        host=Link(bytes_per_s=pcie_gb_per_s * 1e9, latency_s=_HOST_S), disk=Link(bytes_per_s=3e9, latency_s=1e-4),
-        host_memory_bytes_per_device=host_gib * _GIB,
+        device=device, vendor="NVIDIA", in_node=inside, between_nodes=network, host=links.pcie_host(pcie),
+        disk=links.local_disk(), host_memory_bytes_per_device=host_gib * _GIB, nvlink=nvlink,
     )  # fmt: skip
 
 
-_HOPPER = _rates(float64=67, float32=67, bfloat16=989.4, float16=989.4, float8=1978.9)
-_AMPERE = _rates(float64=19.5, float32=19.5, bfloat16=312, float16=312)
+def _cpu() -> CatalogEntry:
+    """A CPU process as `ClusterSpec.local` describes it, between nodes over plain Ethernet."""
+    group = ClusterSpec.local(1).groups[0]
+    assert group.disk is not None
+    return CatalogEntry(
+        device=group.device, vendor="CPU", in_node=group.in_node, host=group.host, disk=group.disk,
+        between_nodes=links.ethernet(10, 1 / 8, "one 10 Gb/s port per 8 processes: assumed", rdma=False),
+        host_memory_bytes_per_device=group.host_memory_bytes,
+    )  # fmt: skip
+
+
+_HDR = links.infiniband("HDR", 1, "DGX A100: one port per GPU")
+_NDR = links.infiniband("NDR", 1, "DGX H100 and B200: one port per GPU")
+_ONE_HDR = links.infiniband("HDR", 0.25, "one port per 4 GPUs: assumed")
+_ONE_NDR = links.infiniband("NDR", 0.25, "one port per 4 GPUs: assumed")
 
 CATALOG: dict[str, CatalogEntry] = {
     entry.device.kind: entry
     for entry in (
-        _entry(
-            "V100-32", 31.7, 0.9, _rates(float64=7.8, float32=15.7, float16=125), 150, 6.25, 15.75,
-            "NVIDIA V100 SXM2 data sheet; NVLink2 300 GB/s both ways; 4x EDR InfiniBand per 8 GPUs (DGX-1); PCIe 3 x16",
-            host_gib=64,
+        _nvidia(_V100_32, 3, links.infiniband("EDR", 0.5, "DGX-1: 4 ports per 8 GPUs"), nvlink=2, host_gib=64),
+        _nvidia(
+            _device("A100-40", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE),
+            4, _HDR, nvlink=3,
         ),
-        _entry(
-            "A100-40", 39.4, 1.555, _AMPERE, 300, 25, 31.5,
-            "NVIDIA A100 SXM data sheet (float64: tensor cores); NVLink3 600 GB/s both ways; one 200 Gb/s HDR "
-            "InfiniBand per GPU (DGX A100); PCIe 4 x16",
+        _nvidia(
+            _device("A100-80", _A100_SHEET, (79.1, "80 GB HBM2e"), (2.039, "2,039 GB/s (SXM)"), _AMPERE),
+            4, _HDR, nvlink=3,
         ),
-        _entry(
-            "A100-80", 79.1, 2.039, _AMPERE, 300, 25, 31.5,
-            "NVIDIA A100 SXM data sheet (float64: tensor cores); NVLink3 600 GB/s both ways; one 200 Gb/s HDR "
-            "InfiniBand per GPU (DGX A100); PCIe 4 x16",
+        _nvidia(
+            _device("A100-40-PCIe", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE),
+            4, _ONE_HDR,
         ),
-        _entry(
-            "H100", 79.1, 3.35, _HOPPER, 450, 50, 63,
-            "NVIDIA H100 SXM data sheet (float64: tensor cores); NVLink4 900 GB/s both ways; one 400 Gb/s NDR "
-            "InfiniBand per GPU (DGX H100); PCIe 5 x16",
+        _nvidia(
+            _device("A100-80-PCIe", _A100_SHEET, (79.1, "80 GB HBM2e"), (1.935, "1,935 GB/s (PCIe)"), _AMPERE),
+            4, _ONE_HDR,
+        ),
+        _nvidia(
+            _device("H100", _H100_SHEET, (79.1, "80 GB HBM3"), (3.35, "3.35 TB/s (SXM5)"), _HOPPER),
+            5, _NDR, nvlink=4, host_gib=256,
+        ),
+        _nvidia(
+            _device("H100-PCIe", _H100_SHEET, (79.1, "80 GB HBM2e"), (2.0, "2 TB/s (PCIe)"), _HOPPER_PCIE),
+            5, _ONE_NDR, host_gib=256,
+        ),
+        _nvidia(
+            _device(
+                "H100-HBM2e-96", f"{_H100_SHEET}: 700 W SXM5 rates; memory and its bandwidth: torchtitan's benchmark "
+                "pages (H100 96 GB HBM2e, 500 W)",
+                (94.9, "96 GB HBM2e"), (2.4, "2.4 TB/s, torchtitan's benchmark pages"), _HOPPER,
+            ),
+            5, links.infiniband("NDR", 1, "400 Gb/s RDMA per GPU, torchtitan's benchmark pages"), nvlink=4,
             host_gib=256,
         ),
-        _entry(
-            "H100-96", 95.0, 2.4, _HOPPER, 450, 50, 63,
-            "H100 96 GB HBM2e (torchtitan's benchmark pages: 2.4 TB/s, 500 W, 400 Gb/s RDMA per GPU); rates of the "
-            "700 W H100 SXM data sheet",
-            host_gib=256,
+        _nvidia(
+            _device("H200", _H200_SHEET, (139.7, "141 GB HBM3e"), (4.8, "4.8 TB/s"), _HOPPER),
+            5, _NDR, nvlink=4, host_gib=256,
         ),
-        _entry(
-            "H200", 139.8, 4.8, _HOPPER, 450, 50, 63,
-            "NVIDIA H200 SXM data sheet (float64: tensor cores); NVLink4 900 GB/s both ways; one 400 Gb/s NDR "
-            "InfiniBand per GPU; PCIe 5 x16",
-            host_gib=256,
+        _nvidia(_B200, 5, _NDR, nvlink=5, host_gib=256),
+        CatalogEntry(
+            device=_MI300X, vendor="AMD", in_node=links.infinity_fabric(),
+            between_nodes=links.ethernet(400, 1, "one NIC per GPU: the usual 8-GPU server"), host=links.pcie_host(5),
+            disk=links.local_disk(), host_memory_bytes_per_device=256 * _GIB,
         ),
-        _entry(
-            "B200", 178.0, 7.7, _rates(float64=37, float32=75, bfloat16=2250, float16=2250, float8=4500), 900, 50, 63,
-            "NVIDIA HGX B200 data sheet, per GPU (180 GB, 62 TB/s per 8); NVLink5 1.8 TB/s both ways; one 400 Gb/s "
-            "InfiniBand per GPU (DGX B200); PCIe 5 x16",
-            host_gib=256,
+        _nvidia(_L40S, 4, links.ethernet(100, 1, "one port per GPU: assumed")),
+        _nvidia(
+            _RTX4090, 4, links.ethernet(100, 1 / 8, "one port per 8 GPUs: assumed"), host_gib=32,
+            in_node=links.pcie_peer(4, through_host=True),
         ),
-        _entry(
-            "MI300X", 191.5, 5.3, _rates(float64=163.4, float32=163.4, bfloat16=1307.4, float16=1307.4, float8=2614.9),
-            448, 50, 63,
-            "AMD Instinct MI300X data sheet (matrix rates); 7 Infinity Fabric links of 128 GB/s both ways; one 400 "
-            "Gb/s NIC per GPU; PCIe 5 x16",
-            host_gib=256,
-        ),
-        _entry(
-            "L40S", 44.3, 0.864, _rates(float64=1.43, float32=91.6, bfloat16=362.05, float16=362.05, float8=733),
-            31.5, 12.5, 31.5,
-            "NVIDIA L40S data sheet; no NVLink: PCIe 4 x16; assumed one 100 Gb/s network port per GPU",
-            in_node_s=_PCIE_S,
-        ),
-        _entry(
-            "RTX4090", 23.6, 1.008, _rates(float64=1.29, float32=82.6, bfloat16=165.2, float16=165.2, float8=330.3),
-            31.5, 1.56, 31.5,
-            "NVIDIA Ada architecture whitepaper (16-bit and 8-bit with fp32 accumulation); no NVLink, no peer "
-            "access: PCIe 4 x16 "
-            "through the host; assumed one 100 Gb/s Ethernet port per 8 GPUs",
-            in_node_s=2 * _PCIE_S, host_gib=32,
-        ),
+        _cpu(),
     )
 }  # fmt: skip
+
+ALIASES: dict[str, str] = {
+    **{"V100-32-SXM": "V100-32", "V100-SXM2-32": "V100-32", "A100-40-SXM": "A100-40", "A100-80-SXM": "A100-80"},
+    **{"H100-80": "H100", "H100-SXM": "H100", "H100-SXM-80": "H100", "H100-80-PCIe": "H100-PCIe"},
+    **{"H100-96": "H100-HBM2e-96", "H200-141": "H200", "B200-180": "B200", "MI300X-192": "MI300X"},
+    **{"4090": "RTX4090", "RTX-4090": "RTX4090"},
+}
+"""Other ways people write a device's name; a name that fits two devices (A100) is not one of them."""

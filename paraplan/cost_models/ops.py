@@ -68,6 +68,7 @@ _VIEWS = frozenset(
 ) | {"_operator.getitem"}  # fmt: skip
 _ROW_READERS = frozenset({
     "paraplan.embedding", "aten.embedding", "aten.gather", "aten.index", "aten.index_select", "paraplan.ce_target",
+    "paraplan.embedding_tables", "paraplan.index",
 })  # fmt: skip
 _OUT_READERS = frozenset({"paraplan.shard"})
 
@@ -87,70 +88,119 @@ def nbytes(spec: Spec) -> int:
     return math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
 
 
-def variant(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> bool:
-    """The one flag of an op that changes its work beyond its shapes: causal attention, transposed convolution."""
+def variant(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> int:
+    """What changes an op's work beyond its shapes: causal attention, transposed convolution, the number of experts.
+
+    A block of keys that came round a ring is not causal here: for some rank all of it lies in the past.
+    """
+    if target in _TOTALS:
+        return int(args[_TOTALS[target]])
     found = _FLAGS.get(op_name(target))
-    if found is None:
+    if found is None or _is_off_diagonal(target, args):
         return False
     key, position = found
     return bool(kwargs.get(key, args[position] if len(args) > position else False))
 
 
+def _is_off_diagonal(target: str, args: tuple[Arg, ...]) -> bool:
+    """Whether a block of scores has queries and keys of different parts of the sequence."""
+    position = _STARTS.get(target)
+    if position is None or len(args) <= position or len(args[position]) != 4:
+        return False
+    queries, keys = args[position][2:]
+    return isinstance(queries, str) and isinstance(keys, str) and queries != keys
+
+
+_TOTALS = {"paraplan.experts": 6, "paraplan.experts_grad": 7}
+_STARTS = {"paraplan.attention": 10, "paraplan.attention_grad": 13}
 _FLAGS = {
     "paraplan.attention": ("causal", 7),
     "paraplan.attention_grad": ("causal", 10),
     "aten.scaled_dot_product_attention": ("is_causal", 5),
     "aten.convolution": ("transposed", 6),
     "aten.convolution_backward": ("transposed", 7),
+    "paraplan.conv": ("transposed", 6),
+    "paraplan.conv_grad_input": ("transposed", 6),
+    "paraplan.conv_grad_weight": ("transposed", 6),
 }
 
 # A matrix product's (flops, narrowest dim).
 _Product = tuple[int, int]
 
 
-def _linear(ins: Specs, outs: Outs, flag: bool) -> _Product:
+def _linear(ins: Specs, outs: Outs, flag: int) -> _Product:
     k, n, rows = ins[0].shape[-1], _first(outs).shape[-1], math.prod(ins[0].shape[:-1])
     return 2 * rows * k * n, min(rows, k, n)
 
 
-def _linear_grad_weight(ins: Specs, outs: Outs, flag: bool) -> _Product:
+def _linear_grad_weight(ins: Specs, outs: Outs, flag: int) -> _Product:
     n, k, rows = ins[0].shape[-1], ins[1].shape[-1], math.prod(ins[0].shape[:-1])
     return 2 * rows * k * n, min(rows, k, n)
 
 
-def _mm(ins: Specs, outs: Outs, flag: bool) -> _Product:
+def _mm(ins: Specs, outs: Outs, flag: int) -> _Product:
     (m, k), n = ins[-2].shape[-2:], ins[-1].shape[-1]
     return 2 * math.prod(ins[-2].shape[:-2]) * m * k * n, min(m, k, n)
 
 
-def _matmul(ins: Specs, outs: Outs, flag: bool) -> _Product:
+def _matmul(ins: Specs, outs: Outs, flag: int) -> _Product:
     k, numel = ins[0].shape[-1], math.prod(_first(outs).shape)
     n = ins[1].shape[-1] if len(ins[1].shape) > 1 else 1
     return 2 * numel * k, min(k, n, ins[0].shape[-2] if len(ins[0].shape) > 1 else 1)
 
 
-def _attention(ins: Specs, outs: Outs, flag: bool) -> _Product:
+def _attention(ins: Specs, outs: Outs, flag: int) -> _Product:
     (b, h, s, d), (t, e) = ins[0].shape, ins[2].shape[-2:]
-    return 2 * b * h * s * t * (d + e) // (2 if flag else 1), min(s, t)
+    return b * h * _scores(s, t, flag) * (d + e), min(s, t)
 
 
-def _attention_grad(ins: Specs, outs: Outs, flag: bool) -> _Product:
+def _attention_grad(ins: Specs, outs: Outs, flag: int) -> _Product:
     # Scores again and dq, dk over d; dv and the probabilities' gradient over e.
     (b, h, s, d), (t, e) = ins[1].shape, ins[3].shape[-2:]
-    return 2 * b * h * s * t * (3 * d + 2 * e) // (2 if flag else 1), min(s, t)
+    return b * h * _scores(s, t, flag) * (3 * d + 2 * e), min(s, t)
 
 
-def _convolution(ins: Specs, outs: Outs, flag: bool) -> _Product:
+def _scores(s: int, t: int, causal: int) -> int:
+    """Twice the scores computed: where one side is a rank's share of a causal sequence, those of the busiest rank."""
+    return 2 * s * t - (min(s, t) ** 2 if causal else 0)
+
+
+def _convolution(ins: Specs, outs: Outs, flag: int) -> _Product:
     moved, weight = (ins[0] if flag else _first(outs)), ins[1].shape
     per_element = math.prod(weight[1:])
     rows = math.prod(moved.shape) // max(moved.shape[1], 1)
     return 2 * math.prod(moved.shape) * per_element, min(rows, weight[0], per_element)
 
 
-def _convolution_backward(ins: Specs, outs: Outs, flag: bool) -> _Product:
+def _convolution_backward(ins: Specs, outs: Outs, flag: int) -> _Product:
     products = sum(out is not None for out in outs[:2])
     flops, narrow = _convolution((ins[1], ins[2]), (ins[0],), flag)
     return products * flops, narrow
+
+
+def _conv_grad_input(ins: Specs, outs: Outs, flag: int) -> _Product:
+    return _convolution((_first(outs), ins[1]), (ins[0],), flag)
+
+
+def _conv_grad_weight(ins: Specs, outs: Outs, flag: int) -> _Product:
+    return _convolution((ins[1], _first(outs)), (ins[0],), flag)
+
+
+def _experts(ins: Specs, outs: Outs, total: int) -> _Product:
+    # Routing is assumed even: a rank that holds some experts computes their share of the chosen rows.
+    return _expert_rows(ins[1], ins[3], ins[4], total, 1, 1)
+
+
+def _experts_grad(ins: Specs, outs: Outs, total: int) -> _Product:
+    # The inner product again and its two gradients; the outer one's two.
+    return _expert_rows(ins[2], ins[4], ins[5], total, 3, 2)
+
+
+def _expert_rows(ids: Spec, w_in: Spec, w_out: Spec, total: int, inner: int, outer: int) -> _Product:
+    held, parts, width, hidden = w_in.shape
+    per_expert = max(math.prod(ids.shape) // max(total, 1), 1)
+    flops = 2 * per_expert * held * width * (inner * parts * hidden + outer * w_out.shape[1])
+    return flops, min(per_expert, width, hidden)
 
 
 def _first(outs: Outs) -> Spec:
@@ -160,10 +210,12 @@ def _first(outs: Outs) -> Spec:
     raise CostModelError("an op without any output has no matrix product to price")
 
 
-_PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, bool], _Product]]] = {
+_PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], _Product]]] = {
     "paraplan.linear": ("matmul", _linear),
     "paraplan.linear_grad_input": ("matmul", _linear),
     "paraplan.linear_grad_weight": ("matmul", _linear_grad_weight),
+    "paraplan.experts": ("matmul", _experts),
+    "paraplan.experts_grad": ("matmul", _experts_grad),
     "aten.linear": ("matmul", _linear),
     "aten.mm": ("matmul", _mm),
     "aten.bmm": ("matmul", _mm),
@@ -172,6 +224,9 @@ _PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, bool], _Product]]] = {
     "aten.matmul": ("matmul", _matmul),
     "aten.convolution": ("matmul", _convolution),
     "aten.convolution_backward": ("matmul", _convolution_backward),
+    "paraplan.conv": ("matmul", _convolution),
+    "paraplan.conv_grad_input": ("matmul", _conv_grad_input),
+    "paraplan.conv_grad_weight": ("matmul", _conv_grad_weight),
     "paraplan.attention": ("attention", _attention),
     "paraplan.attention_grad": ("attention", _attention_grad),
     "aten.scaled_dot_product_attention": ("attention", _attention),
@@ -192,7 +247,7 @@ def op_cost(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], input
     return work_of(target, variant(target, args, kwargs), inputs, outputs)
 
 
-def work_of(target: str, flag: bool, inputs: Specs, outputs: Outs) -> OpWork:
+def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
     """`op_cost` with the flag already read."""
     if is_free(target):
         return OpWork(kind="view", flops=0, read_bytes=0, write_bytes=0, dtype="float32")
@@ -208,7 +263,7 @@ def work_of(target: str, flag: bool, inputs: Specs, outputs: Outs) -> OpWork:
         read += write - (nbytes(inputs[0]) if inputs else 0)
     elif name in _OUT_READERS:
         read = write
-    elif name in ("paraplan.embedding_grad", "aten.embedding_dense_backward"):
+    elif name in ("paraplan.embedding_grad", "paraplan.embedding_tables_grad", "aten.embedding_dense_backward"):
         # Zero fill, then every row of g is added into the table: read, read, write.
         read, write = read + nbytes(inputs[0]), write + nbytes(inputs[0])
     return OpWork(kind="memory", flops=0, read_bytes=read, write_bytes=write, dtype=_dtype(inputs, outputs))
@@ -218,6 +273,18 @@ def copy_work(outputs: Outs) -> OpWork:
     """The work of a view op that had to copy: its output is read and written once."""
     size = sum(nbytes(out) for out in outputs if out is not None)
     return OpWork(kind="memory", flops=0, read_bytes=size, write_bytes=size, dtype=_dtype((), outputs))
+
+
+def registered_work_of(registered: tuple[float, float], inputs: Specs, outputs: Outs) -> OpWork:
+    """The work of an op whose cost the user registered: (flops, bytes), bytes below 0 where they gave none."""
+    flops, moved = registered
+    if moved < 0:
+        moved = sum(map(nbytes, inputs)) + sum(nbytes(out) for out in outputs if out is not None)
+    narrow = min((spec.shape[-1] for spec in inputs if spec.shape), default=1)
+    return OpWork(
+        kind="matmul" if flops else "memory", flops=round(flops), read_bytes=round(moved), write_bytes=0,
+        dtype=_dtype(inputs, outputs), narrow=narrow if flops else 0,
+    )  # fmt: skip
 
 
 def _dtype(inputs: Specs, outputs: Outs) -> str:

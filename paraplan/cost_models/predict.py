@@ -12,8 +12,9 @@ from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.plan import Plan, Prediction
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.rules.carried import registered_work
 
-_COMPUTE_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+_COMPUTE_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def forward_flops(program: Program) -> int:
@@ -28,7 +29,11 @@ def _forward_flops(graph: Graph) -> int:
         if op.phase is Phase.FORWARD:
             inputs = tuple(graph.values[name] for name in op.tensors)
             outputs = tuple(None if name is None else graph.values[name] for name in op.outs)
-            total += op_cost(op.target, op.args, op.kwargs, inputs, outputs).flops
+            registered = registered_work(op, [spec.shape for spec in inputs])
+            if registered is not None:
+                total += round(registered[0])
+            else:
+                total += op_cost(op.target, op.args, op.kwargs, inputs, outputs).flops
     return total
 
 

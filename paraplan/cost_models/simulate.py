@@ -217,10 +217,12 @@ def simulate(programs: Sequence[RankProgram], costs: Sequence[Costs], rank_class
     """
     if not programs or len(programs) != len(costs):
         raise CostModelError(f"{len(programs)} rank programs, {len(costs)} costs: one of each per class, at least one")
-    engines = [RankEngine(program, of) for program, of in zip(programs, costs, strict=True)]
-    for engine in engines:
+    pairs = [(id(program), id(of)) for program, of in zip(programs, costs, strict=True)]
+    engines = {pair: RankEngine(*given) for pair, given in zip(pairs, zip(programs, costs, strict=True), strict=True)}
+    for engine in engines.values():
         while not engine.ended:
             engine.advance()
-    traces = tuple(engine.trace() for engine in engines)
+    made = {pair: engine.trace() for pair, engine in engines.items()}
+    traces = tuple(made[pair] for pair in pairs)
     busiest = max(range(len(traces)), key=lambda index: traces[index].step_s)
     return Simulation(traces=traces, rank_class=rank_class, busiest=busiest)

@@ -1,26 +1,39 @@
 """What the machine is: devices, memories and links, by level.
 
-A cluster is groups of equal nodes; groups may differ. Every rate is a peak from a data sheet or a
-measurement, with its source; what share of it an op reaches is the cost model's business.
+A cluster is groups of equal nodes; groups may differ in device, memory and links. Three levels join devices: within
+a node, between nodes of a group, and between groups (one level for streams, "between_nodes", since all of it goes
+through the same port). Every rate is a peak from a data sheet or a measurement, with its source; what share of it an
+op reaches is the cost model's business.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
+from decimal import Decimal
 from pathlib import Path
 
 import msgspec
 import yaml
 
 from paraplan.ir.errors import ClusterError
-from paraplan.ir.struct import Value, from_json, read_bytes
+from paraplan.ir.struct import Value, read_bytes
+from paraplan.ir.tensor import DTYPE_BYTES
 
 
 class Link(Value, frozen=True, kw_only=True):
-    """A way bytes travel: per-device, per-direction peak bandwidth and the latency of one message."""
+    """A way bytes travel.
+
+    Attributes:
+        bytes_per_s: peak bandwidth per device and direction.
+        latency_s: latency of one message.
+        source: which link this is, and where its numbers come from.
+    """
 
     bytes_per_s: float
     latency_s: float
+    source: str = ""
 
 
 class Device(Value, frozen=True, kw_only=True):
@@ -30,10 +43,12 @@ class Device(Value, frozen=True, kw_only=True):
         kind: catalog name, e.g. "H100" or "cpu".
         memory_bytes: what a process may use in all.
         memory_bytes_per_s: bandwidth of the device's memory.
-        flops_per_s: peak rate of matrix work per dtype; a dtype not named here is not supported.
+        flops_per_s: peak dense rate of matrix work per dtype (torch's names, and "tf32"); a float dtype not named
+            here is not supported.
         launch_s: time to start one kernel.
         backend: torch device type the plan runs on, "cuda" or "cpu".
-        source: where the rates come from.
+        source: the document or measurement the rates come from.
+        sources: per dtype, and for memory_bytes and memory_bytes_per_s, what that source calls it.
     """
 
     kind: str
@@ -43,6 +58,7 @@ class Device(Value, frozen=True, kw_only=True):
     launch_s: float = 3e-6
     backend: str = "cuda"
     source: str = ""
+    sources: dict[str, str] = {}
 
 
 class NodeGroup(Value, frozen=True, kw_only=True):
@@ -53,6 +69,7 @@ class NodeGroup(Value, frozen=True, kw_only=True):
         devices_per_node: devices in each.
         device: what they are.
         in_node: link between devices of one node.
+        between_nodes: link between nodes of this group, per device; the cluster's where it is not given.
         host: link between a device and its host's memory, per device.
         disk: link between a device's host share and local disk, per device; None where there is none.
         host_memory_bytes: host memory per node usable for offload.
@@ -65,6 +82,7 @@ class NodeGroup(Value, frozen=True, kw_only=True):
     in_node: Link
     host: Link
     disk: Link | None = None
+    between_nodes: Link | None = None
     host_memory_bytes: int = 0
     disk_bytes: int = 0
 
@@ -75,7 +93,8 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
     Attributes:
         name: what people call it.
         groups: groups of equal nodes; global device numbers run through them in order.
-        between_nodes: link between nodes, per device; None for a single node.
+        between_nodes: link between nodes of different groups, and of groups that name none, per device; None for a
+            single node.
     """
 
     name: str
@@ -113,12 +132,42 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
     def link(self, level: str, device: int = 0) -> Link:
         """The link of a level ("in_node", "between_nodes", "host", "disk") as a device sees it."""
         group = self.group_of(device)
-        found = {"in_node": group.in_node, "between_nodes": self.between_nodes, "host": group.host, "disk": group.disk}[
-            level
-        ]
+        found = {
+            "in_node": group.in_node, "between_nodes": group.between_nodes or self.between_nodes, "host": group.host,
+            "disk": group.disk,
+        }[level]  # fmt: skip
         if found is None:
-            raise ClusterError(f"{self.name}: no {level} link is described, yet one is needed")
+            raise ClusterError(f"{self.name}: no {level} link is described, yet one is needed; add it")
         return found
+
+    def network(self, devices: tuple[int, ...]) -> Link:
+        """What nodes of these devices reach each other over: the slowest link on the way, in each of its numbers.
+
+        Between groups that is the cluster's own link and those of both groups; within one group the group's.
+
+        Raises:
+            ClusterError: no such link is described.
+        """
+        first_of = {id(self.group_of(device)): device for device in devices}
+        links = [self.link("between_nodes", device) for device in first_of.values()]
+        if len(links) > 1 and self.between_nodes is not None:
+            links.append(self.between_nodes)
+        slowest = min(links, key=lambda link: link.bytes_per_s)
+        return Link(
+            bytes_per_s=slowest.bytes_per_s, latency_s=max(link.latency_s for link in links), source=slowest.source
+        )
+
+    def memory_bytes(self, devices: tuple[int, ...]) -> int:
+        """Bytes the smallest of these devices has."""
+        return min(self.group_of(device).device.memory_bytes for device in devices)
+
+    def device_kinds(self) -> tuple[int, ...]:
+        """Per device, the first group with an equal device: ranks of one number do equal work in equal time."""
+        kinds: list[int] = []
+        devices = [group.device for group in self.groups]
+        for group in self.groups:
+            kinds += [devices.index(group.device)] * (group.nodes * group.devices_per_node)
+        return tuple(kinds)
 
     @classmethod
     def local(cls, num_devices: int, memory_bytes: int = 4 << 30) -> ClusterSpec:
@@ -131,12 +180,18 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         """
         device = Device(
             kind="cpu", memory_bytes=memory_bytes, memory_bytes_per_s=8e9, launch_s=4e-6, backend="cpu",
-            flops_per_s={"float64": 2.5e10, "float32": 5e10, "bfloat16": 1e10},
+            flops_per_s={"float64": 2.5e10, "float32": 5e10, "bfloat16": 1e10, "float16": 1e10},
             source="one thread of a 2024 server CPU, measured with torch matmul and copy",
+            sources={
+                **dict.fromkeys(("float64", "float32", "bfloat16", "float16"), "torch matmul"),
+                "memory_bytes": "assumed", "memory_bytes_per_s": "torch copy",
+            },
         )  # fmt: skip
         group = NodeGroup(
-            nodes=1, devices_per_node=num_devices, device=device, in_node=Link(bytes_per_s=1e9, latency_s=1.5e-4),
-            host=Link(bytes_per_s=4e9, latency_s=1e-5), disk=Link(bytes_per_s=5e8, latency_s=1e-4),
+            nodes=1, devices_per_node=num_devices, device=device,
+            in_node=Link(bytes_per_s=1e9, latency_s=1.5e-4, source="Gloo over loopback, measured on such a CPU"),
+            host=Link(bytes_per_s=4e9, latency_s=1e-5, source="a copy in memory"),
+            disk=Link(bytes_per_s=5e8, latency_s=1e-4, source="a SATA drive: assumed"),
             host_memory_bytes=16 << 30, disk_bytes=64 << 30,
         )  # fmt: skip
         return check_cluster(cls(name=f"local:{num_devices}", groups=(group,)))
@@ -146,52 +201,101 @@ class _Yaml(yaml.SafeLoader):
     """YAML with the floats of its version 1.2: PyYAML alone reads 25e9 and 1e-5 as text."""
 
 
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _YamlOut(yaml.SafeDumper):
+    """The same, writing numbers in the fewest digits that read back equal: 3.12e+14, not 312000000000000.0."""
+
+
+_FLOAT_TAG = "tag:yaml.org,2002:float"
+for _side in (_Yaml, _YamlOut):
+    _side.add_implicit_resolver(_FLOAT_TAG, re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+
+
+BACKENDS = ("cuda", "cpu")
 
 
 def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
     """The cluster itself, when it describes a machine.
 
     Raises:
-        ClusterError: a count below 1, a rate that is not positive, several nodes without a link.
+        ClusterError: a count below 1, a rate that is not positive, an unknown dtype or backend, groups of several
+            backends, or several nodes without a link between them; with the path of the fault.
     """
-
-    def positive(value: float, where: str) -> None:
-        if not value > 0 or value == float("inf"):
-            raise ClusterError(f"cluster {cluster.name!r}: {where} must be a positive number, not {value}")
-
     if not cluster.groups:
         raise ClusterError(f"cluster {cluster.name!r}: groups is empty; describe at least one group of nodes")
     for index, group in enumerate(cluster.groups):
         at = f"groups[{index}]"
-        positive(group.nodes, f"{at}.nodes")
-        positive(group.devices_per_node, f"{at}.devices_per_node")
-        positive(group.device.memory_bytes, f"{at}.device.memory_bytes")
-        positive(group.device.memory_bytes_per_s, f"{at}.device.memory_bytes_per_s")
-        if not group.device.flops_per_s:
-            raise ClusterError(f"cluster {cluster.name!r}: {at}.device.flops_per_s names no dtype")
-        for dtype, rate in group.device.flops_per_s.items():
-            positive(rate, f"{at}.device.flops_per_s.{dtype}")
-        if group.device.launch_s < 0 or group.host_memory_bytes < 0 or group.disk_bytes < 0:
-            raise ClusterError(
-                f"cluster {cluster.name!r}: {at} has a negative launch_s, host_memory_bytes or disk_bytes"
-            )
-        for name, link in (("in_node", group.in_node), ("host", group.host), ("disk", group.disk)):
-            if link is not None:
-                positive(link.bytes_per_s, f"{at}.{name}.bytes_per_s")
-                if link.latency_s < 0:
-                    raise ClusterError(
-                        f"cluster {cluster.name!r}: {at}.{name}.latency_s is negative ({link.latency_s})"
-                    )
-    if cluster.between_nodes is not None:
-        positive(cluster.between_nodes.bytes_per_s, "between_nodes.bytes_per_s")
-    if sum(group.nodes for group in cluster.groups) > 1 and cluster.between_nodes is None:
+        _positive(cluster, group.nodes, f"{at}.nodes")
+        _positive(cluster, group.devices_per_node, f"{at}.devices_per_node")
+        _check_device(cluster, group.device, f"{at}.device")
+        _not_negative(cluster, group.host_memory_bytes, f"{at}.host_memory_bytes")
+        _not_negative(cluster, group.disk_bytes, f"{at}.disk_bytes")
+        for name in ("in_node", "between_nodes", "host", "disk"):
+            _check_link(cluster, getattr(group, name), f"{at}.{name}")
+    _check_link(cluster, cluster.between_nodes, "between_nodes")
+    backends = sorted({group.device.backend for group in cluster.groups})
+    if len(backends) > 1:
         raise ClusterError(
-            f"cluster {cluster.name!r}: several nodes but no between_nodes link; add its bytes_per_s and latency_s"
+            f"cluster {cluster.name!r}: groups run on {' and '.join(backends)}; one job runs on one backend: describe "
+            "the devices of each backend as a cluster of its own"
         )
+    for index, group in enumerate(cluster.groups):
+        joined = len(cluster.groups) > 1 or (group.nodes > 1 and group.between_nodes is None)
+        if joined and cluster.between_nodes is None:
+            raise ClusterError(
+                f"cluster {cluster.name!r}: several nodes (groups[{index}]) but no between_nodes link; add its "
+                "bytes_per_s and latency_s"
+            )
     return cluster
+
+
+def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
+    _positive(cluster, device.memory_bytes, f"{at}.memory_bytes")
+    _positive(cluster, device.memory_bytes_per_s, f"{at}.memory_bytes_per_s")
+    _not_negative(cluster, device.launch_s, f"{at}.launch_s")
+    if not device.flops_per_s:
+        raise ClusterError(
+            f"cluster {cluster.name!r}: {at}.flops_per_s names no dtype; give at least one rate, e.g. float32: 19.5e12"
+        )
+    for dtype, rate in device.flops_per_s.items():
+        if dtype not in DTYPE_BYTES and dtype != "tf32":
+            known = (*DTYPE_BYTES, "tf32")
+            raise ClusterError(
+                f"cluster {cluster.name!r}: {at}.flops_per_s names dtype {dtype!r}{did_you_mean(dtype, known)}; "
+                f"it knows {', '.join(known)}"
+            )
+        _positive(cluster, rate, f"{at}.flops_per_s.{dtype}")
+    if device.backend not in BACKENDS:
+        raise ClusterError(
+            f"cluster {cluster.name!r}: {at}.backend is {device.backend!r}; it is one of {', '.join(BACKENDS)}"
+        )
+
+
+def _check_link(cluster: ClusterSpec, link: Link | None, at: str) -> None:
+    if link is not None:
+        _positive(cluster, link.bytes_per_s, f"{at}.bytes_per_s")
+        _not_negative(cluster, link.latency_s, f"{at}.latency_s")
+
+
+_WAY_OUT = "`paraplan cluster schema` says what each field means"
+
+
+def _positive(cluster: ClusterSpec, value: float, where: str) -> None:
+    if not value > 0 or value == float("inf"):
+        raise ClusterError(f"cluster {cluster.name!r}: {where} must be a positive number, not {value}; {_WAY_OUT}")
+
+
+def _not_negative(cluster: ClusterSpec, value: float, where: str) -> None:
+    if not value >= 0 or value == float("inf"):
+        raise ClusterError(
+            f"cluster {cluster.name!r}: {where} is negative or no number ({value}); give 0 or more; {_WAY_OUT}"
+        )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`", did you mean X or Y?"`, or nothing where no name is near."""
+    by_lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
+    return f" (did you mean {' or '.join(by_lower[one] for one in near)}?)" if near else ""
 
 
 def read_cluster(path: str | Path) -> ClusterSpec:
@@ -201,9 +305,34 @@ def read_cluster(path: str | Path) -> ClusterSpec:
         ClusterError: unreadable, malformed, an unknown key or a wrong value, with its place.
     """
     data = read_bytes(path, "cluster file", ClusterError)
-    if str(path).endswith(".json"):
-        return check_cluster(from_json(data, ClusterSpec, str(path), ClusterError))
     try:
+        if str(path).endswith(".json"):
+            return check_cluster(msgspec.json.decode(data, type=ClusterSpec))
         return check_cluster(msgspec.convert(yaml.load(data, Loader=_Yaml), ClusterSpec))
-    except (yaml.YAMLError, msgspec.ValidationError, UnicodeDecodeError) as fault:
-        raise ClusterError(f"{path}: {fault}") from None
+    except (yaml.YAMLError, msgspec.DecodeError, UnicodeDecodeError) as fault:
+        raise ClusterError(f"{path}: {fault}{_near_field(str(fault))}") from None
+
+
+def _near_field(fault: str) -> str:
+    match = re.search(r"unknown field `([^`]*)`", fault)
+    fields = [name for kind in (ClusterSpec, NodeGroup, Device, Link) for name in kind.__struct_fields__]
+    return f"{did_you_mean(match[1], dict.fromkeys(fields))}; {_WAY_OUT}" if match else ""
+
+
+def _short_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
+    text = f"{Decimal(repr(value)).normalize():e}" if abs(value) >= 1e5 or 0 < abs(value) < 1e-3 else repr(value)
+    return dumper.represent_scalar(_FLOAT_TAG, text)
+
+
+_YamlOut.add_representer(float, _short_float)
+
+
+def cluster_yaml(cluster: ClusterSpec, comment: str = "") -> str:
+    """A cluster file's text, which `read_cluster` reads back equal.
+
+    Args:
+        cluster: what is written.
+        comment: lines for the file's head.
+    """
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    return head + yaml.dump(msgspec.to_builtins(cluster), Dumper=_YamlOut, sort_keys=False, width=120)

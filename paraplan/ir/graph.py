@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from paraplan.ir.op_rule import OpRule
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
 
@@ -32,7 +34,7 @@ class Phase(Enum):
     BACKWARD = "B"
 
 
-class Op(Value, frozen=True, kw_only=True):
+class Op(Value, frozen=True, kw_only=True, dict=True):
     """One operation.
 
     Attributes:
@@ -42,6 +44,8 @@ class Op(Value, frozen=True, kw_only=True):
         outs: names of the values it makes; None where an output of a multi-output op is absent.
         phase: forward or backward.
         source: index into `Graph.sources`; -1 where unknown.
+        rule: its own sharding rule where `ir.rules` has none for the target: discovered, registered, or said to be
+            missing.
     """
 
     target: str
@@ -50,13 +54,14 @@ class Op(Value, frozen=True, kw_only=True):
     outs: tuple[str | None, ...]
     phase: Phase = Phase.FORWARD
     source: int = -1
+    rule: OpRule | None = None
 
     def __post_init__(self) -> None:
         """Arguments decode as lists; equal ops must be equal."""
         msgspec.structs.force_setattr(self, "args", freeze(self.args))
         msgspec.structs.force_setattr(self, "kwargs", {key: freeze(arg) for key, arg in self.kwargs.items()})
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[str, ...]:
         """Names of the input values in argument order, repeats kept."""
         return tuple(name for name in refs((self.args, tuple(self.kwargs.values()))))

@@ -49,9 +49,13 @@ def dual(placement: Placement) -> Placement:
     return R if isinstance(placement, Partial) else P
 
 
-def program_micro(program: Program, num_microbatches: int) -> ProgramMicro:
+def program_micro(program: Program, num_microbatches: int, in_space: bool = False) -> ProgramMicro:
     """What everything does along the microbatch axis; trivially whole for one microbatch.
 
+    Args:
+        program: whose ops and values.
+        num_microbatches: extent of the axis.
+        in_space: it is a data-parallel axis of a mesh, where partial sums can be reduced (batch statistics).
     Raises:
         ConstraintError: the batch does not divide, or an op mixes samples.
     """
@@ -71,13 +75,19 @@ def program_micro(program: Program, num_microbatches: int) -> ProgramMicro:
         key = (segment.kind, tuple(given.values()))
         if key not in cache:
             duals = {t: o for t, o in zip(kind.tangents, kind.outputs, strict=True) if t is not None}
-            cache[key] = _graph_micro(kind.graph, given, duals, m, kind.name)
+            cache[key] = graph_micro(kind.graph, given, duals, m, kind.name, in_space)
         found = cache[key]
         for local, outer in zip(kind.outputs, segment.outputs, strict=True):
             values[outer] = found.placements[local]
         segments.append(found)
+    for name, value in program.buffer_updates.items():
+        if isinstance(values[value], Shard):
+            raise ConstraintError(
+                f"buffer {name!r} takes a value with one row per sample ({value}), so the batch cannot be split into "
+                f"{m} microbatches; use 1 microbatch"
+            )
     denominators = tuple(
-        _graph_micro(
+        graph_micro(
             d.graph, {n: values[o] for n, o in zip(d.graph.inputs, d.inputs, strict=True)}, {}, m, "denominator"
         )
         for d in program.denominators
@@ -85,7 +95,30 @@ def program_micro(program: Program, num_microbatches: int) -> ProgramMicro:
     return ProgramMicro(tuple(segments), denominators, values)
 
 
-def _graph_micro(graph: Graph, given: dict[str, Placement], duals: dict[str, str], m: int, where: str) -> KindMicro:
+def splittable(program: Program, num_microbatches: int) -> bool:
+    """Whether a program runs in so many microbatches."""
+    try:
+        program_micro(program, num_microbatches)
+    except ConstraintError:
+        return False
+    return True
+
+
+def graph_micro(
+    graph: Graph, given: dict[str, Placement], duals: dict[str, str], m: int, where: str, in_space: bool = False
+) -> KindMicro:
+    """What a graph's ops and values do along the microbatch axis.
+
+    Args:
+        graph: any graph.
+        given: where its inputs stand; whole where nothing is said.
+        duals: tangent -> the output whose gradient it is.
+        m: microbatches.
+        where: for messages.
+        in_space: see `program_micro`.
+    Raises:
+        ConstraintError: an op mixes samples.
+    """
     placements: dict[str, Placement] = {name: given.get(name, R) for name in graph.inputs}
     choices = []
     pending = dict(duals)
@@ -94,7 +127,7 @@ def _graph_micro(graph: Graph, given: dict[str, Placement], duals: dict[str, str
             placements[tangent] = dual(placements[pending.pop(tangent)]) if m > 1 else R
             if not graph.values[tangent].shape:
                 placements[tangent] = R
-        choice = _choose(graph, op, tuple(placements[name] for name in op.tensors), m, where)
+        choice = _choose(graph, op, tuple(placements[name] for name in op.tensors), m, where, in_space)
         choices.append(choice)
         for out, placement in zip(op.outs, choice.outputs, strict=True):
             if out is not None:
@@ -105,7 +138,7 @@ def _graph_micro(graph: Graph, given: dict[str, Placement], duals: dict[str, str
     return KindMicro(tuple(choices), placements)
 
 
-def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str) -> AxisChoice:
+def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str, in_space: bool) -> AxisChoice:
     options = _options(
         op, tuple(graph.values[n] for n in op.tensors), tuple(graph.values[n] if n else None for n in op.outs)
     )
@@ -113,7 +146,7 @@ def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: st
         return options[0]
     best: tuple[int, AxisChoice] | None = None
     for choice in options:
-        if any(h != need and h != R for h, need in zip(have, choice.inputs, strict=True)):
+        if not all(_reachable(h, need, in_space) for h, need in zip(have, choice.inputs, strict=True)):
             continue
         specs = [graph.values[name] for name in (*op.tensors, *(n for n in op.outs if n))]
         places = [*choice.inputs, *(p for p in choice.outputs if p is not None)]
@@ -123,11 +156,17 @@ def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: st
         if best is None or moves < best[0]:
             best = (moves, choice)
     if best is None:
+        split = f"over {m} data-parallel ranks" if in_space else f"into {m} microbatches; use 1 microbatch"
         raise ConstraintError(
             f"{where}: {op.target} ({graph.source_of(op)}) mixes samples of the batch, so the batch "
-            f"cannot be split into {m} microbatches; use 1 microbatch"
+            f"cannot be split {split}"
         )
     return best[1]
+
+
+def _reachable(have: Placement, need: Placement, in_space: bool) -> bool:
+    """Along the axis a value may be sliced or counted once; in space alone sums over it can be completed."""
+    return have in (need, R) or (in_space and have == P and need == R)
 
 
 @lru_cache(maxsize=20_000)

@@ -21,10 +21,11 @@ class SegmentKind(Value, frozen=True, kw_only=True):
         params: graph inputs that are parameters.
         inputs: graph inputs that come from the batch, buffers or other segments.
         seed: graph input holding the instance's random seed (int64 scalar), if any op is random.
-        outputs: forward results other segments (or the loss) read.
+        outputs: forward results other segments, the loss or buffers read.
         tangents: graph inputs holding the gradient of each output; None where an output carries none.
         input_grads: per entry of `inputs`, the value holding its gradient, or None.
         param_grads: per entry of `params`, the value holding its gradient, or None (frozen, unused).
+        asides: further forward results that only auxiliary outputs read (never those of a training step).
     """
 
     name: str
@@ -36,6 +37,7 @@ class SegmentKind(Value, frozen=True, kw_only=True):
     tangents: tuple[str | None, ...]
     input_grads: tuple[str | None, ...]
     param_grads: tuple[str | None, ...]
+    asides: tuple[str, ...] = ()
 
 
 class Segment(Value, frozen=True, kw_only=True):
@@ -47,12 +49,14 @@ class Segment(Value, frozen=True, kw_only=True):
         inputs: the program value for each entry of the kind's `inputs`: "batch:<name>", "buffer:<name>"
             or an output of an earlier segment.
         outputs: program value names of its outputs, e.g. "s3.0".
+        asides: likewise of the kind's `asides`, e.g. "s3+0".
     """
 
     kind: int
     params: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    asides: tuple[str, ...] = ()
 
 
 class ParamSpec(Value, frozen=True, kw_only=True):
@@ -77,10 +81,14 @@ class LossTerm(Value, frozen=True, kw_only=True):
         numerator: program value (a scalar segment output).
         denominator: index into `Program.denominators`, or None where the numerator is already a mean
             over the global batch and microbatches simply add.
+        name: which of the model's losses it belongs to; "" where there is but one.
+        weight: that loss' weight, already in the numerator.
     """
 
     numerator: str
     denominator: int | None = None
+    name: str = ""
+    weight: float = 1.0
 
 
 class Denominator(Value, frozen=True, kw_only=True):
@@ -95,6 +103,18 @@ class Denominator(Value, frozen=True, kw_only=True):
     inputs: tuple[str, ...]
 
 
+class Output(Value, frozen=True, kw_only=True):
+    """Something the model returns beside its loss, for evaluations only.
+
+    Attributes:
+        graph: inputs named in `inputs`, one output; without ops where a value of a segment is the output.
+        inputs: program values ("batch:<name>", "buffer:<name>", "s3.0", "s3+0") and "param:<name>".
+    """
+
+    graph: Graph
+    inputs: tuple[str, ...]
+
+
 class Program(Value, frozen=True, kw_only=True):
     """A captured model at its global batch.
 
@@ -102,7 +122,7 @@ class Program(Value, frozen=True, kw_only=True):
         name: what people call it.
         fingerprint: digest of the model's class, configuration, parameters and buffers; two models with
             equal fingerprints run each other's plans.
-        precision: "fp32", "fp64" or "bf16": what the captured graphs compute in.
+        precision: "fp32", "fp64", "bf16" or "fp16": what the captured graphs compute in.
         batch_size: size of the batch dims.
         batch: the batch's tensors.
         params: every parameter, in the model's order; tied names appear once, under the first.
@@ -110,6 +130,8 @@ class Program(Value, frozen=True, kw_only=True):
         kinds, segments: the pieces and their instances, in execution order.
         loss: its terms.
         denominators: counts the loss divides by.
+        buffer_updates: per buffer the model writes, the program value it becomes after the step.
+        outputs: what else the model returns, by name.
     """
 
     name: str
@@ -123,11 +145,17 @@ class Program(Value, frozen=True, kw_only=True):
     segments: tuple[Segment, ...]
     loss: tuple[LossTerm, ...]
     denominators: tuple[Denominator, ...] = ()
+    buffer_updates: dict[str, str] = {}
+    outputs: dict[str, Output] = {}
+
+
+HALVES = {"bf16": "bfloat16", "fp16": "float16"}
+"""Precisions that keep float32 master weights, and the dtype they compute in."""
 
 
 def master_dtype(precision: str, dtype: str) -> str:
-    """Dtype a parameter is updated (and its gradient accumulated) in: float32 master weights under bf16."""
-    return "float32" if precision == "bf16" and dtype == "bfloat16" else dtype
+    """Dtype a parameter is updated (and its gradient accumulated) in: float32 master weights under bf16 and fp16."""
+    return "float32" if (precision, dtype) in HALVES.items() else dtype
 
 
 def trained_params(program: Program, first: int = 0, stop: int | None = None) -> tuple[str, ...]:

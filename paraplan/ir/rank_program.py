@@ -7,7 +7,8 @@ A `Block` is the forward or the backward of one kind under one choice, lowered o
 call it: instructions over named local values. `Step`s call blocks on values of an outer namespace.
 
 Rank-dependent numbers (shard offsets) are strings in instruction arguments: "#0:256,m:1024" means
-256 * coordinate on mesh axis 0 + 1024 * microbatch index. "#" alone is 0.
+256 * coordinate on mesh axis 0 + 1024 * microbatch index. "#" alone is 0. "#0+3%4:256" is
+256 * ((coordinate + 3) mod 4): where a block that goes round a ring of 4 came from.
 
 Memory semantics, the same in simulator and runtime: a value holds its storage (`LocalValue.base` names the
 value that owns it, views share it); a storage lives while any name in a block or in the outer namespace, or
@@ -20,7 +21,7 @@ from enum import Enum
 
 from paraplan.ir.graph import Arg
 from paraplan.ir.struct import Value
-from paraplan.ir.tensor import DTYPE_BYTES
+from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 
 class LocalValue(Value, frozen=True, kw_only=True):
@@ -62,7 +63,8 @@ class Instr(Value, frozen=True, kw_only=True):
     Attributes:
         kind: see `InstrKind`.
         target: an op ("aten.mm.default", "paraplan.linear"), or for collectives "all_reduce",
-            "all_gather", "reduce_scatter", "all_to_all".
+            "all_gather", "reduce_scatter", "all_to_all", "permute" (each rank's tensor goes to the next rank
+            of the axis, the last one's to the first).
         args, kwargs: as in `ir.graph`, names local to the block. Collectives: ("%input", reduce op or "");
             gathers stack and scatters split along dim 0. WAIT: ("%issued",), followed by the collective's input
             where that must live until then (all but all_reduce, which works on a copy).
@@ -72,6 +74,7 @@ class Instr(Value, frozen=True, kw_only=True):
         workspace_bytes: the most an op allocates and drops inside.
         origin: index of the joint graph's op this serves; -1 for none.
         layout_change: whether it belongs to a change of layout, not to the op itself.
+        work: (flops, bytes moved) where the user registered what the op costs; bytes -1 where only flops.
     """
 
     kind: InstrKind = InstrKind.OP
@@ -84,6 +87,7 @@ class Instr(Value, frozen=True, kw_only=True):
     workspace_bytes: int = 0
     origin: int = -1
     layout_change: bool = False
+    work: tuple[float, float] | None = None
 
 
 class Block(Value, frozen=True, kw_only=True):
@@ -146,7 +150,8 @@ class OuterValue(Value, frozen=True, kw_only=True):
     """A value of the outer namespace that exists before the step begins, or that UPDATE works on.
 
     Attributes:
-        role: "param" (stored copy), "state" (optimizer's view or copy of a parameter), "batch", "buffer", "seed".
+        role: "param" (stored copy), "state" (optimizer's view or copy of a parameter), "batch", "buffer", "seed",
+            "scale" (what gradients are multiplied by, under fp16).
         source: the parameter's, input's or buffer's name in the program; a seed's segment number as text.
         dtype, shape: local.
         layout: text form, on the stage's mesh.
@@ -161,6 +166,20 @@ class OuterValue(Value, frozen=True, kw_only=True):
     nbytes: int
 
 
+class OutputPlace(Value, frozen=True, kw_only=True):
+    """Where an evaluation leaves something the model returns.
+
+    Attributes:
+        names: outer names of its local values; one per microbatch where they differ.
+        spec: global.
+        layout: of those values, text form; the first placement is that along the microbatches.
+    """
+
+    names: tuple[str, ...]
+    spec: TensorSpec
+    layout: str
+
+
 class RankProgram(Value, frozen=True, kw_only=True):
     """All a rank does in one step.
 
@@ -171,6 +190,8 @@ class RankProgram(Value, frozen=True, kw_only=True):
         outer: values alive before the step, by outer name.
         steps: in order.
         loss: outer name of the loss, whole on every rank, after the last step.
+        metrics: likewise of each of several losses, unweighted, by name.
+        outputs: what the model returns beside them (evaluations only), by name.
         grads: parameter name -> outer name of its gradient in the state layout after the last step.
         optimizer_bytes: bytes of optimizer state the rank keeps.
         update_workspace_bytes: the most the update allocates and drops inside.
@@ -183,13 +204,15 @@ class RankProgram(Value, frozen=True, kw_only=True):
     outer: dict[str, OuterValue]
     steps: tuple[Step, ...]
     loss: str
+    metrics: dict[str, str] = {}
+    outputs: dict[str, OutputPlace] = {}
     grads: dict[str, str]
     optimizer_bytes: int
     update_workspace_bytes: int
 
 
 def parse_offset(text: str) -> tuple[tuple[str, int], ...]:
-    """`"#0:256,m:1024"` to (("0", 256), ("m", 1024)); the key is a mesh axis number or "m"."""
+    """`"#0:256,m:1024"` to (("0", 256), ("m", 1024)); the key is a mesh axis number, "m", or either turned: "0+3%4"."""
     body = text[1:]
     if not body:
         return ()
@@ -198,4 +221,11 @@ def parse_offset(text: str) -> tuple[tuple[str, int], ...]:
 
 def offset_value(text: str, coordinates: tuple[int, ...], microbatch: int) -> int:
     """The number an offset stands for on a rank, in a microbatch."""
-    return sum(step * (microbatch if key == "m" else coordinates[int(key)]) for key, step in parse_offset(text))
+
+    def place(key: str) -> int:
+        turned, _, size = key.partition("%")
+        name, _, by = turned.partition("+")
+        index = microbatch if name == "m" else coordinates[int(name)]
+        return (index + int(by)) % int(size) if size else index
+
+    return sum(step * place(key) for key, step in parse_offset(text))

@@ -1,23 +1,40 @@
-"""Changing a tensor's layout: the shortest sequence of one-axis moves.
+"""Changing a tensor's layout: the cheapest sequence of one-axis moves.
 
     P -> R     all_reduce            S(d) -> R     all_gather           R -> S(d)   slice (local)
     P -> S(d)  reduce_scatter        S(d) -> S(e)  all_to_all           R -> P      first_only (local)
 
 Where several axes shard one dim the inner (later) axis is peeled first, since shards are blocks of blocks;
-a move on an axis is legal only if no later axis shards the dim it touches. The path is the cheapest by bytes
-sent per rank (ties: fewer moves, then by text), so planner, simulator and runtime agree on it.
+a move on an axis is legal only if no later axis shards the dim it touches. A path is the cheapest by elements a
+rank sends, where a move also costs as much as sending 64 Ki of them (its latency) and an outer axis, which crosses the
+slower links, costs more than an inner one. So a sum over two axes is scattered over the inner one, reduced over the
+outer one and gathered again, as hierarchical all-reduce does. None of this looks at a cluster, so planner, simulator
+and runtime agree on every path without consulting each other.
+
+All pairs of layouts are solved at once (Bellman-Ford over the graph of layouts), and once for all shapes that divide
+alike and are of like size.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.mesh import Layout, P, Partial, Placement, R, S, Shard, is_shardable, layout_text, local_shape
+
+MOVE_ELEMENTS, COPY_ELEMENTS = 2.0**16, 2.0**14
+"""What a collective and a local copy cost beside the elements they touch."""
+
+OUTER_AXIS = 0.25
+"""How much dearer an element is on an axis than on the next inner one."""
+
+Dims = tuple[int, ...]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -46,10 +63,50 @@ class NoPath(InvalidPlanError):
     """No sequence of moves leads from one layout to the other."""
 
 
-@lru_cache(maxsize=200_000)
-def reshard_path(
-    shape: tuple[int, ...], source: Layout, target: Layout, mesh_shape: tuple[int, ...], frozen: int = 0
-) -> tuple[Move, ...]:
+@dataclass(frozen=True, eq=False)
+class ReshardTable:
+    """The cheapest paths between all layouts of a shape.
+
+    Attributes:
+        layouts: in a fixed order.
+        index: layout -> its number.
+        moves: every legal move.
+        last: [source, target] number of the last move on the path; -1 where there is no path or nothing to do.
+        hops: [source, target] moves on the path; -1 where there is no path.
+    """
+
+    layouts: tuple[Layout, ...]
+    index: dict[Layout, int]
+    moves: tuple[Move, ...]
+    last: Ints
+    hops: Ints
+
+    def path(self, source: Layout, target: Layout) -> tuple[Move, ...] | None:
+        """The moves from one layout to another; None where there is no way."""
+        start, at = self.index[source], self.index[target]
+        if self.hops[start, at] < 0:
+            return None
+        found: list[Move] = []
+        while at != start:
+            move = self.moves[self.last[start, at]]
+            found.append(move)
+            at = self.index[move.before]
+        return tuple(reversed(found))
+
+    def totals(self, prices: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Sums over paths: [source, target, ...] from a price per move [move, ...]; infinite where there is no path."""
+        count = len(self.layouts)
+        total = np.full((count, count, *prices.shape[1:]), np.inf)
+        total[np.arange(count), np.arange(count)] = 0.0
+        before = np.array([self.index[move.before] for move in self.moves], np.int64)
+        for hop in range(1, int(self.hops.max(initial=0)) + 1):
+            sources, targets = np.nonzero(self.hops == hop)
+            moves = self.last[sources, targets]
+            total[sources, targets] = total[sources, before[moves]] + prices[moves]
+        return total
+
+
+def reshard_path(shape: Dims, source: Layout, target: Layout, mesh_shape: Dims, frozen: int = 0) -> tuple[Move, ...]:
     """The moves from one layout to another.
 
     Args:
@@ -63,63 +120,108 @@ def reshard_path(
     """
     if source == target:
         return ()
-    serial = itertools.count()
-    queue: list[tuple[float, int, str, int, Layout, tuple[Move, ...]]] = [(0.0, 0, "", next(serial), source, ())]
-    done: set[Layout] = set()
-    while queue:
-        cost, count, _, _, layout, path = heapq.heappop(queue)
-        if layout == target:
-            return path
-        if layout in done:
-            continue
-        done.add(layout)
-        for move in _moves(shape, layout, source, target, mesh_shape, frozen):
-            if move.after not in done:
-                step = _sent_bytes(shape, move, mesh_shape)
-                entry = (cost + step, count + 1, layout_text(move.after), next(serial), move.after, (*path, move))
-                heapq.heappush(queue, entry)
-    raise NoPath(
-        f"no way from layout {layout_text(source)} to {layout_text(target)} for shape {shape} on mesh {mesh_shape}"
+    table = reshard_table(shape, mesh_shape, frozen, (source, target))
+    path = table.path(source, target) if {source, target} <= table.index.keys() else None
+    if path is None:
+        raise NoPath(
+            f"no way from layout {layout_text(source)} to {layout_text(target)} for shape {shape} on mesh {mesh_shape}"
+        )
+    return path
+
+
+def reshard_table(shape: Dims, mesh_shape: Dims, frozen: int, ends: tuple[Layout, ...]) -> ReshardTable:
+    """The table that holds the paths between some layouts of a shape.
+
+    Args:
+        shape: global shape.
+        mesh_shape: axis sizes.
+        frozen: see `reshard_path`.
+        ends: layouts that paths start from or lead to; the table holds many more.
+    """
+    devices = math.prod(mesh_shape)
+    divides = tuple(math.gcd(size, devices) for size in shape)
+    along = tuple(
+        tuple(sorted({R, *(layout[axis] for layout in ends)}, key=str)) if axis < frozen else ()
+        for axis in range(frozen)
     )
+    maxima = any(isinstance(p, Partial) and p.op != "sum" for layout in ends for p in layout)
+    return _table(divides, math.prod(shape).bit_length(), mesh_shape, along, maxima)
 
 
-def _sent_bytes(shape: tuple[int, ...], move: Move, mesh_shape: tuple[int, ...]) -> float:
-    """Elements one rank sends, plus a little for local copies."""
-    count = math.prod(local_shape(shape, move.before, mesh_shape))
+@lru_cache(maxsize=1024)
+def _table(
+    shape: Dims, size: int, mesh_shape: Dims, along: tuple[tuple[Placement, ...], ...], maxima: bool
+) -> ReshardTable:
+    free: tuple[Placement, ...] = (R, P, *((Partial(op="max"),) if maxima else ()), *(S(d) for d in range(len(shape))))
+    options = (*along, *((free,) * (len(mesh_shape) - len(along))))
+    layouts = tuple(lay for lay in itertools.product(*options) if is_shardable(shape, lay, mesh_shape))
+    index = {layout: number for number, layout in enumerate(layouts)}
+    moves = tuple(move for layout in layouts for move in _moves(layout, options, len(along)) if move.after in index)
+    scale = 2.0**size / math.prod(shape)
+    costs = np.array([_cost(shape, move, mesh_shape, scale) for move in moves])
+    last, hops = _shortest(len(layouts), moves, index, costs)
+    return ReshardTable(layouts, index, moves, last, hops)
+
+
+def _cost(shape: Dims, move: Move, mesh_shape: Dims, scale: float) -> float:
+    """What a move costs, in elements sent over the innermost axis."""
+    count = math.prod(local_shape(shape, move.before, mesh_shape)) * scale
     n = mesh_shape[move.axis]
-    factor = {
-        "all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": n - 1.0,
-        "all_to_all": (n - 1) / n, "slice": 0.02 / n, "first_only": 0.02,
+    if move.kind in ("slice", "first_only"):
+        return 0.02 * count / (n if move.kind == "slice" else 1) + COPY_ELEMENTS
+    sent = {
+        "all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": n - 1.0, "all_to_all": (n - 1) / n,
     }[move.kind]  # fmt: skip
-    return factor * count + (0.0 if n == 1 else 1.0)
+    return (sent * count + MOVE_ELEMENTS) * (1 + OUTER_AXIS * (len(mesh_shape) - 1 - move.axis))
 
 
-def _moves(
-    shape: tuple[int, ...], layout: Layout, source: Layout, target: Layout, mesh_shape: tuple[int, ...], frozen: int
-) -> list[Move]:
+def _shortest(
+    count: int, moves: tuple[Move, ...], index: dict[Layout, int], costs: NDArray[np.float64]
+) -> tuple[Ints, Ints]:
+    """Last move and number of moves of the cheapest path between every two layouts; the first of equals by number."""
+    last, hops = np.full((count, count), -1, np.int64), np.full((count, count), -1, np.int64)
+    hops[np.arange(count), np.arange(count)] = 0
+    if not moves:
+        return last, hops
+    ends = np.array([index[move.after] for move in moves])
+    order = np.argsort(ends, kind="stable")
+    before = np.array([index[move.before] for move in moves])[order]
+    weights, targets = costs[order], ends[order]
+    starts = np.flatnonzero(np.r_[True, targets[1:] != targets[:-1]])
+    reached = targets[starts]
+    distance = np.full((count, count), np.inf)
+    distance[np.arange(count), np.arange(count)] = 0.0
+    while True:
+        through = np.minimum.reduceat(distance[:, before] + weights, starts, axis=1)
+        better = np.minimum(distance[:, reached], through)
+        if (better == distance[:, reached]).all():
+            break
+        distance[:, reached] = better
+    for place, (first, target) in enumerate(zip(starts.tolist(), reached.tolist(), strict=True)):
+        stop = starts[place + 1] if place + 1 < len(starts) else len(order)
+        last[:, target] = order[first + np.argmin(distance[:, before[first:stop]] + weights[first:stop], axis=1)]
+    last[~np.isfinite(distance)] = -1
+    last[np.arange(count), np.arange(count)] = -1
+    by_distance = np.argsort(distance, axis=1, kind="stable")
+    rows, origin = np.arange(count), np.array([index[move.before] for move in moves])
+    for column in by_distance.T[1:]:
+        some = last[rows, column] >= 0
+        at, to = rows[some], column[some]
+        hops[at, to] = hops[at, origin[last[at, to]]] + 1
+    return last, hops
+
+
+def _moves(layout: Layout, options: tuple[tuple[Placement, ...], ...], frozen: int) -> list[Move]:
     found = []
     for axis, now in enumerate(layout):
         inner = {p.dim for p in layout[axis + 1 :] if isinstance(p, Shard)}
-        for then in _placements(source, target, axis):
+        for then in options[axis]:
             if then == now or any(isinstance(p, Shard) and p.dim in inner for p in (now, then)):
                 continue
-            after = (*layout[:axis], then, *layout[axis + 1 :])
-            move = _name(now, then, axis, layout, after)
-            if move is None or not is_shardable(shape, after, mesh_shape):
-                continue
-            if axis < frozen and move.kind not in ("slice", "first_only"):
-                continue
-            found.append(move)
+            move = _name(now, then, axis, layout, (*layout[:axis], then, *layout[axis + 1 :]))
+            if move is not None and (axis >= frozen or move.kind in ("slice", "first_only")):
+                found.append(move)
     return found
-
-
-def _placements(source: Layout, target: Layout, axis: int) -> list[Placement]:
-    """Placements worth visiting along an axis: the goal, whole, and what peeling needs."""
-    worth: dict[Placement, None] = dict.fromkeys((target[axis], R))
-    for placement in (*target, *source):
-        if isinstance(placement, Shard):
-            worth[placement] = None
-    return list(worth)
 
 
 def _name(now: Placement, then: Placement, axis: int, before: Layout, after: Layout) -> Move | None:
@@ -138,4 +240,4 @@ def _name(now: Placement, then: Placement, axis: int, before: Layout, after: Lay
     return Move("first_only", axis, -1, -1, before, after) if then == P else None
 
 
-__all__ = ["Move", "NoPath", "S", "reshard_path"]
+__all__ = ["Move", "NoPath", "ReshardTable", "S", "reshard_path", "reshard_table"]

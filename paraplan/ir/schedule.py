@@ -7,6 +7,7 @@ list of actions per class of equal ranks.
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from enum import Enum
 
 from paraplan.ir.errors import InvalidPlanError
@@ -85,3 +86,20 @@ def accumulate(num_microbatches: int, num_ranks: int) -> Schedule:
     return Schedule(
         name="accumulate", classes=((*texts, "0REDUCE_GRAD", "0UPDATE"),), rank_class=(0,) * num_ranks
     )  # fmt: skip
+
+
+def split_classes(schedule: Schedule, kinds: tuple[Hashable, ...]) -> Schedule:
+    """The schedule with classes that also agree in the kind of their device.
+
+    Ranks of a class are simulated once, so they must be equal in what they sit on, too.
+
+    Args:
+        schedule: any.
+        kinds: per rank, what its device is; ranks of equal kinds may share a class.
+    Returns:
+        Classes in the order their first rank appears; those equal in actions and kind are one.
+    """
+    found: dict[tuple[tuple[str, ...], Hashable], int] = {}
+    pairs = zip(schedule.rank_class, kinds, strict=True)
+    rank_class = tuple(found.setdefault((schedule.classes[old], kind), len(found)) for old, kind in pairs)
+    return Schedule(name=schedule.name, classes=tuple(actions for actions, _ in found), rank_class=rank_class)

@@ -2,7 +2,8 @@
 
 A plan's memory is true only if it is known which reshapes are views and which copy, and that follows from
 strides. These are torch's own rules, without torch: `view_strides` is `at::detail::computeStride`,
-`elementwise_strides` is TensorIterator's (also `torch._prims_common.compute_elementwise_output_strides`).
+`elementwise_strides` is TensorIterator's (also `torch._prims_common.compute_elementwise_output_strides`),
+`joined_strides` is that of concatenation and padding, which keep images channels last.
 """
 
 from __future__ import annotations
@@ -89,6 +90,38 @@ def elementwise_strides(out_shape: Dims, inputs: Sequence[tuple[Dims, Dims]]) ->
         strides[dim] = step
         step *= max(out_shape[dim], 1)
     return tuple(strides)
+
+
+def channels_last_strides(shape: Dims) -> Dims:
+    """Strides of [batch, channels, *space] with channels innermost."""
+    order = (*range(2, len(shape)), 1)
+    strides, step = [0] * len(shape), 1
+    for dim in (*reversed(order), 0):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def is_channels_last(shape: Dims, strides: Dims) -> bool:
+    """Whether torch takes a tensor for channels last (`suggest_memory_format`; ambiguous ones are row-major).
+
+    Source: is_channels_last_strides_2d_s4 and _3d_s5 (c10/core/MemoryFormat.h).
+    """
+    if len(shape) not in (4, 5) or strides[1] == 0:
+        return False
+    least = 0
+    for dim in (1, *reversed(range(2, len(shape))), 0):
+        if shape[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(shape[dim], 1)
+    return True
+
+
+def joined_strides(out_shape: Dims, inputs: Sequence[tuple[Dims, Dims]]) -> Dims:
+    """Strides of a concatenation, or of one input padded: channels last if all inputs are, else row-major."""
+    if inputs and all(is_channels_last(shape, strides) for shape, strides in inputs):
+        return channels_last_strides(out_shape)
+    return contiguous_strides(out_shape)
 
 
 def _broadcast_strides(shape: Dims, strides: Dims, out_shape: Dims) -> Dims:

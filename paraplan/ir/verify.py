@@ -13,7 +13,8 @@ from paraplan.ir.mesh import Mesh, Partial, is_shardable, parse_layout
 from paraplan.ir.plan import PLAN_VERSION, ParamLayouts, Plan, Stage
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rank_program import RankProgram
-from paraplan.ir.tensor import DTYPE_BYTES
+from paraplan.ir.rules.carried import rule_fault
+from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 from paraplan.ir.verify_schedule import verify_schedule
 
 
@@ -41,6 +42,8 @@ def verify_graph(graph: Graph, where: str) -> None:
         for out in op.outs:
             if out is not None and (out in known or out not in graph.values):
                 raise InvalidPlanError(f"{at}: {out!r} is made twice or has no spec")
+        if op.rule is not None and (fault := rule_fault(op, graph.values)):
+            raise InvalidPlanError(f"{at}: its own rule is wrong: {fault}")
         known.update(name for name in op.outs if name is not None)
     missing = [
         name
@@ -69,6 +72,7 @@ def verify_program(program: Program) -> None:
             ("parameters", segment.params, kind.params),
             ("inputs", segment.inputs, kind.inputs),
             ("outputs", segment.outputs, kind.outputs),
+            ("asides", segment.asides, kind.asides),
         )
         for what, outer, inner in pairs:
             if len(outer) != len(inner):
@@ -89,6 +93,40 @@ def verify_program(program: Program) -> None:
             )
     if not program.loss:
         raise InvalidPlanError("the program has no loss")
+    _verify_outputs(program, known)
+    _verify_updates(program)
+
+
+def _verify_outputs(program: Program, known: set[str]) -> None:
+    """What the model returns beside its loss is made of values that exist."""
+    known = known | {name for segment in program.segments for name in segment.asides}
+    known |= {f"param:{name}" for segment in program.segments for name in segment.params}
+    for name, output in program.outputs.items():
+        verify_graph(output.graph, f"output {name}")
+        if len(output.inputs) != len(output.graph.inputs) or len(output.graph.outputs) != 1:
+            raise InvalidPlanError(
+                f"output {name}: {len(output.inputs)} inputs for {len(output.graph.inputs)}, or no result"
+            )
+        missing = [source for source in output.inputs if source not in known]
+        if missing:
+            raise InvalidPlanError(f"output {name} reads {missing[0]!r}, which does not exist")
+
+
+def _verify_updates(program: Program) -> None:
+    """Every buffer that is written is one, and so is its new value, of the same spec."""
+    specs: dict[str, TensorSpec] = {}
+    for segment in program.segments:
+        kind = program.kinds[segment.kind]
+        specs.update((outer, kind.graph.values[n]) for outer, n in zip(segment.outputs, kind.outputs, strict=True))
+    for name, value in program.buffer_updates.items():
+        if name not in program.buffers:
+            raise InvalidPlanError(f"buffer_updates: no buffer {name!r}")
+        if value not in specs:
+            raise InvalidPlanError(f"buffer_updates: buffer {name!r} becomes {value!r}, which no segment makes")
+        if specs[value] != program.buffers[name]:
+            raise InvalidPlanError(
+                f"buffer_updates: buffer {name!r} is {program.buffers[name]}, its new value {value} is {specs[value]}"
+            )
 
 
 def _verify_kind(kind: SegmentKind) -> None:
@@ -103,6 +141,7 @@ def _verify_kind(kind: SegmentKind) -> None:
         *kind.params,
         *kind.inputs,
         *kind.outputs,
+        *kind.asides,
         *(n for n in (*kind.tangents, *kind.input_grads, *kind.param_grads) if n),
     ):
         if name not in kind.graph.values:
@@ -139,6 +178,7 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
     if position != len(plan.program.segments):
         raise InvalidPlanError(f"the stages end at segment {position} of {len(plan.program.segments)}")
     verify_schedule(plan.schedule, len(plan.stages), plan.num_microbatches, _stage_of_rank(plan))
+    _verify_classes(plan)
     return lower(plan)
 
 
@@ -146,6 +186,19 @@ def _stage_of_rank(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Per rank, the stages whose mesh holds it."""
     ranks = plan.cluster.num_devices
     return tuple(tuple(i for i, stage in enumerate(plan.stages) if rank in stage.mesh.devices) for rank in range(ranks))
+
+
+def _verify_classes(plan: Plan) -> None:
+    """Ranks of a class sit on equal devices."""
+    first: dict[int, tuple[int, int]] = {}
+    for rank, (of, kind) in enumerate(zip(plan.schedule.rank_class, plan.cluster.device_kinds(), strict=True)):
+        other, expected = first.setdefault(of, (rank, kind))
+        if kind != expected:
+            kinds = [plan.cluster.group_of(each).device.kind for each in (other, rank)]
+            raise InvalidPlanError(
+                f"schedule class {of} holds rank {other} on {kinds[0]} and rank {rank} on {kinds[1]}; give the "
+                "ranks of each kind of device a class of their own"
+            )
 
 
 def _verify_stage(plan: Plan, stage: Stage, where: str) -> None:

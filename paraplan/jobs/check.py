@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Program, master_dtype, trained_params
+from paraplan.ir.program import HALVES, Program, master_dtype, trained_params
 from paraplan.ir.seeds import segment_seed
-from paraplan.ir.trace.reference import run_program
+from paraplan.ir.trace.reference import run_step
 from paraplan.jobs.models import Made
 from paraplan.runtime.params import full_tensors
 
 Tensors = Mapping[str, Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Errors:
     """The largest errors seen so far.
 
     Attributes:
-        loss, grad, param: against the captured program on one device.
+        loss, grad, param: against the captured program on one device; written buffers count as parameters.
         eager: losses and gradients against the user's eager model; None where dropout makes the comparison
             meaningless.
         worst: the tensor with the largest gradient or parameter error.
@@ -96,6 +96,7 @@ class Captured:
         }
         self.trained = trained_params(program)
         self.optimizer = optimizer([self.masters[name] for name in self.trained])  # type: ignore[misc]
+        self.scaler = torch.amp.GradScaler("cpu", enabled=program.precision == "fp16")
         self.done = 0
 
     def step(self, batch: Tensors, clip: float | None) -> tuple[float, dict[str, Tensor]]:
@@ -106,13 +107,17 @@ class Captured:
         }
         seeds = [torch.tensor(segment_seed(self.seed, self.done, index)) for index in range(len(program.segments))]
         cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in program.batch.items()}
-        loss, grads = run_program(program, params, self.buffers, cast, seeds)
-        found = {name: _present(grads[name]).to(self.masters[name].dtype) for name in self.trained}
+        scale = float(self.scaler.scale(torch.ones(())))
+        loss, grads, written = run_step(program, params, self.buffers, cast, seeds, scale)
+        self.buffers |= written
         for name in self.trained:
-            self.masters[name].grad = found[name].clone()
+            self.masters[name].grad = _present(grads[name]).to(self.masters[name].dtype).clone()
+        self.scaler.unscale_(self.optimizer)
+        found = {name: _present(self.masters[name].grad).clone() for name in self.trained}
         if clip is not None:
             nn.utils.clip_grad_norm_([self.masters[name] for name in self.trained], clip)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         self.done += 1
         return float(loss), found
@@ -169,10 +174,13 @@ class SingleDevice:
     def __init__(self, plan: Plan, made: Made, optimizer: MakeOptimizer, seed: int) -> None:
         self.captured = Captured(plan, made.model, optimizer, seed)
         is_random = any(kind.seed is not None for kind in plan.program.kinds)
-        self.eager = None if is_random or plan.program.precision == "bf16" else Eager(made, plan.program)
+        self.eager = None if is_random or plan.program.precision in HALVES else Eager(made, plan.program)
         self.errors = Errors(eager=None if self.eager is None else 0.0)
 
-    def compare(self, batch: Tensors, clip: float | None, loss: float, grads: Tensors, params: Tensors | None) -> None:
+    def compare(
+        self, batch: Tensors, clip: float | None, loss: float, grads: Tensors, params: Tensors | None,
+        buffers: Tensors | None = None,
+    ) -> None:  # fmt: skip
         """Take the same step and note the errors.
 
         Args:
@@ -180,6 +188,7 @@ class SingleDevice:
             clip: of the gradient norm.
             loss, grads: of the plan's run, gradients whole and before clipping.
             params: after the update, whole; None where they are not looked at.
+            buffers: likewise, after the step; those the model writes are compared.
         """
         eager = None if self.eager is None else self.eager.step(batch, self.captured.masters)
         wanted_loss, wanted = self.captured.step(batch, clip)
@@ -189,6 +198,9 @@ class SingleDevice:
         if params is not None:
             masters = {name: self.captured.masters[name] for name in self.captured.trained}
             self._note("param", *max_error(params, masters), "parameter")
+        if buffers is not None:
+            written = {name: self.captured.buffers[name] for name in self.captured.program.buffer_updates}
+            self._note("param", *max_error(buffers, written), "buffer")
         if eager is not None:
             errors.eager = max(errors.eager or 0.0, relative(loss, eager[0]), max_error(grads, eager[1])[0])
 

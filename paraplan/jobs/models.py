@@ -6,12 +6,12 @@ Random weights only; nothing is downloaded. transformers is optional and importe
 from __future__ import annotations
 
 import difflib
-import inspect
 import json
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir.errors import CaptureError, ParaplanError
+from paraplan.ir.errors import ParaplanError
 from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.trace import fingerprint
 from paraplan.ir.trace.export import LossFn
+from paraplan.jobs.inputs import hf_batch as hf_batch  # where callers find it beside the models
 
 _VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "architectures")
+
+_PAIRS = frozenset({"clip", "siglip", "siglip2", "chinese_clip", "altclip", "vision-text-dual-encoder", "metaclip_2"})
+_ROUTED, _START = "output_router_logits", "decoder_start_token_id"
 
 
 class ModelError(ParaplanError):
@@ -84,11 +88,30 @@ def hf_model(model_type: str, settings: Mapping[str, Any], meta: bool) -> nn.Mod
     auto = getattr(transformers, _auto_class(transformers, config))
     with torch.device("meta") if meta else nullcontext():
         try:
-            return auto.from_config(config).train()  # type: ignore[no-any-return]
+            return _ready(auto.from_config(config))
         except Exception as fault:
             raise ModelError(
                 f"transformers cannot build {model_type} with {dict(settings)}: {type(fault).__name__}: {fault}"
             ) from fault
+
+
+def _ready(model: Any) -> nn.Module:
+    """In training mode; a pair of towers returns its loss, and a mixture runs in any precision when it runs eagerly."""
+    if model.config.model_type in _PAIRS:
+        model.forward = partial(model.forward, return_loss=True)
+    if _ROUTED in model.config.to_dict() and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model.train()  # type: ignore[no-any-return]
+
+
+def _complete(config: Any, settings: Mapping[str, Any]) -> Any:
+    """What a configuration leaves open and training needs: a decoder's first token, a mixture's balancing loss."""
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, _START, None) is None:
+        given = (getattr(config, name, None) for name in ("pad_token_id", "bos_token_id"))
+        setattr(config, _START, next((token for token in given if token is not None), 0))
+    if hasattr(config, _ROUTED) and _ROUTED not in settings:
+        setattr(config, _ROUTED, True)
+    return config
 
 
 def _hf_config(transformers: Any, model_type: str, settings: Mapping[str, Any]) -> Any:
@@ -96,12 +119,13 @@ def _hf_config(transformers: Any, model_type: str, settings: Mapping[str, Any]) 
     if model_type not in mapping:
         raise ModelError(f"transformers has no model type {model_type!r}{_near(model_type, list(mapping.keys()))}")
     cls = mapping[model_type]
-    known = {*cls().to_dict(), *getattr(cls, "attribute_map", {})}
+    known = {*cls().to_dict(), *getattr(cls, "attribute_map", {}), "num_labels"}  # every configuration takes labels
+    known |= {_START} if getattr(cls(), "is_encoder_decoder", False) else set()
     for key in settings:
         if key not in known:
             raise ModelError(f"{model_type} has no setting {key!r}{_near(key, sorted(known))}")
     try:
-        return cls(**settings)
+        return _complete(cls(**settings), settings)
     except Exception as fault:
         raise ModelError(f"{model_type} refuses {dict(settings)}: {fault}") from fault
 
@@ -112,7 +136,8 @@ def _near(word: str, known: list[str]) -> str:
 
 
 def _auto_class(transformers: Any, config: Any) -> str:
-    """Encoder-decoders, then models trained by masking, then causal ones: many encoders can also be built causal."""
+    """Encoder-decoders, then models trained by masking, then causal ones (many encoders can also be built causal),
+    then image classifiers, speech recognisers, and pairs of towers."""
     names = import_module("transformers.models.auto.modeling_auto")
     kind = config.model_type
     if kind in names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and getattr(config, "is_encoder_decoder", False):
@@ -121,39 +146,16 @@ def _auto_class(transformers: Any, config: Any) -> str:
         return "AutoModelForMaskedLM"
     if kind in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "AutoModelForCausalLM"
+    if kind in names.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and kind not in _PAIRS:
+        return "AutoModelForImageClassification"
+    if kind in names.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        return "AutoModelForSpeechSeq2Seq"
+    if kind in _PAIRS:
+        return "AutoModel"
     raise ModelError(
-        f"{kind} is no language model; give it through a factory, package.module:factory, with example inputs"
+        f"{kind} is no language model, image classifier, speech recogniser or pair of towers; "
+        "give it through a factory, package.module:factory, with example inputs"
     )
-
-
-def hf_batch(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:
-    """Example inputs of a Hugging Face language model: `batch` sequences of at most `seq` tokens, with labels.
-
-    Raises:
-        CaptureError: not such a model, or the sequence is longer than its positions.
-    """
-    config = getattr(model, "config", None)
-    names = inspect.signature(model.forward).parameters
-    if config is None or "input_ids" not in names or "labels" not in names:
-        raise CaptureError(
-            f"{type(model).__name__} is no Hugging Face language model, so its batch cannot be guessed: "
-            "pass example_inputs "
-            "(on the command line: a factory that returns (model, example_inputs))"
-        )
-    if batch < 1 or seq < 1:
-        raise CaptureError(f"batch={batch}, seq={seq}: both must be at least 1")
-    longest = max_positions(config)
-    if longest is not None and seq > longest:
-        raise CaptureError(
-            f"a sequence of {seq} is longer than the model's {longest} positions; use seq={longest} or a longer model"
-        )
-    return {name: torch.zeros((batch, seq), dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
-
-
-def max_positions(config: Any) -> int | None:
-    """Longest sequence with learned positions (rotary ones have no end), or None."""
-    found = getattr(config, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
 
 
 def model_ref(model: nn.Module, program: Program, made_here: bool) -> ModelRef:

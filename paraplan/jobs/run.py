@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,9 @@ from paraplan.jobs.data import RandomBatches, TextBatches
 from paraplan.jobs.models import Made, plan_model
 from paraplan.jobs.trainers import check_devices, check_model, make_trainer
 from paraplan.runtime.params import join_over
+from paraplan.runtime.scaling import Scaler
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.weights import fill, parameters_on_meta, values_of
 
 OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {}),
@@ -45,6 +48,8 @@ class RunOptions:
         check: also run on one device and compare.
         model: a factory's name, where the plan cannot rebuild its model.
         clip: largest gradient norm; None for no clipping.
+        weights: safetensors files to start from; None for initialisation from the seed.
+        compile: run forward and backward blocks through torch.compile.
     """
 
     steps: int = 5
@@ -54,6 +59,8 @@ class RunOptions:
     check: bool = False
     model: str | None = None
     clip: float | None = None
+    weights: str | None = None
+    compile: bool = False
 
 
 @dataclass
@@ -68,6 +75,7 @@ class RunResult:
         entries_equal: whether every rank did exactly what was predicted.
         entries_difference: the first difference.
         errors: of the check; None where there was none.
+        compiled: blocks to compile -> "", or why they stay eager.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -77,6 +85,7 @@ class RunResult:
     entries_equal: bool = True
     entries_difference: str = ""
     errors: Errors | None = None
+    compiled: dict[str, str | None] = field(default_factory=dict)
 
 
 def check_run(plan: Plan, options: RunOptions) -> None:
@@ -90,6 +99,8 @@ def check_run(plan: Plan, options: RunOptions) -> None:
     check_devices(plan.cluster)
     made = plan_model(plan, options.model, meta=True)
     check_model(plan, made.model)
+    if options.weights is not None:
+        values_of(plan.program, made.model, options.weights)
     _batches(plan, made, options)
 
 
@@ -131,16 +142,20 @@ def run(
     Raises:
         ParaplanError: what does not belong together, or a step that failed.
     """
-    torch.manual_seed(options.seed)
-    made = plan_model(plan, options.model, meta=False)
+    made = _skeleton(plan, options)
     batches = _batches(plan, made, options)
-    trainer = make_trainer(plan, programs, made.model, seed=options.seed)
+    trainer = make_trainer(
+        plan, programs, made.model, seed=options.seed, compile_blocks=options.compile, weights=options.weights
+    )
+    scaler = trainer.scaler() if plan.program.precision == "fp16" else None
     cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]
 
     def optimizer_of(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return cls(params, lr=options.lr, **extra)  # type: ignore[call-arg]
 
     optimizer = trainer.optimizer(cls, lr=options.lr, **extra)
+    if options.check and trainer.rank == 0:
+        fill(plan.program, made.model, values_of(plan.program, made.model, options.weights, options.seed))
     single = SingleDevice(plan, made, optimizer_of, options.seed) if options.check and trainer.rank == 0 else None
     recorded = min(1, options.steps - 1)
     peaks = plan.prediction.peak_bytes if plan.prediction else simulate_plan(plan, programs).peak_bytes
@@ -151,8 +166,10 @@ def run(
         started = time.perf_counter()
         trainer.record = step == recorded
         loss = float(trainer.step(batch))
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         grads = full_grads(trainer) if options.check else {}
-        _update(trainer, optimizer, options.clip)
+        _update(trainer, optimizer, options.clip, scaler)
         times.append(time.perf_counter() - started)
         if step == recorded:
             _account(trainer, programs, result)
@@ -160,23 +177,38 @@ def run(
         if options.check:
             params = trainer.full_state_dict(rank0_only=True)
             if single is not None:
-                single.compare(batch, options.clip, loss, grads, params)
+                single.compare(batch, options.clip, loss, grads, params, trainer.buffers())
         result.loss.append(loss)
         tell(step, loss, times[-1])
     usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
     result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
+    result.compiled = trainer.compiled
     return result
 
 
-def _update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+def _skeleton(plan: Plan, options: RunOptions) -> Made:
+    """The model without values where its configuration makes it, so that no rank ever holds it whole.
+
+    A factory's is as the factory makes it.
+    """
+    torch.manual_seed(options.seed)
+    from_configuration = plan.model.hf_type is not None and (options.model or "hf:").startswith("hf:")
+    with parameters_on_meta() if from_configuration else nullcontext():
+        return plan_model(plan, options.model, meta=False)
+
+
+def _update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | None, scaler: Scaler | None) -> None:
     if clip is not None:
         trainer.clip_grad_norm_(clip)
+    step = optimizer.step if scaler is None else lambda: scaler.step(optimizer)
     if trainer.record:
         tracker = trainer.transport.tracker
         with tracker, tracker.booking(trainer.state.executor.ledger):
-            optimizer.step()
+            step()
     else:
-        optimizer.step()
+        step()
+    if scaler is not None:
+        scaler.update()
     optimizer.zero_grad()
 
 

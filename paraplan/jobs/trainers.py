@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,14 +17,17 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.trace import fingerprint
+from paraplan.runtime.buckets import BucketTrainer
 from paraplan.runtime.distributed import DistributedTransport
+from paraplan.runtime.executor import Modules
 from paraplan.runtime.launch import init_distributed
 from paraplan.runtime.trainer import Trainer
 
 
 def make_trainer(
-    plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False
-) -> Trainer:
+    plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False,
+    compile_blocks: bool | str = False, weights: str | Path | None = None, share: Trainer | None = None,
+) -> Trainer:  # fmt: skip
     """This rank's trainer; see `Plan.executable`."""
     check_model(plan, model)
     check_devices(plan.cluster)
@@ -31,9 +36,29 @@ def make_trainer(
         init_distributed("nccl" if backend == "cuda" else "gloo")
     check_world(plan)
     transport = DistributedTransport(plan.stages[0].mesh, backend)
-    program = programs[plan.schedule.rank_class[transport.rank]]
-    modules = build_modules(program, transport.groups, transport.device)
-    return Trainer(plan, programs, modules, model, transport, seed=seed, record=record)
+
+    def build(program: RankProgram) -> Modules:
+        return build_modules(program, transport.groups, transport.device)
+
+    phases = ("F", "B") if compile_blocks else ()
+    modules = build(programs[plan.schedule.rank_class[transport.rank]])
+    return Trainer(
+        plan, programs, modules, model, transport, seed=seed, record=record, build=build, compile_phases=phases,
+        compile_backend=compile_blocks if isinstance(compile_blocks, str) else "inductor",
+        weights=weights, share=share,
+    )  # fmt: skip
+
+
+def make_bucket_trainer(
+    plans: Sequence[tuple[Plan, Sequence[RankProgram]]], model: nn.Module, **options: Any
+) -> BucketTrainer:
+    """This rank's trainer for the shapes of several plans; see `Buckets.executable`."""
+    options["compile_blocks"] = options.pop("compile", False)
+    trainers: list[Trainer] = []
+    for plan, programs in plans:
+        share = trainers[0] if trainers else None
+        trainers.append(make_trainer(plan, programs, model, share=share, **options))
+    return BucketTrainer(trainers)
 
 
 def check_model(plan: Plan, model: nn.Module) -> None:

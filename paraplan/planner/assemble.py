@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.mesh import Mesh
+from paraplan.ir.op_rule import DISCOVERED
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
 from paraplan.ir.program import Program
 from paraplan.ir.rules.strategies import kept_whole
-from paraplan.ir.schedule import accumulate
+from paraplan.ir.schedule import accumulate, split_classes
 from paraplan.planner.classes import param_classes
 
 
@@ -65,17 +66,34 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
         segment_choice=tuple(segment.kind for segment in program.segments), batch=decisions.batch,
         params={name: layouts[name] for name in program.params if name in layouts},
     )  # fmt: skip
+    kinds = job.cluster.device_kinds()
+    schedule = split_classes(
+        accumulate(decisions.num_microbatches, decisions.mesh.size),
+        tuple(kinds[device] for device in decisions.mesh.devices),
+    )
     return Plan(
         made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
         num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, stages=(stage,),
-        schedule=accumulate(decisions.num_microbatches, decisions.mesh.size), notes=_notes(program),
+        schedule=schedule, notes=_notes(program),
     )  # fmt: skip
 
 
 def _notes(program: Program) -> tuple[str, ...]:
-    whole: dict[str, str] = {}
+    """Ops without a written rule: what was found or said of them, and which run replicated."""
+    notes: dict[str, None] = {}
+    seen: set[tuple[str, str]] = set()
     for kind in program.kinds:
         for op in kind.graph.ops:
+            source = kind.graph.source_of(op)
             if kept_whole(op):
-                whole.setdefault(op.target, kind.graph.source_of(op))
-    return tuple(f"{target} has no sharding rule and runs replicated ({source})" for target, source in whole.items())
+                why = f"; {op.rule.reason}" if op.rule is not None and op.rule.reason else ""
+                said, text = "whole", f"{op.target} has no sharding rule and runs replicated ({source}){why}"
+            elif op.rule is not None:
+                how = "found by running it" if op.rule.source == DISCOVERED else "registered"
+                said, text = op.rule.text(), f"{op.target} has a rule that was {how}: {op.rule.text()} ({source})"
+            else:
+                continue
+            if (op.target, said) not in seen:
+                seen.add((op.target, said))
+                notes[text] = None
+    return tuple(notes)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.struct import Value
+
+CP_MODES = ("gather", "alltoall", "ring")
+"""How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
 
 class Constraints(Value, frozen=True, kw_only=True):
@@ -14,6 +19,8 @@ class Constraints(Value, frozen=True, kw_only=True):
         dp: size of a data-parallel axis: every op that sees the batch shards it there, and nothing else.
         tp: size of a tensor-parallel axis: the weight of every linear layer is split over it, the batch never.
         sp: with tp: activations between the split layers lie sharded along the sequence on the tp axis.
+        cp: size of a context-parallel axis: the sequence lies sharded there, from the batch to the loss.
+        cp_mode: how attention deals with that: "gather", "alltoall" or "ring"; None lets the planner choose.
         zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).
         microbatches: how many microbatches a step takes.
         memory_reserve_bytes: device memory to leave free.
@@ -24,6 +31,8 @@ class Constraints(Value, frozen=True, kw_only=True):
     dp: int | None = None
     tp: int | None = None
     sp: bool = False
+    cp: int | None = None
+    cp_mode: str | None = None
     zero: int | None = None
     microbatches: int | None = None
     memory_reserve_bytes: int = 0
@@ -34,34 +43,37 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     """The constraints themselves, when they make sense together.
 
     Raises:
-        ConstraintError: a size below 1, degrees that do not multiply to the devices, zero without dp, sp without tp.
+        ConstraintError: a size below 1, degrees that do not multiply to the devices, zero without dp, sp without tp,
+            an unknown cp_mode or one without cp.
     """
     c = constraints
-    for name, size in (("dp", c.dp), ("tp", c.tp), ("microbatches", c.microbatches)):
+    degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
+    for name, size in (*degrees.items(), ("microbatches", c.microbatches)):
         if size is not None and size < 1:
             raise ConstraintError(f"{name}={size}: must be at least 1")
     if c.zero is not None and c.zero not in (0, 1, 2, 3):
         raise ConstraintError(f"zero={c.zero}: must be 0, 1, 2 or 3")
     if c.sp and (c.tp is None or c.tp < 2):
         raise ConstraintError("sp needs a tensor-parallel axis to share: give tp of at least 2 as well")
-    if c.zero and c.dp is None and c.tp is not None:
+    if c.cp_mode is not None and (c.cp_mode not in CP_MODES or c.cp is None):
+        raise ConstraintError(f"cp_mode={c.cp_mode}: one of {', '.join(CP_MODES)}, and cp with it")
+    if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
         raise ConstraintError(f"zero={c.zero} shards over a data-parallel axis: give dp as well")
     if c.mesh is not None:
         if any(size < 1 for size in c.mesh):
             raise ConstraintError(f"mesh={c.mesh}: every axis must be at least 1")
-        if c.dp is not None or c.tp is not None:
-            raise ConstraintError(
-                f"mesh={c.mesh} together with dp={c.dp} tp={c.tp}: give the mesh or the degrees, not both"
-            )
-        product = 1
-        for size in c.mesh:
-            product *= size
+        if degrees:
+            given = " ".join(f"{name}={size}" for name, size in degrees.items())
+            raise ConstraintError(f"mesh={c.mesh} together with {given}: give the mesh or the degrees, not both")
+        product = math.prod(c.mesh)
         if product != num_devices:
             raise ConstraintError(f"mesh={c.mesh} has {product} places for {num_devices} devices")
-    if c.dp is not None and c.tp is not None and c.dp * c.tp != num_devices:
-        raise ConstraintError(f"dp={c.dp} times tp={c.tp} is {c.dp * c.tp}, the cluster has {num_devices} devices")
-    for name, size in (("dp", c.dp), ("tp", c.tp)):
-        if size is not None and num_devices % size:
+    product = math.prod(degrees.values())
+    if len(degrees) > 1 and (num_devices % product or (c.dp is not None and product != num_devices)):
+        given = " times ".join(f"{name}={size}" for name, size in degrees.items())
+        raise ConstraintError(f"{given} is {product}, the cluster has {num_devices} devices")
+    for name, size in degrees.items():
+        if num_devices % size:
             raise ConstraintError(f"{name}={size} does not divide the cluster's {num_devices} devices")
     return c
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh
-from paraplan.ir.micro import program_micro
+from paraplan.ir.micro import program_micro, splittable
 from paraplan.ir.plan import ParamLayouts, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
@@ -27,7 +27,7 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2) -> Plan:
     rng = random.Random(seed)
     program, n = job.program, job.cluster.num_devices
     shape = rng.choice(_mesh_shapes(n))
-    counts = [m for m in range(1, max_microbatches + 1) if program.batch_size % m == 0]
+    counts = [m for m in range(1, max_microbatches + 1) if splittable(program, m)]
     m = rng.choice(counts)
     mesh = make_mesh(shape, tuple(f"axis{i}" for i in range(len(shape))))
     micro = program_micro(program, m)

@@ -1,7 +1,6 @@
 """The search loop: propose a mesh and a microbatch count, solve, price, keep the best.
 
-Meshes: the pinned one, or every way to arrange the devices on one axis or two (axes that fit nodes first when
-there are several nodes). Microbatches: the pinned count, or 1, doubled while nothing fits.
+Meshes: the pinned one, or those of `meshes.py`. Microbatches: the pinned count, or 1, doubled while nothing fits.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ import msgspec
 from paraplan.cost_models.predict import predict
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
-from paraplan.ir.mesh import Mesh, make_mesh
+from paraplan.ir.mesh import Mesh
+from paraplan.ir.micro import splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, solve_mesh
 
 Progress = Callable[[str], None]
@@ -89,31 +90,9 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     return msgspec.structs.replace(best.plan, prediction=prediction, certificate=certificate)
 
 
-def candidate_meshes(job: Job, constraints: Constraints) -> tuple[Mesh, ...]:
-    """Meshes worth solving, the pinned one alone if there is one."""
-    n = job.cluster.num_devices
-    c = constraints
-    if c.mesh is not None:
-        return (make_mesh(c.mesh, tuple(f"axis{i}" for i in range(len(c.mesh)))),)
-    if c.dp is not None or c.tp is not None or c.zero is not None:
-        dp = c.dp if c.dp is not None else (n // c.tp if c.tp is not None else n)
-        tp = c.tp if c.tp is not None else 1
-        named = [(name, size) for name, size in (("dp", dp), ("tp", tp), ("free", n // (dp * tp))) if size > 1]
-        named = named or [("dp", 1)]
-        return (make_mesh(tuple(size for _, size in named), tuple(name for name, _ in named)),)
-    shapes: dict[tuple[int, ...], None] = {}
-    inner = min(group.devices_per_node for group in job.cluster.groups)
-    if inner < n and n % inner == 0 and inner > 1:
-        shapes[n // inner, inner] = None
-    shapes[n,] = None
-    if n <= 8:
-        shapes.update(dict.fromkeys((a, n // a) for a in range(2, n) if n % a == 0))
-    return tuple(make_mesh(shape, tuple(f"axis{i}" for i in range(len(shape)))) for shape in shapes)
-
-
 def _microbatch_counts(job: Job, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:
     if constraints.microbatches is not None:
         return (constraints.microbatches,)
     batch = job.program.batch_size
     dp = mesh.shape[mesh.axes.index("dp")] if "dp" in mesh.axes else 1
-    return tuple(m for m in (1, 2, 4, 8, 16) if batch % (m * dp) == 0) or (1,)
+    return tuple(m for m in (1, 2, 4, 8, 16) if batch % (m * dp) == 0 and splittable(job.program, m)) or (1,)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulate import RankTrace, Simulation
+from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.mesh import parse_layout
 from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import Program
@@ -75,16 +76,25 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
     micro = f"{plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"
     pieces = f"{len(program.segments)} segments of {len(program.kinds)} kinds"
     batch = ", ".join(f"{name} {entry.spec}" for name, entry in program.batch.items())
-    cluster, device = plan.cluster, plan.cluster.groups[0].device
+    cluster = plan.cluster
     return (
         ("model", f"{plan.model.display}: {show_count(num_params(program))} parameters, {pieces}"),
         ("batch", batch),
         ("computes in", f"{program.precision}, optimizer {plan.optimizer.name}"),
-        ("cluster", f"{cluster.name}: {cluster.num_devices} x {device.kind} with {show_bytes(device.memory_bytes)}"),
+        ("cluster", f"{cluster.name}: {_devices(cluster)}"),
         *((_stage_name(plan, index), mesh_text(stage)) for index, stage in enumerate(plan.stages)),
         ("schedule", f"{plan.schedule.name}, {micro}"),
         ("parameters", "; ".join(dict.fromkeys(layer_words(plan)))),
     )  # fmt: skip
+
+
+def _devices(cluster: ClusterSpec) -> str:
+    """`16 x A100-80 with 79.1 GiB, 16 x H100 with 79.1 GiB`."""
+    counts: dict[tuple[str, int], int] = {}
+    for group in cluster.groups:
+        named = (group.device.kind, group.device.memory_bytes)
+        counts[named] = counts.get(named, 0) + group.nodes * group.devices_per_node
+    return ", ".join(f"{count} x {kind} with {show_bytes(size)}" for (kind, size), count in counts.items())
 
 
 def _stage_name(plan: Plan, index: int) -> str:

@@ -12,7 +12,7 @@ from paraplan.ir.graph import Graph, Op, Phase
 from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, parse_layout
 from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
 from paraplan.ir.program import Program
-from paraplan.ir.rules.strategies import AxisChoice, axis_choices, dims_of
+from paraplan.ir.rules.strategies import AxisChoice, dims_of, mesh_choices
 from paraplan.ir.struct import Value
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -93,7 +93,7 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
 
 def axis_parts(op: Op, graph: Graph, key: str) -> tuple[AxisChoice, ...]:
     """What an op does along every axis, from its strategy's key."""
-    options = {choice.key: choice for choice in axis_choices(dims_of(op, graph.values))}
+    options = {choice.key: choice for choice in mesh_choices(dims_of(op, graph.values))}
     return tuple(options[part.split(">")[0]] for part in key.split("|")) if key else ()
 
 

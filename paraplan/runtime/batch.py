@@ -16,6 +16,7 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.mesh import Layout, R, S, parse_layout
 from paraplan.ir.plan import Plan, Stage
 from paraplan.runtime.params import Dims, cut
+from paraplan.runtime.ragged import pad
 
 
 class ShardedBatch(dict[str, Tensor]):
@@ -25,12 +26,14 @@ class ShardedBatch(dict[str, Tensor]):
 def shard_batch(
     plan: Plan, stage: Stage, coordinates: Dims, batch: Mapping[str, Tensor], device: str = "cpu"
 ) -> ShardedBatch:
-    """Cut a global batch.
+    """Cut a global batch; one with fewer rows is padded first, where that changes nothing (see `ragged`).
 
     Raises:
         PlanMismatchError: inputs are missing or unknown, or have another shape than the plan was made for.
     """
-    _check(plan, batch)
+    _check_names(plan, batch)
+    batch = pad(plan, batch)
+    _check_shapes(plan, batch)
     found = ShardedBatch()
     for name, text in stage.batch.items():
         layout: Layout = (_along(plan, name), *parse_layout(text))
@@ -46,7 +49,7 @@ def _along(plan: Plan, name: str):  # type: ignore[no-untyped-def]
     return S(dim) if plan.num_microbatches > 1 and dim is not None else R
 
 
-def _check(plan: Plan, batch: Mapping[str, Tensor]) -> None:
+def _check_names(plan: Plan, batch: Mapping[str, Tensor]) -> None:
     if not isinstance(batch, Mapping):
         raise PlanMismatchError(
             f"a batch is a mapping from input name to tensor, not {type(batch).__name__}; "
@@ -58,6 +61,9 @@ def _check(plan: Plan, batch: Mapping[str, Tensor]) -> None:
         raise PlanMismatchError(
             f"batch inputs missing: {missing}, unknown: {unknown}; the plan reads {list(plan.program.batch)}"
         )
+
+
+def _check_shapes(plan: Plan, batch: Mapping[str, Tensor]) -> None:
     for name, entry in plan.program.batch.items():
         shape = tuple(batch[name].shape)
         if shape != entry.spec.shape:

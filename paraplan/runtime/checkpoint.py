@@ -39,8 +39,18 @@ class Checkpointing:
             yield name, self._dtensor(name, self.state.tensors[f"param:{name}"], parse_layout(outer.layout))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """DTensors by parameter name, sharing storage with the trainer; after loading into them, `load_state_dict`."""
-        return {name: self._dtensor(name, *self.state.held(name)) for name in self.state.stage.params}
+        """DTensors by name, sharing storage with the trainer; after loading into them, `load_state_dict`.
+
+        Parameters, and the buffers the model writes (running statistics).
+        """
+        return {name: self._dtensor(name, *self.state.held(name)) for name in self._names()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers by name, whole, as the last step left them."""
+        return self.state.buffers()
+
+    def _names(self) -> tuple[str, ...]:
+        return (*self.state.stage.params, *self.plan.program.buffer_updates)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take in DTensors laid out as `state_dict` gives them (the very ones, once loaded into, or others).
@@ -61,22 +71,23 @@ class Checkpointing:
         self._refresh()
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Full tensors on cpu, gathered one by one; tied parameters under each of their names.
+        """Full tensors on cpu, gathered one by one, as in `state_dict`; tied parameters under each of their names.
 
         Args:
             rank0_only: only rank 0 keeps them; the others return {}. All ranks must call.
         """
         found: dict[str, Tensor] = {}
-        for name in self.state.stage.params:
+        for name in self._names():
             local, layout = self.state.held(name)
             full = join_over(layout, local.detach(), self.transport.gather)
             if not rank0_only or self.transport.rank == 0:
                 kept = full.cpu().clone()
-                found |= dict.fromkeys((name, *self.plan.program.params[name].aliases), kept)
+                param = self.plan.program.params.get(name)
+                found |= dict.fromkeys((name, *(param.aliases if param else ())), kept)
         return found
 
     def load_full_state_dict(self, full: Mapping[str, Tensor]) -> None:
-        """Take in full tensors by parameter name, the same on every rank; each keeps its shards.
+        """Take in full tensors by name, the same on every rank; each keeps its shards. Buffers may be left out.
 
         Raises:
             PlanMismatchError: a parameter is missing.
@@ -84,10 +95,20 @@ class Checkpointing:
         missing = [name for name in self.state.stage.params if name not in full]
         if missing:
             raise PlanMismatchError(f"full state dict lacks {', '.join(missing[:5])} ({len(missing)} in all)")
-        self.state.load({f"param:{name}": full[name] for name in self.state.stage.params})
+        buffers = {f"buffer:{name}": full[name] for name in self.plan.program.buffer_updates if name in full}
+        self.state.load({f"param:{name}": full[name] for name in self.state.stage.params} | buffers)
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-        """Parameter name -> slot -> value; slots of a parameter's shape as DTensors sharing storage."""
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, create: bool = False) -> dict[str, dict[str, Any]]:
+        """Parameter name -> slot -> value; slots of a parameter's shape as DTensors sharing storage.
+
+        Schedulers and a scaler keep numbers that are the same on every rank: save their own state dicts beside this.
+
+        Args:
+            optimizer: of this trainer.
+            create: make the slots where there are none yet, so that a checkpoint can be loaded into them.
+        """
+        if create:
+            self._create_slots(optimizer)
         return {
             name: {
                 slot: self._dtensor(name, value, self.state.layouts[name]) if _like(value, param) else value
@@ -106,10 +127,25 @@ class Checkpointing:
             kept = {slot: value.to_local() if isinstance(value, DTensor) else value for slot, value in slots.items()}
             optimizer.state[param] = {slot: v.clone() if isinstance(v, Tensor) else v for slot, v in kept.items()}
 
+    def _create_slots(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of learning rate zero on zero gradients, for parameters without state."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        grads = {param: param.grad for param in self.state.params.values()}
+        for param in grads:
+            param.grad = None if param in optimizer.state else torch.zeros_like(param)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for param, grad in grads.items():
+            param.grad = grad
+
     def _known(self, name: str) -> str:
-        if name not in self.state.stage.params:
+        if name not in self._names():
             raise PlanMismatchError(
-                f"the plan has no parameter {name!r}; names look like {', '.join(list(self.state.stage.params)[:3])}"
+                f"the plan has no parameter or written buffer {name!r}; "
+                f"names look like {', '.join(list(self.state.stage.params)[:3])}"
             )
         return name
 
@@ -118,7 +154,8 @@ class Checkpointing:
             if self.transport.mesh.size > 1:
                 raise RuntimeFailure("DTensors need torch.distributed")
             return local.detach()
-        shape = self.plan.program.params[name].spec.shape
+        program = self.plan.program
+        shape = program.buffers[name].shape if name in program.buffer_updates else program.params[name].spec.shape
         return DTensor.from_local(
             local.detach(), self.transport.device_mesh, [_placement(p) for p in layout], run_check=False,
             shape=torch.Size(shape), stride=contiguous_strides(shape),

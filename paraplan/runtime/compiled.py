@@ -30,6 +30,10 @@ class CheckedBlock:
         eager: the emitted module.
         transport: by which ranks agree.
         backend: torch.compile's.
+
+    Attributes:
+        chosen: what runs; None before the first call.
+        reason: why that is the eager module, where it is.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class CheckedBlock:
     ) -> None:
         self.name, self.eager, self.transport, self.backend = name, eager, transport, backend
         self.chosen: Boxed | None = None
+        self.reason = ""
 
     def __call__(self, boxed: list[Any]) -> Sequence[Tensor | None]:
         """Run it, deciding on the first call."""
@@ -52,7 +57,8 @@ class CheckedBlock:
         except Exception as fault:  # noqa: BLE001  (whatever the compiler raises, eager is right)
             reason = f"{type(fault).__name__}: {str(fault)[:200]}"
         if self._any_rank(bool(reason)):
-            warnings.warn(f"block {self.name} stays eager: {reason or 'another rank found a difference'}", stacklevel=2)
+            self.reason = reason or "another rank found a difference"
+            warnings.warn(f"block {self.name} stays eager: {self.reason}", stacklevel=2)
             self.chosen = self.eager
         else:
             self.chosen = _boxed(compiled)
@@ -98,8 +104,16 @@ def _difference(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None])
     return ""
 
 
-def compile_phases(executor: Executor, transport: DistributedTransport, phases: Sequence[str]) -> None:
+def compile_phases(
+    executor: Executor, transport: DistributedTransport, phases: Sequence[str], backend: Backend = "inductor"
+) -> None:
     """Compile the blocks of the given phases ("F", "B") of a rank; recordings stay eager."""
     for name, module in list(executor.modules.items()):
         if name.rsplit(".", 1)[-1] in phases and isinstance(module, fx.GraphModule):
-            executor.modules[name] = CheckedBlock(name, module, transport)
+            executor.modules[name] = CheckedBlock(name, module, transport, backend)
+
+
+def compiled_blocks(executor: Executor) -> dict[str, str | None]:
+    """Blocks that were to be compiled: "" where they run compiled, why they stay eager, None before their first run."""
+    found = {name: block for name, block in executor.modules.items() if isinstance(block, CheckedBlock)}
+    return {name: None if block.chosen is None else block.reason for name, block in found.items()}

@@ -91,6 +91,8 @@ class DistributedTransport:
             return c10d.all_gather_into_tensor(x, size, group)  # type: ignore[no-any-return]
         if kind == "reduce_scatter":
             return c10d.reduce_scatter_tensor(x, reduction, size, group)  # type: ignore[no-any-return]
+        if kind == "permute":
+            return ops.permute(x, size, group)
         rows = [x.shape[0] // size] * size
         return c10d.all_to_all_single(x, rows, rows, group)  # type: ignore[no-any-return]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,25 @@ from paraplan.ir.entry import Entry
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.runtime.batch import shard_batch
-from paraplan.runtime.executor import Modules
+from paraplan.runtime.evaluate import (
+    Build,
+    Evaluation,
+    Evaluations,
+    Wanted,
+    begin_account,
+    bind,
+    collect,
+    metrics_of,
+    missing_rows,
+    without_padding,
+)
+from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
-from paraplan.runtime.params import full_tensors, join
+from paraplan.runtime.params import join
 from paraplan.runtime.rank import Rank, single_stage, source_lines
+from paraplan.runtime.scaling import SCALE, Scaler
 from paraplan.runtime.stepping import make_executors, step_together
+from paraplan.runtime.weights import values_of
 
 
 class InProcessTrainer:
@@ -26,21 +41,55 @@ class InProcessTrainer:
         plan: the plan.
         programs: `ir.lower.lower(plan)`, per rank class.
         modules: per rank class, `codegen.build_modules(program)`.
-        model: on cpu, with values.
+        model: on cpu, with values; or on meta.
         seed: base of the random seeds.
+        build: emits the modules of another program of this plan; `eval_step` needs it.
+        weights: safetensors files with the parameters.
     """
 
     def __init__(
-        self, plan: Plan, programs: Sequence[RankProgram], modules: Sequence[Modules], model: nn.Module, seed: int = 0
-    ) -> None:
+        self, plan: Plan, programs: Sequence[RankProgram], modules: Sequence[Modules], model: nn.Module, seed: int = 0,
+        build: Build | None = None, weights: str | Path | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.stage = plan, single_stage(plan)
         self.mesh = self.stage.mesh
         self.transport, executors = make_executors(
             self.mesh, programs, plan.schedule.rank_class, modules, source_lines(plan.program)
         )  # fmt: skip
-        full = full_tensors(plan.program, model)
-        self.ranks = [Rank(plan, executor, full, seed) for executor in executors]
+        self.ranks = [
+            Rank(plan, executor, values_of(plan.program, model, weights, seed), seed) for executor in executors
+        ]
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._evaluations = Evaluations(plan, build)
+        self.evaluators: list[Executor] = []
+
+    def eval_step(
+        self, batch: Mapping[str, Tensor], outputs: Wanted = None, names: Sequence[str] | None = None
+    ) -> Evaluation:
+        """As `Trainer.eval_step`, recorded; `evaluators` are the executors it ran on."""
+        key = self._evaluations.names(outputs, names)
+        self.evaluators = []
+        for index, rank in enumerate(self.ranks):
+            program, modules = self._evaluations.get(key, self.plan.schedule.rank_class[self.mesh.devices[index]])
+            here = rank.executor
+            executor = Executor(
+                program, modules, here.coordinates, here.port, here.rank, source_lines(self.plan.program)
+            )
+            bind(executor, rank, shard_batch(self.plan, self.stage, here.coordinates, batch))
+            begin_account(executor, self.optimizers[index : index + 1])
+            self.evaluators.append(executor)
+        step_together(self.transport, self.evaluators, [executor.program.steps for executor in self.evaluators])
+        places = [rank.executor.coordinates for rank in self.ranks]
+        found = collect(
+            self.evaluators, outputs,
+            lambda layout, parts: join(layout, self.mesh.shape, lambda at: parts[places.index(at)]),
+        )  # fmt: skip
+        return found if outputs != "global" else without_padding(self.plan, found, missing_rows(self.plan, batch))
+
+    @property
+    def metrics(self) -> Mapping[str, Tensor]:
+        """Each of several losses of the last step, unweighted, by name."""
+        return metrics_of(self.ranks[0].executor)
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward, backward and gradient reduction of one global batch.
@@ -74,6 +123,10 @@ class InProcessTrainer:
         tensors = self.ranks[rank].tensors
         return {name: tensors[f"param:{name}"] for name in self.stage.params}
 
+    def buffers(self, rank: int = 0) -> dict[str, Tensor]:
+        """The buffers as a rank has them; all ranks hold them whole."""
+        return self.ranks[rank].buffers()
+
     def _join(self, name: str, local: Any) -> Tensor:
         by_coordinates = {rank.executor.coordinates: rank for rank in self.ranks}
         layout = self.ranks[0].held(name)[1]
@@ -101,14 +154,38 @@ class InProcessTrainer:
 
     def apply_optimizer(
         self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
-        params: GroupMaker | None = None, **options: Any,
+        params: GroupMaker | None = None, scaler: Scaler | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """Update with the last step's gradients (the optimizers are made on the first call), then finish the step."""
+        """Update with the last step's gradients (the optimizers are made on the first call), then finish the step.
+
+        With a scaler, an update that finds an infinite gradient is skipped.
+        """
         if not self.optimizers:
             self.optimizers = [cls(param_groups(rank.params, groups, params), **options) for rank in self.ranks]
-        for rank, optimizer in zip(self.ranks, self.optimizers, strict=True):
+        for rank in self.ranks:
             rank.take_grads()
-            with self.transport.tracker, self.transport.tracker.booking(rank.executor.ledger):
+        if scaler is not None:
+            scaler.unscale_all(self.optimizers)
+        stepped = [self._update(*pair, scaler) for pair in zip(self.ranks, self.optimizers, strict=True)]
+        if scaler is not None:
+            scaler.update()
+        if all(stepped):
+            step_together(self.transport, [rank.executor for rank in self.ranks], [rank.tail() for rank in self.ranks])
+
+    def _update(self, rank: Rank, optimizer: torch.optim.Optimizer, scaler: Scaler | None) -> bool:
+        """One rank's update; whether it was made."""
+        made: list[object] = []
+        hook = optimizer.register_step_post_hook(lambda *_: made.append(None))
+        with self.transport.tracker, self.transport.tracker.booking(rank.executor.ledger):
+            if scaler is None:
                 optimizer.step()
-            optimizer.zero_grad()
-        step_together(self.transport, [rank.executor for rank in self.ranks], [rank.tail() for rank in self.ranks])
+            else:
+                scaler.step(optimizer)
+        hook.remove()
+        optimizer.zero_grad()
+        return bool(made)
+
+    def scaler(self, **options: Any) -> Scaler:
+        """As `Trainer.scaler`, one for all ranks: give it to `apply_optimizer`."""
+        scales = [rank.tensors[SCALE] for rank in self.ranks if SCALE in rank.tensors]
+        return Scaler(self.plan, lambda found: found, scales, "cpu", **options)

@@ -1,11 +1,12 @@
 """What every instruction of a rank program computes, as plain functions of tensors.
 
 `resolve` turns a target's name into a callable: "aten.mm.default" into torch's operator, "paraplan.linear" into
-the canonical op's kernel, and the ops that lowering itself adds (cuts, joins, copies) into the functions below.
-All of them return fresh contiguous storage, as lowering assumes; `write` returns nothing.
+the canonical op's kernel, "mylib.fused.default" into an op the user registered with torch, and the ops that
+lowering itself adds (cuts, joins, copies) into the functions below.
+All of ours return fresh contiguous storage, as lowering assumes; `write` returns nothing.
 
 Collectives appear twice: `collective` and `wait` are the abstract forms a graph holds until it is bound to
-process groups (an interpreter hands them to a transport); `wait_holding` and `copy_alone` are bound forms.
+process groups (an interpreter hands them to a transport); `permute`, `wait_holding` and `copy_alone` are bound forms.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from paraplan.ir.errors import CodegenError
 from paraplan.ir.graph import Arg, decode_float
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.ir.trace import kernels
+from paraplan.runtime.torch_private import rank_in_group
 
 INSTR, LOCAL, OFFSET = "instr", "local", "offset"  # keys of node.meta in emitted graphs, see `codegen.emit`
 
@@ -82,6 +84,14 @@ def wait_holding(issued: Tensor, *held: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(issued)  # type: ignore[no-any-return]
 
 
+def permute(x: Tensor, size: int, group: str) -> Tensor:
+    """Starts sending x to the next rank of a process group and receiving the previous one's: an uneven all-to-all."""
+    rank = rank_in_group(group)
+    sends, receives = [0] * size, [0] * size
+    sends[(rank + 1) % size] = receives[(rank - 1) % size] = x.shape[0]
+    return torch.ops._c10d_functional.all_to_all_single(x, receives, sends, group)  # type: ignore[no-any-return]
+
+
 def copy_alone(x: Tensor) -> Tensor:
     """Any collective over an axis of one rank."""
     return fresh(x)
@@ -109,13 +119,19 @@ def resolve(target: str) -> Callable[..., Any]:
         for part in name.split("."):
             found = getattr(found, part, None)
     if found is None or not callable(found):
-        raise CodegenError(f"no op is called {target!r}")
+        if space in ("paraplan", "aten", "prims"):
+            raise CodegenError(f"no op is called {target!r}")
+        raise CodegenError(
+            f"op {target!r} is not registered with torch in this process; import the module that defines it before "
+            "the plan is made executable"
+        )
     return found  # type: ignore[no-any-return]
 
 
 def is_factory(target: str) -> bool:
     """Whether an op makes a tensor from numbers alone, so that it must be told the device."""
-    return target.split(".")[1] in FACTORIES
+    space, name = target.split(".")[:2]
+    return space in ("aten", "paraplan") and name in FACTORIES
 
 
 def returns_many(target: str, num_outs: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,16 @@ from torch import Tensor, nn
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
 from paraplan.ir.mesh import Layout, Replicate, Shard, parse_layout
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import OuterValue, RankProgram
+from paraplan.ir.rank_program import RankProgram
 
 Dims = tuple[int, ...]
+
+
+class Values(Protocol):
+    """Where the values of "param:<name>" and "buffer:<name>" come from."""
+
+    def shard(self, name: str, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
+        """A rank's part of a tensor; may be a view, of another dtype, on another device."""
 
 
 def cut(full: Tensor, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
@@ -120,30 +128,55 @@ def full_tensors(program: Program, model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+class Whole(dict[str, Tensor]):
+    """Full tensors by "param:<name>" and "buffer:<name>", of which ranks take their parts."""
+
+    def shard(self, name: str, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
+        """A rank's part, as a view."""
+        return cut(self[name], layout, mesh_shape, coordinates)
+
+
+class Nothing:
+    """A source of no values, for ranks that share all of theirs."""
+
+    def shard(self, name: str, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
+        """Fails: nothing should be asked for.
+
+        Raises:
+            PlanMismatchError: always.
+        """
+        raise PlanMismatchError(f"{name.replace(':', ' ')} is not among what the plans share")
+
+
 def local_tensors(
-    program: RankProgram, full: Mapping[str, Tensor], coordinates: Dims, device: str
+    program: RankProgram, values: Values, coordinates: Dims, device: str, held: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """A rank's parameters, optimizer views, buffers and seeds, by outer name, each with storage of its own
-    but for states that are views of a stored copy."""
-    found: dict[str, Tensor] = {}
+    but for states that are views of a stored copy. A parameter and its state are asked for one after the other.
+    Those `held` already are taken as they are."""
+    found: dict[str, Tensor] = {name: x for name, x in (held or {}).items() if program.outer[name].role != "seed"}
+
+    def fill(name: str, source: str) -> None:
+        value = program.outer[name]
+        layout = parse_layout(value.layout)
+        own = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
+        found[name] = own.copy_(values.shard(source, layout, program.mesh_shape, coordinates))
+
     for name, value in program.outer.items():
+        if name in found:
+            continue
         if value.role in ("param", "buffer"):
-            found[name] = _local(full[name], value, program.mesh_shape, coordinates, device)
+            fill(name, name)
+            state = f"state:{value.source}"
+            if value.role == "buffer" or state not in program.outer:
+                continue
+            if program.outer[state].nbytes:
+                fill(state, name)
+            else:
+                layouts = parse_layout(value.layout), parse_layout(program.outer[state].layout)
+                found[state] = narrow_state(found[name], *layouts, program.mesh_shape, coordinates)
         elif value.role == "seed":
             found[name] = torch.zeros((), dtype=torch.int64, device=device)
-    for name, value in program.outer.items():
-        if value.role != "state":
-            continue
-        stored = f"param:{value.source}"
-        if value.nbytes:
-            found[name] = _local(full[stored], value, program.mesh_shape, coordinates, device)
-        else:
-            layouts = parse_layout(program.outer[stored].layout), parse_layout(value.layout)
-            found[name] = narrow_state(found[stored], *layouts, program.mesh_shape, coordinates)
+        elif value.role == "scale":
+            found[name] = torch.ones((), dtype=torch.float32, device=device)
     return found
-
-
-def _local(full: Tensor, value: OuterValue, mesh_shape: Dims, coordinates: Dims, device: str) -> Tensor:
-    part = cut(full, parse_layout(value.layout), mesh_shape, coordinates)
-    own = torch.empty(part.shape, dtype=getattr(torch, value.dtype), device=device)
-    return own.copy_(part)

@@ -19,7 +19,7 @@ from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.executor import Executor, Locate
-from paraplan.runtime.params import cut, local_tensors
+from paraplan.runtime.params import Nothing, Values, cut, local_tensors
 
 
 class Rank:
@@ -28,7 +28,7 @@ class Rank:
     Args:
         plan: the plan.
         executor: of the rank.
-        full: `params.full_tensors`; not kept.
+        values: where parameters and buffers come from; another rank object of this rank shares its own.
         seed: base of the random seeds.
         device: where tensors live.
 
@@ -37,17 +37,19 @@ class Rank:
         layouts: of the states (and of the gradients the optimizer reads).
     """
 
-    def __init__(
-        self, plan: Plan, executor: Executor, full: Mapping[str, Tensor], seed: int, device: str = "cpu"
-    ) -> None:
+    def __init__(self, plan: Plan, executor: Executor, values: Values | Rank, seed: int, device: str = "cpu") -> None:
         self.plan, self.stage, self.executor, self.device = plan, plan.stages[0], executor, device
         self.program: RankProgram = executor.program
         self.before, self.after = split_steps(self.program.steps)
         self.seed, self.steps_done = seed, 0
-        self.tensors = local_tensors(self.program, full, executor.coordinates, device)
+        shared = values if isinstance(values, Rank) else None
+        source: Values = Nothing() if isinstance(values, Rank) else values
+        held = {} if shared is None else {name: x for name, x in shared.tensors.items() if name in self.program.outer}
+        self.tensors = local_tensors(self.program, source, executor.coordinates, device, held)
         executor.bind(self.tensors)
         states = {value.source: name for name, value in self.program.outer.items() if value.role == "state"}
-        self.params = {name: nn.Parameter(self.tensors[outer]) for name, outer in states.items()}
+        params = {name: nn.Parameter(self.tensors[outer]) for name, outer in states.items()}
+        self.params = params if shared is None else shared.params
         self.layouts: dict[str, Layout] = {
             name: parse_layout(self.program.outer[outer].layout) for name, outer in states.items()
         }
@@ -98,18 +100,24 @@ class Rank:
         )
 
     def load(self, full: Mapping[str, Tensor]) -> None:
-        """Overwrite parameters from full tensors, "param:<name>"."""
+        """Overwrite parameters and buffers from full tensors, "param:<name>" and "buffer:<name>"."""
         with torch.no_grad():
             for name, value in self.program.outer.items():
-                source = full.get(f"param:{value.source}")
-                if value.role in ("param", "state") and source is not None:
+                source = full.get(f"{'buffer' if value.role == 'buffer' else 'param'}:{value.source}")
+                if value.role in ("param", "state", "buffer") and source is not None:
                     self.tensors[name].copy_(
                         cut(source, parse_layout(value.layout), self.program.mesh_shape, self.executor.coordinates)
                     )
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers by name, whole; what the model writes (running statistics) is as the last step left it."""
+        named = {value.source: name for name, value in self.program.outer.items() if value.role == "buffer"}
+        return {name: self.tensors[outer].clone() for name, outer in named.items()}
+
     def held(self, name: str) -> tuple[Tensor, Layout]:
-        """The authoritative local copy of a parameter (the state where it trains) and its layout."""
-        outer = f"state:{name}" if name in self.params else f"param:{name}"
+        """The authoritative local copy of a parameter (the state where it trains) or buffer, and its layout."""
+        written = name in self.plan.program.buffer_updates
+        outer = f"buffer:{name}" if written else f"state:{name}" if name in self.params else f"param:{name}"
         return self.tensors[outer], parse_layout(self.program.outer[outer].layout)
 
 

@@ -7,10 +7,11 @@ fires when the memory is given back; `storage_key` identifies it meanwhile.
 from __future__ import annotations
 
 from torch import Tensor, UntypedStorage
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "storage_key", "storage_of", "tree_leaves"]
+__all__ = ["TorchDispatchMode", "rank_in_group", "storage_key", "storage_of", "tree_leaves"]
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage:
@@ -21,3 +22,8 @@ def storage_of(tensor: Tensor) -> UntypedStorage:
 def storage_key(storage: UntypedStorage) -> int:
     """A number no other living storage has."""
     return int(storage._cdata)
+
+
+def rank_in_group(name: str) -> int:
+    """This process' place in a process group, by the group's name."""
+    return int(_resolve_process_group(name).rank())  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
 """Live bytes of a rank while it runs: every storage that is made, until it is given back.
 
-A dispatch mode sees the result of every op, those inside our Python kernels included (they are plain
-functions, so their inner ops pass through it), and registers the storages it has not met; a weak reference
-tells when each dies. Bytes are logical (`storage.nbytes()`), on any device, so they compare with a prediction.
+A dispatch mode sees the result of every op, those inside Python kernels included (ours are plain functions, whose
+inner ops pass through it; a user's custom op is called so that its inner ops do), and registers the storages it
+has not met; a weak reference tells when each dies. Bytes are logical (`storage.nbytes()`), on any device, so they
+compare with a prediction.
 One process may run several ranks: the mode books what is made to the `Ledger` that is current.
 
 Limits: what a C++ kernel allocates and drops inside is unseen.
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paraplan.ir.trace.torch_private import call_within
 from paraplan.runtime.torch_private import TorchDispatchMode, storage_key, storage_of, tree_leaves
 
 
@@ -74,7 +76,7 @@ class Tracker(TorchDispatchMode):
         self.current: Ledger | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = call_within(self, func, args, kwargs or {})
         if self.current is not None:
             for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(leaf, Tensor):

@@ -12,23 +12,39 @@ this rank's shards; a hook on the optimizer's `step` brings the updated values b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paraplan.ir.entry import Entry
+from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.runtime import compiled as compiling
 from paraplan.runtime.batch import ShardedBatch, shard_batch, shard_loader
 from paraplan.runtime.checkpoint import Checkpointing
 from paraplan.runtime.distributed import DistributedTransport
+from paraplan.runtime.evaluate import (
+    Build,
+    Evaluation,
+    Evaluations,
+    Wanted,
+    begin_account,
+    bind,
+    collect,
+    metrics_of,
+    missing_rows,
+    without_padding,
+)
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
-from paraplan.runtime.params import full_tensors
+from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, single_stage, source_lines
+from paraplan.runtime.scaling import SCALE, Scaler
+from paraplan.runtime.weights import values_of
 
 
 class Trainer(Checkpointing):
@@ -38,11 +54,16 @@ class Trainer(Checkpointing):
         plan: the plan.
         programs: `ir.lower.lower(plan)`, per rank class.
         modules: of this rank's class, `codegen.build_modules(program, transport.groups, transport.device)`.
-        model: with values, on any device; only this rank's shards are kept.
+        model: with values, on any device, or on meta; only this rank's shards are kept.
         transport: of the stage's mesh.
         seed: base of the random seeds; the same on every rank.
         record: note every instruction and the memory it takes (slow); entries and `peak_bytes` then say what was.
         compile_phases: "F" and/or "B": run these phases through torch.compile, checked against eager once.
+        compile_backend: torch.compile's.
+        build: emits the modules of another program of this plan; `eval_step` needs it.
+        weights: safetensors files to read this rank's parts of the parameters from; without them a model on meta is
+            initialised from the seed (see `weights`).
+        share: another plan's trainer of this rank, whose parameters, states and buffers become this one's too.
 
     Attributes:
         rank: this process' rank.
@@ -51,15 +72,21 @@ class Trainer(Checkpointing):
     def __init__(
         self, plan: Plan, programs: Sequence[RankProgram], modules: Modules, model: nn.Module,
         transport: DistributedTransport, *, seed: int = 0, record: bool = False, compile_phases: Sequence[str] = (),
+        compile_backend: str = "inductor",
+        build: Build | None = None, weights: str | Path | None = None,
+        share: Trainer | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.transport, self.rank, self.record = plan, transport, transport.rank, record
         self.stage = single_stage(plan)
         program = programs[plan.schedule.rank_class[self.rank]]
         coordinates = self.stage.mesh.coordinates(self.rank)
         executor = Executor(program, modules, coordinates, transport, self.rank, source_lines(plan.program))
-        self.state = Rank(plan, executor, full_tensors(plan.program, model), seed, transport.device)
-        compiling.compile_phases(executor, transport, compile_phases)
+        values = values_of(plan.program, model, weights, seed) if share is None else share.state
+        self.state = Rank(plan, executor, values, seed, transport.device)
+        compiling.compile_phases(executor, transport, compile_phases, compile_backend)
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._evaluations = Evaluations(plan, build)
+        self._evaluators: dict[tuple[str, ...], Executor] = {}
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward, backward and gradient reduction of one global batch.
@@ -81,8 +108,44 @@ class Trainer(Checkpointing):
         self.state.take_grads()
         return loss
 
-    def _take(self, steps: Iterable[Step]) -> None:
-        executor = self.state.executor
+    @property
+    def metrics(self) -> Mapping[str, Tensor]:
+        """Each of several losses of the last step, unweighted, by name."""
+        return metrics_of(self.state.executor)
+
+    def eval_step(
+        self, batch: Mapping[str, Tensor], outputs: Wanted = None, names: Sequence[str] | None = None
+    ) -> Evaluation:
+        """The forward of one global batch: no gradients, nothing saved, no dropout, no buffer updated.
+
+        It is the captured program that runs: batch norm captured in training mode still takes the batch's statistics.
+
+        Args:
+            batch: as for `step`.
+            outputs: what else the model returns: whole on every rank ("global") or this rank's part ("local").
+            names: which of them; all where left out.
+        Raises:
+            PlanMismatchError: the batch is not one for the plan.
+            ConstraintError: an output does not exist, or mixes samples that microbatches keep apart.
+        """
+        key = self._evaluations.names(outputs, names)
+        if key not in self._evaluators:
+            program, modules = self._evaluations.get(key, self.plan.schedule.rank_class[self.rank])
+            here = self.state.executor.coordinates
+            self._evaluators[key] = Executor(
+                program, modules, here, self.transport, self.rank, source_lines(self.plan.program)
+            )
+        executor = self._evaluators[key]
+        rows = None if isinstance(batch, ShardedBatch) else missing_rows(self.plan, batch)
+        bind(executor, self.state, batch if isinstance(batch, ShardedBatch) else self.cut(batch))
+        if self.record:
+            begin_account(executor, self._optimizers)
+        self._take(executor.program.steps, executor)
+        found = collect([executor], outputs, lambda layout, parts: join_over(layout, parts[0], self.transport.gather))
+        return found if outputs != "global" else without_padding(self.plan, found, rows)
+
+    def _take(self, steps: Iterable[Step], executor: Executor | None = None) -> None:
+        executor = executor or self.state.executor
         if not self.record:
             executor.run(steps)
             return
@@ -95,13 +158,21 @@ class Trainer(Checkpointing):
         """This rank's part of a global batch."""
         return shard_batch(self.plan, self.stage, self.state.executor.coordinates, batch, self.transport.device)
 
+    def takes(self, batch: Mapping[str, Tensor]) -> bool:
+        """Whether a global batch is one for the plan, padded if need be."""
+        try:
+            self.cut(batch)
+        except PlanMismatchError:
+            return False
+        return True
+
     def shard(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[ShardedBatch]:
         """This rank's part of every global batch of a loader, the same loader on every rank."""
         return shard_loader(self.plan, self.stage, self.state.executor.coordinates, loader, self.transport.device)
 
     def optimizer(
         self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
-        params: GroupMaker | None = None, **options: Any,
+        params: GroupMaker | None = None, after: Callable[[], None] | None = None, **options: Any,
     ) -> torch.optim.Optimizer:  # fmt: skip
         """The user's optimizer over this rank's shards.
 
@@ -109,6 +180,7 @@ class Trainer(Checkpointing):
             cls: any torch optimizer that updates elements independently (the layouts are not told to it).
             groups: `{"match": regex, **options}`; the first whose pattern is found in a parameter's name takes it.
             params: makes the param groups from the shards by name; excludes `groups`.
+            after: runs after its step, instead of `finish_update`.
             options: for cls.
         """
         made = cls(param_groups(self.state.params, groups, params), **options)
@@ -116,12 +188,30 @@ class Trainer(Checkpointing):
 
         def finish(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             alive = trainer()
-            if alive is not None:
+            if after is not None:
+                after()
+            elif alive is not None:
                 alive.finish_update()
 
         made.register_step_post_hook(finish)
         self._optimizers.append(made)
         return made
+
+    def scaler(self, **options: Any) -> Scaler:
+        """The gradient scaler of a plan that computes in fp16; see `scaling.Scaler`.
+
+        Args:
+            options: torch.amp.GradScaler's (init_scale, growth_factor, backoff_factor, growth_interval).
+        Raises:
+            PlanMismatchError: the plan computes in another precision.
+        """
+
+        def agree(found: Tensor) -> None:
+            for axis in range(len(self.stage.mesh.shape)):
+                self.transport.reduce(found, axis, "max")
+
+        scales = [self.state.tensors[name] for name in (SCALE,) if name in self.state.tensors]
+        return Scaler(self.plan, agree, scales, self.transport.device, **options)
 
     def finish_update(self) -> None:
         """Bring updated values back to the stored parameters; runs by itself after the optimizer's step.
@@ -151,6 +241,11 @@ class Trainer(Checkpointing):
         """Drop all gradients."""
         for param in self.state.params.values():
             param.grad = None
+
+    @property
+    def compiled(self) -> dict[str, str | None]:
+        """Blocks that were to be compiled: "" where they are, why they stay eager, None before their first run."""
+        return compiling.compiled_blocks(self.state.executor)
 
     @property
     def entries(self) -> list[Entry]:

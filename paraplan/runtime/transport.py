@@ -138,6 +138,8 @@ def _complete(meeting: _Meeting, group: tuple[int, ...]) -> None:
         parts = [total] * len(outs) if meeting.kind == "all_reduce" else list(total.chunk(len(outs)))
     elif meeting.kind == "all_gather":
         parts = [torch.cat(inputs)] * len(outs)
+    elif meeting.kind == "permute":
+        parts = inputs[-1:] + inputs[:-1]
     else:
         parts = [torch.cat([x.chunk(len(group))[index] for x in inputs]) for index in range(len(group))]
     for out, part in zip(outs, parts, strict=True):

@@ -16,7 +16,7 @@ from paraplan.ir.plan import Plan
 from paraplan.jobs.launch import start_ranks
 from paraplan.report.units import show_bytes, show_seconds
 
-TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1e-1}
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1e-1, "fp16": 5e-2}
 """Largest errors of loss and gradients against the captured program; below fp64 they are noise of summing in
 another order. Parameters are held to it in fp64 only: Adam divides by the gradient, so where that is all noise (a
 key's bias) any rounding moves a parameter by a whole learning rate."""
@@ -46,6 +46,7 @@ def run_json(result: Any) -> dict[str, Any]:
         "max_rel_err_param": errors and errors.param, "max_rel_err_eager": errors and errors.eager,
         "predicted_peak_bytes": result.predicted_peak_bytes, "measured_peak_bytes": max(result.measured_peak_bytes),
         "step_s": result.step_s, "measured_peak_bytes_per_rank": result.measured_peak_bytes,
+        "compiled": result.compiled,
         "entries_equal": result.entries_equal, "entries_difference": result.entries_difference,
     }  # fmt: skip
 
@@ -69,6 +70,11 @@ def run_table(plan: Plan, result: Any) -> Table:
         else f"DIFFERS: {result.entries_difference}"
     )
     table.add_row("record", equal)
+    if result.compiled:
+        eager = {name: reason for name, reason in result.compiled.items() if reason}
+        first = next(iter(eager.items()), None)
+        kept = f"; {len(eager)} stay eager, e.g. {first[0]}: {first[1]}" if first else ""
+        table.add_row("compiled", f"{len(result.compiled) - len(eager)} of {len(result.compiled)} blocks{kept}")
     if result.errors is not None:
         e = result.errors
         table.add_row(
@@ -77,7 +83,8 @@ def run_table(plan: Plan, result: Any) -> Table:
         if e.worst:
             table.add_row("", f"largest in {e.worst}")
         table.add_row(
-            "eager model", "not compared (dropout or bf16)" if e.eager is None else f"largest error {e.eager:.1e}"
+            "eager model",
+            "not compared (dropout or half precision)" if e.eager is None else f"largest error {e.eager:.1e}",
         )
     return table
 

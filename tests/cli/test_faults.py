@@ -46,6 +46,9 @@ NET = ("plan", "zoo:net", "local:2")
         ((*NET, "--nonsense"), ("--nonsense",)),
         (("plan", "zoo:net", "local:0"), ("devices_per_node", "0")),
         (("plan", "zoo:net", "8xNOPE"), ("no device 'NOPE'", "H100")),
+        (("plan", "zoo:net", "8xH10"), ("no device 'H10'", "did you mean H100")),
+        (("plan", "zoo:net", "1xH100+1xMI300X"), ("NVIDIA and AMD",)),
+        (("plan", "zoo:net", "1xH100+local:1"), ("'local:1' stands alone",)),
         (("plan", "zoo:net", "nowhere.yaml"), ("no cluster file 'nowhere.yaml'",)),
         (("show", "nowhere.json"), ("cannot read plan file 'nowhere.json'",)),
     ],
@@ -60,7 +63,18 @@ def test_plan_refuses(here: Path, command: Any, args: tuple[str, ...], words: tu
     [
         (lambda c: c | {"colour": "red"}, ("unknown field `colour`",)),
         (lambda c: _in_group(c, in_node={"bytes_per_s": -1.0, "latency_s": 0.0}), ("in_node.bytes_per_s", "-1.0")),
-        (lambda c: _in_group(c, devices_per_node=0), ("devices_per_node", "not 0")),
+        (
+            lambda c: _in_group(c, devices_per_node=0),
+            ("groups[0].devices_per_node", "not 0", "paraplan cluster schema"),
+        ),
+        (lambda c: _in_group(c, in_node={"bytes_per_s": 1.0, "latency_s": -1.0}), ("in_node.latency_s", "-1.0")),
+        (
+            lambda c: _in_group(c, in_node={"bytes_per_s": float("nan"), "latency_s": 0.0}),
+            ("in_node.bytes_per_s", "nan"),
+        ),
+        (lambda c: _in_group(c, node=2), ("unknown field `node`", "did you mean nodes", "$.groups[0]")),
+        (lambda c: _in_group(c, nodes=2), ("several nodes (groups[0])", "between_nodes", "bytes_per_s")),
+        (lambda c: {"name": "x"}, ("missing required field `groups`",)),
     ],
 )
 def test_cluster_files(here: Path, command: Any, change: Any, words: tuple[str, ...]) -> None:

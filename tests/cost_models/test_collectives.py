@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,10 +19,11 @@ from paraplan.cost_models.collectives import (
     collective_time_s,
     hierarchical_all_reduce_s,
     p2p_s,
+    permute_s,
     reduce_scatter_s,
     ring_all_reduce_s,
     tree_all_reduce_s,
-)  # fmt: skip
+)
 from paraplan.cost_models.constants import GPU
 from paraplan.cost_models.costs import Costs
 from paraplan.ir.cluster import ClusterSpec, Link
@@ -41,6 +43,7 @@ def test_flat_axis_by_hand() -> None:
     assert ring_all_reduce_s(8000, FLAT) == pytest.approx(14 * (1e-6 + 1000 / 1e9))
     assert tree_all_reduce_s(8000, FLAT) == pytest.approx(2 * 3e-6 + 2 * 8000 / 1e9)
     assert all_to_all_s(8000, FLAT) == pytest.approx(7 * (1e-6 + 1000 / 1e9))
+    assert permute_s(8000, FLAT) == pytest.approx(1e-6 + 8000 / 1e9)
     assert broadcast_s(8000, FLAT) == pytest.approx(3e-6 + 8000 / 1e9)
 
 
@@ -53,6 +56,7 @@ def test_two_levels_by_hand() -> None:
     # Scatter 7/8 in the node, exchange an eighth between two nodes (the ring beats the tree), gather it back.
     across = 2 * 5e-6 + size / 8 / 5e7
     assert hierarchical_all_reduce_s(size, TWO) == pytest.approx(2 * 7 * (1e-6 + size / 8 / 1e9) + across)
+    assert permute_s(1000, TWO) == pytest.approx(5e-6 + 1000 / 5e7)
     assert all_to_all_s(16 * 1000, TWO) == pytest.approx(8 * (5e-6 + 1000 / 5e7))
 
 
@@ -153,3 +157,46 @@ def test_a_big_mesh_is_quick_to_read() -> None:
     mesh = make_mesh((128, 16, 8), ("dp", "pp", "tp"))
     assert [axis_link(cluster, mesh, axis).nodes for axis in range(3)] == [128, 16, 1]
     assert math.isfinite(all_reduce_s(1 << 30, axis_link(cluster, mesh, 0)))
+
+
+MIXED = parse_cluster("8xA100-80:2+8xH100:2")
+
+
+def test_an_axis_across_groups_runs_at_the_slowest_link() -> None:
+    mesh = make_mesh((4, 8), ("dp", "tp"))
+    across, inside = axis_link(MIXED, mesh, 0), axis_link(MIXED, mesh, 1)
+    assert across.bytes_per_s == pytest.approx(25e9 * GPU.between_nodes)
+    assert inside.bytes_per_s == pytest.approx(300e9 * GPU.in_node)  # half of its groups are A100 nodes
+    only_h100 = Mesh(axes=("dp", "tp"), shape=(2, 8), devices=tuple(range(16, 32)))
+    assert axis_link(MIXED, only_h100, 0).bytes_per_s == pytest.approx(50e9 * GPU.between_nodes)
+    assert axis_link(MIXED, only_h100, 1).bytes_per_s == pytest.approx(450e9 * GPU.in_node)
+
+
+@pytest.mark.parametrize("target", sorted(COLLECTIVES))
+def test_a_mixed_collective_is_never_faster_than_on_either_kind_alone(target: str) -> None:
+    mesh = make_mesh((4, 8), ("dp", "tp"))
+    for axis in (0, 1):
+        mixed = collective_time_s(target, 1 << 28, axis_link(MIXED, mesh, axis))
+        alone = [
+            collective_time_s(target, 1 << 28, axis_link(parse_cluster(f"8x{kind}:4"), mesh, axis))
+            for kind in ("A100-80", "H100")
+        ]
+        assert mixed == pytest.approx(max(alone))
+
+
+def test_a_slow_link_between_groups_counts_only_where_an_axis_crosses_it() -> None:
+    wan = Link(bytes_per_s=1e9, latency_s=1e-3)
+    cluster = msgspec.structs.replace(MIXED, between_nodes=wan)
+    mesh = Mesh(axes=("site", "dp", "tp"), shape=(2, 2, 8), devices=tuple(range(32)))
+    site, dp, _ = (axis_link(cluster, mesh, axis) for axis in range(3))
+    assert (site.bytes_per_s, site.latency_s) == (pytest.approx(1e9 * GPU.between_nodes), 1e-3)
+    assert (dp.bytes_per_s, dp.latency_s) == (pytest.approx(25e9 * GPU.between_nodes), 4e-6)
+
+
+def test_unequal_nodes_are_limited_by_the_one_with_fewest_members() -> None:
+    """Twelve devices, eight in one node and four in the other: the ring enters the second through four ports."""
+    cluster = parse_cluster("8xH100+4xH100")
+    link = axis_link(cluster, make_mesh((12,), ("dp",)), 0)
+    assert (link.local_size, link.ring_bytes_per_s) == (4, pytest.approx(4 * 50e9 * GPU.between_nodes))
+    even = axis_link(parse_cluster("4xH100:3"), make_mesh((12,), ("dp",)), 0)
+    assert all_reduce_s(1 << 28, link) == all_reduce_s(1 << 28, even)

@@ -51,10 +51,37 @@ def test_attention_flops_with_grouped_heads_and_two_head_sizes(causal: bool) -> 
     args = ("%q", "%k", "%v", None, None, 0.0, 0, causal, 0.1, (b, h, s, length), (0, 0))
     forward = op_cost("paraplan.attention", args, {}, (q, k, v), (out, lse))
     assert forward.kind == "attention"
-    assert forward.flops == 2 * b * h * s * length * (d + e) // (2 if causal else 1)
+    scores = 2 * s * length - (s * s if causal else 0)  # the last rows of the sequence, where it is sharded
+    assert forward.flops == b * h * scores * (d + e)
     args = ("%g", "%q", "%k", "%v", None, None, "%o", "%l", 0.0, 0, causal, 0.1, (b, h, s, length), (0, 0), False)
     backward = op_cost("paraplan.attention_grad", args, {}, (out, q, k, v, out, lse), (q, k, v, None))
-    assert backward.flops == 2 * b * h * s * length * (3 * d + 2 * e) // (2 if causal else 1)
+    assert backward.flops == b * h * scores * (3 * d + 2 * e)
+
+
+def test_a_causal_block_is_half_only_on_the_diagonal() -> None:
+    q, lse = t(2, 4, 16, 8), t(2, 4, 16)
+    flops = {}
+    for keys in ("#0:16", "#0+1%2:16"):
+        args = ("%q", "%k", "%v", None, None, 0.0, 0, True, 0.1, (2, 4, 32, 32), (0, 0, "#0:16", keys))
+        flops[keys] = op_cost("paraplan.attention", args, {}, (q, q, q), (q, lse)).flops
+    assert flops["#0+1%2:16"] == 2 * flops["#0:16"] == 2 * 2 * 4 * 16 * 16 * 16
+
+
+def test_a_convolution_and_its_gradients_do_equal_work() -> None:
+    """2 · batch · plane · channels in and out / groups · window; transposed ones work on the input's plane."""
+    for groups, transposed in ((1, False), (4, False), (1, True)):
+        into, out = t(2, 16, 8, 8), t(2, 32, *((16, 16) if transposed else (4, 4)))
+        weight = t(16, 32, 3, 3) if transposed else t(32, 16 // groups, 3, 3)
+        rest = ((2, 2), (1, 1), (1, 1), transposed, (0, 0), groups)
+        plane = 64 if transposed else 16
+        flops = 2 * 2 * plane * 16 * 32 // groups * 9
+        forward = op_cost("paraplan.conv", ("%x", "%w", None, *rest), {}, (into, weight), (out,))
+        gx = op_cost("paraplan.conv_grad_input", ("%g", "%w", (8, 8), *rest), {}, (out, weight), (into,))
+        gw = op_cost("paraplan.conv_grad_weight", ("%g", "%x", (3, 3), *rest), {}, (out, into), (weight,))
+        assert [work.flops for work in (forward, gx, gw)] == [flops] * 3
+        assert forward.kind == "matmul" and forward.read_bytes == into.nbytes + weight.nbytes
+    pooled = op_cost("paraplan.max_pool", ("%x",), {}, (into,), (out, None))
+    assert (pooled.kind, pooled.read_bytes, pooled.write_bytes) == ("memory", into.nbytes, out.nbytes)
 
 
 def test_memory_bound_ops_count_bytes() -> None:

@@ -231,6 +231,8 @@ def _collective(block: Block, instr, given: dict[Dims, dict[str, Tensor]], mesh_
         elif instr.target == "reduce_scatter":
             assert reduction == "sum"
             results[coords] = sum(x.chunk(n, 0)[me] for x in xs)
+        elif instr.target == "permute":
+            results[coords] = xs[me - 1].clone()
         else:
             assert instr.target == "all_to_all", instr.target
             results[coords] = torch.cat([x.chunk(n, 0)[me] for x in xs], 0)

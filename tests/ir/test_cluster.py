@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paraplan.ir.cluster import ClusterSpec, Link, check_cluster, read_cluster
+from paraplan.ir.cluster import ClusterSpec, Link, check_cluster, cluster_yaml, read_cluster
 from paraplan.ir.errors import ClusterError
 from paraplan.ir.struct import to_json
 
@@ -68,12 +71,32 @@ def changed(*path: Any, to: Any) -> Any:
         (changed("groups", 0, "device", "memory_bytes_per_s", to=-1.0), "memory_bytes_per_s must be a positive number"),
         (changed("groups", 0, "device", "flops_per_s", to={}), "names no dtype"),
         (changed("groups", 0, "device", "flops_per_s", "float32", to=0.0), "flops_per_s.float32 must be"),
-        (changed("groups", 0, "device", "launch_s", to=-1.0), "negative launch_s"),
+        (changed("groups", 0, "device", "launch_s", to=-1.0), r"device.launch_s is negative or no number \(-1.0\)"),
         (changed("groups", 0, "in_node", "bytes_per_s", to=0.0), "in_node.bytes_per_s must be"),
         (changed("groups", 0, "host", "latency_s", to=-1.0), "host.latency_s is negative"),
+        (
+            changed("groups", 0, "in_node", "latency_s", to=float("inf")),
+            "in_node.latency_s is negative|Expected `float`",
+        ),
+        (changed("groups", 0, "host_memory_bytes", to=-1), r"groups\[0\].host_memory_bytes is negative"),
+        (changed("groups", 1, "disk_bytes", to=-1), r"groups\[1\].disk_bytes is negative"),
+        (
+            changed("groups", 1, "device", "backend", to="xpu"),
+            r"groups\[1\].device.backend is 'xpu'; it is one of cuda, cpu",
+        ),
+        (
+            changed("groups", 1, "device", "backend", to="cuda"),
+            "groups run on cpu and cuda; one job runs on one backend",
+        ),
+        (changed("groups", 0, "device", "flops_per_s", to={"flot32": 1e9}), r"'flot32' \(did you mean float32"),
+        (
+            changed("groups", 0, "between_nodes", to={"bytes_per_s": 0.0, "latency_s": 0.0}),
+            r"\[0\].between_nodes.bytes",
+        ),
         (changed("between_nodes", to=None), "no between_nodes link"),
         (changed("between_nodes", "bytes_per_s", to=0), "between_nodes.bytes_per_s must be"),
-        (changed("groups", 0, "gpus", to=3), "unknown field `gpus`"),
+        (changed("groups", 0, "gpus", to=3), "unknown field `gpus`.*paraplan cluster schema"),
+        (changed("groups", 0, "devices_pernode", to=3), r"unknown field.*did you mean devices_per_node"),
         (changed("groups", 0, "nodes", to="two"), r"Expected `int`, got `str`.*groups\[0\].nodes"),
         (changed("name", to=None), "Expected `str`"),
         ([1, 2], "Expected `object`"),
@@ -109,3 +132,61 @@ def test_yaml_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
     assert "25e9" in text
     (tmp_path / "cluster.yaml").write_text(text)
     assert read_cluster(tmp_path / "cluster.yaml").link("between_nodes").bytes_per_s == 25e9
+
+
+def test_a_written_file_reads_back_equal_and_is_short(tmp_path: Path) -> None:
+    cluster = two_groups()
+    text = cluster_yaml(cluster, "two lines\nof comment")
+    (tmp_path / "cluster.yaml").write_text(text)
+    assert read_cluster(tmp_path / "cluster.yaml") == cluster
+    assert text.startswith("# two lines\n# of comment\n") and "latency_s: 1.5e-4" in text and "!!" not in text
+
+
+@given(st.floats(min_value=1e-12, max_value=1e18))
+def test_every_number_survives_a_file(value: float) -> None:
+    first, *rest = two_groups().groups
+    cluster = msgspec.structs.replace(
+        two_groups(), groups=(msgspec.structs.replace(first, in_node=Link(bytes_per_s=value, latency_s=value)), *rest)
+    )
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.yaml"
+        path.write_text(cluster_yaml(cluster))
+        assert read_cluster(path) == cluster
+
+
+def test_a_group_has_its_own_network() -> None:
+    fast, slow, wan = (Link(bytes_per_s=rate, latency_s=late) for rate, late in ((9e9, 1e-6), (3e9, 9e-6), (1e9, 1e-3)))
+    first, second = two_groups().groups
+    cluster = check_cluster(
+        ClusterSpec(
+            name="three nodes and one",
+            groups=(
+                msgspec.structs.replace(first, between_nodes=fast), msgspec.structs.replace(second, between_nodes=slow),
+            ),
+            between_nodes=wan,
+        )
+    )  # fmt: skip
+    assert cluster.link("between_nodes", 0) == fast and cluster.link("between_nodes", 4) == slow
+    assert cluster.network((0, 2)) == fast
+    assert (cluster.network((0, 4)).bytes_per_s, cluster.network((0, 4)).latency_s) == (1e9, 1e-3)
+    # A backbone faster than a group's ports does not make them faster.
+    quick = msgspec.structs.replace(cluster, between_nodes=Link(bytes_per_s=1e12, latency_s=0.0))
+    assert (quick.network((0, 4)).bytes_per_s, quick.network((0, 4)).latency_s) == (3e9, 9e-6)
+
+
+def test_one_group_of_nodes_may_name_its_network_alone() -> None:
+    group = msgspec.structs.replace(
+        ClusterSpec.local(2).groups[0], nodes=2, between_nodes=Link(bytes_per_s=1e9, latency_s=0.0)
+    )
+    assert check_cluster(ClusterSpec(name="one", groups=(group,))).network((0, 2)).bytes_per_s == 1e9
+
+
+def test_kinds_of_devices_follow_the_devices_not_the_groups() -> None:
+    cluster = two_groups()
+    assert cluster.device_kinds() == (0,) * 7  # groups differ in size only
+    smaller = msgspec.structs.replace(cluster.groups[1].device, memory_bytes=1 << 20)
+    mixed = msgspec.structs.replace(
+        cluster, groups=(cluster.groups[0], msgspec.structs.replace(cluster.groups[1], device=smaller))
+    )
+    assert mixed.device_kinds() == (0, 0, 0, 0, 1, 1, 1)
+    assert mixed.memory_bytes((0, 1)) == 4 << 30 and mixed.memory_bytes(tuple(range(7))) == 1 << 20

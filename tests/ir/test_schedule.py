@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.schedule import PER_STEP, Action, ActionKind, Schedule, accumulate, parse_action
+from paraplan.ir.schedule import PER_STEP, Action, ActionKind, Schedule, accumulate, parse_action, split_classes
 from paraplan.ir.verify_schedule import verify_schedule
 
 
@@ -143,3 +143,12 @@ def test_ranks_and_classes_must_fit() -> None:
         check(lost, ((0,),), 1)
     with pytest.raises(InvalidPlanError, match="misses the forward or backward of microbatch 0"):
         check(schedule("0F0 0B0 0REDUCE_GRAD 0UPDATE"), ((0, 1),), 1)
+
+
+def test_classes_split_by_what_ranks_sit_on() -> None:
+    one = accumulate(2, 4)
+    split = split_classes(one, ("a", "a", "b", "a"))
+    assert split.rank_class == (0, 0, 1, 0) and split.classes == one.classes * 2
+    assert [split.actions(rank) for rank in range(4)] == [one.actions(rank) for rank in range(4)]
+    assert split_classes(split, (0, 0, 0, 0)) == one  # and join again where the kinds are equal
+    assert split_classes(one, (7, 7, 7, 7)) == one

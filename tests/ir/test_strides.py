@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from paraplan.ir.strides import contiguous_strides, elementwise_strides, is_contiguous, is_dense, view_strides
+from paraplan.ir.strides import (
+    channels_last_strides,
+    contiguous_strides,
+    elementwise_strides,
+    is_channels_last,
+    is_contiguous,
+    is_dense,
+    joined_strides,
+    view_strides,
+)
 
 Dims = tuple[int, ...]
 
@@ -85,3 +94,24 @@ def test_contiguous_strides() -> None:
         assert contiguous_strides(shape) == torch.empty(shape).stride()
     assert view_strides((0, 4), (4, 1), (2, 0)) is not None
     assert view_strides((), (), (1, 1)) == torch.empty(()).view(1, 1).stride()
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_images_channels_last(data: st.DataObject) -> None:
+    """Padding and concatenation keep channels last, ambiguous shapes (sizes of 1) as torch decides."""
+    shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=4, max_size=5)))
+    x = data.draw(laid(shape))
+    lie = (shape, x.stride())
+    padded = torch.constant_pad_nd(x, [1, 2])
+    assert padded.stride() == joined_strides(tuple(padded.shape), [lie])
+    other = data.draw(laid(shape))
+    joined = torch.cat([x, other], 1)
+    assert joined.stride() == joined_strides(tuple(joined.shape), [lie, (shape, other.stride())])
+
+
+def test_channels_last_strides() -> None:
+    for shape, order in (((2, 3, 4, 5), torch.channels_last), ((2, 3, 4, 5, 6), torch.channels_last_3d)):
+        wanted = torch.empty(shape, device="meta", memory_format=order).stride()
+        assert channels_last_strides(shape) == wanted and is_channels_last(shape, wanted)
+        assert not is_channels_last(shape, contiguous_strides(shape))

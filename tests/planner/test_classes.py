@@ -8,7 +8,8 @@ from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitErro
 from paraplan.planner import search as search_module
 from paraplan.planner.classes import grad_classes, param_classes
 from paraplan.planner.constraints import Constraints, check_constraints, parse_param_pin
-from paraplan.planner.search import candidate_meshes, search
+from paraplan.planner.meshes import candidate_meshes
+from paraplan.planner.search import search
 
 
 def test_equal_layers_and_tied_weights_share_a_class(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
@@ -85,6 +86,7 @@ def test_meshes_worth_solving(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
         return [(mesh.shape, mesh.axes) for mesh in candidate_meshes(tiny_mlp.job(devices), constraints)]
 
     assert shapes(4, Constraints()) == [((4,), ("axis0",)), ((2, 2), ("axis0", "axis1"))]
+    assert [shape for shape, _ in shapes(8, Constraints())] == [(8,), (2, 4), (4, 2), (2, 2, 2)]
     assert shapes(8, Constraints(dp=2, tp=2)) == [((2, 2, 2), ("dp", "tp", "free"))]
     assert shapes(4, Constraints(dp=2, tp=2)) == [((2, 2), ("dp", "tp"))]
     assert shapes(4, Constraints(zero=1)) == [((4,), ("dp",))]

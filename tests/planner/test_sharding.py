@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from paraplan.cost_models.predict import simulate_plan
@@ -23,10 +24,12 @@ from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
-from paraplan.planner.sharding.ilp import build_ilp, step_problem
+from paraplan.planner.sharding.formulate import network_of
+from paraplan.planner.sharding.ilp import build_ilp
+from paraplan.planner.sharding.optimise import optimise
 from paraplan.planner.sharding.pins import LINEAR, NORMS
 from paraplan.planner.sharding.solve import Limits, problem_of, solve_mesh
-from paraplan.planner.sharding.space import Decider, End, Space, Transfer
+from paraplan.planner.sharding.space import Decider, End, Space
 
 NO_LIMIT = Limits(time_s=60.0, memory_bytes=float(1 << 40))
 LINE, GRID = make_mesh((2,), ("axis0",)), make_mesh((2, 2), ("axis0", "axis1"))
@@ -46,9 +49,7 @@ def restricted(space: Space, keep: list[tuple[int, ...]]) -> Space:
         deciders=[
             Decider(d.name, tuple(d.prices[o] for o in kept)) for d, kept in zip(space.deciders, keep, strict=True)
         ],
-        transfers=[
-            Transfer(t.spec, end(t.source), tuple(map(end, t.readers)), t.count, t.what) for t in space.transfers
-        ],
+        transfers=[replace(t, source=end(t.source), readers=tuple(map(end, t.readers))) for t in space.transfers],
         at_loss=held(space.at_loss),
         at_update=held(space.at_update),
         update_workspace=held(space.update_workspace),
@@ -94,14 +95,17 @@ def test_optimum_equals_brute_force(tiny_mlp, mesh: Mesh, m: int) -> None:  # ty
             )
             limit = float(sizes[len(sizes) // 3])
         wanted = brute_force(space, limit)
-        found = solve(step_problem(build_ilp(space, limit)))
+        network = network_of(space, limit)
+        exact = solve(build_ilp(network).problem(np.ones(network.num_streams)))
+        found = optimise(network)
         if math.isinf(wanted):
             infeasible += 1
-            assert found.status is Status.INFEASIBLE
+            assert exact.status is found.status is Status.INFEASIBLE
             continue
-        assert found.status is Status.OPTIMAL
+        assert exact.status is found.status is Status.OPTIMAL
+        assert exact.objective == pytest.approx(wanted, rel=1e-6)
         assert found.objective == pytest.approx(wanted, rel=1e-6)
-        choices = build_ilp(space, limit).choices(found.values, space)
+        choices = found.choices[: len(space.deciders)]
         assert sum(work_of_choices(space, choices)) == pytest.approx(found.objective, rel=1e-6)
         assert limit is None or max(held_bytes(space, choices)) <= limit * (1 + 1e-6)
     assert infeasible < 8
@@ -111,11 +115,11 @@ def test_optimum_equals_brute_force(tiny_mlp, mesh: Mesh, m: int) -> None:  # ty
 def test_the_certificate_bounds_every_choice(tiny_mlp, mesh: Mesh) -> None:  # type: ignore[no-untyped-def]
     """It is below the busiest stream of random choices of the whole space."""
     space = problem_of(tiny_mlp.job(mesh.size), mesh, 1, Constraints())
-    ilp = build_ilp(space, None)
-    found = solve(step_problem(ilp))
-    assert found.values is not None
-    best = work_of_choices(space, ilp.choices(found.values, space))
-    bound = step_bound(space, ilp, best, "mathopt-highs", 60.0)
+    network = network_of(space, None)
+    found = optimise(network)
+    assert found.choices is not None
+    best = network.work(found.choices)
+    bound = step_bound(network, best, found.multipliers, 60.0)
     assert 0 < bound <= max(best) * (1 + 1e-9)
     rng = random.Random(0)
     tried = 0
@@ -209,7 +213,8 @@ def test_equal_input_gives_equal_bytes(tiny_mlp) -> None:  # type: ignore[no-unt
 
 
 def test_backends_agree(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
-    problem = step_problem(build_ilp(problem_of(tiny_mlp.job(2), LINE, 1, Constraints()), None))
+    network = network_of(problem_of(tiny_mlp.job(2), LINE, 1, Constraints()), None)
+    problem = build_ilp(network).problem(np.ones(network.num_streams))
     first, second = (solve(problem, backend=backend) for backend in ("mathopt-highs", "pulp-cbc"))
     assert first.status is second.status is Status.OPTIMAL
     assert first.objective == pytest.approx(second.objective, rel=1e-6)

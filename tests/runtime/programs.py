@@ -50,9 +50,10 @@ def wait(issued: str, out: str, held: str = "", axis: int = 0, frees: str = "") 
 
 
 def collectives_block() -> Block:
-    """x: [4, 3] -> r (sum), m (max), g (gathered rows), s (scattered sum), t (transposed blocks); offsets too."""
+    """x: [4, 3] -> r (sum), m (max), g (gathered rows), s (scattered sum), t (transposed blocks), n (the previous
+    rank's t); offsets too."""
     values = {"x": own("x", (4, 3)), "idle": own("idle", (5,)), "y": own("y", (4, 3))}
-    for name, shape in (("r", (4, 3)), ("m", (4, 3)), ("g", (8, 3)), ("s", (2, 3)), ("t", (4, 3))):
+    for name, shape in (("r", (4, 3)), ("m", (4, 3)), ("g", (8, 3)), ("s", (2, 3)), ("t", (4, 3)), ("n", (4, 3))):
         values |= {name + "!": own(name + "!", shape), name: view(name + "!", shape)}
     values |= {
         "part": own("part", (2, 3)),
@@ -73,6 +74,8 @@ def collectives_block() -> Block:
         wait("g!", "g", held="x", frees="g!"),
         wait("s!", "s", held="x", frees="s! x"),
         wait("t!", "t", held="y", frees="t! y"),
+        issue("permute", "t", "n!"),
+        wait("n!", "n", held="t", frees="n!"),
         op("paraplan.shard", ("%r", 0, 2, "#0:2"), ("part",)),
         op("aten.add.Tensor", ("%part", "%s"), ("z",), frees="part s"),
     )
@@ -80,7 +83,7 @@ def collectives_block() -> Block:
     return Block(
         name="k0.0.F",
         inputs=("x", "idle"),
-        outputs=("r", "g", None, "z", "t"),
+        outputs=("r", "g", None, "z", "t", "n"),
         saved=("at",),
         values=values,
         instrs=instrs,
@@ -91,7 +94,7 @@ def collectives_program() -> RankProgram:
     """Two microbatches of `collectives_block`, accumulating its sum; on a mesh of two."""
     steps = []
     for m in range(2):
-        outs = (f"r@{m}", f"g@{m}", None, f"z@{m}", f"t@{m}", f"at@{m}")
+        outs = (f"r@{m}", f"g@{m}", None, f"z@{m}", f"t@{m}", f"n@{m}", f"at@{m}")
         steps += [
             Step(kind=StepKind.CALL, action=f"0F{m}", block="k0.0.F", args=(f"x@{m}", f"idle@{m}"),
                  outs=outs,

@@ -53,6 +53,7 @@ def test_collectives_equal_numpy() -> None:
             assert np.array_equal(executor.outer[f"z@{m}"], 2 * both[2 * rank : 2 * rank + 2])
             blocks = np.concatenate([2 * x[m][peer][2 * rank : 2 * rank + 2] for peer in range(2)])
             assert np.array_equal(executor.outer[f"t@{m}"], blocks)
+            assert np.array_equal(executor.outer[f"n@{m}"], executors[rank - 1].outer[f"t@{m}"])
 
 
 def test_gathered_rows_and_maximum() -> None:
@@ -81,6 +82,7 @@ def test_entries_and_peak_are_exact() -> None:
         ("wait", ((4, 3),), 0, 0, ""), ("wait", ((4, 3),), 0, 0, ""),
         ("aten.max.dim", ((4,),), 32, 96, ""),
         ("wait", ((8, 3),), 0, 0, ""), ("wait", ((2, 3),), 0, 96, ""), ("wait", ((4, 3),), 0, 96, ""),
+        ("permute", ((4, 3),), 96, 0, "permute@0"), ("wait", ((4, 3),), 0, 0, ""),
         ("paraplan.shard", ((2, 3),), 48, 0, ""), ("aten.add.Tensor", ((2, 3),), 48, 96, ""),
         ("accumulate", ((4, 3),), 0, 0, ""), ("drop", (), 0, 224, ""),
     ]  # fmt: skip

@@ -11,13 +11,17 @@ import math
 from collections.abc import Sequence
 
 from paraplan.ir.graph import Arg, Graph, Op, map_refs
+from paraplan.ir.lower.carried import emit_carried, row_major
+from paraplan.ir.lower.expand import emit_expansion
 from paraplan.ir.lower.finish import finish_block
-from paraplan.ir.mesh import Layout, Shard, layout_text, local_shape
+from paraplan.ir.mesh import Layout, layout_text, local_shape
 from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
 from paraplan.ir.reshard import Move, reshard_path
-from paraplan.ir.rules.dims import LocalContext, op_def
+from paraplan.ir.rules.carried import local_args
+from paraplan.ir.rules.dims import op_def
+from paraplan.ir.rules.localise import axis_key, expansion, local_context
 from paraplan.ir.rules.strategies import Strategy
-from paraplan.ir.strides import contiguous_strides, elementwise_strides, is_contiguous, view_strides
+from paraplan.ir.strides import contiguous_strides, elementwise_strides, is_contiguous, joined_strides, view_strides
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 Dims = tuple[int, ...]
@@ -54,6 +58,12 @@ class BlockEmitter:
         self._home[known] = layout
         self._at[known, layout] = name
 
+    def rename(self, name: str, source: str, layout: Layout) -> None:
+        """Declare that a value is another one, which is brought to a layout."""
+        self.specs[name] = self.specs[source]
+        self._home[name] = layout
+        self._at[name, layout] = self.get(source, layout)
+
     def home(self, name: str) -> Layout:
         """The layout a value was given or made in."""
         return self._home[name]
@@ -79,8 +89,7 @@ class BlockEmitter:
         """Emit one op of the joint graph under a strategy (layouts on the extended mesh)."""
         self._origin = origin
         wanted = tuple(zip(op.tensors, strategy.inputs, strict=True))
-        names = {key: self.get(*key) for key in wanted}
-        args, kwargs = self._local_args(op, graph, strategy, names)
+        names = row_major(self, op, {key: self.get(*key) for key in wanted})
         locals_: list[str | None] = []
         for out, layout, final in zip(op.outs, strategy.computed, strategy.outputs, strict=True):
             if out is None or layout is None or final is None:
@@ -89,13 +98,30 @@ class BlockEmitter:
             self.specs[out] = graph.values[out]
             self._home[out] = final
             locals_.append(out if layout == final else f"{out}@{layout_text(layout)}")
-        self._emit_op(op, args, kwargs, strategy, tuple(locals_), [names[key] for key in wanted])
+        inputs, outs = [names[key] for key in wanted], tuple(locals_)
+        steps = expansion(op, graph.values, strategy, self.mesh_shape)
+        if steps is not None:
+            emit_expansion(self, steps, inputs, outs, strategy.ring_axis)
+        else:
+            specs = tuple(
+                None if out is None or layout is None else self._local_spec(out, layout)
+                for out, layout in zip(op.outs, strategy.computed, strict=True)
+            )
+            args, kwargs = self._local_args(op, graph, strategy, names)
+            if op.rule is not None:
+                emit_carried(self, op, args, kwargs, outs, specs, inputs)
+            else:
+                self.place(op.target, args, kwargs, outs, specs, inputs)
         for out, computed, final, local in zip(op.outs, strategy.computed, strategy.outputs, locals_, strict=True):
             if out is None or computed is None or final is None or local is None:
                 continue
             for move in reshard_path(self.specs[out].shape, computed, final, self.mesh_shape, frozen=1):
                 local = self._move(out, local, move)
             self._at[out, final] = local
+
+    def _local_spec(self, name: str, layout: Layout) -> TensorSpec:
+        spec = self.specs[name]
+        return TensorSpec(spec.dtype, local_shape(spec.shape, layout, self.mesh_shape))
 
     def _local_args(
         self, op: Op, graph: Graph, strategy: Strategy, names: dict[tuple[str, Layout], str]
@@ -108,67 +134,45 @@ class BlockEmitter:
         args = tuple(map_refs(arg, rename) for arg in op.args)
         kwargs = {key: map_refs(arg, rename) for key, arg in op.kwargs.items()}
         definition = op_def(op.target)
+        if op.rule is not None:
+            return local_args(op.rule, args, kwargs, strategy.inputs, self.mesh_shape)
         if definition is not None and definition.localise is not None:
-            inputs = tuple(graph.values[name] for name in op.tensors)
-            outputs = tuple(None if name is None else graph.values[name] for name in op.outs)
-            context = LocalContext(
-                inputs=inputs,
-                outputs=outputs,
-                in_layouts=strategy.inputs,
-                out_layouts=strategy.computed,
-                mesh_shape=self.mesh_shape,
-                offset=self._offset,
-                local_inputs=tuple(
-                    local_shape(s.shape, lay, self.mesh_shape) for s, lay in zip(inputs, strategy.inputs, strict=True)
-                ),
-                local_outputs=tuple(
-                    () if s is None or lay is None else local_shape(s.shape, lay, self.mesh_shape)
-                    for s, lay in zip(outputs, strategy.computed, strict=True)
-                ),
-            )
-            args = definition.localise(args, context)
+            args = definition.localise(args, local_context(op, graph.values, strategy, self.mesh_shape))
         return args, kwargs
 
-    def _offset(self, spec: TensorSpec, layout: Layout, dim: int) -> str:
-        """The first index of this rank's block along a dim, as "#..." text."""
-        block, terms = spec.shape[dim], []
-        for axis, (placement, size) in enumerate(zip(layout, self.mesh_shape, strict=True)):
-            if placement == Shard(dim=dim):
-                block //= size
-                terms.append(f"{_axis_key(axis)}:{block}")
-        return "#" + ",".join(terms)
-
-    def _emit_op(
+    def place(
         self,
-        op: Op,
+        target: str,
         args: tuple[Arg, ...],
         kwargs: dict[str, Arg],
-        strategy: Strategy,
         outs: tuple[str | None, ...],
+        specs: Sequence[TensorSpec | None],
         inputs: list[str],
     ) -> None:
-        definition = op_def(op.target)
+        """Emit one local op.
+
+        Args:
+            target, args, kwargs: the instruction's.
+            outs: local names of its results; None for an absent one.
+            specs: their local specs.
+            inputs: local names of the tensors among its arguments, in order.
+        """
+        definition = op_def(target)
         how = "contiguous" if definition is None else definition.strides
-        shapes = [
-            None if name is None or layout is None else local_shape(self.specs[name].shape, layout, self.mesh_shape)
-            for name, layout in zip(op.outs, strategy.computed, strict=True)
-        ]
         if how == "view":
-            assert outs[0] is not None and op.outs[0] is not None and shapes[0] is not None
-            self.view(op.target, args, inputs[0], outs[0], shapes[0])
+            assert outs[0] is not None and specs[0] is not None
+            self.view(target, args, inputs[0], outs[0], specs[0].shape)
             return
         sources = [self.values[name] for name in inputs]
-        for index, (local, shape) in enumerate(zip(outs, shapes, strict=True)):
-            if local is not None and shape is not None:
-                name = op.outs[index]
-                assert name is not None
-                self._fresh(local, self.specs[name].dtype, shape, _fresh_strides(how, index, shape, sources))
+        for index, (local, spec) in enumerate(zip(outs, specs, strict=True)):
+            if local is not None and spec is not None:
+                self._fresh(local, spec.dtype, spec.shape, _fresh_strides(how, index, spec.shape, sources))
         workspace = 0
         if definition is not None and definition.workspace is not None:
             results = [None if local is None else self.values[local] for local in outs]
             workspace = definition.workspace(sources, results, args)
         self._add(
-            Instr(target=op.target, args=args, kwargs=kwargs, outs=outs, workspace_bytes=workspace, origin=self._origin)
+            Instr(target=target, args=args, kwargs=kwargs, outs=outs, workspace_bytes=workspace, origin=self._origin)
         )
 
     def view(
@@ -238,7 +242,7 @@ class BlockEmitter:
         after = local_shape(self.specs[name].shape, move.after, self.mesh_shape)
         n = self.mesh_shape[move.axis]
         if move.kind == "slice":
-            start = f"#{_axis_key(move.axis)}:{after[move.dim]}"
+            start = f"#{axis_key(move.axis)}:{after[move.dim]}"
             return self.local(
                 "paraplan.shard",
                 ("%" + local, move.dim, after[move.dim], start),
@@ -249,7 +253,7 @@ class BlockEmitter:
         if move.kind == "first_only":
             return self.local(
                 "paraplan.first_only",
-                ("%" + local, f"#{_axis_key(move.axis)}:1"),
+                ("%" + local, f"#{axis_key(move.axis)}:1"),
                 self._unique(stem),
                 value.dtype,
                 after,
@@ -294,38 +298,50 @@ class BlockEmitter:
         return self.local("paraplan.unstack", ("%" + local, n, dim), out, self.values[local].dtype, after)
 
     def _collective(self, move: Move, local: str, stem: str, shape: Dims, reduction: str) -> str:
-        issued, done = self._unique(stem + "!"), self._unique(stem)
+        done = self._unique(stem)
+        self._exchange(move.kind, move.axis - 1, local, self._unique(stem + "!"), done, shape, reduction, True)
+        return done
+
+    def permute(self, local: str, out: str, axis: int) -> None:
+        """Emit the exchange that gives this rank, as `out`, what the previous rank of a mesh axis calls `local`."""
         value = self.values[local]
-        self._fresh(issued, value.dtype, shape, contiguous_strides(shape))
+        if not is_contiguous(value.shape, value.strides):
+            args = ("%" + local, value.shape)
+            local = self.local("paraplan.reshape_copy", args, self._unique(out), value.dtype, value.shape)
+        self._exchange("permute", axis, local, out + "!", out, value.shape, "", False)
+
+    def _exchange(
+        self, target: str, axis: int, local: str, issued: str, done: str, shape: Dims, reduction: str, change: bool
+    ) -> None:  # fmt: skip
+        """A collective of a contiguous value and its wait; all but all_reduce read their input until then."""
+        dtype = self.values[local].dtype
+        self._fresh(issued, dtype, shape, contiguous_strides(shape))
         self.values[done] = LocalValue(
-            dtype=value.dtype, shape=shape, strides=contiguous_strides(shape), base=issued, storage_bytes=0
+            dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=issued, storage_bytes=0
         )
-        for kind, target, args, out in (
-            (InstrKind.COLLECTIVE, move.kind, ("%" + local, ":" + reduction), issued),
-            (InstrKind.WAIT, "wait", ("%" + issued, *(() if move.kind == "all_reduce" else ("%" + local,))), done),
+        held = () if target == "all_reduce" else ("%" + local,)
+        for kind, name, args, out in (
+            (InstrKind.COLLECTIVE, target, ("%" + local, ":" + reduction), issued),
+            (InstrKind.WAIT, "wait", ("%" + issued, *held), done),
         ):
             self._add(
                 Instr(
-                    kind=kind, target=target, args=args, outs=(out,), axis=move.axis - 1, origin=self._origin,
-                    layout_change=True,
+                    kind=kind, target=name, args=args, outs=(out,), axis=axis, origin=self._origin, layout_change=change
                 )
-            )  # fmt: skip
-        return done
+            )
 
     def finish(self, outputs: Sequence[str | None], saved: Sequence[str]) -> Block:
         """The block: collectives issued early and waited late, values freed at their last use."""
         return finish_block(self.name, tuple(self.inputs), tuple(outputs), tuple(saved), self.values, self._instrs)
 
 
-def _axis_key(axis: int) -> str:
-    return "m" if axis == 0 else str(axis - 1)
-
-
 def _fresh_strides(how: str, index: int, shape: Dims, inputs: list[LocalValue]) -> Dims:
     """How the index-th fresh output lies; attention keeps heads last in all but a mask's gradient (the fourth)."""
+    lie = [(value.shape, value.strides) for value in inputs]
     if how in ("elementwise", "elementwise_reversed"):
-        lie = [(value.shape, value.strides) for value in inputs]
         return elementwise_strides(shape, lie if how == "elementwise" else lie[::-1])
+    if how == "joined":
+        return joined_strides(shape, lie)
     if how == "attention" and len(shape) == 4 and index < 3:
         _, h, s, e = shape
         return (s * h * e, e, h * e, 1)

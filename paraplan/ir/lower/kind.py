@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.graph import Phase
+from paraplan.ir.graph import Op, Phase
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
 from paraplan.ir.micro import KindMicro, dual
@@ -138,6 +140,43 @@ def lower_forward(
             saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
     block = emitter.finish(locals_, tuple(local for local, _ in saved.values()))
     return LoweredForward(block, outputs, saved, strategies)
+
+
+def evaluate_forward(
+    name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext
+) -> LoweredForward:
+    """Lower a kind's forward for an evaluation: nothing saved, nothing random; outputs, then asides.
+
+    Ops whose results only the backward reads are left out, and dropout is its input.
+    """
+    m, graph = context.num_microbatches, kind.graph
+    strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
+    emitter = BlockEmitter(name, (m, *context.mesh_shape))
+    _give_sources(emitter, kind, context)
+    results = (*kind.outputs, *kind.asides)
+    needed = set(results)
+    for op in reversed(graph.ops):
+        if op.phase is Phase.FORWARD and not needed.isdisjoint(op.outs):
+            needed.update(op.tensors)
+    for index, (op, strategy) in enumerate(zip(graph.ops, strategies, strict=True)):
+        if op.phase is not Phase.FORWARD or needed.isdisjoint(op.outs):
+            continue
+        if op.target == "paraplan.dropout":
+            assert op.outs[0] is not None and strategy.computed[0] is not None
+            emitter.rename(op.outs[0], op.tensors[0], strategy.inputs[0])
+        else:
+            emitter.op(_certain(op), graph, strategy, index)
+    layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in results)
+    locals_ = tuple(emitter.get(out, layout) for out, layout in zip(results, layouts, strict=True))
+    outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
+    return LoweredForward(emitter.finish(locals_, ()), outputs, {}, strategies)
+
+
+def _certain(op: Op) -> Op:
+    """The op without dropout."""
+    if op.target != "paraplan.attention":
+        return op
+    return msgspec.structs.replace(op, args=(*op.args[:5], 0.0, *op.args[6:]))
 
 
 def lower_backward(

@@ -40,6 +40,8 @@ def outer_values(plan: Plan, stage: Stage, parts: StageBlocks) -> dict[str, Oute
             )
     for name, spec in program.buffers.items():
         found[f"buffer:{name}"] = _value("buffer", name, spec, whole, shape, True)
+    if program.precision == "fp16":
+        found["loss_scale"] = _value("scale", "", TensorSpec("float32", ()), whole, shape, True)
     for index in range(stage.first, stage.stop):
         if program.kinds[program.segments[index].kind].seed is not None:
             found[f"seed:{index}"] = _value("seed", str(index), TensorSpec("int64", ()), whole, shape, True)

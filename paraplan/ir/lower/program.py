@@ -13,10 +13,19 @@ import math
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.outer import outer_values, with_drops
 from paraplan.ir.lower.stage import StageBlocks, lower_stage
-from paraplan.ir.lower.updates import count_block, loss_block, reduce_block, restore_block, tangent_block, zero_block
+from paraplan.ir.lower.updates import (
+    buffer_block,
+    count_block,
+    loss_block,
+    reduce_block,
+    restore_block,
+    tangent_block,
+    zero_block,
+)
+from paraplan.ir.mesh import Layout, Partial
 from paraplan.ir.plan import Optimizer, Plan, Stage
 from paraplan.ir.program import master_dtype, trained_params
-from paraplan.ir.rank_program import Block, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, Step, StepKind
 from paraplan.ir.schedule import ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
 
@@ -32,25 +41,28 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
             f"a plan of {len(plan.stages)} stages: only single-stage plans can be lowered by this version"
         )
     stage = plan.stages[0]
-    return tuple(_Steps(plan, stage).build(actions) for actions in plan.schedule.classes)
+    # Classes that differ only in the kind of their device share a program.
+    built = {actions: StageSteps(plan, stage).build(actions) for actions in dict.fromkeys(plan.schedule.classes)}
+    return tuple(built[actions] for actions in plan.schedule.classes)
 
 
-class _Steps:
-    """Writes the steps of one rank class, action by action."""
+class StageSteps:
+    """Writes the steps of one rank class, action by action; `evaluate` leaves out all but the forward."""
 
-    def __init__(self, plan: Plan, stage: Stage) -> None:
-        self.plan, self.stage, self.program = plan, stage, plan.program
+    def __init__(self, plan: Plan, stage: Stage, evaluate: bool = False) -> None:
+        self.plan, self.stage, self.program, self.evaluates = plan, stage, plan.program, evaluate
         self.m = plan.num_microbatches
         self.extended = (self.m, *stage.mesh.shape)
-        self.parts: StageBlocks = lower_stage(plan, stage)
+        self.parts: StageBlocks = lower_stage(plan, stage, evaluate)
         self.blocks: dict[str, Block] = {}
         self.steps: list[Step] = []
         self.tangent_of: dict[str, str] = {}
         self.action = ""
         self.trained = trained_params(self.program, stage.first, stage.stop)
+        self.metrics: dict[str, str] = {}
 
     def build(self, actions: tuple[str, ...]) -> RankProgram:
-        self._denominators()
+        self._tangents(self._denominators())
         for text in actions:
             action, self.action = parse_action(text), text
             if action.kind is ActionKind.F:
@@ -60,11 +72,17 @@ class _Steps:
             elif action.kind is ActionKind.REDUCE_GRAD:
                 grads = self._reduce()
                 self._loss()
+                self._buffers()
             elif action.kind is ActionKind.UPDATE:
                 self._update()
             else:
                 raise InvalidPlanError(f"action {text}: {action.kind.value} cannot occur in a single-stage plan")
         self._add(StepKind.DROP, drops=tuple(grads.values()))
+        kept = {"loss", *self.metrics.values(), *grads.values()}
+        return self._ended(kept, grads, {})
+
+    def _ended(self, kept: set[str], grads: dict[str, str], outputs: dict[str, OutputPlace]) -> RankProgram:
+        """The program of the steps written so far; `kept` are values nothing gives up."""
         outer = outer_values(self.plan, self.stage, self.parts)
         optimizer = self.plan.optimizer
         sizes = [outer[f"state:{name}"] for name in self.trained]
@@ -75,8 +93,10 @@ class _Steps:
             num_microbatches=self.m,
             blocks=self.blocks,
             outer=outer,
-            steps=with_drops(tuple(self.steps), outer, {"loss", *grads.values()}),
+            steps=with_drops(tuple(self.steps), outer, kept),
             loss="loss",
+            metrics=self.metrics,
+            outputs=outputs,
             grads=grads,
             optimizer_bytes=sum(n * optimizer.state_slots + optimizer.scalar_bytes for n in full),
             update_workspace_bytes=_update_workspace(full, optimizer),
@@ -88,7 +108,8 @@ class _Steps:
             fields["block"] = block.name
         self.steps.append(Step(kind=kind, action=self.action, **fields))  # type: ignore[arg-type]
 
-    def _denominators(self) -> None:
+    def _denominators(self) -> list[Layout]:
+        """Counts what the loss divides by, partial sums; how each lies."""
         self.action = "0F0"
         layouts = []
         for index, denominator in enumerate(self.program.denominators):
@@ -102,16 +123,20 @@ class _Steps:
                 args = tuple(self._at(named[local], m) for local in block.inputs)
                 self._add(StepKind.CALL, block, args=args, outs=(f"den{index}@{m}",), microbatch=m)
                 self._add(StepKind.ACCUMULATE, args=(f"den{index}", f"den{index}@{m}"), microbatch=m)
+        return layouts
+
+    def _tangents(self, layouts: list[Layout]) -> None:
+        """Whole denominators, and the gradient of every numerator."""
+        scaled = self.program.precision == "fp16"
         for index, term in enumerate(self.program.loss):
-            spec = self._scalar(term.numerator)
-            if term.denominator is None:
-                block = tangent_block(f"tangent{index}", spec, None, self.extended)
-                self._add(StepKind.CALL, block, args=(), outs=(None, f"tangent{index}"))
-            else:
-                block = tangent_block(f"tangent{index}", spec, layouts[term.denominator], self.extended)
-                self._add(
-                    StepKind.CALL, block, args=(f"den{term.denominator}",), outs=(f"total{index}", f"tangent{index}")
-                )
+            spec, d = self._scalar(term.numerator), term.denominator
+            block = tangent_block(
+                f"tangent{index}", spec, None if d is None else layouts[d], self.extended, scaled=scaled
+            )
+            sources = {"count": f"den{d}", "scale": "loss_scale"}
+            total = None if d is None else f"total{index}"
+            args = tuple(sources[local] for local in block.inputs)
+            self._add(StepKind.CALL, block, args=args, outs=(total, f"tangent{index}"))
             self.tangent_of[term.numerator] = f"tangent{index}"
 
     def _scalar(self, value: str) -> TensorSpec:
@@ -139,7 +164,8 @@ class _Steps:
         for index in range(self.stage.first, self.stage.stop):
             segment, lowered = self.program.segments[index], self.parts.forwards[index]
             names = self._sources(index, m)
-            outs = tuple(f"{out}@{m}" for out in segment.outputs)
+            asides = segment.asides if self.evaluates else ()
+            outs = tuple(f"{out}@{m}" for out in (*segment.outputs, *asides))
             saved = tuple(f"{index}/{local}@{m}" for local in lowered.block.saved)
             args = tuple(names[local] for local in lowered.block.inputs)
             self._add(StepKind.CALL, lowered.block, args=args, outs=(*outs, *saved), microbatch=m, segment=index)
@@ -209,7 +235,25 @@ class _Steps:
         names = {f"numerator{i}": f"num{i}" for i in range(len(terms))} | {
             f"denominator{i}": f"total{i}" for i in range(len(terms))
         }
-        self._add(StepKind.CALL, block, args=tuple(names[local] for local in block.inputs), outs=("loss",))
+        self.metrics = {name: f"loss:{name}" for name in dict.fromkeys(term.name for term in terms) if name}
+        outs = ("loss", *self.metrics.values())
+        self._add(StepKind.CALL, block, args=tuple(names[local] for local in block.inputs), outs=outs)
+
+    def _buffers(self) -> None:
+        """Every buffer the model writes gets its new value, whole on every rank: the sum of what the microbatches
+        say where that is partial, else what all of them say."""
+        made: dict[object, Block] = {}
+        for name, value in self.program.buffer_updates.items():
+            spec, given = self.program.buffers[name], self.parts.given[value]
+            micros = range(self.m) if isinstance(given.layout[0], Partial) else range(self.m - 1, self.m)
+            key = (spec, given)
+            if key not in made:
+                block = buffer_block(
+                    f"buffer.{len(made)}", spec, given.layout, given.strides, len(micros), self.extended
+                )
+                made[key] = block
+            sources = {"stored": f"buffer:{name}"} | {f"new{i}": f"{value}@{m}" for i, m in enumerate(micros)}
+            self._add(StepKind.CALL, made[key], args=tuple(sources[local] for local in made[key].inputs), outs=())
 
     def _update(self) -> None:
         names = self.trained

@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower.kind import Given, KindContext, LoweredBackward, LoweredForward, lower_backward, lower_forward
+from paraplan.ir.lower.kind import (
+    Given,
+    KindContext,
+    LoweredBackward,
+    LoweredForward,
+    evaluate_forward,
+    lower_backward,
+    lower_forward,
+)
 from paraplan.ir.mesh import R, Shard, parse_layout
 from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.program import HALVES
 
 
 @dataclass
@@ -31,8 +40,8 @@ class StageBlocks:
     zeros: set[str] = field(default_factory=set)
 
 
-def lower_stage(plan: Plan, stage: Stage) -> StageBlocks:
-    """Lower the forward of every segment in order, then the backwards in reverse."""
+def lower_stage(plan: Plan, stage: Stage, evaluate: bool = False) -> StageBlocks:
+    """Lower the forward of every segment in order, then (unless the stage only evaluates) the backwards in reverse."""
     program = plan.program
     blocks = StageBlocks(program_micro(program, plan.num_microbatches))
     whole = (R,) * (1 + len(stage.mesh.shape))
@@ -43,7 +52,9 @@ def lower_stage(plan: Plan, stage: Stage) -> StageBlocks:
     done: dict[object, LoweredForward] = {}
     for index in range(stage.first, stage.stop):
         contexts[index] = _context(plan, stage, blocks, index)
-        _forward(plan, stage, blocks, index, contexts[index], done)
+        _forward(plan, stage, blocks, index, contexts[index], done, evaluate)
+    if evaluate:
+        return blocks
     for term in program.loss:
         blocks.grads[term.numerator] = Given(whole)
     done_back: dict[object, LoweredBackward] = {}
@@ -62,22 +73,25 @@ def _context(plan: Plan, stage: Stage, blocks: StageBlocks, index: int) -> KindC
     return KindContext(
         num_microbatches=plan.num_microbatches, mesh_shape=stage.mesh.shape, inputs=inputs,
         params=tuple(parse_layout(p.stored) for p in params), param_grads=tuple(parse_layout(p.grad) for p in params),
-        grad_dtype="float32" if plan.program.precision == "bf16" else "",
+        grad_dtype="float32" if plan.program.precision in HALVES else "",
     )  # fmt: skip
 
 
 def _forward(
-    plan: Plan, stage: Stage, blocks: StageBlocks, index: int, context: KindContext, done: dict[object, LoweredForward]
-) -> None:
+    plan: Plan, stage: Stage, blocks: StageBlocks, index: int, context: KindContext, done: dict[object, LoweredForward],
+    evaluate: bool,
+) -> None:  # fmt: skip
     segment = plan.program.segments[index]
     kind = plan.program.kinds[segment.kind]
     chosen = stage.segment_choice[index - stage.first]
     micro = blocks.micro.segments[index]
     key = (chosen, context, tuple(micro.placements[name] for name in kind.inputs))
     if key not in done:
-        done[key] = lower_forward(f"{kind.name}.{len(done)}.F", kind, stage.choices[chosen], micro, context)
+        lowering, letter = (evaluate_forward, "E") if evaluate else (lower_forward, "F")
+        done[key] = lowering(f"{kind.name}.{len(done)}.{letter}", kind, stage.choices[chosen], micro, context)
     blocks.forwards[index] = done[key]
-    blocks.given.update(zip(segment.outputs, done[key].outputs, strict=True))
+    values = (*segment.outputs, *segment.asides) if evaluate else segment.outputs
+    blocks.given.update(zip(values, done[key].outputs, strict=True))
 
 
 def _backward(

@@ -1,4 +1,4 @@
-"""The small blocks around the segments: denominators, loss, gradient reduction, parameter restoration."""
+"""The small blocks around the segments: denominators, loss, gradient reduction, buffers, parameter restoration."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def count_block(
     legal = graph_strategies(GraphKey(graph, extended[1:], micro.choices, extended[0]))
     for index, (op, options, along) in enumerate(zip(graph.ops, legal, micro.choices, strict=True)):
         homes = tuple(emitter.home(name)[1:] for name in op.tensors)
-        emitter.op(op, graph, extend(_nearest(options, homes), along), index)
+        emitter.op(op, graph, extend(nearest(options, homes), along), index)
     out = graph.outputs[0]
     assert out is not None
     layout = (P if extended[0] > 1 else R, *emitter.home(out)[1:])
     return emitter.finish((emitter.get(out, layout),), ()), layout
 
 
-def _nearest(options: tuple[Strategy, ...], homes: tuple[Layout, ...]) -> Strategy:
+def nearest(options: tuple[Strategy, ...], homes: tuple[Layout, ...]) -> Strategy:
     """The strategy that moves the fewest inputs and keeps partial sums partial: counts are never gathered."""
 
     def moves(option: Strategy) -> int:
@@ -44,15 +44,33 @@ def _nearest(options: tuple[Strategy, ...], homes: tuple[Layout, ...]) -> Strate
     return min(fitting, key=moves)
 
 
-def tangent_block(name: str, spec: TensorSpec, layout: Layout | None, extended: Dims) -> Block:
-    """The whole denominator and the tangent 1/denominator; just the tangent 1 where there is none."""
+def total_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> Block:
+    """The whole denominator; input `count`."""
     emitter = BlockEmitter(name, extended)
-    if layout is None:
-        one = emitter.local("aten.full.default", ((), 1.0), "tangent", spec.dtype, (), {"dtype": ":" + spec.dtype})
-        return emitter.finish((None, one), ())
     emitter.give("count", spec, (R, *layout[1:]))
-    total = emitter.get("count", (R,) * len(extended))
-    tangent = emitter.local("aten.reciprocal.default", ("%" + total,), "tangent", spec.dtype, ())
+    return emitter.finish((emitter.get("count", (R,) * len(extended)),), ())
+
+
+def tangent_block(name: str, spec: TensorSpec, layout: Layout | None, extended: Dims, scaled: bool) -> Block:
+    """The whole denominator and the tangent 1/denominator; just the tangent 1 where there is none.
+
+    `scaled`: the tangent is multiplied by the float32 input `scale`.
+    """
+    emitter = BlockEmitter(name, extended)
+    whole, dtype = (R,) * len(extended), spec.dtype
+    total = None
+    if layout is None:
+        tangent = emitter.local("aten.full.default", ((), 1.0), "tangent", dtype, (), {"dtype": ":" + dtype})
+    else:
+        emitter.give("count", spec, (R, *layout[1:]))
+        total = emitter.get("count", whole)
+        tangent = emitter.local("aten.reciprocal.default", ("%" + total,), "tangent", dtype, ())
+    if scaled:
+        emitter.give("scale", TensorSpec("float32", ()), whole)
+        scale = emitter.get("scale", whole)
+        if dtype != "float32":
+            scale = emitter.local("aten._to_copy.default", ("%" + scale,), "cast", dtype, (), {"dtype": ":" + dtype})
+        tangent = emitter.local("aten.mul.Tensor", ("%" + tangent, "%" + scale), "scaled", dtype, ())
     return emitter.finish((total, tangent), ())
 
 
@@ -67,10 +85,14 @@ def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> B
 def loss_block(
     name: str, terms: tuple[LossTerm, ...], specs: tuple[TensorSpec, ...], layouts: tuple[Layout, ...], extended: Dims
 ) -> Block:
-    """loss = sum of numerator/denominator, whole on every rank; inputs `numerator<i>` and `denominator<i>`."""
+    """loss = sum of numerator/denominator, whole on every rank; inputs `numerator<i>` and `denominator<i>`.
+
+    Where losses have names, each follows as a result of its own, without its weight.
+    """
     emitter = BlockEmitter(name, extended)
     whole = (R,) * len(extended)
-    total = ""
+    dtype = specs[0].dtype
+    parts: dict[str, list[str]] = {}
     for index, (term, spec, layout) in enumerate(zip(terms, specs, layouts, strict=True)):
         emitter.give(f"numerator{index}", spec, (R, *layout[1:]))
         local = emitter.get(f"numerator{index}", whole)
@@ -78,12 +100,44 @@ def loss_block(
             emitter.give(f"denominator{index}", spec, whole)
             below = emitter.get(f"denominator{index}", whole)
             local = emitter.local("aten.div.Tensor", ("%" + local, "%" + below), f"term{index}", spec.dtype, ())
+        parts.setdefault("", []).append(local)
+        if term.name:
+            parts.setdefault(term.name, []).append(local)
+    weights = {term.name: term.weight for term in terms if term.name}
+    total = _scalar_sum(emitter, parts.pop(""), "sum", dtype)
+    metrics = []
+    for number, (loss, addends) in enumerate(parts.items()):
+        value = _scalar_sum(emitter, addends, f"part{number}+", dtype)
+        scale = 1.0 / weights[loss]
+        metrics.append(emitter.local("aten.mul.Tensor", ("%" + value, scale), f"metric{number}", dtype, ()))
+    return emitter.finish((total, *metrics), ())
+
+
+def _scalar_sum(emitter: BlockEmitter, addends: list[str], stem: str, dtype: str) -> str:
+    total = addends[0]
+    for index, local in enumerate(addends[1:], 1):
+        total = emitter.local("aten.add.Tensor", ("%" + total, "%" + local), f"{stem}{index}", dtype, ())
+    return total
+
+
+def buffer_block(
+    name: str, spec: TensorSpec, layout: Layout, strides: Dims | None, addends: int, extended: Dims
+) -> Block:
+    """A buffer overwritten by the sum of its new values; inputs `stored` and `new<i>`, `layout` as they lie."""
+    emitter = BlockEmitter(name, extended)
+    whole = (R,) * len(extended)
+    emitter.give("stored", spec, whole)
+    total = ""
+    for index in range(addends):
+        emitter.give(f"new{index}", spec, (R, *layout[1:]), strides)
+        value = emitter.get(f"new{index}", whole)
         total = (
-            local
+            value
             if not total
-            else emitter.local("aten.add.Tensor", ("%" + total, "%" + local), f"sum{index}", spec.dtype, ())
+            else emitter.local("aten.add.Tensor", ("%" + total, "%" + value), f"sum{index}", spec.dtype, spec.shape)
         )
-    return emitter.finish((total,), ())
+    emitter.effect("paraplan.write", ("%" + emitter.get("stored", whole), "%" + total))
+    return emitter.finish((), ())
 
 
 def reduce_block(name: str, spec: TensorSpec, layouts: ParamLayouts, mesh_shape: Dims) -> Block:

@@ -1,6 +1,10 @@
-"""Attention: batch and heads are free; with grouped queries the shards of heads follow the groups.
+"""Attention: batch, heads and sequences are free; with grouped queries the shards of heads follow the groups.
 
 `paraplan.attention(q[b,h,s,d], k[b,h,t,d], v[b,h,t,e], mask, seed, ...) -> out[b,h,s,e], lse[b,h,s]`.
+
+A rank may hold some of the queries (`s`) and all keys; backward, also all queries and some of the keys (`t`), for
+given the whole rows' out and lse the gradients of blocks add up. Forward, shards of the keys make partial softmaxes,
+which no sum joins: there a ring shards queries and keys both, and passes the keys round (`ir.rules.ring`).
 """
 
 from __future__ import annotations
@@ -8,64 +12,84 @@ from __future__ import annotations
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
 from paraplan.ir.rules import workspace
-from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Specs, register
+from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Ring, Specs, register
+from paraplan.ir.rules.ring import ring_attention, ring_attention_grad
 from paraplan.ir.tensor import TensorSpec
 
-_BH: Letters = ("b", "h", WHOLE, WHOLE)
-_STATS: Letters = ("b", "h", WHOLE)
+_QUERY: Letters = ("b", "h", "s", WHOLE)
+_KEY: Letters = ("b", "h", "t", WHOLE)
+_STATS: Letters = ("b", "h", "s")
 
 
-def _mask_letters(mask: TensorSpec, batch: int, heads: int) -> Letters:
-    lead: list[str] = [WHOLE] * len(mask.shape)
-    if len(mask.shape) >= 4 and mask.shape[-4] == batch and batch > 1:
-        lead[-4] = "b"
-    if len(mask.shape) >= 3 and mask.shape[-3] == heads and heads > 1:
-        lead[-3] = "h"
-    return tuple(lead)
+def _mask_letters(mask: TensorSpec, query: TensorSpec, key: TensorSpec) -> Letters:
+    """Letters of the dims in which a mask is not broadcast."""
+    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    pairs = zip(mask.shape, sizes[-len(mask.shape) :], "bhst"[-len(mask.shape) :], strict=True)
+    return tuple(letter if have == size and size > 1 else WHOLE for have, size, letter in pairs)
 
 
-def _starts(args: tuple[Arg, ...], ctx: LocalContext, position: int) -> tuple[Arg, ...]:
-    """Offsets of this rank's block of the score matrix [b, h, s, t]."""
-    query, layout = ctx.inputs[0], ctx.in_layouts[0]
-    starts = tuple(ctx.offset(query, layout, dim) if any(p == Shard(dim=dim) for p in layout) else 0 for dim in (0, 1))
-    return (*args[:position], (*starts, 0, 0), *args[position + 1 :])
+def _extras(specs: Specs, query: TensorSpec, key: TensorSpec) -> list[Letters]:
+    """Letters of the mask and the seed, where they are."""
+    return [_mask_letters(spec, query, key) if spec.shape else () for spec in specs]
+
+
+def _ring_inputs(dims: list[Letters]) -> tuple[str, ...]:
+    """Queries and keys are sharded; a mask keeps all keys, for every block of them comes by."""
+    return tuple("s" if "s" in names else "t" if names == _KEY else "" for names in dims)
+
+
+def _starts(args: tuple[Arg, ...], ctx: LocalContext, position: int, key: int) -> tuple[Arg, ...]:
+    """Offsets of this rank's block of the score matrix [b, h, s, t]; `key` is the keys' place among the inputs."""
+
+    def start(source: int, dim: int) -> Arg:
+        layout = ctx.in_layouts[source]
+        cut = any(p == Shard(dim=dim) for p in layout)
+        return ctx.offset(ctx.inputs[source], layout, dim) if cut else 0
+
+    starts = (start(0, 0), start(0, 1), start(0, 2), start(key, 2))
+    return (*args[:position], starts, *args[position + 1 :])
 
 
 @register(
     "paraplan.attention",
     strides="attention",
-    localise=lambda args, ctx: _starts(args, ctx, 10),
+    localise=lambda args, ctx: _starts(args, ctx, 10, 1),
     workspace=workspace.attention,
+    expand=ring_attention,
 )
 def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`b h _ _, b h _ _, b h _ _, mask, seed -> b h _ _, b h _`."""
+    """`b h s _, b h t _, b h t _, mask, seed -> b h s _, b h s`, t being whole."""
     query, key = inputs[0], inputs[1]
-    dims: list[Letters] = [_BH, _BH, _BH]
-    for spec in inputs[3:]:
-        dims.append(_mask_letters(spec, query.shape[0], query.shape[1]) if spec.shape else ())
-    outs = tuple(None if spec is None else names for spec, names in zip(outputs, (_BH, _STATS), strict=True))
-    return OpDims(tuple(dims), outs, {"b": query.shape[0], "h": key.shape[1]})
+    dims = [_QUERY, _KEY, _KEY, *_extras(inputs[3:], query, key)]
+    outs = tuple(None if spec is None else names for spec, names in zip(outputs, (_QUERY, _STATS), strict=True))
+    sizes = {"b": query.shape[0], "h": key.shape[1], "s": query.shape[2]}
+    ring = Ring(_ring_inputs(dims), ("s", "s"), "t") if min(query.shape[2], key.shape[2]) > 1 else None
+    return OpDims(tuple(dims), outs, sizes, ring=ring)
 
 
 @register(
     "paraplan.attention_grad",
     strides="attention",
-    localise=lambda args, ctx: _starts(args, ctx, 13),
+    localise=lambda args, ctx: _starts(args, ctx, 13, 2),
     workspace=workspace.attention_grad,
+    expand=ring_attention_grad,
 )
 def attention_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`b h _ _ (grad), q, k, v, mask, seed, out, lse -> dq, dk, dv, dmask`; a broadcast mask's gradient contracts."""
+    """`b h s _ (grad), q, k, v, mask, seed, out, lse -> dq, dk, dv, dmask`; what lacks a letter contracts it."""
     query, key = inputs[1], inputs[2]
-    dims: list[Letters] = [_BH] * 4
-    mask: Letters | None = None
-    rest = inputs[4:]
-    for spec in rest[:-2]:
-        if spec.shape:
-            mask = _mask_letters(spec, query.shape[0], query.shape[1])
-            dims.append(mask)
-        else:
-            dims.append(())
-    dims += [_BH, _STATS]
-    names = (_BH, _BH, _BH, mask)
-    outs = tuple(None if spec is None else dim for spec, dim in zip(outputs, names, strict=True))
-    return OpDims(tuple(dims), outs, {"b": query.shape[0], "h": key.shape[1]}, {"b": "sum", "h": "sum"})
+    extras = _extras(inputs[4:-2], query, key)
+    dims = [_QUERY, _QUERY, _KEY, _KEY, *extras, _QUERY, _STATS]
+    mask = next((names for names in extras if names), None)
+    outs = tuple(None if spec is None else dim for spec, dim in zip(outputs, (_QUERY, _KEY, _KEY, mask), strict=True))
+    sizes = {"b": query.shape[0], "h": key.shape[1], "s": query.shape[2], "t": key.shape[2]}
+    onto = ("s", "t", "t", "s" if mask is not None and "s" in mask else "")
+    ring = Ring(_ring_inputs(dims), onto, "t") if min(query.shape[2], key.shape[2]) > 1 else None
+    return OpDims(tuple(dims), outs, sizes, dict.fromkeys("bhst", "sum"), ring=ring)
+
+
+@register("paraplan.attention_merge", strides="attention", workspace=workspace.attention_merge)
+def attention_merge(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`b h s e, b h s, b h s e, b h s -> b h s e, b h s`: row by row."""
+    names, stats = ("b", "h", "s", "e"), _STATS
+    sizes = dict(zip(names, inputs[0].shape, strict=True))
+    return OpDims((names, stats, names, stats), (names, stats), sizes)

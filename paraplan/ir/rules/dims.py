@@ -17,13 +17,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from paraplan.ir.graph import Arg, Op
+from paraplan.ir.graph import Arg, Graph, Op
 from paraplan.ir.mesh import Layout
 from paraplan.ir.tensor import TensorSpec
 
 WHOLE = "_"
 Letters = tuple[str, ...]
 Specs = tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a ring along an axis shards: work on pairs of blocks, where one block of each pair is passed round.
+
+    Attributes:
+        inputs: per tensor input, the letter sharded; "" where the input must be whole.
+        outputs: per output, the letter sharded; "" where it is a partial sum; None for an absent one.
+        turns: the letter whose blocks are passed round; no other axis may shard it, for inputs that stay are held
+            in whole rows of it.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str | None, ...]
+    turns: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class OpDims:
         linear: sets of inputs that may be partial sums together, making every output a partial sum.
         addends: inputs added once (a bias): where a contracted letter is sharded they must be partial sums,
             so that one rank alone adds them.
+        ring: what a ring shards, for an op that has an expansion (`OpDef.expand`); None: no ring.
     """
 
     inputs: tuple[Letters, ...]
@@ -46,6 +63,7 @@ class OpDims:
     contracted: dict[str, str] = field(default_factory=dict)
     linear: tuple[tuple[int, ...], ...] = ()
     addends: tuple[int, ...] = ()
+    ring: Ring | None = None
 
 
 @dataclass(frozen=True)
@@ -78,14 +96,18 @@ class OpDef:
         dims: (op, input specs, output specs) -> its named dims.
         localise: (args, context) -> arguments with local sizes; None keeps them.
         strides: how fresh outputs lie: "contiguous", "elementwise", "elementwise_reversed" (the last input
-            decides first), "attention"; "view" for views.
+            decides first), "joined" (channels last if all inputs are), "attention"; "view" for views.
         workspace: (input local specs, output local specs, args) -> bytes allocated and dropped inside.
+        expand: (op, context, axis of the extended mesh) -> the local ops and neighbour exchanges ("permute") that a
+            ring along that axis consists of, as a graph of local shapes: its inputs are the op's tensors in order
+            (`ring_inputs`), its outputs the op's outputs.
     """
 
     dims: Callable[[Op, Specs, tuple[TensorSpec | None, ...]], OpDims]
     localise: Callable[[tuple[Arg, ...], LocalContext], tuple[Arg, ...]] | None = None
     strides: str = "contiguous"
     workspace: Callable[[Any, Any, tuple[Arg, ...]], int] | None = None
+    expand: Callable[[Op, LocalContext, int], Graph] | None = None
 
 
 _REGISTRY: dict[str, OpDef] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from paraplan.ir.graph import Op
 from paraplan.ir.rules import workspace
-from paraplan.ir.rules.dims import OpDims, Specs, letters, register, sizes_of
+from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, register, sizes_of
 
 
 @register("aten.mm.default")
@@ -68,3 +68,30 @@ def linear_grad_weight(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return OpDims(
         ((*lead, "n"), (*lead, "k")), (_weight(bool(op.args[2])),), sizes, dict.fromkeys(lead, "sum"), ((0,), (1,))
     )  # fmt: skip
+
+
+@register("aten.baddbmm.default")
+def baddbmm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`b m n, b m k, b k n -> b m n`; the first, which may be broadcast, is one of the addends."""
+    (b, m, k), n = inputs[1].shape, inputs[2].shape[2]
+    added, lead = inputs[0].shape, 3 - len(inputs[0].shape)
+    bias = tuple(
+        name if size == full else WHOLE for name, size, full in zip("bmn"[lead:], added, (b, m, n)[lead:], strict=True)
+    )
+    sizes = {"b": b, "m": m, "k": k, "n": n}
+    dims = (bias, ("b", "m", "k"), ("b", "k", "n"))
+    return OpDims(dims, (("b", "m", "n"),), sizes, {"k": "sum"}, ((0, 1), (0, 2)), (0,))
+
+
+@register("aten.mv.default")
+def mv(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`m k, k -> m`."""
+    m, k = inputs[0].shape
+    return OpDims((("m", "k"), ("k",)), (("m",),), {"m": m, "k": k}, {"k": "sum"}, ((0,), (1,)))
+
+
+@register("aten.dot.default")
+def dot(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`k, k -> `."""
+    partial = () if op.tensors[0] == op.tensors[1] else ((0,), (1,))
+    return OpDims((("k",), ("k",)), ((),), {"k": inputs[0].shape[0]}, {"k": "sum"}, partial)

@@ -1,9 +1,12 @@
-"""Layer normalisation: normalised dims are whole, the others free."""
+"""Layer and group normalisation: normalised dims are whole (groups of channels likewise), the others free."""
 
 from __future__ import annotations
 
-from paraplan.ir.graph import Op
-from paraplan.ir.rules.dims import WHOLE, Letters, OpDims, Specs, letters, register, sizes_of
+from collections.abc import Callable
+
+from paraplan.ir.graph import Arg, Op
+from paraplan.ir.rules import vision_workspace as workspace
+from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Specs, letters, register, sizes_of
 
 
 def _split(shape: tuple[int, ...], normalised: int) -> tuple[Letters, Letters]:
@@ -33,3 +36,39 @@ def layer_norm_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
         (names, names, names, names, *(affine,) * (len(inputs) - 4)), outs, sizes_of((names, inputs[0].shape)),
         dict.fromkeys(lead, "sum"),
     )  # fmt: skip
+
+
+def _group_affine(count: int) -> tuple[Letters, ...]:
+    return (("g",),) * count
+
+
+def _group_sizes(op_groups: int, shape: tuple[int, ...]) -> dict[str, int]:
+    return {"b": shape[0], "g": op_groups}
+
+
+def _local_groups(position: int, x: int) -> Callable[[tuple[Arg, ...], LocalContext], tuple[Arg, ...]]:
+    """A rank's number of groups, from its share of the channels."""
+
+    def localise(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
+        groups = int(args[position]) * ctx.local_inputs[x][1] // ctx.inputs[x].shape[1]
+        return (*args[:position], groups, *args[position + 1 :])
+
+    return localise
+
+
+@register("paraplan.group_norm", localise=_local_groups(3, 0), workspace=workspace.flat_copies)
+def group_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`b g _ _[, g][, g] -> b g _ _, b g, b g`: channels are cut in whole groups."""
+    names: Letters = ("b", "g", *(WHOLE,) * (len(inputs[0].shape) - 2))
+    outs = tuple(None if spec is None else (names if index == 0 else ("b", "g")) for index, spec in enumerate(outputs))
+    affine = _group_affine(len(inputs) - 1)
+    return OpDims((names, *affine), outs, _group_sizes(int(op.args[3]), inputs[0].shape))
+
+
+@register("paraplan.group_norm_grad", localise=_local_groups(5, 0), workspace=workspace.flat_copies)
+def group_norm_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`b g _ _, b g _ _, b g, b g[, g] -> b g _ _, g, g`: gradients of weight and bias contract the batch."""
+    names: Letters = ("b", "g", *(WHOLE,) * (len(inputs[0].shape) - 2))
+    outs = tuple(None if spec is None else (names if index == 0 else ("g",)) for index, spec in enumerate(outputs))
+    given = (names, names, ("b", "g"), ("b", "g"), *_group_affine(len(inputs) - 4))
+    return OpDims(given, outs, _group_sizes(int(op.args[5]), inputs[0].shape), {"b": "sum"})

@@ -7,18 +7,23 @@ of it at once: kept, reduced, or reduced and scattered over a dim. Its key spell
 
     letter     shard it              +0.2   inputs 0 and 2 partial        -   replicated
     >R, >S<d>  reduce the partial result to replicated, or scattered over dim d
+    ring       shard both sides of a product of blocks and pass one of them round the axis, where the op can
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from paraplan.ir.graph import Graph, Op
+from paraplan.ir.graph import Graph, Op, map_refs
 from paraplan.ir.mesh import Layout, P, Partial, Placement, R, S, is_shardable
-from paraplan.ir.rules.dims import WHOLE, OpDims, op_def, replicated
+from paraplan.ir.rules.carried import definition_of
+from paraplan.ir.rules.dims import WHOLE, OpDims, replicated
 from paraplan.ir.tensor import TensorSpec
+
+RING = "ring"
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,18 @@ class Strategy:
     computed: tuple[Layout | None, ...]
     outputs: tuple[Layout | None, ...]
 
+    @property
+    def ring_axis(self) -> int:
+        """The mesh axis a ring runs along; -1 for none. Such an op is lowered to the instructions of its expansion."""
+        parts = [part.split(">")[0] for part in self.key.split("|")]
+        return parts.index(RING) if RING in parts else -1
+
 
 def dims_of(op: Op, values: dict[str, TensorSpec]) -> OpDims:
     """The named dims of an op in a graph; all whole where there is no rule."""
     inputs = tuple(values[name] for name in op.tensors)
     outputs = tuple(None if name is None else values[name] for name in op.outs)
-    definition = op_def(op.target)
+    definition = definition_of(op)
     return replicated(inputs, outputs) if definition is None else definition.dims(op, inputs, outputs)
 
 
@@ -78,6 +89,27 @@ def axis_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
         key = "+" + ".".join(map(str, group))
         found.append(AxisChoice(key, inputs, tuple(None if out is None else P for out in dims.outputs)))
     return tuple(found)
+
+
+def ring_choice(dims: OpDims) -> AxisChoice | None:
+    """The ring along an axis, where the op has one. It communicates, so it is nothing for the microbatch axis."""
+    ring = dims.ring
+    if ring is None:
+        return None
+    inputs = tuple(
+        S(names.index(letter)) if letter else R for names, letter in zip(dims.inputs, ring.inputs, strict=True)
+    )
+    outputs: tuple[Placement | None, ...] = tuple(
+        None if names is None or letter is None else S(names.index(letter)) if letter else P
+        for names, letter in zip(dims.outputs, ring.outputs, strict=True)
+    )
+    return AxisChoice(RING, inputs, outputs)
+
+
+def mesh_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
+    """Everything an op may do along an axis of the mesh: `axis_choices`, and the ring where it has one."""
+    ring = ring_choice(dims)
+    return (*axis_choices(dims), *(() if ring is None else (ring,)))
 
 
 def _shard_letter(dims: OpDims, letter: str) -> AxisChoice | None:
@@ -118,25 +150,25 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
     micro_letter = micro.letter if micro is not None else ""
     extended = (num_microbatches, *mesh_shape)
     found: dict[str, Strategy] = {}
-    choices = [choice for choice in axis_choices(dims) if not _sums_truths(choice, inputs, outputs)]
+    turns = dims.ring.turns if dims.ring is not None else ""
+    choices = [choice for choice in mesh_choices(dims) if not _sums_truths(choice, inputs, outputs)]
+    if turns and micro_letter == turns:
+        choices = [choice for choice in choices if choice.key != RING]
     for combo in itertools.product(choices, repeat=len(mesh_shape)):
         if not _divides(dims, combo, mesh_shape, micro_letter, num_microbatches):
             continue
+        keys = [choice.key for choice in combo]
+        if RING in keys and keys.count(RING) + keys.count(turns) > 1:
+            continue
         in_layouts = tuple(tuple(choice.inputs[i] for choice in combo) for i in range(len(inputs)))
+        if not _shardable(inputs, _with_micro(micro, in_layouts), extended):
+            continue
         computed: tuple[Layout | None, ...] = tuple(
             None if spec is None else tuple(choice.outputs[i] or R for choice in combo)
             for i, spec in enumerate(outputs)
         )  # type: tuple[Layout | None, ...]
         for suffixes, outs in _reductions(computed, outputs, mesh_shape):
-            full = _with_micro(micro, in_layouts, outs)
-            if not all(
-                is_shardable(spec.shape, layout, extended) for spec, layout in zip(inputs, full[0], strict=True)
-            ):
-                continue
-            if not all(
-                spec is None or layout is None or is_shardable(spec.shape, layout, extended)
-                for spec, layout in zip(outputs, full[1], strict=True)
-            ):
+            if not _shardable(outputs, _with_micro(micro, outs, of_outputs=True), extended):
                 continue
             key = "|".join(choice.key + suffix for choice, suffix in zip(combo, suffixes, strict=True))
             found.setdefault(key, Strategy(key, in_layouts, computed, outs))
@@ -160,16 +192,24 @@ def _divides(
 
 
 def _with_micro(
-    micro: AxisChoice | None, inputs: tuple[Layout, ...], outputs: tuple[Layout | None, ...]
-) -> tuple[tuple[Layout, ...], tuple[Layout | None, ...]]:
+    micro: AxisChoice | None, layouts: Sequence[Layout | None], of_outputs: bool = False
+) -> tuple[Layout | None, ...]:
+    """Layouts with the placement along the microbatch axis in front."""
     if micro is None:
-        return tuple((R, *layout) for layout in inputs), tuple(None if o is None else (R, *o) for o in outputs)
-    return (
-        tuple((first, *layout) for first, layout in zip(micro.inputs, inputs, strict=True)),
-        tuple(
-            None if layout is None or first is None else (first, *layout)
-            for first, layout in zip(micro.outputs, outputs, strict=True)
-        ),
+        return tuple(None if layout is None else (R, *layout) for layout in layouts)
+    firsts = micro.outputs if of_outputs else micro.inputs
+    return tuple(
+        None if layout is None or first is None else (first, *layout)
+        for first, layout in zip(firsts, layouts, strict=True)
+    )
+
+
+def _shardable(
+    specs: Sequence[TensorSpec | None], layouts: Sequence[Layout | None], mesh_shape: tuple[int, ...]
+) -> bool:
+    return all(
+        spec is None or layout is None or is_shardable(spec.shape, layout, mesh_shape)
+        for spec, layout in zip(specs, layouts, strict=True)
     )
 
 
@@ -202,13 +242,29 @@ def _reductions(
 
 @lru_cache(maxsize=256)
 def graph_strategies(graph_key: GraphKey) -> tuple[tuple[Strategy, ...], ...]:
-    """Per op of a graph, its strategies; cached by graph identity and mesh."""
+    """Per op of a graph, its strategies; cached by graph identity and mesh, found once for ops alike."""
     graph = graph_key.graph
     micros = graph_key.micro or (None,) * len(graph.ops)
-    return tuple(
-        op_strategies(op, graph.values, graph_key.mesh_shape, micro, graph_key.num_microbatches)
-        for op, micro in zip(graph.ops, micros, strict=True)
+    known: dict[object, tuple[Strategy, ...]] = {}
+    found = []
+    for op, micro in zip(graph.ops, micros, strict=True):
+        key = (op_signature(op, graph.values), micro)
+        if key not in known:
+            known[key] = op_strategies(op, graph.values, graph_key.mesh_shape, micro, graph_key.num_microbatches)
+        found.append(known[key])
+    return tuple(found)
+
+
+def op_signature(op: Op, values: dict[str, TensorSpec]) -> Hashable:
+    """Equal for ops that differ in the names of their values only: they have equal strategies and prices."""
+    numbers: dict[str, str] = {}
+    args, kwargs = (
+        map_refs(given, lambda name: numbers.setdefault(name, str(len(numbers))))
+        for given in (op.args, tuple(sorted(op.kwargs.items())))
     )
+    specs = tuple(values[name] for name in numbers)
+    outs = tuple(None if name is None else values[name] for name in op.outs)
+    return (op.target, args, kwargs, specs, outs, op.phase, repr(op.rule) if op.rule is not None else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,11 +288,12 @@ class GraphKey:
 
 def kept_whole(op: Op) -> bool:
     """Whether an op has no rule and is therefore replicated."""
-    return op_def(op.target) is None
+    return definition_of(op) is None or (op.rule is not None and op.rule.is_whole)
 
 
 __all__ = [
     "WHOLE",
+    "RING",
     "AxisChoice",
     "GraphKey",
     "Strategy",
@@ -244,5 +301,8 @@ __all__ = [
     "dims_of",
     "graph_strategies",
     "kept_whole",
+    "op_signature",
+    "mesh_choices",
     "op_strategies",
+    "ring_choice",
 ]

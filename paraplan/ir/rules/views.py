@@ -117,7 +117,7 @@ def select_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return OpDims((names[:dim] + names[dim + 1 :],), (names,), sizes_of((names, outputs[0].shape)), {}, ((0,),))
 
 
-@register("aten.cat.default")
+@register("aten.cat.default", strides="joined")
 def cat(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _, a _ -> a _`."""
     dim = int(op.args[1]) if len(op.args) > 1 else int(op.kwargs.get("dim", 0))
@@ -137,7 +137,7 @@ def stack(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     )
 
 
-@register("aten.constant_pad_nd.default")
+@register("aten.constant_pad_nd.default", strides="joined")
 def constant_pad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """Padded dims are whole; padding with zero is linear. The pads say which: (1, -1) shifts and keeps the size."""
     rank = len(inputs[0].shape)
@@ -161,7 +161,7 @@ def flip(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return _reordered(op.args[1], inputs)
 
 
-@register("aten.roll.default")
+@register("aten.roll.default", strides="joined")
 def roll(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _ -> a _`; without dims it rolls all of them as one."""
     dims = op.args[2] if len(op.args) > 2 else op.kwargs.get("dims", ())

@@ -78,21 +78,23 @@ def embedding_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> in
 
 
 def attention(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
-    """Flash: repeated keys and values of grouped heads, a float mask, a copy of lse. Math path: one row's scores,
-    twice with dropout, and its product with the values."""
+    """Flash: repeated keys and values of grouped heads, a float mask, a copy of lse, a test of the mask. Math path: one
+    row's scores, twice with dropout, and its product with the values."""
     query, key, value = inputs[0], inputs[1], inputs[2]
     assert query is not None and key is not None and value is not None
     masked, causal, p = args[3] is not None, bool(args[7]), float(args[5])
-    if _is_flash(query, key, value, causal, p, masked):
-        repeated = _repeated(query, key, value)
-        mask = _mask_numel(inputs[3]) * _size(query) if masked else 0
-        return max(repeated + mask, _lse_bytes(query))
+    if _is_flash(query, key, value, causal, p, masked, args[9]):
+        mask = inputs[3] if masked else None
+        added = _flash_mask_bytes(mask, query, key, causal, args[9])
+        test = 0 if mask is None or mask.dtype == "bool" else _mask_numel(mask, key)
+        return max(_repeated(query, key, value) + added, _lse_bytes(query), test)
     scores, block = _score_bytes(query, key), _row_bytes(query)
     first = scores + _scores_extra(inputs[3] if masked else None, query, key, causal) + _casts(query, key, value)
     if p == 0.0:
         return max(first, scores + 2 * block + _casts(query, key, value))
     heads_rows = query.shape[1] * query.shape[2]
-    return max(first, 2 * scores + max(_dropout_bytes(heads_rows, key.shape[2]), 2 * block + _casts(query, key, value)))
+    product = 2 * block + _casts(value)
+    return max(first, 2 * scores + max(_dropout_bytes(heads_rows, key.shape[2]), product))
 
 
 def attention_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
@@ -100,25 +102,45 @@ def attention_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> in
     query, key, value = inputs[1], inputs[2], inputs[3]
     assert query is not None and key is not None and value is not None
     masked, causal, p = args[4] is not None, bool(args[10]), float(args[8])
-    if not args[14] and _is_flash(query, key, value, causal, p, masked):
+    mask = inputs[4] if masked else None
+    if not args[14] and _is_flash(query, key, value, causal, p, masked, args[12]):
         repeated = _repeated(query, key, value)
         folded = 2 * repeated - key.nbytes - value.nbytes if repeated else 0
-        return folded + (_mask_numel(inputs[4]) * _size(query) + _lse_bytes(query) if masked else 0)
+        return folded + _flash_mask_bytes(mask, query, key, causal, args[12]) + (_lse_bytes(query) if masked else 0)
     scores, item = _score_bytes(query, key), _compute(query)
     heads_rows = query.shape[1] * query.shape[2]
     total = _casts(query, key, value) + heads_rows * item
+    if args[14] and mask is not None and _size(mask) < item:
+        total += math.prod(mask.shape) * item
     if _size(query) < item:
         total += _row_bytes(query)
     if query.shape[1] != key.shape[1]:
         total += _row_bytes(query)
-    extra = _scores_extra(inputs[4] if masked else None, query, key, causal)
+    extra = _scores_extra(mask, query, key, causal)
     if p == 0.0:
         return total + 2 * scores + max(extra - scores, 3 * _row_bytes(query))
     return total + 3 * scores + max(_dropout_bytes(heads_rows, key.shape[2]), 0)
 
 
-def _is_flash(query: LocalValue, key: LocalValue, value: LocalValue, causal: bool, p: float, masked: bool) -> bool:
-    same = query.shape[-1] == value.shape[-1] and (not causal or (not masked and query.shape[2] == key.shape[2]))
+def attention_merge(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """The finite lse and one side's shares; what is not in the dtype of sums is cast to it; the result comes last."""
+    out, lse, other = outputs[0], outputs[1], inputs[2]
+    assert out is not None and lse is not None and other is not None
+    wide = math.prod(out.shape) * _size(lse)
+    joined = 2 * lse.nbytes + (wide if other.dtype != lse.dtype else 0)
+    return joined if out.dtype == lse.dtype else max(wide, joined + wide - out.nbytes)
+
+
+def _is_whole(query: LocalValue, key: LocalValue, scores: Sequence[int]) -> bool:
+    """Whether this is the whole score matrix, not a block of it."""
+    return (query.shape[2], key.shape[2]) == tuple(scores[2:])
+
+
+def _is_flash(
+    query: LocalValue, key: LocalValue, value: LocalValue, causal: bool, p: float, masked: bool, scores: Sequence[int]
+) -> bool:
+    square = query.shape[2] == key.shape[2] or not _is_whole(query, key, scores)
+    same = query.shape[-1] == value.shape[-1] and (not causal or (not masked and square))
     dense = all(x.strides[-1] == 1 for x in (query, key, value))
     return p == 0.0 and same and dense
 
@@ -129,8 +151,18 @@ def _repeated(query: LocalValue, key: LocalValue, value: LocalValue) -> int:
     return times * (key.nbytes + value.nbytes) if times > 1 else 0
 
 
-def _mask_numel(mask: LocalValue | None) -> int:
-    return math.prod(mask.shape) if mask is not None else 0
+def _mask_numel(mask: LocalValue, key: LocalValue) -> int:
+    """Elements of a mask's columns for these keys."""
+    return math.prod(mask.shape[:-1]) * min(mask.shape[-1], key.shape[2])
+
+
+def _flash_mask_bytes(
+    mask: LocalValue | None, query: LocalValue, key: LocalValue, causal: bool, scores: Sequence[int]
+) -> int:
+    """The float mask made for the flash kernel: from one of another dtype, or of the future of a block."""
+    if causal and not _is_whole(query, key, scores):
+        return query.shape[2] * key.shape[2] * _size(query)
+    return 0 if mask is None or mask.dtype == query.dtype else _mask_numel(mask, key) * _size(query)
 
 
 def _lse_bytes(query: LocalValue) -> int:
@@ -147,11 +179,9 @@ def _row_bytes(query: LocalValue) -> int:
     return math.prod(query.shape[1:]) * _compute(query)
 
 
-def _casts(query: LocalValue, key: LocalValue, value: LocalValue) -> int:
-    """One batch row of query, key and value cast to the compute dtype, where that differs."""
-    if _size(query) >= _compute(query):
-        return 0
-    return sum(math.prod(x.shape[1:]) for x in (query, key, value)) * _compute(query)
+def _casts(*values: LocalValue) -> int:
+    """One batch row of each cast to the compute dtype, where that differs."""
+    return sum(math.prod(x.shape[1:]) * _compute(x) for x in values if _size(x) < _compute(x))
 
 
 def _scores_extra(mask: LocalValue | None, query: LocalValue, key: LocalValue, causal: bool) -> int:

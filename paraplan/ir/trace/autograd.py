@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paraplan.ir.trace import experts
 from paraplan.ir.trace.canonical import ops
 
 Grads = tuple[Tensor | None, ...]
@@ -147,4 +148,4 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
 
 
 RANDOM = frozenset({dropout, attention_dropout})
-HEAVY = frozenset({linear, attention, attention_dropout, cross_entropy_sum})
+HEAVY = frozenset({linear, attention, attention_dropout, cross_entropy_sum}) | experts.HEAVY

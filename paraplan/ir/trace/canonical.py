@@ -18,7 +18,8 @@ _ATTENTION = "Tensor? mask, Tensor? seed"
 _RANDOM = "float p, int slot, bool causal, float scale, int[] global_heads_batch, int[] starts"
 
 
-def _define(schema: str, kernel: Callable[..., object], shape: Callable[..., object]) -> None:
+def define(schema: str, kernel: Callable[..., object], shape: Callable[..., object]) -> None:
+    """Registers `paraplan::<name>`: what it computes, and its results' shapes for tracing."""
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
     for device in ("CPU", "CUDA"):
@@ -97,48 +98,48 @@ def _ce_grad(g: Tensor, logits: Tensor, *rest: object) -> Tensor:
 
 
 def _register() -> None:
-    _define("linear(Tensor x, Tensor w, Tensor? bias, bool transposed) -> Tensor", kernels.linear, _linear)
-    _define(
+    define("linear(Tensor x, Tensor w, Tensor? bias, bool transposed) -> Tensor", kernels.linear, _linear)
+    define(
         "linear_grad_input(Tensor g, Tensor w, bool transposed) -> Tensor",
         kernels.linear_grad_input,
         _linear_grad_input,
     )
-    _define(
+    define(
         "linear_grad_weight(Tensor g, Tensor x, bool transposed) -> Tensor",
         kernels.linear_grad_weight,
         _linear_grad_weight,
     )
-    _define("embedding(Tensor w, Tensor ids, int v_start) -> Tensor", kernels.embedding, _embedding)
-    _define(
+    define("embedding(Tensor w, Tensor ids, int v_start) -> Tensor", kernels.embedding, _embedding)
+    define(
         "embedding_grad(Tensor g, Tensor ids, int num_rows, int padding_idx, int v_start) -> Tensor",
         kernels.embedding_grad,
         _embedding_grad,
     )
-    _define(
+    define(
         "dropout(Tensor x, Tensor seed, float p, int slot, int[] global_shape, int[] starts) -> Tensor",
         kernels.dropout,
         _dropout,
     )
-    _define(
+    define(
         f"attention(Tensor q, Tensor k, Tensor v, {_ATTENTION}, {_RANDOM}) -> (Tensor, Tensor)",
         kernels.attention,
         _attention,
     )
-    _define(
+    define(
         f"attention_grad(Tensor g_out, Tensor q, Tensor k, Tensor v, {_ATTENTION}, Tensor out, Tensor lse, "
         f"{_RANDOM}, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)",
         _attention_grad_kernel,
         _attention_grad,
     )
-    _define("ce_max(Tensor logits) -> Tensor", kernels.ce_max, _ce_rows)
-    _define("ce_sumexp(Tensor logits, Tensor m) -> Tensor", kernels.ce_sumexp, _ce_rows)
-    _define(
+    define("ce_max(Tensor logits) -> Tensor", kernels.ce_max, _ce_rows)
+    define("ce_sumexp(Tensor logits, Tensor m) -> Tensor", kernels.ce_sumexp, _ce_rows)
+    define(
         "ce_target(Tensor logits, Tensor labels, int ignore_index, int v_start) -> Tensor", kernels.ce_target, _ce_rows
     )
-    _define(
+    define(
         "ce_loss(Tensor m, Tensor s, Tensor t, Tensor labels, int ignore_index) -> Tensor", kernels.ce_loss, _ce_loss
     )
-    _define(
+    define(
         "ce_grad(Tensor g, Tensor logits, Tensor m, Tensor s, Tensor labels, int ignore_index, int v_start) -> Tensor",
         kernels.ce_grad,
         _ce_grad,

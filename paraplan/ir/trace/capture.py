@@ -6,22 +6,25 @@ allocated and no kernel runs, so a model on meta of any size is captured in seco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, fx, nn
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.program import BatchInput, Denominator, LossTerm, ParamSpec, Program, Segment, SegmentKind
 from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.trace.auxiliary import asides_of, make_outputs, plain, read_asides, wanted_outputs
 from paraplan.ir.trace.clean import clean, drop_idle_detach
 from paraplan.ir.trace.convert import spec_of
 from paraplan.ir.trace.cut import cut
+from paraplan.ir.trace.discover import attach_rules
 from paraplan.ir.trace.export import Exported, LossFn, export_loss
 from paraplan.ir.trace.fake import fake_batch, fake_copy, name_inputs, traced_dtype
 from paraplan.ir.trace.fingerprint import fingerprint
 from paraplan.ir.trace.flow import flows
 from paraplan.ir.trace.kinds import make_denominator, make_kind
 from paraplan.ir.trace.masks import simplify_masks
+from paraplan.ir.trace.outputs import LossChoice
 from paraplan.ir.trace.precision import lift_to_float64
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
@@ -38,36 +41,58 @@ def capture(
     precision: str = "fp32",
     batch_dims: dict[str, int | None] | None = None,
     name: str | None = None,
+    loss: LossChoice = None,
 ) -> Program:
     """Captures a model's training step at one global batch.
 
     Args:
         model: on meta, fake or real; it is not modified. Trains or not as it is (`model.training`).
         example_inputs: one global batch, by forward's parameter names or in their order; only shapes matter.
-        loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss.
-        precision: "fp32", "fp64" (every float of the forward, casts included) or "bf16".
+        loss_fn: (model output, batch by name) -> scalar loss (or several); left out where the model returns its loss.
+        precision: "fp32", "fp64" (every float of the forward, casts included), "bf16" or "fp16".
         batch_dims: the batch dim of each input, None for inputs equal on every microbatch; dim 0 by default.
         name: what to call the program.
+        loss: which of several losses are trained on, with which weights; see `outputs.LossChoice`.
     Raises:
         CaptureError: the model cannot be captured; names the user's line and the remedy.
     """
+    try:
+        return _capture(model, example_inputs, loss_fn, precision, batch_dims or {}, name, loss, keep_outputs=True)
+    except CaptureError:  # an output nobody trains on is no reason to refuse a model
+        return _capture(model, example_inputs, loss_fn, precision, batch_dims or {}, name, loss, keep_outputs=False)
+
+
+def _capture(
+    model: nn.Module,
+    example_inputs: dict[str, Tensor] | tuple[object, ...],
+    loss_fn: LossFn | None,
+    precision: str,
+    batch_dims: dict[str, int | None],
+    name: str | None,
+    loss_choice: LossChoice,
+    keep_outputs: bool,
+) -> Program:
     traced_dtype(precision)
     tensors, others = name_inputs(model, example_inputs)
-    batch_size, dims = _batch_dims(tensors, batch_dims or {})
+    batch_size, dims = _batch_dims(tensors, batch_dims)
     mode = fake_mode()
     copied = fake_copy(model, precision, mode)
     batch = fake_batch(tensors, precision, mode)
-    exported = export_loss(copied, batch, not isinstance(example_inputs, dict), others, loss_fn, mode)
+    positional = not isinstance(example_inputs, dict)
+    exported = export_loss(copied, batch, positional, others, loss_fn, mode, loss_choice, keep_outputs)
     params, buffers, first_names = _tensors_of(copied, precision)
     if not any(param.trainable for param in params.values()):
         raise CaptureError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
-    forward, terms = _rewrite(exported, params, first_names, precision, mode)
-    kinds, segments = _segment(forward, mode)
-    denominators, loss = _loss(forward, terms, segments, mode)
+    forward, terms, extra = _rewrite(exported, params, first_names, precision, mode)
+    wanted = wanted_outputs(forward, extra)
+    kinds, segments, values = _segment(forward, mode, read_asides(wanted))
+    denominators, loss = _loss(forward, terms, values, mode)
+    used = {param for segment in segments for param in segment.params}
     inputs = {
         key: BatchInput(spec=TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape)), batch_dim=dims[key])
         for key, x in batch.items()
     }
+    ruled, counted = attach_rules(kinds, denominators)
     return Program(
         name=name or type(model).__name__,
         fingerprint=fingerprint(model, precision),
@@ -76,10 +101,12 @@ def capture(
         batch=inputs,
         params=params,
         buffers=buffers,
-        kinds=tuple(kinds),
-        segments=tuple(s for s, _ in segments),
+        kinds=ruled,
+        segments=tuple(segments),
         loss=tuple(loss),
-        denominators=tuple(denominators),
+        denominators=counted,
+        buffer_updates={key: values[node] for key, node in exported.updates.items()},
+        outputs=make_outputs(forward, wanted, values, used, mode),
     )
 
 
@@ -138,8 +165,8 @@ def _tensors_of(model: nn.Module, precision: str) -> tuple[dict[str, ParamSpec],
 
 def _rewrite(
     exported: Exported, params: dict[str, ParamSpec], first_names: dict[str, str], precision: str, mode: FakeTensorMode
-) -> tuple[Forward, list[Term]]:
-    graph, names, constants = exported
+) -> tuple[Forward, list[Term], dict[str, fx.Node]]:
+    graph, names, constants, updates = exported[:4]
     rewriter = Rewriter(graph, mode)
     _join_ties(graph, names, first_names)
     clean(graph)
@@ -153,17 +180,29 @@ def _rewrite(
         return params[name].trainable
 
     found = flows(graph, names, trainable)
-    drop_idle_detach(graph, {node for node, flow in found.items() if flow.carries})
+    written = {node.args[0] for node in updates.values()}
+    drop_idle_detach(graph, {node for node, flow in found.items() if flow.carries or node in written})
     found = flows(graph, names, trainable)
-    loss = graph.output_node().args[0][0]  # type: ignore[index]
-    assert isinstance(loss, fx.Node)
-    if not found[loss].carries:
-        raise CaptureError("the loss does not depend on any trainable parameter (detached, or computed under no_grad)")
-    terms = loss_terms(loss, found, rewriter)
+    results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
+    terms: list[Term] = []
+    for loss, (name, weight) in zip(results, exported.losses, strict=False):
+        if not found[loss].carries:
+            which = f"the loss {name!r}" if name else "the loss"
+            raise CaptureError(
+                f"{which} does not depend on any trainable parameter (detached, or computed under no_grad)"
+            )
+        terms += loss_terms(loss, found, rewriter, name, weight)
     ends = [term.numerator for term in terms] + [term.denominator for term in terms if term.denominator is not None]
-    graph.output_node().args = (tuple(ends),)
+    first = len(exported.losses)
+    extra = [plain(node) for node in results[first : first + len(exported.outputs)]]
+    ends += updates.values()
+    graph.output_node().args = ((*ends, *extra),)
     remove_dead(graph)
-    return Forward(graph, names, constants, found, tuple(dict.fromkeys(term.numerator for term in terms))), terms
+    idle = asides_of(graph, ends)
+    extra = list(graph.output_node().args[0][len(ends) :])  # type: ignore[index]
+    roots = tuple(dict.fromkeys((*(term.numerator for term in terms), *updates.values())))
+    forward = Forward(graph, names, constants, found, roots, idle)
+    return forward, terms, dict(zip(exported.outputs, extra, strict=True))
 
 
 def _join_ties(graph: fx.Graph, names: dict[fx.Node, str], first_names: dict[str, str]) -> None:
@@ -179,38 +218,49 @@ def _join_ties(graph: fx.Graph, names: dict[fx.Node, str], first_names: dict[str
             node.replace_all_uses_with(owner)
 
 
-Placed = tuple[Segment, tuple[fx.Node, ...]]
-
-
-def _segment(forward: Forward, mode: FakeTensorMode) -> tuple[list[SegmentKind], list[Placed]]:
-    """Kinds, and segment instances with the nodes their outputs are."""
+def _segment(
+    forward: Forward, mode: FakeTensorMode, read: Iterable[fx.Node]
+) -> tuple[list[SegmentKind], list[Segment], dict[fx.Node, str]]:
+    """Kinds, segment instances, and the names of their outputs and asides; `read` are values some output reads."""
+    pieces = [make_piece(forward, main) for main in cut(forward)]
+    keys = [signature(forward, piece) for piece in pieces]
+    exposed: dict[str, dict[int, None]] = {key: {} for key in keys}
+    for node in read:
+        for piece, key in zip(pieces, keys, strict=True):
+            if node in piece.nodes and node not in piece.outputs:
+                exposed[key][piece.nodes.index(node)] = None
     kinds: list[SegmentKind] = []
     index_of: dict[str, int] = {}
+    kept: list[tuple[int, ...]] = []
     values: dict[fx.Node, str] = {}
-    segments: list[Placed] = []
-    for number, main in enumerate(cut(forward)):
-        piece = make_piece(forward, main)
-        key = signature(forward, piece)
+    segments: list[Segment] = []
+    for number, (piece, key) in enumerate(zip(pieces, keys, strict=True)):
         if key not in index_of:
             index_of[key] = len(kinds)
-            kinds.append(make_kind(f"k{len(kinds)}", forward, piece, mode))
+            asides = [piece.nodes[position] for position in exposed[key]]
+            kind, given = make_kind(f"k{len(kinds)}", forward, piece, mode, asides)
+            kinds.append(kind)
+            kept.append(tuple(piece.nodes.index(node) for node in given))
         for position, node in enumerate(piece.outputs):
             values[node] = f"s{number}.{position}"
-        segment = Segment(
-            kind=index_of[key],
-            params=tuple(forward.names[node].split(":", 1)[1] for node in piece.params),
-            inputs=tuple(values[node] if node in values else forward.names[node] for node in piece.inputs),
-            outputs=tuple(values[node] for node in piece.outputs),
+        aside_nodes = [piece.nodes[position] for position in kept[index_of[key]]]
+        values |= {node: f"s{number}+{position}" for position, node in enumerate(aside_nodes)}
+        segments.append(
+            Segment(
+                kind=index_of[key],
+                params=tuple(forward.names[node].split(":", 1)[1] for node in piece.params),
+                inputs=tuple(values[node] if node in values else forward.names[node] for node in piece.inputs),
+                outputs=tuple(values[node] for node in piece.outputs),
+                asides=tuple(values[node] for node in aside_nodes),
+            )
         )
-        segments.append((segment, piece.outputs))
-    return kinds, segments
+    return kinds, segments, values
 
 
 def _loss(
-    forward: Forward, terms: Sequence[Term], segments: Sequence[Placed], mode: FakeTensorMode
+    forward: Forward, terms: Sequence[Term], values: Mapping[fx.Node, str], mode: FakeTensorMode
 ) -> tuple[list[Denominator], list[LossTerm]]:
     """The loss' terms by the program's names, and the counts they divide by, each once."""
-    values = {node: name for segment, nodes in segments for node, name in zip(nodes, segment.outputs, strict=True)}
     denominators: list[Denominator] = []
     indices: dict[fx.Node, int] = {}
     loss = []
@@ -221,5 +271,5 @@ def _loss(
                 indices[term.denominator] = len(denominators)
                 denominators.append(make_denominator(forward, closure(forward, term.denominator), mode))
             index = indices[term.denominator]
-        loss.append(LossTerm(numerator=values[term.numerator], denominator=index))
+        loss.append(LossTerm(numerator=values[term.numerator], denominator=index, name=term.name, weight=term.weight))
     return denominators, loss

@@ -19,6 +19,7 @@ _ASSERTIONS = frozenset(
 )
 _ALIASES = frozenset({"alias", "lift_fresh_copy", "lift_fresh", "contiguous", "clone"})
 _VIEWS = frozenset({"view", "_unsafe_view"})
+_FILLS = {"zeros_like": 0, "new_zeros": 0, "empty_like": 0, "new_empty": 0, "ones_like": 1, "new_ones": 1}
 _PLACES = ("device", "pin_memory", "layout", "memory_format", "non_blocking")
 
 
@@ -37,7 +38,23 @@ def clean(graph: fx.Graph) -> None:
             if name in _VIEWS:  # without clones a view may have to copy
                 node.target = torch.ops.aten.reshape.default
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in _PLACES}
+            _forget_source(node, name)
     remove_dead(graph)
+
+
+def _forget_source(node: fx.Node, name: str) -> None:
+    """Constants shaped like another tensor (zeros_like) become constants of that shape: they depend on nothing."""
+    if name in _FILLS:
+        value: object = _FILLS[name]
+    elif name in ("full_like", "new_full"):
+        value = node.args[1 if name == "full_like" else 2]
+    else:
+        return
+    made = node.meta["val"]
+    if not isinstance(value, fx.Node):
+        node.target = torch.ops.aten.full.default
+        node.args = (list(made.shape), bool(value) if made.dtype == torch.bool else value)
+        node.kwargs = {"dtype": made.dtype}
 
 
 def _is_same_cast(node: fx.Node, name: str) -> bool:

@@ -117,7 +117,11 @@ class Writer:
             assert isinstance(names, tuple)
             self.env[node] = names[node.args[1]]  # type: ignore[index]
             return
-        assert isinstance(target, OpOverload), f"{target} is no op"
+        if not isinstance(target, OpOverload):
+            raise CaptureError(
+                f"{self._label[1] or 'unknown line'}: {target} is no op a program can hold (an op that writes its "
+                "arguments, or control flow); return new tensors instead"
+            )
         name = target._schema.name.replace("::", ".")
         form = self._forms.get(name.removeprefix("aten."))
         made = form(self, node) if form and name.startswith("aten.") else None

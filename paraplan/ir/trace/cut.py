@@ -1,7 +1,8 @@
 """Cuts the forward graph into segments where few main values are live.
 
 A position is a cut where exactly one main value is live (the residual stream); inside stretches without one that
-hold much work, where two are, then three, then four (encoder outputs, skips). Pieces without real work (a norm, a
+hold much work, where two are, then three, then four (skips). Values read far from where they are made (an encoder's
+output, which every layer of the decoder reads) are not counted, so that layers are cut alike up to the last. Pieces without real work (a norm, a
 dropout) are merged into a neighbour, so that repeated layers stay equal: the longest periodic run of pieces is
 found first, merging stays inside it, and whatever is left over at its two ends never joins it.
 """
@@ -13,22 +14,26 @@ from itertools import pairwise
 
 from torch import Tensor, fx
 
-from paraplan.ir.trace import autograd
-from paraplan.ir.trace.flow import is_heavy
+from paraplan.ir.trace import autograd, experts
+from paraplan.ir.trace.flow import aten_name, is_heavy
+from paraplan.ir.trace.order import hoist_reductions
 from paraplan.ir.trace.segments import Forward, make_piece, signature
+from paraplan.ir.trace.substitute_tensor import is_piece
 
 MAX_LIVE = 4
 MAX_WORK = 8  # a gated attention block has seven matmuls and attentions
 MAX_PERIOD = 32
+_LIGHT = frozenset({"sort", "topk"})  # dear to clone, but no work
+FAR_WORK = 16  # more than lies between a value and its last reader within any one layer
 
 
 def cut(forward: Forward) -> list[list[fx.Node]]:
     """Main nodes of each segment, in order."""
-    main = [node for node in forward.graph.nodes if forward.is_main(node)]
-    live = _live_counts(main)
+    main = hoist_reductions([node for node in forward.graph.nodes if forward.is_main(node)], _is_work)
     work = [0]
     for node in main:
         work.append(work[-1] + _is_work(node))
+    live = _live_counts(main, work)
     ends = sorted({*_cuts(live, work, 0, len(main), 1), len(main)})
     pieces = [main[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     return _merge(forward, pieces)
@@ -36,24 +41,31 @@ def cut(forward: Forward) -> list[list[fx.Node]]:
 
 def _is_work(node: fx.Node) -> bool:
     """Whether a node makes its piece worth a segment (the loss does not: it joins the head)."""
-    return node.target is autograd.embedding or (
-        is_heavy(node.target) and node.target not in (autograd.cross_entropy_sum, autograd.dropout)
-    )
+    if node.target in (autograd.embedding, experts.embedding_tables):
+        return True
+    light = node.target in (autograd.cross_entropy_sum, autograd.dropout) or aten_name(node.target) in _LIGHT
+    return is_heavy(node.target) and not light
 
 
-def _live_counts(main: Sequence[fx.Node]) -> list[int]:
-    """After each main node, how many main values are still read; many where one is no tensor."""
+def _live_counts(main: Sequence[fx.Node], work: Sequence[int]) -> list[int]:
+    """After each main node, how many main values are still read, at least one; many where one is no tensor.
+
+    What only waits to be collected with many others (the states of a recurrent layer) does not count.
+    """
     place = {node: index for index, node in enumerate(main)}
+    collectors = {node for node in main if sum(source in place for source in node.all_input_nodes) > MAX_LIVE}
     change = [0] * (len(main) + 1)
     for index, node in enumerate(main):
-        last = max((place[user] for user in node.users if user in place), default=index)
+        last = max((place[user] for user in node.users if user in place and user not in collectors), default=index)
         weight = 1 if isinstance(node.meta["val"], Tensor) else MAX_LIVE + 1
+        if weight == 1 and (is_piece(node) or work[last] - work[index + 1] > FAR_WORK):
+            weight = 0
         change[index] += weight
         change[last] -= weight
     counts, total = [], 0
     for index in range(len(main)):
         total += change[index]
-        counts.append(total)
+        counts.append(max(total, 1))
     return counts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,10 +13,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.hf import eager_masks
+from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
+from paraplan.ir.trace.recurrent import unrolled
 from paraplan.ir.trace.source import line_of_error
-from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake
+from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, lazy_modules
 
-LossFn = Callable[[object, dict[str, Tensor]], Tensor]
+LossFn = Callable[[object, dict[str, Tensor]], Tensor | dict[str, Tensor] | tuple[Tensor, ...]]
 _PREFIX = "model."
 
 
@@ -23,18 +26,33 @@ class Exported(NamedTuple):
     """A functional graph.
 
     Attributes:
-        graph: fx graph with one output, the loss.
+        graph: fx graph; its outputs are the losses, then the auxiliary outputs.
         names: per placeholder: "param:<name>", "buffer:<name>", "batch:<name>" or "constant:<name>".
         constants: values of the small tensors the model wrote out.
+        updates: per buffer the model writes, the node of its new value (a detach); outputs of the graph too, after
+            the others.
+        losses: name and weight of each loss.
+        outputs: names of the auxiliary outputs.
     """
 
     graph: fx.Graph
     names: dict[fx.Node, str]
     constants: dict[str, Tensor]
+    updates: dict[str, fx.Node]
+    losses: tuple[tuple[str, float], ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+class _Returned:
+    """What a traced forward returned, by name, in the order of its results."""
+
+    def __init__(self) -> None:
+        self.losses: tuple[tuple[str, float], ...] = ()
+        self.outputs: tuple[str, ...] = ()
 
 
 class _WithLoss(nn.Module):
-    """Calls the model on named tensors and returns the scalar loss."""
+    """Calls the model on named tensors and returns its losses and, detached, what else it returned."""
 
     def __init__(
         self,
@@ -43,35 +61,34 @@ class _WithLoss(nn.Module):
         positional: bool,
         others: dict[str, object],
         loss_fn: LossFn | None,
+        choose: Callable[[object, _Returned, bool], list[Tensor]],
     ):
         super().__init__()
         self.model = model
         self._names, self._positional, self._others, self._loss_fn = names, positional, others, loss_fn
+        self._choose = choose
 
-    def forward(self, *tensors: Tensor) -> Tensor:
-        """The loss."""
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """The losses, then the auxiliary outputs."""
         batch = dict(zip(self._names, tensors, strict=True))
         output = self.model(*tensors, **self._others) if self._positional else self.model(**batch, **self._others)
-        loss = output if self._loss_fn is None else self._loss_fn(output, batch)
-        return _scalar_loss(loss, self._loss_fn is not None)
+        if self._loss_fn is None:
+            return self._choose(output, output, False)
+        return self._choose(self._loss_fn(output, batch), output, True)
 
 
-def _scalar_loss(output: object, from_loss_fn: bool) -> Tensor:
-    found = output
-    if not isinstance(output, Tensor):
-        found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if not isinstance(found, Tensor):
-        raise CaptureError(
-            f"no loss: the model returned {type(output).__name__} without one; pass labels among example_inputs, "
-            "or loss_fn=lambda outputs, batch: ..."
-        )
-    if found.numel() != 1 or not found.is_floating_point():
-        whose = "loss_fn" if from_loss_fn else "the model"
-        raise CaptureError(
-            f"no loss: {whose} returned a {str(found.dtype).removeprefix('torch.')} tensor of shape "
-            f"{tuple(found.shape)}, not a scalar float; reduce it, or pass loss_fn=lambda outputs, batch: ..."
-        )
-    return found.reshape(())
+def _chooser(returned: _Returned, choice: LossChoice, keep_outputs: bool) -> Callable[..., list[Tensor]]:
+    """Takes apart what a forward returned; notes the names in `returned`."""
+
+    def choose(losses: object, output: object, from_loss_fn: bool) -> list[Tensor]:
+        chosen = choose_losses(losses, choice, from_loss_fn)
+        taken = set() if from_loss_fn else {each.source for each in chosen}
+        kept = {name: x for name, x in named_tensors(output) if name not in taken} if keep_outputs else {}
+        returned.losses = tuple((each.name, each.weight) for each in chosen)
+        returned.outputs = tuple(kept)
+        return [*(each.value for each in chosen), *(x.detach() for x in kept.values())]
+
+    return choose
 
 
 def export_loss(
@@ -81,24 +98,34 @@ def export_loss(
     others: dict[str, object],
     loss_fn: LossFn | None,
     mode: FakeTensorMode,
+    choice: LossChoice = None,
+    keep_outputs: bool = True,
 ) -> Exported:
-    """Exports the loss of a fake model on a fake batch.
+    """Exports the losses of a fake model on a fake batch, and its other outputs.
 
+    Args:
+        model, batch, positional, others: the model and what it is called with.
+        loss_fn: (model output, batch) -> loss, or several.
+        mode: the model's fake mode.
+        choice: which of the scalars returned are trained on.
+        keep_outputs: whether what else the model returns is kept.
     Raises:
         CaptureError: the forward cannot be traced; names the user's line and the remedy.
     """
-    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn).train(model.training)
-    with mode, eager_masks(batch):
+    returned = _Returned()
+    choose = _chooser(returned, choice, keep_outputs)
+    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose).train(model.training)
+    with mode, eager_masks(batch), lazy_modules():
         try:
             program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             _keep_no_grad(program.graph_module)
-            program = program.run_decompositions({})
+            program = program.run_decompositions(unrolled())
         except CaptureError:
             raise
         except Exception as fault:
             raise _explain(fault) from fault
     _reject_mutation(program)
-    return _flatten(program, tuple(batch))
+    return _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
 
 
 def _keep_no_grad(module: fx.GraphModule) -> None:
@@ -128,14 +155,37 @@ def _detach_outputs(module: fx.GraphModule) -> None:
 
 def _reject_mutation(program: ExportedProgram) -> None:
     for spec in program.graph_signature.output_specs:
-        if spec.kind == OutputKind.BUFFER_MUTATION:
-            name = str(spec.target).removeprefix(_PREFIX)
-            raise CaptureError(
-                f"the model writes its buffer {name!r} in forward (batch norm's running statistics, counters): not "
-                "supported yet; use model.eval(), GroupNorm/LayerNorm, or BatchNorm(track_running_stats=False)"
-            )
         if spec.kind in (OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
             raise CaptureError(f"forward writes {spec.target!r} in place; work on a copy: x = x.clone()")
+
+
+def _take_updates(program: ExportedProgram) -> dict[str, fx.Node]:
+    """What buffers hold after the step (running statistics, counters), no gradient flowing through; the graph's outputs
+    are then the losses, the auxiliary outputs and these."""
+    graph = program.graph_module.graph
+    output = graph.output_node()
+    results: tuple[fx.Node, ...] = tuple(output.args[0])  # type: ignore[arg-type]
+    updates: dict[str, fx.Node] = {}
+    kept = []
+    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
+        if spec.kind != OutputKind.BUFFER_MUTATION:
+            kept.append(node)
+            continue
+        at = _after(node)
+        with graph.inserting_before(at):
+            made = graph.call_function(torch.ops.aten.detach.default, (node,))
+        made.meta = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
+        updates[str(spec.target).removeprefix(_PREFIX)] = made
+    output.args = ((*kept, *updates.values()),)
+    return updates
+
+
+def _after(node: fx.Node) -> fx.Node:
+    """The node before which what reads `node` may stand: inputs and the pieces of a tuple stay together."""
+    found = node.next
+    while found.op == "placeholder" or found.target is operator.getitem:
+        found = found.next
+    return found
 
 
 def _flatten(program: ExportedProgram, batch_names: tuple[str, ...]) -> Exported:
@@ -161,7 +211,7 @@ def _flatten(program: ExportedProgram, batch_names: tuple[str, ...]) -> Exported
                 f"the model takes a {spec.kind.name} input, which has no meaning in a program; "
                 "register tensors as buffers"
             )
-    return Exported(graph, names, constants)
+    return Exported(graph, names, constants, _take_updates(program))
 
 
 def _constant_value(value: object, name: str) -> Tensor:

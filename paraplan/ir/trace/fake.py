@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.torch_private import FakeTensorMode
 
-PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def traced_dtype(precision: str) -> torch.dtype:
     """What floats are while exporting: fp64 is exported in float32 and lifted afterwards (`precision`)."""
     if precision not in PRECISIONS:
         raise CaptureError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+    return torch.float32 if precision == "fp64" else PRECISIONS[precision]
 
 
 def _buffer_dtype(model: nn.Module, module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:

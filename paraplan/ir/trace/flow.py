@@ -26,7 +26,9 @@ _HEAVY_ATEN = frozenset(
         "conv2d",
         "conv3d",
         "convolution",
+        "conv_transpose1d",
         "conv_transpose2d",
+        "conv_transpose3d",
         "scaled_dot_product_attention",
         "einsum",
         "sort",
@@ -81,6 +83,7 @@ def is_heavy(target: object) -> bool:
         or target in autograd.RANDOM
         or target in losses.SUMS
         or aten_name(target) in _HEAVY_ATEN
+        or (isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", "paraplan"))
     )
 
 

@@ -1,4 +1,4 @@
-"""Makes Hugging Face's mask code take, while exporting, the path it takes in eager mode.
+"""Makes Hugging Face's mask code take, while exporting, the path it takes in eager mode, and its mixtures ours.
 
 Under export transformers always builds a [b, 1, s, s] mask, since an exported file could be given any input. Our
 program is for one batch signature, so what eager does is right: no mask where the caller gives none. Checked on
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from paraplan.ir.trace.hf_experts import experts_forward
+
 
 def _never(*args: object, **kwargs: object) -> bool:
     return False
@@ -20,22 +22,29 @@ def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
+def _experts(*args: object, **kwargs: object) -> object:
+    return experts_forward
+
+
 @contextmanager
 def eager_masks(batch_names: Collection[str]) -> Iterator[None]:
-    """Patches `transformers.masking_utils` for the length of an export; does nothing where it is not loaded.
+    """Patches transformers' masks and experts for the length of an export; does nothing where it is not loaded.
 
     Args:
         batch_names: inputs the caller gives; packed sequences are only looked for where position_ids are given.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    patches: dict[str, object] = {"is_torchdynamo_exporting": _never}
+    interface = getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
+    patches: list[tuple[object, str, object]] = [(masking, "is_torchdynamo_exporting", _never)]
     if "position_ids" not in batch_names:
-        patches["find_packed_sequence_indices"] = _nothing
-    saved = {name: getattr(masking, name) for name in patches if hasattr(masking, name)}
+        patches.append((masking, "find_packed_sequence_indices", _nothing))
+    patches.append((interface, "get_interface", _experts))
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in patches if hasattr(owner, name)]
     try:
-        for name in saved:
-            setattr(masking, name, patches[name])
+        for owner, name, new in patches:
+            if hasattr(owner, name):
+                setattr(owner, name, new)
         yield
     finally:
-        for name, original in saved.items():
-            setattr(masking, name, original)
+        for owner, name, original in saved:
+            setattr(owner, name, original)

@@ -36,7 +36,7 @@ class Joint(NamedTuple):
 
     Attributes:
         graph: placeholders in order params, inputs, constants, seed (if random), tangents; results in order
-            outputs, gradients of params, gradients of inputs.
+            outputs, asides, gradients of params, gradients of inputs.
         random: whether it takes a seed.
         tangents: per output, whether it takes a tangent.
         param_grads, input_grads: per parameter and input, whether a gradient is asked for.
@@ -101,8 +101,8 @@ def run_nodes(
             _hook_gradients(env[node], labels, source, seen)
 
 
-def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode) -> Joint:
-    """Records the joint graph of a piece."""
+def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Sequence[fx.Node] = ()) -> Joint:
+    """Records the joint graph of a piece; `asides` are nodes of it whose values are results too."""
     carries = forward.flows
     outside = [*piece.params, *piece.inputs]
     wanted = [carries[node].carries for node in outside]
@@ -129,7 +129,7 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode) -> Joint:
             if heads and leaves:
                 grads = torch.autograd.grad(heads, leaves, list(given), allow_unused=True)
             labels.switch((Phase.BACKWARD, ""))
-        return [*outputs, *grads]
+        return [*outputs, *(env[node] for node in asides), *grads]
 
     with mode:
         module = trace_ops(joint)(*args)

@@ -2,7 +2,7 @@
 
 Each works on a whole tensor or on one rank's block of it: sharded forms pass where the block starts. Workspace
 is bounded by walking over chunks of rows. No registration here, so any runtime may call these directly.
-Attention lives in `attention_kernels`.
+Attention lives in `attention_kernels`, convolution, pooling and batch norm in `vision_kernels`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paraplan.ir.trace.attention_kernels import attention, attention_grad
+from paraplan.ir.trace.attention_kernels import attention, attention_grad, attention_merge
+from paraplan.ir.trace.expert_kernels import embedding_tables, embedding_tables_grad, experts, experts_grad
+from paraplan.ir.trace.index_kernels import index, index_put
 from paraplan.ir.trace.random_kernels import dropout
+from paraplan.ir.trace.vision_kernels import (
+    adaptive_avg_pool,
+    adaptive_avg_pool_grad,
+    adaptive_max_pool,
+    avg_pool,
+    avg_pool_grad,
+    bn_apply,
+    bn_grad_affine,
+    bn_grad_input,
+    bn_rstd,
+    bn_running,
+    bn_squares,
+    conv,
+    conv_grad_input,
+    conv_grad_weight,
+    group_norm,
+    group_norm_grad,
+    max_pool,
+    max_pool_grad,
+    upsample,
+    upsample_grad,
+)
 
 __all__ = [
-    "attention", "attention_grad", "ce_grad", "ce_loss", "ce_max", "ce_sumexp", "ce_target", "constant", "dropout",
-    "embedding", "embedding_grad", "linear", "linear_grad_input", "linear_grad_weight",
+    "adaptive_avg_pool", "adaptive_avg_pool_grad", "adaptive_max_pool", "attention", "attention_grad",
+    "attention_merge", "avg_pool", "avg_pool_grad", "bn_apply", "bn_grad_affine", "bn_grad_input", "bn_rstd",
+    "bn_running", "bn_squares", "ce_grad", "ce_loss", "ce_max", "ce_sumexp", "ce_target", "constant", "conv",
+    "conv_grad_input", "conv_grad_weight", "dropout", "embedding", "embedding_grad", "embedding_tables",
+    "embedding_tables_grad", "experts", "experts_grad", "group_norm", "group_norm_grad", "index", "index_put",
+    "linear", "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "upsample", "upsample_grad",
 ]  # fmt: skip
 
 CHUNK_ELEMENTS = 1 << 20

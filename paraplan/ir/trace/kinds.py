@@ -6,26 +6,38 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from paraplan.ir.program import Denominator, SegmentKind
+from paraplan.ir.program import Denominator, Output, SegmentKind
 from paraplan.ir.trace.convert import Writer, finish, write_constant
+from paraplan.ir.trace.index_forms import INDEX_FORMS
 from paraplan.ir.trace.joint import trace_forward, trace_joint
 from paraplan.ir.trace.normal_forms import FORMS
 from paraplan.ir.trace.segments import Forward, Piece
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.torch_private import FakeTensorMode
+from paraplan.ir.trace.vision_forms import VISION_FORMS
+
+_FORMS = {**FORMS, **INDEX_FORMS, **VISION_FORMS}
 
 
-def make_kind(name: str, forward: Forward, piece: Piece, mode: FakeTensorMode) -> SegmentKind:
+def make_kind(
+    name: str, forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Sequence[fx.Node] = ()
+) -> tuple[SegmentKind, tuple[fx.Node, ...]]:
     """Traces a piece and writes it down.
+
+    An aside that is no value of the training graph once it is written down (its op was written as another) is left
+    out, so that a training step never pays for one.
 
     Args:
         name: of the kind.
         forward: the whole forward graph.
         piece: any of its instances.
         mode: the fake mode its values live in.
+        asides: nodes of the piece that auxiliary outputs read.
+    Returns:
+        The kind, and the asides it has.
     """
-    joint = trace_joint(forward, piece, mode)
-    writer = Writer(FORMS)
+    joint = trace_joint(forward, piece, mode, asides)
+    writer = Writer(_FORMS)
     places = (node for node in joint.graph.nodes if node.op == "placeholder")
     params = [writer.add_input(next(places), f"p{index}") for index in range(len(piece.params))]
     inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.inputs))]
@@ -36,20 +48,24 @@ def make_kind(name: str, forward: Forward, piece: Piece, mode: FakeTensorMode) -
     ]
     results = _write_body(writer, joint.graph)
     outputs = [_plain(writer, next(results)) for _ in piece.outputs]
+    aside_names = [_plain(writer, next(results)) for _ in asides]
     param_grads = [_grad(writer, next(results)) if want else None for want in joint.param_grads]
     input_grads = [_grad(writer, next(results)) if want else None for want in joint.input_grads]
     outside = [*params, *inputs, *([seed] if seed else []), *(t for t in tangents if t)]
     graph = finish(writer, outside, [*outputs, *param_grads, *input_grads])
-    return SegmentKind(
+    kept = {node: local for node, local in zip(asides, aside_names, strict=True) if local in graph.values}
+    kind = SegmentKind(
         name=name, graph=graph, params=tuple(params), inputs=tuple(inputs), seed=seed, outputs=tuple(outputs),
         tangents=tuple(tangents), input_grads=tuple(input_grads), param_grads=tuple(param_grads),
+        asides=tuple(kept.values()),
     )  # fmt: skip
+    return kind, tuple(kept)
 
 
 def make_denominator(forward: Forward, piece: Piece, mode: FakeTensorMode) -> Denominator:
     """A count of the batch as a graph of its own."""
     graph = trace_forward(forward, piece, mode)
-    writer = Writer(FORMS)
+    writer = Writer(_FORMS)
     places = (node for node in graph.nodes if node.op == "placeholder")
     inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.inputs))]
     _write_constants(writer, places, forward, piece)
@@ -57,6 +73,17 @@ def make_denominator(forward: Forward, piece: Piece, mode: FakeTensorMode) -> De
     return Denominator(
         graph=finish(writer, inputs, [output]), inputs=tuple(forward.names[node] for node in piece.inputs)
     )
+
+
+def make_output(forward: Forward, piece: Piece, names: Sequence[str], mode: FakeTensorMode) -> Output:
+    """An auxiliary output as a graph of its own; `names` are the program's names of its parameters, then inputs."""
+    graph = trace_forward(forward, piece, mode)
+    writer = Writer(_FORMS)
+    places = (node for node in graph.nodes if node.op == "placeholder")
+    inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(names))]
+    _write_constants(writer, places, forward, piece)
+    (output,) = (_plain(writer, node) for node in _write_body(writer, graph))
+    return Output(graph=finish(writer, inputs, [output]), inputs=tuple(names))
 
 
 def _write_constants(writer: Writer, places: Iterator[fx.Node], forward: Forward, piece: Piece) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +103,20 @@ def _backward(kind: SegmentKind, segment: Segment, env: Env, grads: Env, param_g
             _add(param_grads, param, env[grad])
 
 
+class Step(NamedTuple):
+    """What one step gives.
+
+    Attributes:
+        loss: of the batch.
+        grads: of every parameter; None where it has none.
+        buffers: new values of those the model writes (running statistics).
+    """
+
+    loss: Tensor
+    grads: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
 def run_program(
     program: Program,
     params: Mapping[str, Tensor],
@@ -109,6 +124,19 @@ def run_program(
     batch: Mapping[str, Tensor],
     seeds: Sequence[Tensor] | int = 0,
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """The loss and the gradients of `run_step`."""
+    step = run_step(program, params, buffers, batch, seeds)
+    return step.loss, step.grads
+
+
+def run_step(
+    program: Program,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    seeds: Sequence[Tensor] | int = 0,
+    scale: float = 1.0,
+) -> Step:
     """One forward and backward of the whole model on one device.
 
     Args:
@@ -116,8 +144,7 @@ def run_program(
         params: by the program's names, in its dtypes.
         buffers, batch: likewise.
         seeds: one int64 scalar per segment, or a base seed.
-    Returns:
-        The loss and the gradient of every parameter; None where it has none.
+        scale: of the gradients, as a gradient scaler has it.
     """
     values: Env = {f"batch:{name}": x for name, x in batch.items()} | {
         f"buffer:{name}": x for name, x in buffers.items()
@@ -137,10 +164,11 @@ def run_program(
             _add(
                 grads,
                 term.numerator,
-                torch.ones_like(numerator) if count is None else torch.ones_like(numerator) / count,
+                torch.full_like(numerator, scale) if count is None else torch.full_like(numerator, scale) / count,
             )
         param_grads: Env = {}
         for segment, env in zip(reversed(program.segments), reversed(envs), strict=True):
             _backward(program.kinds[segment.kind], segment, env, grads, param_grads)
             env.clear()
-    return loss, {name: param_grads.get(name) for name in program.params}
+    after = {name: values[value] for name, value in program.buffer_updates.items()}
+    return Step(loss, {name: param_grads.get(name) for name in program.params}, after)

@@ -24,7 +24,8 @@ class Forward(NamedTuple):
         names: what its placeholders are, "param:<name>" and so on.
         constants: values of "constant:<name>" placeholders.
         flows: flow of every node.
-        roots: nodes the program ends in (numerators of the loss).
+        roots: nodes the program ends in (numerators of the loss, new values of buffers).
+        asides: nodes that only auxiliary outputs need; they belong to no segment.
     """
 
     graph: fx.Graph
@@ -32,10 +33,13 @@ class Forward(NamedTuple):
     constants: dict[str, Tensor]
     flows: dict[fx.Node, Flow]
     roots: tuple[fx.Node, ...]
+    asides: frozenset[fx.Node] = frozenset()
 
     def is_main(self, node: fx.Node) -> bool:
         """Whether a node belongs to exactly one segment (side values are cloned into all that need them)."""
-        return node.op == "call_function" and (not self.flows[node].side or node in self.roots)
+        if node.op != "call_function" or node in self.asides:
+            return False
+        return not self.flows[node].side or node in self.roots
 
 
 class Piece(NamedTuple):

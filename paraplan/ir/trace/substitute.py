@@ -14,6 +14,7 @@ from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.substitute_attention import attention
 from paraplan.ir.trace.substitute_loss import LOSSES
+from paraplan.ir.trace.substitute_tensor import TENSOR_RULES, join_selects
 from paraplan.ir.trace.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -37,7 +38,7 @@ def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
         CaptureError: an op draws random numbers in a way that cannot be split over devices.
     """
     for node in list(graph.nodes):
-        rule = _RULES.get(aten_name(node.target)) if node.op == "call_function" else None
+        rule = _RULES.get(_name(node.target)) if node.op == "call_function" else None
         made = rule(rewriter, node) if rule else None
         if made is not None:
             rewriter.replace(node, made)
@@ -46,7 +47,13 @@ def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
         if node.op == "call_function":
             _unflatten_linear(rewriter, node)
             _reject_random(node)
+    join_selects(graph, rewriter)
     remove_dead(graph)
+
+
+def _name(target: object) -> str:
+    own = isinstance(target, OpOverload) and target.namespace == "paraplan"
+    return f"paraplan.{target._schema.name.split('::')[1]}" if own else aten_name(target)  # type: ignore[attr-defined]
 
 
 def _reject_random(node: fx.Node) -> None:
@@ -173,6 +180,10 @@ def _attention(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     return attention(rewriter, node, arguments(node))
 
 
+def _tensor(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    return TENSOR_RULES[_name(node.target)](rewriter, node, arguments(node))
+
+
 def _loss(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     return LOSSES[aten_name(node.target)](rewriter, node, arguments(node))
 
@@ -191,4 +202,5 @@ _RULES: dict[str, Rule] = {
         ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "unbind", "tensor_split"), _split
     ),
     **dict.fromkeys(LOSSES, _loss),
+    **dict.fromkeys(TENSOR_RULES, _tensor),
 }

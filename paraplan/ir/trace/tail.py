@@ -17,21 +17,29 @@ _ADDITIVE = frozenset({"sum", "_to_copy", "view", "reshape", "squeeze", "mul", "
 
 
 class Term(NamedTuple):
-    """One addend of the loss; `denominator` is None where the numerator is already a mean."""
+    """One addend of the loss; `denominator` is None where the numerator is already a mean.
+
+    `name` and `weight` are those of the loss it belongs to; the weight is in the numerator.
+    """
 
     numerator: fx.Node
     denominator: fx.Node | None
+    name: str = ""
+    weight: float = 1.0
 
 
-def loss_terms(loss: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter) -> list[Term]:
+def loss_terms(
+    loss: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter, name: str = "", weight: float = 1.0
+) -> list[Term]:
     """Takes the loss apart; constants are moved into the numerators as new nodes.
 
     Args:
         loss: the scalar loss.
         flows: flow of every node; new nodes are added to it.
         rewriter: places the new nodes.
+        name, weight: of the loss, where there are several.
     """
-    return _terms(loss, 1.0, flows, rewriter)
+    return [term._replace(name=name, weight=weight) for term in _terms(loss, weight, flows, rewriter)]
 
 
 def _number(value: object) -> float | None:

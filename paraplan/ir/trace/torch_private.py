@@ -6,14 +6,22 @@ names exist with the same meaning in 2.11 and 2.12.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "FakeTensor", "OpOverload", "fake_mode", "is_fake", "recording_graph", "trace_ops", "tree_leaves", "tree_map_only",
+    "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode", "is_fake", "lazy_modules",
+    "recording_graph", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
 ]  # fmt: skip
 
 trace_ops = make_fx
@@ -22,6 +30,11 @@ trace_ops = make_fx
 def fake_mode() -> FakeTensorMode:
     """A mode under which tensors have shapes and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def lazy_modules() -> AbstractContextManager[None]:
+    """Under it, a graph module writes its Python code when that is first run, not after every pass over its graph."""
+    return _use_lazy_graph_module(True)
 
 
 def is_fake(tensor: object) -> bool:
@@ -36,3 +49,24 @@ def recording_graph() -> Graph:
     graph = mode.tracer.graph
     assert isinstance(graph, Graph)
     return graph
+
+
+COMPILED = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "quantized"})
+
+
+def call_within(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an op from inside a dispatch mode, so that what a custom op's Python kernel calls passes the mode too."""
+    if not isinstance(func, OpOverload) or func.namespace in COMPILED:
+        return func(*args, **kwargs)
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    keys = {"cpu": DispatchKey.CPU, "cuda": DispatchKey.CUDA}
+    key = keys.get(tensors[0].device.type) if tensors else None
+    if key is None:
+        return func(*args, **kwargs)
+    with mode:
+        return func.redispatch(DispatchKeySet(key), *args, **kwargs)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number no other living storage has."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,15 +1,12 @@
 """A lower bound on the simulated step of every plan in scope.
 
-No plan's step is shorter than the work of any one stream, hence than any convex combination of them:
+No plan's step is shorter than the work of any one stream, hence than any convex combination of them; rows that every
+plan must keep may be added with multipliers:
 
-    step >= max_i work_i(x) >= sum_i w_i work_i(x) >= min_x sum_i w_i work_i(x)      for w >= 0, sum_i w_i = 1
+    step >= max_i work_i(x) >= sum_i w_i work_i(x) >= min_x sum_i w_i work_i(x) + m . (activity(x) - limit)
 
-so the dual bound of the ILP under weights w is a bound, and the best w is a concave maximisation: Kelley's cutting
-planes, where each solve adds the cut given by the work of its solution. Two streams need two or three solves; whatever
-the time allows, the largest bound found is one. (The equivalent minimise-the-maximum program has the same value
-and is far harder for simplex and interior point alike.)
-
-Source: Kelley 1960; Lagrangian duality.
+for w >= 0 with sum 1 and m >= 0. The right side is maximised over w and m by cutting planes (`lagrangian.py`); whatever
+the time allows, the largest value found is a bound.
 """
 
 from __future__ import annotations
@@ -18,51 +15,37 @@ import time
 
 import numpy as np
 
-from paraplan.planner.milp import MilpBuilder, Status, solve
-from paraplan.planner.sharding.evaluate import work_of_choices
-from paraplan.planner.sharding.ilp import ShardingIlp, weighted_problem
-from paraplan.planner.sharding.space import Space
+from paraplan.planner.sharding.lagrangian import Ascent
+from paraplan.planner.sharding.network import Floats, Network
+from paraplan.planner.sharding.optimise import consistent
+
+GAP = 1e-3
+"""How near the best bound is near enough: plans overlap work better or worse by far more."""
 
 
-def step_bound(space: Space, ilp: ShardingIlp, work: tuple[float, ...], backend: str, time_limit_s: float) -> float:
+def step_bound(network: Network, work: Floats, multipliers: Floats, time_limit_s: float) -> float:
     """The best bound the time allows.
 
     Args:
-        space, ilp: the problem.
-        work: seconds per stream of a known plan: the first cut.
-        backend: who solves.
-        time_limit_s: for all solves together.
+        network: the problem.
+        work: [stream] seconds of a known plan: its busiest stream is where weights start.
+        multipliers: [row] of the objective's bound.
+        time_limit_s: for all of it.
     Returns:
         Seconds; 0.0 where nothing was proved.
     """
-    stop = time.perf_counter() + time_limit_s
-    cuts = [np.array(work)]
-    best = 0.0
-    weights = np.eye(len(work))[int(np.argmax(cuts[0]))]
-    for _ in range(4):
-        left = stop - time.perf_counter()
-        if left <= 0:
+    kept = consistent(network)
+    if kept is None:
+        return 0.0
+    useful = np.flatnonzero(multipliers > 0.0)
+    rows = tuple(network.rows[index] for index in useful)
+    small = Network(network.prices, network.factors, rows).restricted(kept)
+    ascent = Ascent(small, None, time.perf_counter() + time_limit_s, gap=GAP)
+    share = 0.05 * work / work.sum()
+    share[int(np.argmax(work))] += 0.95
+    ascent.start(share, multipliers[useful] / len(work))
+    for _ in range(12):
+        _, ceiling = ascent.step()
+        if ceiling <= ascent.best.bound * (1 + 3 * GAP) or time.perf_counter() > ascent.stop:
             break
-        found = solve(weighted_problem(ilp, weights.tolist()), backend=backend, time_limit_s=left, relative_gap=1e-3)
-        best = max(best, found.bound)
-        if found.values is None or found.status is not Status.OPTIMAL:
-            break
-        cuts.append(np.array(work_of_choices(space, ilp.choices(found.values, space))))
-        weights, ceiling = _best_weights(cuts)
-        if ceiling <= best * 1.005:
-            break
-    return best
-
-
-def _best_weights(cuts: list[np.ndarray]) -> tuple[np.ndarray, float]:
-    """Weights that maximise the least of the cuts, and that value: what no further solve can exceed."""
-    builder = MilpBuilder()
-    streams = len(cuts[0])
-    first = builder.add_columns(streams, upper=1.0)
-    level = builder.add_columns(1, objective=-1.0)
-    builder.add_row(range(first, first + streams), np.ones(streams), 1.0, 1.0)
-    for cut in cuts:
-        builder.add_row([*range(first, first + streams), level], [*cut.tolist(), -1.0], 0.0, np.inf)
-    found = solve(builder.build(), relax=True)
-    assert found.values is not None
-    return found.values[:streams], -found.objective
+    return max(0.0, ascent.best.bound)

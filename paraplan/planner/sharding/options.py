@@ -81,19 +81,23 @@ def saved_roots(kind: SegmentKind, read_later: frozenset[str]) -> tuple[str, ...
         kind: whose values.
         read_later: outputs that the backward of another segment reads.
     """
-    base: dict[str, str] = {}
-    forward = set()
-    for op in kind.graph.ops:
-        definition = op_def(op.target)
-        for out in op.outs:
-            if out is not None:
-                is_view = definition is not None and definition.strides == "view"
-                base[out] = base.get(op.tensors[0], op.tensors[0]) if is_view else out
-                if op.phase is Phase.FORWARD:
-                    forward.add(out)
+    base = storage_roots(kind)
+    forward = {out for op in kind.graph.ops if op.phase is Phase.FORWARD for out in op.outs if out is not None}
     read = backward_reads(kind) | read_later
     roots = dict.fromkeys(base[name] for name in base if name in read and name in forward)
     return tuple(root for root in roots if root in forward)
+
+
+def storage_roots(kind: SegmentKind) -> dict[str, str]:
+    """For every value an op makes, the value whose storage it has: a view's is what it views."""
+    base: dict[str, str] = {}
+    for op in kind.graph.ops:
+        definition = op_def(op.target)
+        is_view = definition is not None and definition.strides == "view"
+        for out in op.outs:
+            if out is not None:
+                base[out] = base.get(op.tensors[0], op.tensors[0]) if is_view else out
+    return base
 
 
 def backward_reads(kind: SegmentKind) -> frozenset[str]:

@@ -2,7 +2,8 @@
 
 A data-parallel axis runs every op the way the microbatch axis does: the same analysis that finds the batch dim
 of every value in time finds it in space. On a tensor-parallel axis no op touches the batch and every linear
-layer splits its weight; with sequence parallelism the norms between them split the sequence.
+layer splits its weight; with sequence parallelism the norms between them split the sequence. On a context-parallel
+axis every op splits the sequence (see `sequence`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from paraplan.ir.rules.strategies import Strategy
 from paraplan.planner.classes import ParamClass
 from paraplan.planner.constraints import Constraints, parse_param_pin
 from paraplan.planner.sharding.options import ParamOption
+from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
 
 LINEAR = ("paraplan.linear", "paraplan.linear_grad_input", "paraplan.linear_grad_weight")
 NORMS = ("aten.native_layer_norm.default", "aten.native_layer_norm_backward.default")
@@ -29,21 +31,31 @@ class Pins:
     Attributes:
         program: whose options.
         constraints: what is pinned.
-        dp, tp: axis numbers.
+        dp, tp, cp: axis numbers.
+        dp_size: ranks along dp; 1 where there is none.
         along: what every op does along a batch axis (for dp and tp).
+        sequence: what every op of a kind may do along the cp axis.
     """
 
     program: Program
     constraints: Constraints
     dp: int
     tp: int
+    cp: int
+    dp_size: int
     along: ProgramMicro | None
+    sequence: tuple[tuple[Keys, ...], ...]
 
     def op(self, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
         """Whether an op's strategy is left over."""
         parts = strategy.key.split("|")
         if not _tame(kind, position, parts):
             return False
+        if self.cp >= 0:
+            index = next(i for i, each in enumerate(self.program.kinds) if each is kind)
+            keys = self.sequence[index][position]
+            if keys is not None and parts[self.cp].split(">")[0] not in keys:
+                return False
         if self.along is None:
             return True
         batch = self._along(kind)[position]
@@ -63,7 +75,7 @@ class Pins:
             return False
         if op.target in LINEAR and letter not in ("k", "n"):
             return False
-        seq = self._sequence()
+        seq = sequence_length(self.program)
         for name, layout in zip(op.outs, strategy.outputs, strict=True):
             if name is None or layout is None:
                 continue
@@ -75,12 +87,6 @@ class Pins:
             if self.constraints.sp and on_seq and not split and (shape[2:] == (1,) or op.target in NORMS):
                 return False
         return True
-
-    def _sequence(self) -> int:
-        for entry in self.program.batch.values():
-            if len(entry.spec.shape) >= 2:
-                return entry.spec.shape[1]
-        return -1
 
     def param(self, cls: ParamClass, option: ParamOption) -> bool:
         """Whether a parameter class' option is left over."""
@@ -103,20 +109,24 @@ class Pins:
     def _zero(self, cls: ParamClass, option: ParamOption) -> bool:
         """ZeRO's stages, as layouts on the dp axis; a parameter no dim of which divides stays whole."""
         triple = (option.stored[self.dp], option.grad[self.dp], option.state[self.dp])
-        return triple in zero_triples(self.constraints.zero or 0, cls, option)
+        return triple in zero_triples(self.constraints.zero or 0, cls, self.dp_size)
 
     def batch(self, name: str, layout: Layout) -> bool:
         """Whether a batch input's layout is left over."""
         dim = self.program.batch[name].batch_dim
         if self.dp >= 0 and dim is not None and layout[self.dp] != Shard(dim=dim):
             return False
+        if self.cp >= 0 and layout[self.cp] != batch_placement(self.program, name):
+            return False
         return self.tp < 0 or layout[self.tp] == R
 
 
-def zero_triples(stage: int, cls: ParamClass, option: ParamOption) -> list[tuple[Placement, Placement, Placement]]:
-    """(stored, grad, state) on a data-parallel axis at a ZeRO stage."""
+def zero_triples(stage: int, cls: ParamClass, size: int) -> list[tuple[Placement, Placement, Placement]]:
+    """(stored, grad, state) on a data-parallel axis of that size at a ZeRO stage; whole where no dim divides."""
     found: list[tuple[Placement, Placement, Placement]] = []
-    for dim in range(len(cls.spec.shape)):
+    for dim, extent in enumerate(cls.spec.shape):
+        if extent % size:
+            continue
         cut = Shard(dim=dim)
         found.append({0: (R, P, R), 1: (R, P, cut), 2: (R, cut, cut), 3: (cut, cut, cut)}[stage])
     return found or [(R, P, R)]
@@ -145,10 +155,12 @@ def make_pins(
                 f"a batch of {program.batch_size} does not divide over {shape[dp]} data-parallel ranks in "
                 f"{m} microbatches; use a multiple of {m * shape[dp]}"
             )
-        along = program_micro(program, m * shape[dp])
+        along = program_micro(program, m * shape[dp], in_space=True)
     elif tp >= 0:
-        along = program_micro(program, _smallest_divisor(program.batch_size))
-    return Pins(program, constraints, dp, tp, along)
+        along = program_micro(program, _smallest_divisor(program.batch_size), in_space=True)
+    cp = axes.index("cp") if "cp" in axes else -1
+    sequence = sequence_keys(program, shape[cp], constraints.cp_mode) if cp >= 0 else ()
+    return Pins(program, constraints, dp, tp, cp, shape[dp] if dp >= 0 else 1, along, sequence)
 
 
 def _smallest_divisor(n: int) -> int:

@@ -9,15 +9,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paraplan.cost_models.costs import COMPUTE, Costs
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.mesh import Layout, local_shape
-from paraplan.ir.reshard import Move, NoPath, reshard_path
+from paraplan.ir.reshard import Move, ReshardTable, reshard_table
+from paraplan.ir.rules.carried import registered_work
 from paraplan.ir.rules.dims import op_def
-from paraplan.ir.rules.strategies import Strategy
+from paraplan.ir.rules.localise import expansion
+from paraplan.ir.rules.ring import PERMUTE
+from paraplan.ir.rules.strategies import Strategy, op_signature
 from paraplan.ir.tensor import TensorSpec
 
 Price = tuple[float, ...]
+Floats = NDArray[np.float64]
 Dims = tuple[int, ...]
 
 
@@ -43,6 +50,8 @@ class Prices:
     costs: Costs
     extended: Dims
     _moves: dict[object, Price | None] = field(default_factory=dict, repr=False, compare=False)
+    _alike: dict[object, dict[str, Price]] = field(default_factory=dict, repr=False, compare=False)
+    _totals: dict[object, tuple[Floats, ReshardTable]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -69,8 +78,12 @@ class Prices:
         )
         definition = op_def(op.target)
         total = self.zero
-        if definition is None or definition.strides != "view":
-            total = self._on(COMPUTE, self.costs.op_s(op.target, op.args, op.kwargs, inputs, outputs))
+        steps = expansion(op, graph.values, strategy, self.extended)
+        if steps is not None:
+            total = add(total, *(self._step(step, steps, strategy.ring_axis) for step in steps.ops))
+        elif definition is None or definition.strides != "view":
+            registered = registered_work(op, [spec.shape for spec in inputs])
+            total = self._on(COMPUTE, self.costs.op_s(op.target, op.args, op.kwargs, inputs, outputs, registered))
         for name, computed, final in zip(op.outs, strategy.computed, strategy.outputs, strict=True):
             if name is not None and computed is not None and final is not None and computed != final:
                 moved = self.reshard(graph.values[name], computed, final)
@@ -78,18 +91,45 @@ class Prices:
                 total = add(total, moved)
         return total
 
+    def alike(self, op: Op, graph: Graph, along: str) -> dict[str, Price]:
+        """Known prices, by strategy key, of all ops that differ from this one in names only.
+
+        Args:
+            op, graph: the op.
+            along: what it does along the microbatch axis.
+        """
+        return self._alike.setdefault((op_signature(op, graph.values), along), {})
+
+    def _step(self, step: Op, steps: Graph, axis: int) -> Price:
+        """One op of a ring's expansion, whose values are local."""
+        inputs = tuple(steps.values[name] for name in step.tensors)
+        if step.target == PERMUTE:
+            sent = self.costs.collective_s(PERMUTE, axis, inputs[0].nbytes)
+            return self._on(self.costs.comm_streams[axis], sent)
+        outputs = tuple(None if name is None else steps.values[name] for name in step.outs)
+        return self._on(COMPUTE, self.costs.op_s(step.target, step.args, step.kwargs, inputs, outputs))
+
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout) -> Price | None:
         """A change of layout; None where there is no way."""
         if source == target:
             return self.zero
         key = (spec, source, target)
         if key not in self._moves:
-            try:
-                moves = reshard_path(spec.shape, source, target, self.extended, frozen=1)
-                self._moves[key] = add(self.zero, *(self._move(spec, move) for move in moves))
-            except NoPath:
-                self._moves[key] = None
+            price = self.transfers(spec, (source,), (target,))[0, 0]
+            self._moves[key] = tuple(price.tolist()) if np.isfinite(price).all() else None
         return self._moves[key]
+
+    def transfers(self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Floats:
+        """[source, target, stream] prices of changing a value's layout; infinite where there is no way."""
+        table = reshard_table(spec.shape, self.extended, 1, (*sources, *targets))
+        key = (spec, id(table))
+        if key not in self._totals:
+            moves = np.array([self._move(spec, move) for move in table.moves]).reshape(-1, len(self.streams))
+            self._totals[key] = table.totals(moves), table
+        totals = self._totals[key][0]
+        rows, columns = ([table.index[layout] for layout in layouts] for layouts in (sources, targets))
+        found: Floats = totals[np.ix_(rows, columns)]
+        return found
 
     def _move(self, spec: TensorSpec, move: Move) -> Price:
         before, after = self._local(spec, move.before), self._local(spec, move.after)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.predict import simulate_plan
@@ -18,23 +16,37 @@ from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.classes import grad_classes
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.milp import Solution, Status, solve
+from paraplan.planner.milp import Status
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
-from paraplan.planner.sharding.ilp import build_ilp, step_problem
+from paraplan.planner.sharding.formulate import Formulation, formulate, memory_rows, network_of, with_rows
+from paraplan.planner.sharding.instants import Instant, instant_row, peak_instant
+from paraplan.planner.sharding.network import Row
+from paraplan.planner.sharding.optimise import Optimum, least_activity, optimise
 from paraplan.planner.sharding.pins import make_pins
 from paraplan.planner.sharding.prices import Prices
 from paraplan.planner.sharding.space import Space, build_space
+
+ROUNDS = 12
+"""Plans tried before giving up on memory between the loss and the update."""
 
 SCOPE = "one choice per segment kind, this mesh and microbatch count, captured op order"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on the search: seconds of solver time, bytes per device, and which solver."""
+    """Bounds on the search.
+
+    Attributes:
+        time_s: of solver time.
+        memory_bytes: per device.
+        relative_gap: of the objective, at which to stop proving.
+        backend: who solves what messages leave open.
+    """
 
     time_s: float
     memory_bytes: float
+    relative_gap: float = 2e-3
     backend: str = "mathopt-highs"
 
 
@@ -68,45 +80,62 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
 def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits) -> Candidate:
     """The best plan on a mesh.
 
-    The ILP counts memory at two instants; where the simulated peak is higher still, the limit is lowered by the
-    difference and the problem solved again.
+    The problem counts memory at the loss and at the update; where a plan peaks elsewhere, that instant becomes a row
+    and the problem is solved again (`instants.py`).
 
     Raises:
         InfeasibleError: proved: nothing in scope fits; says how much is missing and what is largest.
         SolverLimitError: the time limit passed first.
     """
     space = problem_of(job, mesh, num_microbatches, constraints)
-    limit = limits.memory_bytes
+    problem = formulate(space)
+    base = memory_rows(space, limits.memory_bytes)
+    rows, instants = base, dict[Instant, Row]()
     solve_s = 0.0
-    for _ in range(6):
-        ilp = build_ilp(space, limit)
-        found = solve(step_problem(ilp), backend=limits.backend, time_limit_s=limits.time_s)
+    for _ in range(ROUNDS):
+        network = with_rows(problem.network, (*rows, *instants.values()))
+        found = optimise(network, limits.time_s, limits.relative_gap, limits.backend)
         solve_s += found.solve_s
-        if found.values is None:
-            _fail(job, space, found, limits, limit)
-        assert found.values is not None
-        choices = ilp.choices(found.values, space)
+        if found.choices is None:
+            _fail(job, space, found, limits, proved=rows is base and not instants)
+        assert found.choices is not None
+        choices = found.choices[: len(space.deciders)]
         _check_objective(space, choices, found)
         plan = assemble(job, decisions_of(job, space, mesh, num_microbatches, choices))
-        simulation = simulate_plan(plan, lower(plan))
+        programs = lower(plan)
+        simulation = simulate_plan(plan, programs)
         peak = max(simulation.peak_bytes)
         if peak <= limits.memory_bytes:
             break
-        limit = max(min(limit, max(held_bytes(space, choices))) - (peak - limits.memory_bytes), 1.0)
+        at = peak_instant(programs, simulation)
+        if at is None:  # outside of segments: every row pays
+            lower_limit = min(rows[0].limit, max(held_bytes(space, choices)) / limits.memory_bytes)
+            lower_limit -= peak / limits.memory_bytes - 1
+            rows = tuple(replace(row, limit=max(lower_limit, 1e-9)) for row in base)
+        else:
+            instants[at] = _at_peak(problem, instant_row(space, job.program, problem, at, limits.memory_bytes),
+                                    found.choices, peak / limits.memory_bytes, instants.get(at))  # fmt: skip
     else:
         raise SolverLimitError(
-            f"no plan under {_size(limits.memory_bytes)} was found on mesh {mesh.shape} after 6 tries; "
+            f"no plan under {_size(limits.memory_bytes)} was found on mesh {mesh.shape} after {ROUNDS} tries; "
             f"the closest peaks at {_size(peak)}"
         )
-    work = work_of_choices(space, choices)
+    work = network.work(found.choices)
     started = time.perf_counter()
-    bound_s = step_bound(space, build_ilp(space, limits.memory_bytes), work, limits.backend, limits.time_s)
+    bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], limits.time_s)
     solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
-    return Candidate(plan, simulation, sum(work), bound_s, status, solve_s)
+    return Candidate(plan, simulation, float(work.sum()), bound_s, status, solve_s)
 
 
-def _check_objective(space: Space, choices: Sequence[int], found: Solution) -> None:
+def _at_peak(problem: Formulation, row: Row, choices: Sequence[int], peak: float, known: Row | None) -> Row:
+    """The row of an instant, its limit lowered by what the simulation found above the row."""
+    counted = float(with_rows(problem.network, (row,)).activity(choices)[0])
+    limit = min(1.0, counted - (peak - 1.0))
+    return replace(row, limit=max(min(limit, known.limit if known is not None else 1.0), 1e-9))
+
+
+def _check_objective(space: Space, choices: Sequence[int], found: Optimum) -> None:
     """The objective a solver reports equals the plan's cost evaluated afresh, always."""
     afresh = sum(work_of_choices(space, choices))
     assert abs(afresh - found.objective) <= 1e-6 * max(afresh, 1e-9), (afresh, found.objective)
@@ -138,7 +167,7 @@ def decisions_of(job: Job, space: Space, mesh: Mesh, num_microbatches: int, choi
     )
 
 
-def _fail(job: Job, space: Space, found: Solution, limits: Limits, limit: float) -> None:
+def _fail(job: Job, space: Space, found: Optimum, limits: Limits, proved: bool) -> None:
     if found.status is not Status.INFEASIBLE:
         raise SolverLimitError(
             f"the solver found no plan within {limits.time_s:.0f} s; raise the time limit or pin more"
@@ -146,12 +175,11 @@ def _fail(job: Job, space: Space, found: Solution, limits: Limits, limit: float)
     need = least_memory(space, limits)
     name, spec = max(((n, p.spec) for n, p in job.program.params.items()), key=lambda item: item[1].nbytes)
     missing = need - limits.memory_bytes
-    if limit < limits.memory_bytes:  # lowered for one plan's passing values; another plan's may be smaller
+    if not proved:  # rows were lowered for what one plan held in passing; another plan's may be less
         raise SolverLimitError(
             f"no plan under {_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
-            f"{_size(need)} would do at the loss and the update, but passing values in between took "
-            f"{_size(limits.memory_bytes - limit)} more; the largest tensor is {name} {spec} "
-            f"({_size(spec.nbytes)}); use smaller microbatches or more devices"
+            f"{_size(need)} would do at the loss and the update, but what passes in between took more; the largest "
+            f"tensor is {name} {spec} ({_size(spec.nbytes)}); use smaller microbatches or more devices"
         )
     raise InfeasibleError(
         f"no sharding fits {_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
@@ -161,21 +189,10 @@ def _fail(job: Job, space: Space, found: Solution, limits: Limits, limit: float)
 
 
 def least_memory(space: Space, limits: Limits) -> float:
-    """The least bytes any plan in scope holds at the loss and the update (a lower bound: the LP relaxation)."""
-    unit = 2.0**30
-    ilp = build_ilp(space, None)
-    peak = ilp.column(space.prices.zero)
-    for held in (space.at_loss, space.at_update):
-        merged: dict[int, float] = {}
-        for decider, options in held:
-            for index, nbytes in enumerate(options):
-                column = ilp.first[decider] + index
-                merged[column] = merged.get(column, 0.0) - nbytes / unit
-        ilp.row([peak, *merged], [1.0, *merged.values()], 0.0, np.inf)
-    objective = np.zeros(len(ilp.prices))
-    objective[peak] = 1.0
-    found = solve(ilp.problem(objective), backend=limits.backend, time_limit_s=limits.time_s, relax=True)
-    return found.bound * unit
+    """What any plan in scope holds at least at the loss, or at the update (each row alone: a lower bound)."""
+    network = network_of(space, limits.memory_bytes)
+    stop = time.perf_counter() + limits.time_s
+    return limits.memory_bytes * max(least_activity(network, row, stop).bound for row in range(len(network.rows)))
 
 
 def _size(nbytes: float) -> str:

@@ -55,6 +55,7 @@ class Transfer:
         readers: who wants it.
         count: how often a step does this (instances times microbatches).
         what: for people.
+        kind, phase: where.
     """
 
     spec: TensorSpec
@@ -62,6 +63,8 @@ class Transfer:
     readers: tuple[End, ...]
     count: int
     what: str
+    kind: int
+    phase: Phase
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,10 @@ class Space:
         deciders, transfers: see the module's head.
         at_loss, at_update: bytes each decider's options hold at these two instants: (decider, bytes per option).
         update_workspace: bytes needed while one parameter updates: (decider, bytes per option).
+        kept: per parameter class, what is alive all through the step: (decider, bytes per option).
+        grads: per parameter class, bytes of one parameter's gradient per option, and whose: (decider, bytes, class).
+        saved: per (kind, value), bytes one microbatch of one instance keeps for the backward: (decider, bytes).
+        made: (kind, value) -> per option of the op that makes it, the layout it has.
         op_decider: (kind, op) -> decider; likewise for parameter classes, gradient classes and batch inputs.
         strategies: per (kind, op), the options on the mesh.
     """
@@ -92,6 +99,10 @@ class Space:
     at_loss: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     at_update: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     update_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    kept: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    grads: list[tuple[int, tuple[int, ...], ParamClass]] = field(default_factory=list)
+    saved: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    made: dict[tuple[int, str], tuple[Layout, ...]] = field(default_factory=dict)
     op_decider: dict[tuple[int, int], int] = field(default_factory=dict)
     strategies: dict[tuple[int, int], tuple[Strategy, ...]] = field(default_factory=dict)
     param_decider: list[int] = field(default_factory=list)
@@ -161,7 +172,11 @@ def _ops(job: Job, space: Space, index: int, micro: KindMicro, count: int, m: in
         kept = tuple(option for option in options if allowed(kind, position, option))
         kept = kept or options[:1]
         space.strategies[index, position] = kept
-        priced = tuple(scale(space.prices.op(op, kind.graph, extend(option, along)), count) for option in kept)
+        alike = space.prices.alike(op, kind.graph, along.key)
+        for option in kept:
+            if option.key not in alike:
+                alike[option.key] = space.prices.op(op, kind.graph, extend(option, along))
+        priced = tuple(scale(alike[option.key], count) for option in kept)
         space.op_decider[index, position] = space.decide(f"{kind.name}.{op.target}[{position}]", priced)
 
 
@@ -171,7 +186,7 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, allowed: Callable[[P
     options = tuple(o for o in param_options(job.program.precision, cls, prices.extended[1:]) if allowed(cls, o))
     master = TensorSpec(options[0].state_dtype, cls.spec.shape)
     slots = job.optimizer.state_slots
-    costs, loss, update, work = [], [], [], []
+    costs, loss, update, work, grads = [], [], [], [], []
     for option in options:
         stored = prices.nbytes(cls.spec, (R, *option.stored))
         if not cls.trained:
@@ -179,6 +194,7 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, allowed: Callable[[P
             loss.append(stored)
             update.append(stored)
             work.append(0)
+            grads.append(0)
             continue
         shard = prices.nbytes(master, (R, *option.state))
         reduced = prices.reshard(master, (R, *option.grad), (R, *option.state))
@@ -189,6 +205,7 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, allowed: Callable[[P
         costs.append(scale(add(reduced, restored, copy, step), n))
         kept = stored + shard * slots + job.optimizer.scalar_bytes + (shard if option.owns_state(cls.spec.dtype) else 0)
         grad = prices.nbytes(master, (R, *option.grad))
+        grads.append(grad if m == 1 else 0)
         loss.append((kept + (grad if m > 1 else 0)) * n)
         update.append((kept + shard) * n)
         work.append(shard * job.optimizer.workspace_slots)
@@ -196,6 +213,8 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, allowed: Callable[[P
     space.param_decider.append(index)
     space.param_options.append(options)
     space.at_loss.append((index, tuple(loss)))
+    space.kept.append((index, tuple(loss)))
+    space.grads.append((index, tuple(grads), cls))
     space.at_update.append((index, tuple(update)))
     space.update_workspace.append((index, tuple(work)))
 
@@ -242,6 +261,7 @@ class _KindTransfers:
             for slot, out in enumerate(op.outs):
                 if out is not None:
                     made[out] = End(decider, tuple(o.outputs[slot] for o in options))  # type: ignore[misc]
+        self.space.made.update({(self.index, name): end.layouts for name, end in made.items()})
         self._grad_readers(readers)
         for (name, phase), ends in readers.items():
             for source, count in self._sources(name, made):
@@ -253,6 +273,8 @@ class _KindTransfers:
                         tuple(dict.fromkeys(ends)),
                         count * self.m,
                         f"{self.kind.name}.{name}.{phase.value}",
+                        self.index,
+                        phase,
                     )
                 )
         self._saved(made)
@@ -320,8 +342,9 @@ class _KindTransfers:
                     later.add(self.kind.outputs[self.producers[outer][1]])
         for root in saved_roots(self.kind, frozenset(later)):
             end, spec = made[root], self.kind.graph.values[root]
-            held = tuple(self.space.prices.nbytes(spec, layout) * self.count for layout in end.layouts)
-            self.space.at_loss.append((end.decider, held))
+            held = tuple(self.space.prices.nbytes(spec, layout) for layout in end.layouts)
+            self.space.saved[self.index, root] = end.decider, held
+            self.space.at_loss.append((end.decider, tuple(nbytes * self.count for nbytes in held)))
 
 
 def producer_end(job: Job, space: Space, kind_index: int, slot: int) -> End:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -371,53 +370,69 @@ def lookup_cases() -> dict[str, list[Case]]:
 
 
 def attention_cases() -> dict[str, list[Case]]:
-    seed = torch.tensor(42)
+    """Sequences of 3 (odd, no ring of 2), of 4 and of 12; queries and keys of equal and of unequal number."""
     forward, backward = [], []
     options = [
-        (4, 4, None, 0.0, True),
-        (4, 2, None, 0.0, False),
-        (4, 4, randn(2, 1, 3, 3), 0.0, False),
-        (4, 2, randn(4, 3, 3), 0.3, False),
-        (4, 4, bools(2, 1, 3, 3) | torch.eye(3, dtype=torch.bool), 0.0, False),
-        (4, 4, randn(2, 4, 3, 3), 0.3, False),
-        (4, 4, randn(3, 3), 0.0, True),
+        (4, 4, None, 0.0, True, 3, 3),
+        (4, 2, None, 0.0, False, 3, 3),
+        (4, 4, randn(2, 1, 3, 3), 0.0, False, 3, 3),
+        (4, 2, randn(4, 3, 3), 0.3, False, 3, 3),
+        (4, 4, bools(2, 1, 3, 3) | torch.eye(3, dtype=torch.bool), 0.0, False, 3, 3),
+        (4, 4, randn(2, 4, 3, 3), 0.3, False, 3, 3),
+        (4, 4, randn(3, 3), 0.0, True, 3, 3),
+        (4, 2, None, 0.0, True, 12, 12),
+        (4, 2, None, 0.3, True, 12, 12),
+        (2, 2, bools(2, 1, 12, 12) & (torch.arange(12) != 5).unsqueeze(-1), 0.0, False, 12, 12),
+        (2, 2, (torch.arange(8) < torch.tensor([3, 8]).unsqueeze(-1)).view(2, 1, 1, 8), 0.0, False, 4, 8),
+        (2, 2, randn(1, 2, 4, 4).masked_fill(torch.ones(4, 4).triu(1) > 0, float("-inf")), 0.3, False, 4, 4),
+        (2, 2, randn(2, 1, 1, 12), 0.3, False, 4, 12),
     ]
-    for heads, groups, mask, p, causal in options:
-        q, k, v = randn(2, heads, 3, 8), randn(2, groups, 3, 8), randn(2, groups, 3, 8)
-        shape = (2, heads, 3, 3)
-        four = mask if mask is None else mask.expand((1,) * (4 - mask.dim()) + tuple(mask.shape)).contiguous()
-        extra = [*([] if mask is None else [four]), *([seed] if p else [])]
-        names = iter(_NAMES[3:])
-        mask_arg = None if mask is None else f"%{next(names)}"
-        seed_arg = f"%{next(names)}" if p else None
-        rest = (p, 2, causal and mask is None, 0.35, shape)
-        forward.append(
-            case([q, k, v, *extra], "%a", "%b", "%c", mask_arg, seed_arg, *rest, (0, 0, 0, 0), rows="abc", fixed="defg")
-        )
-        out, lse = kernels.attention(q, k, v, four, seed if p else None, *rest, (0, 0, 0, 0))
-        shift = {None: None} | {f"%{a}": f"%{b}" for a, b in itertools.pairwise(_NAMES)}
-        out_arg, lse_arg = (f"%{_NAMES[4 + len(extra) + i]}" for i in range(2))
-        grads = mask is not None and mask.dtype != torch.bool
-        for mask_grad in {False, grads}:
-            backward.append(
-                case(
-                    [randn(*out.shape), q, k, v, *extra, out.contiguous(), lse],
-                    "%a",
-                    "%b",
-                    "%c",
-                    "%d",
-                    shift[mask_arg],
-                    shift[seed_arg],
-                    out_arg,
-                    lse_arg,
-                    *rest,
-                    (0, 0, 0, 0),
-                    mask_grad,
-                    rows="abcd" + out_arg[1:],
-                    fixed=_NAMES[4 : 4 + len(extra)] + lse_arg[1:],
-                )
-            )
-    return {"paraplan.attention": forward, "paraplan.attention_grad": backward}
+    for option in options:
+        call, one_way = _attention_forward(*option)
+        forward.append(one_way)
+        mask = option[2]
+        for mask_grad in {False, mask is not None and mask.dtype != torch.bool}:
+            backward.append(_attention_backward(call, mask_grad))
+    return {
+        "paraplan.attention": forward,
+        "paraplan.attention_grad": backward,
+        "paraplan.attention_merge": [_attention_merge()],
+    }
+
+
+def _attention_forward(
+    heads: int, groups: int, mask: Tensor | None, p: float, causal: bool, s: int, t: int
+) -> tuple[tuple[Arg, ...], Case]:
+    """The arguments of a call, and the case it is."""
+    q, k, v = randn(2, heads, s, 8), randn(2, groups, t, 8), randn(2, groups, t, 8)
+    four = mask if mask is None else mask.expand((1,) * (4 - mask.dim()) + tuple(mask.shape)).contiguous()
+    seed = torch.tensor(42) if p else None
+    rest = (p, 2, causal and mask is None, 0.35, (2, heads, s, t))
+    extra = [x for x in (four, seed) if x is not None]
+    names = iter(_NAMES[3:])
+    mask_arg, seed_arg = (None if x is None else f"%{next(names)}" for x in (four, seed))
+    args = ("%a", "%b", "%c", mask_arg, seed_arg, *rest, (0, 0, 0, 0))
+    return (q, k, v, four, seed, *rest), case([q, k, v, *extra], *args, rows="abc", fixed="defg")
+
+
+def _attention_backward(call: tuple[Arg, ...], mask_grad: bool) -> Case:
+    q, k, v, mask, seed, *rest = call
+    out, lse = kernels.attention(*call, (0, 0, 0, 0))
+    extra = [x for x in (mask, seed) if x is not None]
+    names = iter(_NAMES[4:])
+    args = [None if x is None else f"%{next(names)}" for x in (mask, seed, out, lse)]
+    return case(
+        [randn(*out.shape), q, k, v, *extra, out.contiguous(), lse],
+        *("%a", "%b", "%c", "%d", *args, *rest, (0, 0, 0, 0), mask_grad),
+        rows="abcd" + args[2][1:], fixed=_NAMES[4 : 4 + len(extra)] + args[3][1:],
+    )  # fmt: skip
+
+
+def _attention_merge() -> Case:
+    """One row has keys on one side alone, one on neither."""
+    lse = [randn(2, 4, 3), randn(2, 4, 3)]
+    lse[0][0, 0, 0] = lse[0][1, 1, 1] = lse[1][1, 1, 1] = float("-inf")
+    return case([randn(2, 4, 3, 8), lse[0], randn(2, 4, 3, 8), lse[1]], "%a", "%b", "%c", "%d", ":float64", fixed="bd")
 
 
 def all_cases() -> dict[str, list[Case]]:

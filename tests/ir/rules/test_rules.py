@@ -32,8 +32,12 @@ from ..lockstep import (  # noqa: TID252
     scatter,
 )
 from .cases import Case, all_cases
+from .cases_indexing import more_cases
+from .cases_vision import channels_last_cases, vision_cases
 
-CASES = all_cases()
+CASES = {**all_cases(), **more_cases(), **vision_cases()}
+for images, more in channels_last_cases().items():
+    CASES[images] = [*CASES[images], *more]
 ALL = [
     pytest.param(target, number, id=f"{target}-{number}")
     for target, cases in CASES.items()
@@ -50,6 +54,9 @@ BACKWARDS = {
     "paraplan.linear": ("paraplan.linear_grad_input", "paraplan.linear_grad_weight"),
     "paraplan.embedding": ("paraplan.embedding_grad",),
     "paraplan.ce_loss": ("paraplan.ce_grad",),
+    "paraplan.conv": ("paraplan.conv_grad_input", "paraplan.conv_grad_weight"),
+    "paraplan.max_pool": ("paraplan.max_pool_grad",),
+    "paraplan.group_norm": ("paraplan.group_norm_grad",),
 }
 torch.set_num_threads(1)
 
@@ -205,6 +212,8 @@ def test_strides_in_other_memory_orders(target: str, number: int) -> None:
         trials = [{name: order} for name, rank in ranks.items() for order in itertools.permutations(range(rank))]
     else:
         trials = [{name: _order(draws, case, name, rank) for name, rank in ranks.items()} for _ in range(6)]
+    if set(ranks.values()) == {4}:
+        trials.append(dict.fromkeys(ranks, (0, 2, 3, 1)))  # channels last
     for orders in trials:
         for strategy in strategies:
             example.check(_whole_first(strategy), (2,), orders=orders)

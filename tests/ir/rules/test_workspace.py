@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,18 +80,20 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def attention_cases(draw: Any, seed: Tensor) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for heads, groups in ((8, 8), (8, 4)):
-        for p, causal, masked in ((0.0, True, False), (0.0, False, True), (0.1, True, False), (0.1, False, True)):
-            mask = torch.rand(B, 1, S, S) > 0.2 if masked else None
-            q, k, v, g = (draw(B, S, h, D).transpose(1, 2) for h in (heads, groups, groups, heads))
-            random, place = (seed if p else None), ([B, heads, S, S], [0, 0, 0, 0])
-            call = (q, k, v, mask, random, p, 0, causal, 0.25, *place)
-            out, lse = resolve("paraplan.attention")(*call)
-            yield "paraplan.attention", call
-            yield (
-                "paraplan.attention_grad",
-                (g, q, k, v, mask, random, out, lse, p, 0, causal, 0.25, *place, False),
-            )
+    """The whole score matrix, half of the queries, and pairs of halves as a ring meets them; masks hold all keys."""
+    half = S // 2
+    blocks = ((S, 0, S, 0), (half, half, S, 0), (half, half, half, 0), (half, 0, half, half))
+    options = ((0.0, True, False), (0.0, False, True), (0.1, True, False), (0.1, False, True))
+    for (heads, groups), (s, s0, t, t0), (p, causal, masked) in itertools.product(((8, 8), (8, 4)), blocks, options):
+        mask = torch.rand(B, 1, s, S) > 0.2 if masked else None
+        q, k, v, g = (draw(B, n, h, D).transpose(1, 2) for n, h in ((s, heads), (t, groups), (t, groups), (s, heads)))
+        random, place = (seed if p else None), ([B, heads, S, S], [0, 0, s0, t0])
+        call = (q, k, v, mask, random, p, 0, causal, 0.25, *place)
+        out, lse = resolve("paraplan.attention")(*call)
+        yield "paraplan.attention", call
+        yield "paraplan.attention_grad", (g, q, k, v, mask, random, out, lse, p, 0, causal, 0.25, *place, False)
+        for dtype in {out.dtype, lse.dtype}:
+            yield "paraplan.attention_merge", (out.to(lse.dtype), lse, out.clone(), lse.clone(), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -1,0 +1,1 @@
+"""Readers of other systems' problem instances, one per format."""

@@ -1,0 +1,146 @@
+"""The sharding solver on problems with known or independently computed answers.
+
+    python -m benchmarks.instances alpa FOLDER      Alpa's own instances: each as published, and with memory limited to
+                                                    60 % of what its optimum uses
+    python -m benchmarks.instances [models]         Llama and Mixtral on an (8, 8) and a (64, 8) mesh, free and with
+                                                    memory limited so that it binds
+
+Every answer is held against an independent MILP of the same problem (HiGHS on the flow form, given ten times as long).
+Columns: `gap` is (objective - bound) / objective; `equal` whether the objective is the known optimum's and the MILP's
+("better" where the MILP ran out of time above it).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.formats.alpa import Instance, limited, read_folder
+from benchmarks.table import Row, main
+from paraplan.cost_models.catalog import parse_cluster
+from paraplan.ir.mesh import make_mesh
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.program import Program
+from paraplan.ir.trace import capture
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.milp import Status, solve
+from paraplan.planner.sharding.formulate import network_of
+from paraplan.planner.sharding.ilp import build_ilp
+from paraplan.planner.sharding.network import Network
+from paraplan.planner.sharding.optimise import least_activity, optimise
+from paraplan.planner.sharding.solve import problem_of
+
+TIME_S = 10.0
+COLUMNS = (
+    *("case", "variables", "options", "status", "objective", "bound", "gap", "solve_s", "via"),
+    *("known", "milp", "milp_s", "equal"),
+)
+SIZES = {
+    "llama": {
+        "num_hidden_layers": 4, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "use_cache": False,
+    },
+    "mixtral": {
+        "num_hidden_layers": 4, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 8192, "use_cache": False,
+        "num_local_experts": 8,
+    },
+}  # fmt: skip
+
+
+def solved(network: Network, known: float | None = None) -> Row:
+    """One problem: our answer and the MILP's."""
+    found = optimise(network, TIME_S)
+    exact = solve(build_ilp(network).problem(np.ones(network.num_streams)), time_limit_s=10 * TIME_S, relative_gap=1e-7)
+    answers = [known] if known is not None else []
+    if exact.status in (Status.OPTIMAL, Status.INFEASIBLE):
+        answers.append(exact.objective)
+    same = all(found.objective == answer or abs(found.objective - answer) <= 1e-6 * abs(answer) for answer in answers)
+    better = exact.status is Status.FEASIBLE and found.objective <= exact.objective
+    return {
+        "variables": len(network.prices), "options": sum(map(len, network.prices)), "status": found.status.value,
+        "objective": found.objective, "bound": found.bound, "solve_s": found.solve_s, "via": found.via,
+        "gap": 0.0 if found.objective == found.bound else 1 - found.bound / found.objective,
+        "known": known, "milp": exact.objective, "milp_s": exact.solve_s,
+        "equal": "better" if same and better else same,
+    }  # fmt: skip
+
+
+def tight(instance: Instance) -> Row:
+    """With 60 % of the memory its optimum uses."""
+    free = optimise(instance.network, TIME_S)
+    assert free.choices is not None
+    used = float(instance.network.activity(free.choices).max()) * instance.budget_bytes
+    return solved(limited(instance, 0.6 * used))
+
+
+@cache
+def program(model: str) -> Program:
+    """A model of four layers at its published width, captured from the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (optional extra)
+
+    config = AutoConfig.for_model(model, **SIZES[model])
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config).train()
+    tokens = torch.zeros(512, 8192, dtype=torch.long, device="meta")
+    return capture(made, {"input_ids": tokens, "labels": tokens}, precision="bf16")
+
+
+def exported(model: str, shape: tuple[int, int], tightness: float | None) -> Row:
+    """A model's sharding problem; memory at a mixture of what the free optimum and the leanest plan hold."""
+    job = Job(program(model), parse_cluster(f"8xH100:{shape[0] * shape[1] // 8}"), OPTIMIZERS["adamw"],
+              ModelRef(display=model), {})  # fmt: skip
+    space = problem_of(job, make_mesh(shape, ("outer", "inner")), 1, Constraints())
+    network = network_of(space, 1.0)
+    if tightness is None:
+        return solved(Network(network.prices, network.factors))
+    free = optimise(Network(network.prices, network.factors))
+    assert free.choices is not None
+    most = float(network.activity(free.choices).max())
+    least = max(least_activity(network, row, np.inf).bound for row in range(len(network.rows)))
+    return solved(network_of(space, least + tightness * (most - least)))
+
+
+def cases(family: str, folder: Path | None) -> dict[str, Callable[[], Row]]:
+    """The cases of a family."""
+    if family == "alpa":
+        assert folder is not None
+        found: dict[str, Callable[[], Row]] = {}
+        for instance in read_folder(folder):
+            found[instance.name] = lambda i=instance: solved(i.network, i.optimum)
+            found[f"{instance.name} 60 %"] = lambda i=instance: tight(i)
+        return found
+    return {
+        f"{model} {shape[0]}x{shape[1]}{'' if tightness is None else f' memory {tightness:.0%}'}": (
+            lambda m=model, s=shape, t=tightness: exported(m, s, t)
+        )
+        for model in SIZES
+        for shape in ((8, 8), (64, 8))
+        for tightness in (None, 0.6, 0.3)
+    }
+
+
+def run(arguments: list[str]) -> int:
+    """The command line: a family, its folder if it has one, then what every benchmark takes."""
+    family = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "models"
+    folder = Path(arguments.pop(0)) if family == "alpa" and arguments and not arguments[0].startswith("-") else None
+    if family not in ("alpa", "models") or (family == "alpa" and folder is None):
+        usage = "python -m benchmarks.instances (alpa FOLDER | models) [--only PATTERN] [--json FILE]"
+        print(f"usage: {usage}", file=sys.stderr)
+        return 2
+    try:
+        chosen = cases(family, folder)
+    except (FileNotFoundError, ValueError) as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+    return main("instances", chosen, COLUMNS, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(sys.argv[1:]))

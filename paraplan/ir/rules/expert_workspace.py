@@ -1,0 +1,65 @@
+"""Bytes the kernels of experts, tables and indexing allocate and drop inside, from local shapes (see `workspace`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paraplan.ir.graph import Arg
+from paraplan.ir.rank_program import LocalValue
+from paraplan.ir.strides import is_contiguous
+from paraplan.ir.tensor import DTYPE_BYTES
+
+Values = Sequence[LocalValue | None]
+BLOCK_ROWS = 2048
+
+
+def _item(value: LocalValue | None) -> int:
+    assert value is not None
+    return DTYPE_BYTES[value.dtype]
+
+
+def _copied(value: LocalValue | None) -> int:
+    return 0 if value is None or is_contiguous(value.shape, value.strides) else value.nbytes
+
+
+def index(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """Row-major copies of strided inputs."""
+    return sum(map(_copied, inputs))
+
+
+def _mixture(x: LocalValue | None, ids: LocalValue | None, weights: LocalValue | None, w_in: LocalValue | None,
+             widths: int) -> int:  # fmt: skip
+    """Buffers of one block, `widths` columns wide, made before sorting; the sorted order and a block's rows, or sorting."""
+    assert x is not None and ids is not None and weights is not None and w_in is not None
+    chosen, rows = math.prod(ids.shape), min(x.shape[0], BLOCK_ROWS)
+    sorting = 24 * chosen + 8 * w_in.shape[0]
+    block = 8 * chosen + rows * (16 + 2 * _item(weights))
+    return rows * widths * _item(x) + max(sorting, block) + _copied(ids)
+
+
+def experts(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """Tokens, hidden values and results of one block."""
+    x, ids, weights, w_in, w_out = inputs
+    assert w_in is not None and w_out is not None
+    return _mixture(x, ids, weights, w_in, w_in.shape[3] + w_in.shape[1] * w_in.shape[2] + w_out.shape[1])
+
+
+def experts_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """Those of the forward pass, and three buffers of hidden values."""
+    _, x, ids, weights, w_in, w_out = inputs
+    assert w_in is not None and w_out is not None
+    width = w_in.shape[2]
+    return _mixture(x, ids, weights, w_in, w_in.shape[3] + (w_in.shape[1] + 3) * width + w_out.shape[1])
+
+
+def embedding_tables(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """Row numbers and the tests for lying outside."""
+    return math.prod(inputs[1].shape) * 11 + _copied(inputs[0])  # type: ignore[union-attr]
+
+
+def embedding_tables_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """The same, and the gradient with foreign rows cleared."""
+    grad, ids = inputs[0], inputs[1]
+    assert grad is not None and ids is not None
+    return math.prod(ids.shape) * 9 + grad.nbytes

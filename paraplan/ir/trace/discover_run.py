@@ -1,0 +1,336 @@
+"""Running one op of a program on small random tensors, whole and in shards.
+
+A `Probe` is an op with its values numbered; a `Sizing` gives every value a small shape and the arguments that go with
+it; a `Bench` holds what the whole op gives on a few draws, so that shards can be held against it.
+
+Safety: nothing is run that writes its inputs or draws random numbers; a first draw keeps integers below 2, valid as
+indices into any shard, and only what passes it meets integers up to the smallest dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.graph import Arg, Op, map_refs
+from paraplan.ir.op_rule import ArgPath
+from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.trace.reference import run_op
+
+MAX_ELEMENTS = 1_000_000
+SMALL_ELEMENTS = 60_000
+BUDGET = 20_000  # runs, a run counting one more for every 1000 elements: seconds
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+STYLES = ("normal", "positive", "unit")
+Shapes = tuple[tuple[int, ...], ...]
+Outputs = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """An op ready to be run on tensors of any shape.
+
+    Attributes:
+        op: its distinct values are called "0", "1", ...; results "o0", "o1", ..., None where nobody reads them.
+        specs: of the values, global.
+        occurrences: per tensor argument, the value it is.
+        outs: specs of the results, None where absent.
+    """
+
+    op: Op
+    specs: tuple[TensorSpec, ...]
+    occurrences: tuple[int, ...]
+    outs: tuple[TensorSpec | None, ...]
+
+    def run(self, tensors: Sequence[Tensor], args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Outputs:
+        """The op's results; None for absent ones. Whatever the op raises passes through."""
+        env = {str(index): tensor for index, tensor in enumerate(tensors)}
+        names = tuple(None if spec is None else f"o{index}" for index, spec in enumerate(self.outs))
+        run_op(Op(target=self.op.target, args=args, kwargs=kwargs, outs=names), env)
+        return tuple(None if name is None else env[name] for name in names)
+
+
+def probe_of(op: Op, values: dict[str, TensorSpec]) -> Probe:
+    """An op of a graph as a probe."""
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(op.tensors))}
+
+    def rename(name: str) -> str:
+        return str(numbers[name])
+
+    plain = Op(
+        target=op.target, args=tuple(map_refs(arg, rename) for arg in op.args),
+        kwargs={key: map_refs(arg, rename) for key, arg in op.kwargs.items()}, outs=(),
+    )  # fmt: skip
+    outs = tuple(None if name is None else values[name] for name in op.outs)
+    return Probe(plain, tuple(values[name] for name in numbers), tuple(numbers[name] for name in op.tensors), outs)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Shapes of a probe's values, and its arguments for these."""
+
+    shapes: Shapes
+    args: tuple[Arg, ...]
+    kwargs: dict[str, Arg]
+
+
+def int_args(args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> dict[ArgPath, int]:
+    """Every integer argument above 1 by where it stands."""
+    found: dict[ArgPath, int] = {}
+
+    def walk(arg: Arg, path: ArgPath) -> None:
+        if isinstance(arg, tuple):
+            for index, item in enumerate(arg):
+                walk(item, (*path, index))
+        elif isinstance(arg, int) and not isinstance(arg, bool) and arg > 1:
+            found[path] = arg
+
+    for index, arg in enumerate(args):
+        walk(arg, (index,))
+    for key, arg in kwargs.items():
+        walk(arg, (key,))
+    return found
+
+
+def _replaced(arg: Arg, path: ArgPath, value: int) -> Arg:
+    if not path:
+        return value
+    index = int(path[0])
+    return (*arg[:index], _replaced(arg[index], path[1:], value), *arg[index + 1 :])
+
+
+def with_ints(args: tuple[Arg, ...], kwargs: dict[str, Arg], new: dict[ArgPath, int]) -> tuple[tuple[Arg, ...], dict]:
+    """Arguments with integers replaced."""
+    for (first, *rest), value in new.items():
+        if isinstance(first, int):
+            args = (*args[:first], _replaced(args[first], tuple(rest), value), *args[first + 1 :])
+        else:
+            kwargs = {**kwargs, first: _replaced(kwargs[first], tuple(rest), value)}
+    return args, kwargs
+
+
+def sizings(probe: Probe) -> Iterator[Sizing]:
+    """Small versions of the real shapes to try, then the real shapes where they are small.
+
+    Equal sizes stay equal and different ones different: multiples stay multiples in the first attempt, then every size
+    becomes 4 times a prime of its own, then products of two others stay products. Integer arguments equal to a size
+    follow it or not.
+    """
+    real = tuple(spec.shape for spec in probe.specs)
+    sizes = sorted({size for shape in real for size in shape if size > 1})
+    numbers = int_args(probe.op.args, probe.op.kwargs)
+    seen = set()
+    if len(sizes) <= len(PRIMES):
+        for small in _small_sizes(sizes):
+            shapes = tuple(tuple(small.get(size, size) for size in shape) for shape in real)
+            if max(math.prod(shape) for shape in shapes) > SMALL_ELEMENTS:
+                continue
+            for new in _followers(numbers, small):
+                args, kwargs = with_ints(probe.op.args, probe.op.kwargs, new)
+                if (key := repr((shapes, args, kwargs))) not in seen:
+                    seen.add(key)
+                    yield Sizing(shapes, args, kwargs)
+    if sum(math.prod(shape) for shape in real) <= MAX_ELEMENTS:
+        yield Sizing(real, probe.op.args, probe.op.kwargs)
+
+
+def _small_sizes(sizes: list[int]) -> Iterator[dict[int, int]]:
+    for keep in (0, 4):
+        for relation in ("multiples", "none", "products"):
+            small: dict[int, int] = {}
+            primes = iter(PRIMES)
+            for size in sizes:
+                related = _related(size, small, relation)
+                small[size] = size if size <= keep else 4 * next(primes) if related is None else related
+            if len(set(small.values())) == len(small):
+                yield small
+
+
+def _related(size: int, small: dict[int, int], relation: str) -> int | None:
+    """The small size that keeps what relates a size to smaller ones; None where nothing does."""
+    if relation == "products":
+        pair = next(((a, size // a) for a in small if size % a == 0 and size // a in small), None)
+        return small[pair[0]] * small[pair[1]] if pair else None
+    below = [other for other in small if size % other == 0]
+    if relation == "none" or not below:
+        return None
+    ratio = size // max(below)
+    return small[max(below)] * (ratio if ratio <= 4 else 2)
+
+
+def _followers(numbers: dict[ArgPath, int], small: dict[int, int]) -> Iterator[dict[ArgPath, int]]:
+    """Which integer arguments follow the sizes they are equal to: all, none, all but one, one alone."""
+    equal = {path: small[value] for path, value in numbers.items() if value in small}
+    yield equal
+    if equal:
+        yield {}
+    if len(equal) > 1:
+        for path in equal:
+            yield {other: value for other, value in equal.items() if other != path}
+            yield {path: equal[path]}
+
+
+def draw(spec: TensorSpec, shape: tuple[int, ...], style: str, high: int, generator: torch.Generator) -> Tensor:
+    """A random tensor: floats by style, integers below `high`."""
+    dtype = getattr(torch, spec.dtype)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if not dtype.is_floating_point and not dtype.is_complex:
+        low = 0 if style == "normal" else 1
+        return torch.randint(low, max(high, low + 1), shape, generator=generator).to(dtype)
+    if style == "normal":
+        made = torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+    else:
+        low, span = (0.5, 1.0) if style == "positive" else (0.1, 0.8)
+        made = low + span * torch.rand(shape, generator=generator, dtype=torch.float64)
+    return made.to(dtype)
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    """Equal up to the dtype's rounding; infinities and NaN must match, integers be equal."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    if not wanted.is_floating_point() and not wanted.is_complex():
+        return torch.equal(found, wanted)
+    if wanted.numel() == 0:
+        return True
+    finite = torch.isfinite(wanted)
+    if not torch.equal(finite, torch.isfinite(found)):
+        return False
+    if not bool(finite.all()) and not torch.allclose(found[~finite], wanted[~finite], equal_nan=True):
+        return False
+    relative = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+    a, b = found[finite], wanted[finite]
+    if not b.numel():
+        return True
+    return float((a - b).abs().max()) <= relative.get(wanted.dtype, 3e-2) * max(float(b.abs().max()), 1e-30)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Values, and what the whole op makes of them."""
+
+    tensors: tuple[Tensor, ...]
+    whole: Outputs
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A probe at one sizing with its draws: the first with integers below 2, the others with all that are valid."""
+
+    probe: Probe
+    sizing: Sizing
+    draws: tuple[Draw, ...]
+    style: str = "normal"
+    device: str = "cpu"
+    seeds: Iterator[int] = field(default_factory=lambda: iter(range(1000, 1 << 30)), compare=False)
+    spent: list[int] = field(default_factory=lambda: [0], compare=False)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the op was run so often that the search for more letters stops."""
+        return self.spent[0] > BUDGET
+
+    def run(self, tensors: Sequence[Tensor], args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Outputs | None:
+        """The op's results; None where it refuses."""
+        self.spent[0] += 1 + sum(tensor.numel() for tensor in tensors) // 1000
+        try:
+            return self.probe.run(tensors, args, kwargs)
+        except Exception:  # noqa: BLE001 - whatever an op raises means that it cannot be run so
+            return None
+
+    def fresh_draw(self, high: int) -> tuple[Tensor, ...]:
+        """New values."""
+        generator = torch.Generator().manual_seed(next(self.seeds))
+        return tuple(
+            draw(spec, shape, self.style, high, generator).to(self.device)
+            for spec, shape in zip(self.probe.specs, self.sizing.shapes, strict=True)
+        )
+
+
+class NoBench(Exception):
+    """The op cannot be run as discovery needs; the message says why."""
+
+
+def make_bench(probe: Probe) -> Bench:
+    """Small shapes and draws the op takes.
+
+    Raises:
+        NoBench: none were found; says what the op answered last.
+    """
+    reason = "its real shapes are too large to try and no small version of them is valid"
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    for sizing in sizings(probe):
+        for device in devices:
+            for style in STYLES:
+                bench = Bench(probe, sizing, (), style, device)
+                try:
+                    found = _with_draws(bench)
+                except NoBench as why:
+                    reason = str(why)
+                    continue
+                except Exception as fault:  # noqa: BLE001 - any op, any error
+                    reason = f"running it failed: {type(fault).__name__}: {_first_line(fault)}"
+                    continue
+                if found is not None:
+                    return found
+                reason = "its results are not finite on any values tried"
+    raise NoBench(reason)
+
+
+def _first_line(fault: Exception) -> str:
+    return (str(fault).strip().splitlines() or [""])[0][:120]
+
+
+def _with_draws(bench: Bench) -> Bench | None:
+    """The bench with its draws; None where results are not finite."""
+    probe, sizing = bench.probe, bench.sizing
+    smallest = min((size for shape in sizing.shapes for size in shape if size > 1), default=2)
+    draws = []
+    for high in (2, smallest, smallest):
+        tensors = bench.fresh_draw(max(high, 1))
+        kept = [tensor.clone() for tensor in tensors]
+        whole = probe.run(tensors, sizing.args, sizing.kwargs)
+        again = probe.run(tensors, sizing.args, sizing.kwargs)
+        if not all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True)):
+            raise NoBench("it writes its inputs")
+        for spec, first, second in zip(probe.outs, whole, again, strict=True):
+            if spec is None or first is None or second is None:
+                continue
+            if first.dim() != len(spec.shape) or str(first.dtype) != f"torch.{spec.dtype}":
+                raise ValueError(f"small shapes give {first.dtype} {tuple(first.shape)} for {spec}")
+            if not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)):
+                raise NoBench("it gives other results when run again on equal inputs")
+            if (
+                bool(torch.isnan(first).any())
+                or float(torch.isinf(first).double().mean() if first.numel() else 0) > 0.5
+            ):
+                return None
+        draws.append(Draw(tensors, whole))
+    return replace(bench, draws=tuple(draws))
+
+
+def real_bench(bench: Bench) -> Bench:
+    """The same op at its real shapes.
+
+    Raises:
+        NoBench: it refuses them.
+    """
+    probe = bench.probe
+    sizing = Sizing(tuple(spec.shape for spec in probe.specs), probe.op.args, probe.op.kwargs)
+    for style in dict.fromkeys((bench.style, *STYLES)):
+        try:
+            found = _with_draws(replace(bench, sizing=sizing, draws=(), style=style))
+        except NoBench:
+            raise
+        except Exception as fault:  # noqa: BLE001 - any op, any error
+            raise NoBench(
+                f"running it at its real shapes failed: {type(fault).__name__}: {_first_line(fault)}"
+            ) from None
+        if found is not None:
+            return found
+    raise NoBench("its results are not finite on any values tried")

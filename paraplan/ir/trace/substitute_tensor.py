@@ -1,0 +1,190 @@
+"""Canonical forms of reductions beyond sums, of reads from a stack of tables, and of experts."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from paraplan.ir.trace import autograd, experts, moments
+from paraplan.ir.trace.flow import aten_name, value_of
+from paraplan.ir.trace.rewrite import Rewriter
+
+aten = torch.ops.aten
+Found = dict[str, object]
+_MAX = 2  # embedding_bag's modes: sum, mean, max
+_PASS = frozenset({"_to_copy", "unsqueeze", "view", "reshape", "expand"})
+
+
+def _dims(value: object, rank: int) -> tuple[int, ...]:
+    if value is None or value == [] or rank == 0:
+        return tuple(range(rank))
+    given = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(int(dim) % rank for dim in given)
+
+
+def _moment(found: Found, rank: int) -> tuple[tuple[int, ...], float, bool]:
+    """dims, correction and keepdim of the variants of var and std."""
+    if "unbiased" in found:
+        correction = 1.0 if found["unbiased"] else 0.0
+    else:
+        given = found.get("correction")
+        correction = 1.0 if given is None else float(given)  # type: ignore[arg-type]
+    return _dims(found.get("dim"), rank), correction, bool(found.get("keepdim", False))
+
+
+def _is_plain(x: object) -> bool:
+    return isinstance(x, fx.Node) and value_of(x).is_floating_point() and value_of(x).dim() > 0
+
+
+def variance(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+    """var and std; of (var, mean) and (std, mean) each result by itself."""
+    x = found["self"]
+    if not _is_plain(x):
+        return None
+    dims, correction, keep = _moment(found, value_of(x).dim())  # type: ignore[arg-type]
+    name = aten_name(node.target)
+    function = moments.deviation if name.startswith("std") else moments.variance
+    if not name.endswith("_mean"):
+        return rewriter.call(node, function, x, dims, correction, keep)
+    for user in list(node.users):
+        if user.target is not operator.getitem:
+            return None
+        made = (
+            rewriter.call(user, function, x, dims, correction, keep)
+            if user.args[1] == 0
+            else rewriter.call(user, moments.mean, x, dims, keep)
+        )
+        rewriter.replace(user, made)
+    return None
+
+
+def vector_norm(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+    """linalg_vector_norm and norm of order 1, 2 or infinity."""
+    x = found["self"]
+    given = found.get("ord", found.get("p"))
+    order = 2.0 if given is None else float(given)  # type: ignore[arg-type]
+    if not _is_plain(x) or order not in (1.0, 2.0, float("inf")):
+        return None
+    dims = _dims(found.get("dim"), value_of(x).dim())  # type: ignore[arg-type]
+    return rewriter.call(
+        node, moments.vector_norm, x, order, dims, bool(found.get("keepdim", False)), found.get("dtype")
+    )  # fmt: skip
+
+
+def log_sum_exp(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+    """logsumexp."""
+    x = found["self"]
+    if not _is_plain(x):
+        return None
+    return rewriter.call(
+        node, moments.log_sum_exp, x, _dims(found["dim"], value_of(x).dim()), bool(found["keepdim"])  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def tables(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+    """w[arange(t), ids] of a parameter [t, v, h]: one read from each of t tables."""
+    x, indices = node.args[0], list(found["indices"])  # type: ignore[call-overload]
+    if not isinstance(x, fx.Node) or value_of(x).dim() != 3 or len(indices) != 2 or None in indices:
+        return None
+    number, ids = indices
+    shape = value_of(ids).shape
+    if not shape or value_of(ids).dtype not in (torch.int64, torch.int32) or shape[-1] != value_of(x).shape[0]:
+        return None
+    if not _is_arange(number, value_of(x).shape[0]):
+        return None
+    return rewriter.call(node, experts.embedding_tables, x, ids)
+
+
+def embedding_bag(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+    """Bags of one length each: rows [bag, id, column] summed or averaged over ids."""
+    ids, offsets, mode = found["indices"], found["offsets"], found["mode"]
+    count = value_of(offsets).shape[0]  # type: ignore[arg-type]
+    length = value_of(ids).numel() // max(count, 1)  # type: ignore[arg-type]
+    padding = found.get("padding_idx")
+    unusual = found["scale_grad_by_freq"] or (padding is not None and padding != -1) or found["include_last_offset"]  # type: ignore[comparison-overlap]
+    unusual = unusual or mode == _MAX
+    if unusual or not _is_steps(offsets, count, length) or any(user.args[1] for user in node.users):  # type: ignore[arg-type]
+        return None
+    made = rewriter.call(node, aten.reshape.default, ids, [count, length])
+    rows = rewriter.call(node, autograd.embedding, found["weight"], made, -1)
+    if found["per_sample_weights"] is not None:
+        shares = rewriter.call(node, aten.reshape.default, found["per_sample_weights"], [count, length, 1])
+        rows = rewriter.call(node, aten.mul.Tensor, rows, shares)
+    total = rewriter.call(node, aten.sum.dim_IntList if mode == 0 else aten.mean.dim, rows, [1])
+    for user in list(node.users):
+        rewriter.replace(user, total)
+    return None
+
+
+def _is_steps(node: fx.Node, count: int, step: int) -> bool:
+    """Whether a node is 0, step, 2 · step, ..., `count` of them."""
+    if aten_name(node.target) != "arange" or len(node.args) != 3:
+        return False
+    return node.args[0] == 0 and node.args[2] == step and node.args[1] == count * step
+
+
+def _is_arange(node: fx.Node, size: int) -> bool:
+    """Whether a node is 0, 1, ..., size − 1 along its last dim."""
+    shape = value_of(node).shape
+    if not shape or shape[-1] != size or value_of(node).numel() != size:
+        return False
+    while aten_name(node.target) in _PASS:
+        node = node.args[0]  # type: ignore[assignment]
+    if aten_name(node.target) != "arange":
+        return False
+    bounds = [arg for arg in node.args if isinstance(arg, int)]
+    return len(bounds) == len(node.args) and bounds in ([size], [0, size], [0, size, 1])
+
+
+def mixture(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+    """The experts' forward that capture put into the model (see `hf`)."""
+    return rewriter.call(node, experts.experts, *node.args[:7])
+
+
+MANY = 4
+
+
+def join_selects(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """x[0], x[1], ... read one by one (a step at a time) become the pieces of one unbind.
+
+    Steps then read a piece each and are equal, and their gradients are stacked once instead of being added up one
+    whole tensor per step.
+    """
+    for node in list(graph.nodes):
+        by_dim: dict[int, list[fx.Node]] = {}
+        for user in node.users:
+            if aten_name(user.target) == "select" and isinstance(node.meta.get("val"), torch.Tensor):
+                by_dim.setdefault(int(user.args[1]) % value_of(node).dim(), []).append(user)
+        for dim, readers in by_dim.items():
+            size = value_of(node).shape[dim]
+            if len(readers) > MANY and 2 * len({int(user.args[2]) % size for user in readers}) > size:
+                _join(rewriter, node, dim, readers)
+
+
+def _join(rewriter: Rewriter, node: fx.Node, dim: int, readers: list[fx.Node]) -> None:
+    following = node.next
+    while following.op == "placeholder" or following.target is operator.getitem:
+        following = following.next
+    pieces = rewriter.call(following, aten.unbind.int, node, dim)
+    size = value_of(node).shape[dim]
+    places = sorted({int(user.args[2]) % size for user in readers})  # type: ignore[call-overload]
+    made = {place: rewriter.call(following, operator.getitem, pieces, place) for place in places}
+    for user in readers:
+        rewriter.replace(user, made[int(user.args[2]) % size])  # type: ignore[call-overload]
+
+
+def is_piece(node: fx.Node) -> bool:
+    """Whether a node is a piece of an unbind: a view that costs nothing to keep beside its source."""
+    return node.target is operator.getitem and aten_name(node.args[0].target) == "unbind"  # type: ignore[union-attr]
+
+
+TENSOR_RULES = {
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), variance),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), vector_norm),
+    "logsumexp": log_sum_exp,
+    "index": tables,
+    **dict.fromkeys(("embedding_bag", "_embedding_bag"), embedding_bag),
+    "paraplan.experts": mixture,
+}

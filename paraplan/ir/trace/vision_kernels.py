@@ -1,0 +1,206 @@
+"""Kernels of the canonical vision ops: convolution, pooling, resizing, group and batch norm.
+
+Each works on a whole tensor or on one rank's block of it ([batch, channels, *space], space whole) and returns
+row-major results, whatever the memory order of its inputs: a channels-last input costs one copy inside, and what
+follows never has to guess an order. Gradients take sizes where torch's own formulas would keep a whole tensor alive
+just to read its shape.
+
+Batch norm comes as sums over samples (a sum, then centred squares), for these alone add up over shards exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "adaptive_avg_pool", "adaptive_avg_pool_grad", "adaptive_max_pool", "avg_pool", "avg_pool_grad", "bn_apply",
+    "bn_grad_affine", "bn_grad_input", "bn_rstd", "bn_running", "bn_squares", "conv", "conv_grad_input",
+    "conv_grad_weight", "group_norm", "group_norm_grad", "max_pool", "max_pool_grad", "upsample", "upsample_grad",
+]  # fmt: skip
+
+aten = torch.ops.aten
+Ints = Sequence[int]
+
+
+def _shaped(like: Tensor, shape: Ints) -> Tensor:
+    """A tensor torch reads nothing but the shape and dtype of: one element, expanded."""
+    return like.new_empty(1).expand(tuple(shape))
+
+
+def conv(
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, transposed: bool,
+    output_padding: Ints, groups: int,
+) -> Tensor:  # fmt: skip
+    """y[b, n, ...] = x[b, k, ...] * w (+ bias); w: [n, k / groups, ...], or [k, n / groups, ...] when transposed."""
+    x, w = x.contiguous(), w.contiguous()
+    return aten.convolution(x, w, bias, stride, padding, dilation, transposed, output_padding, groups).contiguous()
+
+
+def conv_grad_input(
+    g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, transposed: bool,
+    output_padding: Ints, groups: int,
+) -> Tensor:  # fmt: skip
+    """The gradient of `conv` in x: [b, n, ...] -> [b, k, *size]."""
+    channels = w.shape[0] if transposed else w.shape[1] * groups
+    x = _shaped(g, (g.shape[0], channels, *size))
+    rest = (stride, padding, dilation, transposed, output_padding, groups, [True, False, False])
+    return aten.convolution_backward(g.contiguous(), x, w.contiguous(), None, *rest)[0].contiguous()  # type: ignore[no-any-return]
+
+
+def conv_grad_weight(
+    g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, transposed: bool,
+    output_padding: Ints, groups: int,
+) -> Tensor:  # fmt: skip
+    """The gradient of `conv` in w, summed over the batch; `size` is the window's."""
+    first, second = (x.shape[1], g.shape[1]) if transposed else (g.shape[1], x.shape[1])
+    w = _shaped(g, (first, second // groups, *size))
+    rest = (stride, padding, dilation, transposed, output_padding, groups, [False, True, False])
+    return aten.convolution_backward(g.contiguous(), x.contiguous(), w, None, *rest)[1].contiguous()  # type: ignore[no-any-return]
+
+
+def max_pool(
+    x: Tensor, window: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool
+) -> tuple[Tensor, Tensor]:
+    """Maxima of windows and where each lies in its plane."""
+    function = getattr(aten, f"max_pool{len(window)}d_with_indices").default
+    return function(x.contiguous(), window, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
+
+
+def adaptive_max_pool(x: Tensor, size: Ints) -> tuple[Tensor, Tensor]:
+    """Maxima of windows that cover the plane in `size` steps, and where each lies in it."""
+    return getattr(aten, f"adaptive_max_pool{len(size)}d").default(x.contiguous(), size)  # type: ignore[no-any-return]
+
+
+def max_pool_grad(g: Tensor, indices: Tensor, size: Ints) -> Tensor:
+    """The gradient of any max pooling: g added into a plane of `size` where the maxima lie."""
+    lead = g.shape[: g.dim() - len(size)]
+    flat = g.new_zeros((*lead, torch.Size(size).numel()))
+    flat.scatter_add_(-1, indices.contiguous().view(*lead, -1), g.contiguous().view(*lead, -1))
+    return flat.view(*lead, *size)
+
+
+def avg_pool(
+    x: Tensor, window: Ints, stride: Ints, padding: Ints, ceil_mode: bool, count_padding: bool, divisor: int | None
+) -> Tensor:
+    """Means of windows."""
+    function = getattr(aten, f"avg_pool{len(window)}d").default
+    return function(x.contiguous(), window, stride, padding, ceil_mode, count_padding, divisor)  # type: ignore[no-any-return]
+
+
+def avg_pool_grad(
+    g: Tensor, size: Ints, window: Ints, stride: Ints, padding: Ints, ceil_mode: bool, count_padding: bool,
+    divisor: int | None,
+) -> Tensor:  # fmt: skip
+    """The gradient of `avg_pool` in x: [..., *size]."""
+    x = _shaped(g, (*g.shape[: g.dim() - len(size)], *size))
+    function = getattr(aten, f"avg_pool{len(window)}d_backward").default
+    return function(g.contiguous(), x, window, stride, padding, ceil_mode, count_padding, divisor)  # type: ignore[no-any-return]
+
+
+def adaptive_avg_pool(x: Tensor, size: Ints) -> Tensor:
+    """Means of windows that cover the plane in `size` steps."""
+    return getattr(aten, f"_adaptive_avg_pool{len(size)}d").default(x.contiguous(), size)  # type: ignore[no-any-return]
+
+
+def adaptive_avg_pool_grad(g: Tensor, size: Ints) -> Tensor:
+    """The gradient of `adaptive_avg_pool` in x: [..., *size]."""
+    x = _shaped(g, (*g.shape[: g.dim() - len(size)], *size))
+    return getattr(aten, f"_adaptive_avg_pool{len(size)}d_backward").default(g.contiguous(), x)  # type: ignore[no-any-return]
+
+
+def upsample(x: Tensor, how: str, size: Ints, rest: Sequence[object]) -> Tensor:
+    """Planes resized to `size`; `how` is torch's op, `rest` its further arguments."""
+    return getattr(aten, how).default(x.contiguous(), size, *rest)  # type: ignore[no-any-return]
+
+
+def upsample_grad(g: Tensor, how: str, size: Ints, given: Ints, rest: Sequence[object]) -> Tensor:
+    """The gradient of `upsample` in x, whose planes have size `given`."""
+    shape = (*g.shape[: g.dim() - len(given)], *given)
+    return getattr(aten, f"{how}_backward").default(g.contiguous(), size, shape, *rest)  # type: ignore[no-any-return]
+
+
+def group_norm(
+    x: Tensor, w: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each group of channels of each sample normalised; also means and reciprocal deviations [b, groups]."""
+    x = x.contiguous()
+    plane = x[0, 0].numel()
+    return aten.native_group_norm.default(x, w, bias, x.shape[0], x.shape[1], plane, groups, eps)  # type: ignore[no-any-return]
+
+
+def group_norm_grad(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, groups: int, wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of `group_norm` in x, w and bias; None for those not wanted."""
+    plane = x[0, 0].numel()
+    sizes = (x.shape[0], x.shape[1], plane, groups, list(wanted))
+    made = aten.native_group_norm_backward.default(g.contiguous(), x.contiguous(), mean, rstd, w, *sizes)
+    found = [grad if want else None for grad, want in zip(made, wanted, strict=True)]
+    return found[0], found[1], found[2]
+
+
+def _over_samples(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _per_channel(value: Tensor, x: Tensor) -> Tensor:
+    return value.view(-1, *(1,) * (x.dim() - 2))
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Row-major and in the dtype of statistics."""
+    return x.contiguous().to(_statistics_dtype(x.dtype))
+
+
+def bn_squares(x: Tensor, mean: Tensor) -> Tensor:
+    """s[c] = sum over samples and space of (x − mean)², by way of this block's own mean and variance."""
+    count = x.numel() // max(x.shape[1], 1)
+    wide = _wide(x)
+    var, own = torch.var_mean(wide, _over_samples(x), correction=0)
+    return own.sub_(mean).square_().add_(var).mul_(count)
+
+
+def bn_rstd(squares: Tensor, count: int, eps: float) -> Tensor:
+    """1 / sqrt(squares / count + eps)."""
+    return squares.to(_statistics_dtype(squares.dtype)).div(count).add_(eps).rsqrt_()
+
+
+def bn_running(running: Tensor, total: Tensor, momentum: float, scale: float) -> Tensor:
+    """(1 − momentum) · running + momentum · scale · total, in running's dtype."""
+    return (running * (1.0 - momentum)).add_(total.to(running.dtype), alpha=momentum * scale)
+
+
+def bn_apply(x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(x − mean) · rstd · w + bias, channel by channel."""
+    scale = _per_channel(rstd if w is None else rstd * w, x)
+    wide = _wide(x)
+    out = wide * scale if mean is None else (wide - _per_channel(mean, x)).mul_(scale)
+    del wide
+    if bias is not None:
+        out.add_(_per_channel(bias, x))
+    return out.to(x.dtype)
+
+
+def bn_grad_affine(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of g · (x − mean) · rstd, sum of g) over samples and space."""
+    mean = mean.to(rstd.dtype)
+    given = (_wide(g), _wide(x), None, mean, torch.ones_like(mean), None, None, False, 0.0, [False, True, True])
+    _, dw, db = aten.native_batch_norm_backward.default(*given)
+    return dw.mul_(rstd), db
+
+
+def bn_grad_input(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, dw: Tensor, db: Tensor, count: int
+) -> Tensor:
+    """rstd · w · (g − db / count − (x − mean) · rstd · dw / count), dw and db being whole sums of `bn_grad_affine`."""
+    scale = rstd if w is None else rstd * w
+    out = (_wide(x) - _per_channel(mean, x)).mul_(_per_channel(dw * rstd * scale / -count, x))
+    out.addcmul_(g.to(out.dtype), _per_channel(scale, x)).sub_(_per_channel(db * scale / count, x))
+    return out.to(x.dtype)

@@ -1,0 +1,59 @@
+"""Logical meshes worth solving: the devices arranged along one, two or three axes.
+
+Devices are numbered node by node, so an inner axis no longer than a node stays inside it. One axis and every split into
+two are always tried; three axes where the option space stays small, for it grows with the third power of what an
+op may do along an axis.
+"""
+
+from __future__ import annotations
+
+from paraplan.ir.mesh import Mesh, make_mesh
+from paraplan.ir.program import Program
+from paraplan.ir.rules.strategies import dims_of, mesh_choices, op_signature
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+
+MOST_OPTIONS = 5_000
+"""Op strategies (about) up to which three axes are tried."""
+
+
+def candidate_meshes(job: Job, constraints: Constraints) -> tuple[Mesh, ...]:
+    """The pinned mesh alone if there is one; else all worth solving, those that fit nodes first."""
+    pinned = _pinned(job.cluster.num_devices, constraints)
+    if pinned is not None:
+        return (pinned,)
+    n = job.cluster.num_devices
+    inner = min(group.devices_per_node for group in job.cluster.groups)
+    shapes: dict[tuple[int, ...], None] = {}
+    if 1 < inner < n and n % inner == 0:
+        shapes[n // inner, inner] = None
+    shapes[n,] = None
+    divisors = [a for a in range(2, n) if n % a == 0]
+    shapes.update(dict.fromkeys((a, n // a) for a in divisors))
+    if num_options(job.program, 3) <= MOST_OPTIONS:
+        shapes.update(dict.fromkeys((a, b, n // a // b) for a in divisors for b in divisors if a * b in divisors))
+    return tuple(make_mesh(shape, tuple(f"axis{i}" for i in range(len(shape)))) for shape in shapes)
+
+
+def num_options(program: Program, num_axes: int) -> int:
+    """About how many strategies the program's distinct ops have on a mesh of so many axes."""
+    total = 0
+    for kind in program.kinds:
+        choices = {
+            op_signature(op, kind.graph.values): len(mesh_choices(dims_of(op, kind.graph.values)))
+            for op in kind.graph.ops
+        }
+        total += sum(count**num_axes for count in choices.values())
+    return total
+
+
+def _pinned(n: int, c: Constraints) -> Mesh | None:
+    if c.mesh is not None:
+        return make_mesh(c.mesh, tuple(f"axis{i}" for i in range(len(c.mesh))))
+    if all(degree is None for degree in (c.dp, c.tp, c.cp, c.zero)):
+        return None
+    tp, cp = c.tp or 1, c.cp or 1
+    dp = c.dp if c.dp is not None else n // (tp * cp)
+    sizes = (("dp", dp), ("cp", cp), ("tp", tp), ("free", n // (dp * tp * cp)))
+    named = [(name, size) for name, size in sizes if size > 1] or [("dp", 1)]
+    return make_mesh(tuple(size for _, size in named), tuple(name for name, _ in named))

@@ -1,0 +1,103 @@
+"""The option space of a program as a cost network: layouts numbered, prices in arrays, memory as rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paraplan.ir.mesh import Layout
+from paraplan.planner.sharding.network import Factor, Floats, Ints, Network, Row
+from paraplan.planner.sharding.space import End, Space, Transfer
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """A network without rows, and what its numbers mean.
+
+    Attributes:
+        network: the problem.
+        factors: per transfer, its factor.
+        makes, asks: per transfer, the layouts its factor numbers.
+    """
+
+    network: Network
+    factors: tuple[int, ...]
+    makes: tuple[tuple[Layout, ...], ...]
+    asks: tuple[tuple[Layout, ...], ...]
+
+
+def formulate(space: Space) -> Formulation:
+    """The network of an option space, memory left out."""
+    prices: list[Floats] = [np.array(decider.prices, float) for decider in space.deciders]
+    factors: list[Factor] = []
+    numbers, makes, asks = [], [], []
+    for transfer in space.transfers:
+        made: dict[Layout, int] = {}
+        asked: dict[Layout, int] = {}
+        factors.append(_factor(space, transfer, prices, factors, made, asked))
+        numbers.append(len(factors) - 1)
+        makes.append(tuple(made))
+        asks.append(tuple(asked))
+    return Formulation(Network(tuple(prices), tuple(factors)), tuple(numbers), tuple(makes), tuple(asks))
+
+
+def with_rows(network: Network, rows: tuple[Row, ...]) -> Network:
+    """The network under other limits."""
+    return Network(network.prices, network.factors, rows)
+
+
+def network_of(space: Space, memory_bytes: float | None) -> Network:
+    """The network of an option space under a memory limit, if any."""
+    network = formulate(space).network
+    return network if memory_bytes is None else with_rows(network, memory_rows(space, memory_bytes))
+
+
+def _numbers(layouts: tuple[Layout, ...], index: dict[Layout, int]) -> Ints:
+    return np.array([index.setdefault(layout, len(index)) for layout in layouts], np.int64)
+
+
+def _factor(
+    space: Space, transfer: Transfer, prices: list[Floats], factors: list[Factor], makes: dict[Layout, int],
+    asks: dict[Layout, int],
+) -> Factor:  # fmt: skip
+    have = _numbers(transfer.source.layouts, makes)
+    readers: list[int] = []
+    wants: list[Ints] = []
+    for end in transfer.readers:
+        wants.append(_numbers(end.layouts, asks))
+        again = end.decider in readers or end.decider == transfer.source.decider
+        readers.append(_twin(end, prices, factors) if again else end.decider)
+    moved = space.prices.transfers(transfer.spec, tuple(makes), tuple(asks)) * transfer.count
+    return Factor(transfer.source.decider, tuple(readers), have, tuple(wants), moved, transfer.what)
+
+
+def _twin(end: End, prices: list[Floats], factors: list[Factor]) -> int:
+    """A variable that takes the option its original takes: it reads one value in two layouts."""
+    count = len(end.layouts)
+    prices.append(np.zeros_like(prices[end.decider]))
+    same = np.arange(count)
+    tie = np.full((count, count, prices[end.decider].shape[1]), np.inf)
+    tie[same, same] = 0.0
+    factors.append(Factor(end.decider, (len(prices) - 1,), same, (same,), tie, "the same option"))
+    return len(prices) - 1
+
+
+def memory_rows(space: Space, limit: float) -> tuple[Row, ...]:
+    """Memory at the loss, and at the update of every parameter that needs workspace; in units of the limit."""
+    rows = [Row("loss", 1.0, _sums(space.at_loss, limit))]
+    update = _sums(space.at_update, limit)
+    needy = [(decider, np.array(nbytes, float) / limit) for decider, nbytes in space.update_workspace if any(nbytes)]
+    if not needy:
+        return (*rows, Row("update", 1.0, update))
+    for decider, work in needy:
+        held = {**update, decider: update.get(decider, np.zeros(len(work))) + work}
+        rows.append(Row(f"update of {space.deciders[decider].name}", 1.0, held))
+    return tuple(rows)
+
+
+def _sums(held: list[tuple[int, tuple[int, ...]]], limit: float) -> dict[int, Floats]:
+    found: dict[int, Floats] = {}
+    for decider, nbytes in held:
+        found[decider] = found.get(decider, np.zeros(len(nbytes))) + np.array(nbytes, float) / limit
+    return found

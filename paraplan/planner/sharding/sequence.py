@@ -1,0 +1,118 @@
+"""What context parallelism leaves of the option space: the sequence sharded on one axis, from the batch to the loss.
+
+The sequence dim of every value is found as the batch dim is found for data parallelism (`ir.micro`): starting from
+the batch inputs, each op does what needs the fewest changes of layout. Where an op mixes positions (a shift of
+labels, a view that merges the sequence into another dim) nothing is pinned and its results count as whole; what reads
+them next to sharded values is pinned again. Attention mixes positions too, in the way that is asked for:
+
+    gather      every rank has some queries and all keys (keys and values are gathered, their gradients scattered)
+    alltoall    sequences are exchanged for heads around it (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509)
+    ring        keys and values go round (Liu et al. 2023, arXiv 2310.01889)
+"""
+
+from __future__ import annotations
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.graph import Graph, Op
+from paraplan.ir.mesh import Placement, R, S, Shard, is_shardable
+from paraplan.ir.program import Program
+from paraplan.ir.rules.strategies import RING, AxisChoice, axis_choices, dims_of, ring_choice
+from paraplan.planner.constraints import CP_MODES
+
+KEYS = {"gather": "s", "alltoall": "h", "ring": RING}
+ATTENTION = ("paraplan.attention", "paraplan.attention_grad")
+
+Keys = frozenset[str] | None
+"""What an op may do along the axis; None: anything."""
+
+
+def sequence_length(program: Program) -> int:
+    """The size of dim 1 of the first batch input that has one; -1 where none does."""
+    return next((entry.spec.shape[1] for entry in program.batch.values() if len(entry.spec.shape) >= 2), -1)
+
+
+def batch_placement(program: Program, name: str) -> Placement:
+    """Where a batch input lies on the axis: sharded in dim 1 where that is the sequence."""
+    shape = program.batch[name].spec.shape
+    return S(1) if len(shape) >= 2 and shape[1] == sequence_length(program) else R
+
+
+def sequence_keys(program: Program, size: int, mode: str | None) -> tuple[tuple[Keys, ...], ...]:
+    """Per kind, per op, what it may do along a context-parallel axis.
+
+    Args:
+        program: whose ops.
+        size: of the axis.
+        mode: how attention goes, see the module's head; None: any of them.
+    Raises:
+        ConstraintError: the sequence or the heads do not divide.
+    """
+    length = sequence_length(program)
+    if length < 0 or length % size:
+        has = f"a sequence of {length}" if length >= 0 else "a batch without a sequence dim"
+        raise ConstraintError(f"cp={size}: {has} does not divide over {size} context-parallel ranks")
+    walk = _Walk(size, CP_MODES if mode is None else (mode,))
+    values: dict[str, Placement] = {f"batch:{name}": batch_placement(program, name) for name in program.batch}
+    found: dict[int, tuple[Keys, ...]] = {}
+    for segment in program.segments:
+        kind = program.kinds[segment.kind]
+        given = {local: values.get(outer, R) for local, outer in zip(kind.inputs, segment.inputs, strict=True)}
+        tangents = {t: out for t, out in zip(kind.tangents, kind.outputs, strict=True) if t is not None}
+        keys, placements = walk.graph(kind.graph, given, tangents)
+        found.setdefault(segment.kind, keys)
+        values |= {outer: placements[local] for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
+    return tuple(found.get(index, ()) for index in range(len(program.kinds)))
+
+
+class _Walk:
+    """Follows the sequence through graphs."""
+
+    def __init__(self, size: int, modes: tuple[str, ...]) -> None:
+        self.size, self.modes = size, modes
+
+    def graph(
+        self, graph: Graph, given: dict[str, Placement], tangents: dict[str, str]
+    ) -> tuple[tuple[Keys, ...], dict[str, Placement]]:
+        """Per op its keys, and where each value lies; a gradient lies as its value does, sums being whole."""
+        placements: dict[str, Placement] = {name: given.get(name, R) for name in graph.inputs}
+        found: list[Keys] = []
+        for op in graph.ops:
+            for name in op.tensors:
+                if name in tangents:
+                    of = placements[tangents[name]]
+                    placements[name] = of if isinstance(of, Shard) else R
+            keys, outs = self._op(graph, op, tuple(placements[name] for name in op.tensors))
+            found.append(keys)
+            placements |= {name: place for name, place in zip(op.outs, outs, strict=True) if name is not None}
+        return tuple(found), placements
+
+    def _op(self, graph: Graph, op: Op, have: tuple[Placement, ...]) -> tuple[Keys, tuple[Placement, ...]]:
+        whole = (R,) * len(op.outs)
+        if all(place == R for place in have):
+            return None, whole
+        dims = dims_of(op, graph.values)
+        ring = ring_choice(dims)
+        if op.target in ATTENTION and ring is not None:
+            if self.modes == ("alltoall",) and dims.sizes["h"] % self.size:
+                raise ConstraintError(
+                    f"cp_mode=alltoall: {dims.sizes['h']} key/value heads do not divide over {self.size} ranks "
+                    f"({graph.source_of(op)}); use cp_mode=gather or ring, or a cp that divides the heads"
+                )
+            return frozenset(KEYS[mode] for mode in self.modes), _placed(ring)
+        fitting = [choice for choice in axis_choices(dims) if self._fits(graph, op, choice, have)]
+        if not fitting:
+            return None, whole
+        best = min(fitting, key=lambda choice: sum(h != need for h, need in zip(have, choice.inputs, strict=True)))
+        return frozenset({best.key}), _placed(best)
+
+    def _fits(self, graph: Graph, op: Op, choice: AxisChoice, have: tuple[Placement, ...]) -> bool:
+        """Whether an op may do this without communication, slicing whole inputs where it has to."""
+        if any(h not in (need, R) for h, need in zip(have, choice.inputs, strict=True)):
+            return False
+        places = (*zip(op.tensors, choice.inputs, strict=True), *zip(op.outs, choice.outputs, strict=True))
+        specs = [(graph.values[name], place) for name, place in places if name is not None and place is not None]
+        return all(is_shardable(spec.shape, (place,), (self.size,)) for spec, place in specs)
+
+
+def _placed(choice: AxisChoice) -> tuple[Placement, ...]:
+    return tuple(R if place is None else place for place in choice.outputs)

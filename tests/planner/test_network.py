@@ -1,0 +1,153 @@
+"""Cost networks: messages, multipliers and the flow-form ILP against every choice there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paraplan.planner.milp import Status, solve
+from paraplan.planner.sharding.bound import step_bound
+from paraplan.planner.sharding.ilp import build_ilp
+from paraplan.planner.sharding.lagrangian import evaluate
+from paraplan.planner.sharding.messages import Messages, groupings
+from paraplan.planner.sharding.network import Factor, Network, Row
+from paraplan.planner.sharding.optimise import consistent, least_activity, optimise
+
+STREAMS = 2
+
+
+def random_network(seed: int, rows: int = 0, blocked: float = 0.1) -> Network:
+    """Six variables of up to four options, factors of up to three readers, some moves impossible."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 5, 6)
+    prices = tuple(rng.random((size, STREAMS)).round(2) for size in sizes)
+    factors = []
+    for _ in range(rng.integers(4, 8)):
+        source, *readers = rng.choice(6, rng.integers(2, 5), replace=False).tolist()
+        layouts = [rng.integers(0, 3, sizes[v]) for v in (source, *readers)]
+        moved = (2 * rng.random((3, 3, STREAMS))).round(2)
+        moved[range(3), range(3)] = 0.0
+        moved[(rng.random((3, 3)) < blocked) & ~np.eye(3, dtype=bool)] = np.inf
+        factors.append(Factor(source, tuple(readers), layouts[0], tuple(layouts[1:]), moved))
+    found = []
+    for row in range(rows):
+        held = {v: rng.random(sizes[v]).round(2) for v in rng.choice(6, 4, replace=False).tolist()}
+        carried = {0: rng.random((3, 3)).round(2)} if row else {}
+        found.append(Row(f"row {row}", float(rng.uniform(0.4, 1.6)), held, carried))
+    return Network(prices, tuple(factors), tuple(found))
+
+
+def every_choice(network: Network) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    """All choices that are possible and fit, with their work."""
+    found = []
+    for choices in itertools.product(*(range(len(price)) for price in network.prices)):
+        work = network.work(choices)
+        if np.isfinite(work).all() and network.fits(choices):
+            found.append((choices, work))
+    return found
+
+
+def agrees(network: Network, wanted: float) -> None:
+    """Both ways to the optimum give the brute-force answer."""
+    exact = solve(build_ilp(network).problem(np.ones(STREAMS)))
+    for small in (20_000, 0):  # integers at once, or what multipliers leave over
+        found = optimise(network, small=small)
+        if math.isinf(wanted):
+            assert exact.status is found.status is Status.INFEASIBLE
+            continue
+        assert exact.status is found.status is Status.OPTIMAL
+        assert exact.objective == pytest.approx(wanted, rel=1e-6)
+        assert found.objective == pytest.approx(wanted, rel=1e-6)
+        assert found.choices is not None and network.fits(found.choices)
+        assert float(network.work(found.choices).sum()) == pytest.approx(found.objective, rel=1e-9)
+        assert found.bound <= found.objective <= found.bound * (1 + 1e-5)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_without_rows(seed: int) -> None:
+    network = random_network(seed)
+    agrees(network, min((float(work.sum()) for _, work in every_choice(network)), default=math.inf))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(1, 3))
+def test_with_rows(seed: int, rows: int) -> None:
+    network = random_network(seed, rows)
+    agrees(network, min((float(work.sum()) for _, work in every_choice(network)), default=math.inf))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.floats(0.0, 1.0), st.floats(0.0, 2.0))
+def test_any_weights_and_multipliers_bound(seed: int, share: float, multiplier: float) -> None:
+    network = random_network(seed, 1, blocked=0.0)
+    weights = np.array([share, 1 - share])
+    least = min((float(work @ weights) for _, work in every_choice(network)), default=math.inf)
+    point = evaluate(network, weights, np.array([multiplier]), time.perf_counter() + 60)
+    assert point.bound <= least + 1e-9
+    assert point.bound <= point.value + 1e-9
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_the_step_bound_is_below_the_busiest_stream(seed: int) -> None:
+    network = random_network(seed, 1, blocked=0.0)
+    possible = every_choice(network)
+    if not possible:
+        return
+    found = optimise(network)
+    assert found.choices is not None
+    bound = step_bound(network, network.work(found.choices), found.multipliers, 60.0)
+    assert 0.0 <= bound <= min(float(work.max()) for _, work in possible) * (1 + 1e-9)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_bounds_never_fall_and_options_keep_theirs(seed: int) -> None:
+    network = random_network(seed, blocked=0.0)
+    weights = np.ones(STREAMS)
+    unary = [price @ weights for price in network.prices]
+    messages = Messages(network, unary, [factor.prices @ weights for factor in network.factors])
+    last = -math.inf
+    for _ in range(6):
+        messages.sweep()
+        bound = messages.bound()
+        assert bound >= last - 1e-9
+        last = bound
+    costs = {choices: float(work.sum()) for choices, work in every_choice(network)}
+    for variable, bounds in enumerate(messages.option_bounds()):
+        for option, least in enumerate(bounds):
+            assert least <= min(cost for choices, cost in costs.items() if choices[variable] == option) + 1e-9
+
+
+def test_least_activity_is_the_least() -> None:
+    for seed in range(20):
+        network = random_network(seed, 2, blocked=0.0)
+        free = Network(network.prices, network.factors)
+        for row in range(2):
+            least = min(float(network.activity(choices)[row]) for choices, _ in every_choice(free))
+            found = least_activity(network, row, time.perf_counter() + 60)
+            assert found.bound <= least + 1e-9
+            assert found.objective >= least - 1e-9
+
+
+def test_impossible_moves_are_seen_first() -> None:
+    apart = np.full((2, 2, STREAMS), np.inf)
+    apart[0, 0] = 1.0
+    prices = (np.ones((1, STREAMS)), np.ones((2, STREAMS)))
+    factor = Factor(0, (1,), np.array([0]), (np.array([0, 1]),), apart)
+    kept = consistent(Network(prices, (factor,)))
+    assert kept is not None and [keep.tolist() for keep in kept] == [[0], [0]]
+    nowhere = Factor(0, (1,), np.array([1]), (np.array([0, 1]),), apart)
+    assert consistent(Network(prices, (nowhere,))) is None
+    assert optimise(Network(prices, (nowhere,))).status is Status.INFEASIBLE
+
+
+def test_groupings_are_the_bell_numbers() -> None:
+    assert [len(groupings(count)) for count in range(1, 6)] == [1, 2, 5, 15, 52]

@@ -1,0 +1,173 @@
+"""Evaluations: the forward alone, of the same plan: values, memory, what is left alone, and outputs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.zoo.language import transformer
+from benchmarks.zoo.small import Small
+from paraplan.codegen import build_modules
+from paraplan.cost_models.memory import MemoryWalk, entries
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import ConstraintError, PlanMismatchError
+from paraplan.ir.graph import Phase
+from paraplan.ir.lower import lower, lower_evaluation
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.program import Program
+from paraplan.ir.trace import capture
+from paraplan.ir.verify import verify_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.sampling import random_plan
+from paraplan.runtime.local import InProcessTrainer
+
+
+class Net(nn.Module):
+    """Returns a nested thing: its loss, an inner value, and what only an evaluation computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head, self.probe = nn.Linear(8, 6), nn.Linear(8, 3)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, object]:
+        hidden = []
+        for layer in self.layers:
+            x = x + self.drop(F.gelu(layer(x)))
+            hidden.append(x)
+        logits = self.head(x)
+        return {
+            "loss": F.cross_entropy(logits, y), "logits": logits, "hidden": tuple(hidden), "text": "no tensor",
+            "best": logits.argmax(-1), "odds": self.drop(logits).softmax(-1), "right": (logits.argmax(-1) == y).sum(),
+            "probe": self.probe(x), "spread": x.std(0),
+        }  # fmt: skip
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net().double().train()
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randint(0, 6, (8,), generator=generator)
+    y[1] = -100
+    return {"x": torch.randn(8, 8, generator=generator, dtype=torch.float64), "y": y}
+
+
+@functools.cache
+def program() -> Program:
+    return capture(net().float(), {"x": torch.zeros(8, 8), "y": torch.zeros(8, dtype=torch.int64)}, precision="fp64")
+
+
+@functools.cache
+def gpt2() -> tuple[Small, Program]:
+    small = transformer("gpt2", 0.1)
+    return small, capture(small.model, small.batch, precision="fp64")
+
+
+def plan_of(captured: Program, seed: int, ranks: int = 2) -> Plan:
+    job = Job(captured, ClusterSpec.local(ranks), OPTIMIZERS["adamw"], ModelRef(display="net"), {})
+    return random_plan(job, seed, max_microbatches=4)
+
+
+def trainer_of(plan: Plan, model: nn.Module) -> InProcessTrainer:
+    programs = verify_plan(plan)
+    return InProcessTrainer(plan, programs, [build_modules(p) for p in programs], model, build=build_modules)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_and_outputs_equal_the_eager_model_in_evaluation(seed: int) -> None:
+    plan = plan_of(program(), seed, (2, 4)[seed % 2])
+    trainer, model = trainer_of(plan, net()), net().eval()
+    before = {name: value.clone() for name, value in trainer.params().items()}
+    with torch.no_grad():
+        wanted = model(**batch())
+    assert set(plan.program.outputs) == {"logits", "hidden.0", "hidden.1", "best", "odds", "right", "spread"}
+    names = [name for name in plan.program.outputs if name != "spread" or plan.num_microbatches == 1]
+    found = trainer.eval_step(batch(), outputs="global", names=names)
+    close(found.loss, wanted["loss"])
+    for name in names:
+        value = wanted["hidden"][int(name[-1])] if name.startswith("hidden") else wanted[name]
+        close(found.outputs[name], value)
+    assert all(torch.equal(value, before[name]) for name, value in trainer.params().items())
+    local = trainer.eval_step(batch(), outputs="local", names=["logits"])
+    part = found.outputs["logits"].numel() // local.outputs["logits"].numel()
+    assert part >= 1
+    assert trainer.eval_step(batch()).outputs == {}
+
+
+@pytest.mark.parametrize("seed", [3])
+def test_what_runs_is_what_was_predicted(seed: int) -> None:
+    small, captured = gpt2()
+    plan = plan_of(captured, seed)
+    trainer = trainer_of(plan, small.model)
+    trainer.step(small.batch)
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+    found = trainer.eval_step(small.batch, outputs="global")
+    (predicted,) = lower_evaluation(plan, ("logits",))
+    walk = MemoryWalk(predicted)
+    peak = max(walk.advance(step).peak for step in predicted.steps)
+    for executor in trainer.evaluators:
+        assert [e.key for e in executor.entries] == [e.key for e in entries(predicted)]
+        assert 1.0 <= peak / executor.ledger.peak_bytes <= 1.02
+    training = lower(plan)[0]
+    walk = MemoryWalk(training)
+    assert peak < max(walk.advance(step).peak for step in training.steps)
+    model = copy.deepcopy(small.model).eval()
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in trainer.params().items():
+            named[name].copy_(value)
+        wanted = model(**small.batch)
+    assert float(found.loss) == pytest.approx(float(wanted.loss), rel=1e-6)  # its loss is float32
+    torch.testing.assert_close(found.outputs["logits"], wanted.logits, rtol=1e-10, atol=1e-12)
+
+
+def test_a_training_step_does_not_pay_for_outputs() -> None:
+    class Bare(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x, y)["loss"]  # type: ignore[return-value]
+
+    torch.manual_seed(3)
+    inputs = {"x": torch.zeros(8, 8), "y": torch.zeros(8, dtype=torch.int64)}
+    bare = capture(Bare().train(), inputs, precision="fp64")
+    mine = program()
+    assert [kind.graph for kind in mine.kinds] == [kind.graph for kind in bare.kinds]
+    assert lower(plan_of(mine, 1))[0].steps == lower(plan_of(bare, 1))[0].steps
+
+
+def test_nothing_backward_or_random_is_in_an_evaluation() -> None:
+    plan = plan_of(program(), 3)
+    (lowered,) = lower_evaluation(plan, ("logits",))
+    blocks = [block for name, block in lowered.blocks.items() if name.endswith(".E")]
+    targets = {instr.target for block in blocks for instr in block.instrs}
+    backward = {op.target for kind in plan.program.kinds for op in kind.graph.ops if op.phase is Phase.BACKWARD}
+    forward = {op.target for kind in plan.program.kinds for op in kind.graph.ops if op.phase is Phase.FORWARD}
+    assert not targets & (backward - forward)
+    assert "paraplan.dropout" not in targets
+    assert not any(block.saved for block in lowered.blocks.values())
+    assert lowered.grads == {}
+
+
+def test_outputs_that_cannot_be_are_refused() -> None:
+    plan = next(plan for plan in (plan_of(program(), seed) for seed in range(20)) if plan.num_microbatches > 1)
+    trainer = trainer_of(plan, net())
+    with pytest.raises(
+        ConstraintError, match=r"returns no probe .*it returns hidden|returns no probe .*it returns logits"
+    ):
+        trainer.eval_step(batch(), outputs="global", names=["probe"])
+    with pytest.raises(ConstraintError, match=r"output spread: .* mixes samples .* use 1 microbatch"):
+        trainer.eval_step(batch(), outputs="global", names=["spread"])
+    with pytest.raises(PlanMismatchError, match="say 'global', 'local' or None"):
+        trainer.eval_step(batch(), outputs="all")  # type: ignore[arg-type]

@@ -1,0 +1,166 @@
+"""fp16 with gradient scaling, and learning-rate schedules, against one device doing the same."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import paraplan as pp
+from paraplan.codegen import build_modules
+from paraplan.cost_models.memory import entries
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.program import Program, trained_params
+from paraplan.ir.trace import capture
+from paraplan.ir.verify import verify_plan
+from paraplan.jobs.check import Captured, max_error
+from paraplan.planner.assemble import Job
+from paraplan.planner.sampling import random_plan
+from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.optim import param_groups
+
+from . import plans
+
+
+def net() -> nn.Module:
+    return plans.net().float()
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    found = plans.batch(step)
+    return {"x": found["x"].half(), "y": found["y"]}
+
+
+@functools.cache
+def program() -> Program:
+    return capture(net(), {"x": torch.zeros(4, 8).half(), "y": torch.zeros(4, dtype=torch.int64)}, precision="fp16")
+
+
+def plan_of(seed: int) -> Plan:
+    return random_plan(Job(program(), ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="net"), {}), seed)
+
+
+def trainer_of(plan: Plan) -> InProcessTrainer:
+    programs = verify_plan(plan)
+    return InProcessTrainer(plan, programs, [build_modules(p) for p in programs], net())
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def test_masters_are_float32() -> None:
+    for rank in trainer_of(plan_of(0)).ranks:
+        assert all(p.dtype == torch.float32 for p in rank.params.values())
+        assert all(rank.tensors[f"param:{name}"].dtype == torch.float16 for name in rank.stage.params)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 5])
+def test_steps_and_scales_equal_one_device(seed: int) -> None:
+    """The first scale overflows: steps are skipped until it fits, on every rank; then it grows."""
+    plan = plan_of(seed)
+    trainer, single = trainer_of(plan), Captured(plan, net(), adamw, 0)
+    options = {"init_scale": 2.0**22, "growth_interval": 3}
+    scaler = trainer.scaler(**options)
+    single.scaler = torch.amp.GradScaler("cpu", **options)  # type: ignore[arg-type]
+    scales = []
+    for step in range(12):
+        loss = trainer.step(batch(step))
+        trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2, scaler=scaler)
+        wanted, _ = single.step(batch(step), None)
+        assert float(loss) == pytest.approx(wanted, rel=5e-3)
+        scales.append(scaler.get_scale())
+        assert scales[-1] == single.scaler.get_scale()
+        (program_,) = {id(p): p for p in verify_plan(plan)}.values()
+        if scales[-1] >= (scales[-2] if step else scales[-1] + 1):
+            for rank in range(2):
+                assert [e.key for e in trainer.entries(rank)] == [e.key for e in entries(program_)]
+    assert min(scales) < scales[0] or scales[0] < 2.0**22
+    assert any(after > before for before, after in itertools.pairwise(scales))
+    masters = {name: single.masters[name] for name in trained_params(plan.program)}
+    assert max_error(trainer.params(), masters)[0] < 2e-2
+
+
+def test_an_infinity_on_one_rank_skips_the_step_on_all() -> None:
+    trainer = trainer_of(plan_of(0))
+    scaler = trainer.scaler(init_scale=8.0)
+    trainer.step(batch(0))
+    before = {name: value.clone() for name, value in trainer.params().items()}
+    victim = trainer.ranks[1].executor.outer[next(iter(trainer.ranks[1].program.grads.values()))]
+    victim.view(-1)[0] = float("inf")
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2, scaler=scaler)
+    assert scaler.get_scale() == 4.0
+    assert all(torch.equal(value, before[name]) for name, value in trainer.params().items())
+    trainer.step(batch(0))
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2, scaler=scaler)
+    assert any(not torch.equal(value, before[name]) for name, value in trainer.params().items())
+
+
+def test_a_scaler_is_for_fp16_and_scale_is_not_called() -> None:
+    plan, programs = plans.planned(0)
+    with pytest.raises(PlanMismatchError, match="computes in fp64, whose gradients need no scaling"):
+        InProcessTrainer(plan, programs, plans.emitted(programs), plans.net()).scaler()
+    scaler = trainer_of(plan_of(0)).scaler()
+    with pytest.raises(PlanMismatchError, match="scales by itself"):
+        scaler.scale(torch.ones(()))
+    other = trainer_of(plan_of(0)).scaler()
+    other.load_state_dict({**scaler.state_dict(), "scale": 2.0})
+    assert other.get_scale() == 2.0
+
+
+SCHEDULES = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.7**step),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=6),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rate_schedules(name: str) -> None:
+    """On the shards' optimizers as on the model's own."""
+    plan, programs = plans.planned(2)
+    trainer = InProcessTrainer(plan, programs, plans.emitted(programs), plans.net())
+    trainer.optimizers = [torch.optim.AdamW(param_groups(r.params, None, None), lr=1e-2) for r in trainer.ranks]
+    schedules = [SCHEDULES[name](optimizer) for optimizer in trainer.optimizers]
+    model = plans.net()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    schedule = SCHEDULES[name](optimizer)
+    for step in range(5):
+        loss = model(**plans.batch(step))
+        loss.backward()
+        assert float(trainer.step(plans.batch(step))) == pytest.approx(loss.item(), rel=1e-12)
+        trainer.apply_optimizer(torch.optim.AdamW)
+        optimizer.step()
+        optimizer.zero_grad()
+        for each in (schedule, *schedules):
+            each.step()
+        assert trainer.optimizers[1].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    named = dict(model.named_parameters())
+    assert all(torch.allclose(x, named[name], rtol=1e-9, atol=1e-12) for name, x in trainer.params().items())
+
+
+def test_executable_with_schedule_scaler_and_compiled_blocks() -> None:
+    """What a training script writes, in one process."""
+    inputs = {"x": torch.zeros(4, 8).half(), "y": torch.zeros(4, dtype=torch.int64)}
+    plan = pp.compile(net(), "local:1", example_inputs=inputs, precision="fp16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a machine without a compiler says so, block by block
+        trainer = plan.executable(net(), compile="eager")
+        optimizer, scaler = trainer.optimizer(torch.optim.AdamW, lr=1e-2), trainer.scaler(init_scale=1024.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        single = Captured(plan.data, net(), adamw, 0)
+        for step in range(3):
+            loss = trainer.step(batch(step))
+            assert float(loss) == pytest.approx(single.step(batch(step), None)[0], rel=2e-2)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.zero_grad()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.125)
+    assert trainer.compiled
+    assert all(reason is not None for reason in trainer.compiled.values())

@@ -1,0 +1,209 @@
+"""Smaller last batches, and batches of several shapes: equal to one device, or refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import paraplan as pp
+from paraplan.api import Buckets
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.program import Program
+from paraplan.ir.trace import capture
+from paraplan.planner.assemble import Job
+from paraplan.planner.sampling import random_plan
+from paraplan.runtime.ragged import pad
+
+from .test_evaluate import Net, batch, program, trainer_of
+from .test_evaluate import net as nested
+
+
+def few(rows: int) -> dict[str, Tensor]:
+    return {name: value[:rows] for name, value in batch().items()}
+
+
+def plan_of(captured: Program, seed: int) -> Plan:
+    job = Job(captured, ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="net"), {})
+    return random_plan(job, seed, max_microbatches=4)
+
+
+class Steady(Net):
+    """Without dropout, so that the eager model says the same while training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+
+def steady() -> Net:
+    torch.manual_seed(3)
+    return Steady().double().train()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_missing_rows_count_for_nothing(seed: int) -> None:
+    captured = capture(steady().float(), batch(), precision="fp64")
+    plan, model = plan_of(captured, seed), steady()
+    trainer = trainer_of(plan, model)
+    for rows in (5, 8, 1):
+        given = few(rows) if rows > 1 else {name: value[2:3] for name, value in batch().items()}
+        wanted = model(**given)
+        model.zero_grad()
+        wanted["loss"].backward()
+        torch.testing.assert_close(trainer.step(given), wanted["loss"].detach(), rtol=1e-12, atol=0)
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for name, found in trainer.grads().items():
+            torch.testing.assert_close(found, grads[name], rtol=1e-10, atol=1e-13)
+        outputs = trainer.eval_step(given, outputs="global", names=["logits", "best"]).outputs
+        torch.testing.assert_close(outputs["logits"], wanted["logits"].detach(), rtol=1e-12, atol=1e-13)
+        assert torch.equal(outputs["best"], wanted["best"])
+
+
+def test_a_loss_that_padding_would_change_is_refused() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self.head(x), y)
+
+    captured = capture(Mean(), {"x": torch.zeros(8, 8), "y": torch.zeros(8, 4)})
+    with pytest.raises(PlanMismatchError, match=r"has 3 rows, the plan was made for 8, .* no sum of cross-entropies"):
+        pad(plan_of(captured, 0), {"x": torch.zeros(3, 8), "y": torch.zeros(3, 4)})
+
+    class Mixing(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x - x.cumsum(0), y)["loss"]  # type: ignore[return-value]
+
+    captured = capture(Mixing(), {"x": torch.zeros(8, 8), "y": torch.zeros(8, dtype=torch.int64)})
+    with pytest.raises(PlanMismatchError, match=r"cannot be padded: .* mixes samples"):
+        pad(plan_of(captured, 0), few(3))
+    plan = plan_of(program(), 0)
+    with pytest.raises(PlanMismatchError, match=r"\(9, 8\), the plan was made for the global batch \(8, 8\)"):
+        trainer_of(plan, nested()).step({name: torch.cat([x, x[:1]]) for name, x in batch().items()})
+
+
+class Reader(nn.Module):
+    """A tiny language model, over sequences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + torch.tanh(self.mix(x.cumsum(1)))
+        return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def ids(rows: int, length: int) -> dict[str, Tensor]:
+    return {"ids": torch.randint(0, 12, (rows, length), generator=torch.Generator().manual_seed(length))}
+
+
+def reader() -> Reader:
+    torch.manual_seed(0)
+    return Reader().double().train()
+
+
+def test_buckets_share_parameters_and_states() -> None:
+    """Steps of alternating lengths, one optimizer: as the model itself trains."""
+    shapes = [{"example_inputs": ids(4, length)} for length in (6, 10)]
+    buckets = Buckets.compile(reader(), "local:1", shapes, precision="fp64")
+    trainer, model = buckets.executable(reader()), reader()
+    optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)
+    mine = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for length in (6, 10, 10, 6):
+        wanted = model(**ids(4, length))
+        wanted.backward()
+        torch.testing.assert_close(trainer.step(ids(4, length)), wanted.detach(), rtol=1e-12, atol=0)
+        for each in (optimizer, mine):
+            each.step()
+            each.zero_grad()
+    full = trainer.checkpoint.full_state_dict()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(full[name], value.detach(), rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(trainer.eval_step(ids(4, 10)).loss, model(**ids(4, 10)), rtol=1e-10, atol=0)
+    first, second = (each.state.tensors for each in trainer.trainers)
+    assert all(first[name] is second[name] for name in first if name.startswith(("param:", "state:")))
+
+
+def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:
+    buckets = Buckets.compile(reader(), "local:1", [{"example_inputs": ids(4, n)} for n in (6, 10)], precision="fp64")
+    trainer = buckets.executable(reader())
+    with pytest.raises(
+        PlanMismatchError, match=r"no plan is for a batch of .*\(4, 7\).*plans for .*\(4, 6\).*\(4, 10\)"
+    ):
+        trainer.step(ids(4, 7))
+    other = pp.compile(reader(), "local:1", example_inputs=ids(4, 6), precision="fp64")
+    with pytest.raises(PlanMismatchError, match="for one shape of the batch"):
+        Buckets((buckets.plans[0], other)).executable(reader())
+
+
+def test_buckets_keep_parameters_where_the_first_plan_does() -> None:
+    shapes = [{"example_inputs": ids(4, length)} for length in (6, 10)]
+    buckets = Buckets.compile(reader(), "local:2", shapes, dp=2, zero=3)
+    first, second = (plan.stages[0] for plan in buckets.plans)
+    assert first.params == second.params
+    assert first.mesh == second.mesh
+
+
+class Terms(nn.Module):
+    """Two losses and a value that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.kind, self.box = nn.Linear(8, 8), nn.Linear(8, 6), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = torch.tanh(self.body(x))
+        boxes = self.box(x)
+        return {"kind": F.cross_entropy(self.kind(x), y), "box": (boxes - 1).pow(2).mean(), "boxes": boxes}
+
+
+def terms() -> Terms:
+    torch.manual_seed(1)
+    return Terms().double().train()
+
+
+@pytest.mark.parametrize("choice", ["sum", ["kind", "box"], {"kind": 1.0, "box": 0.25}, "kind"])
+def test_several_losses(choice: object) -> None:
+    """Their weighted sum is trained on, and each is reported without its weight."""
+    captured = capture(terms().float(), batch(), precision="fp64", loss=choice)  # type: ignore[arg-type]
+    weights = choice if isinstance(choice, dict) else {"kind": 1.0, **({} if choice == "kind" else {"box": 1.0})}
+    for seed in range(2):
+        model, trainer = terms(), trainer_of(plan_of(captured, seed), terms())
+        returned = model(**batch())
+        wanted = sum(weight * returned[name] for name, weight in weights.items())
+        wanted.backward()  # type: ignore[union-attr]
+        torch.testing.assert_close(trainer.step(batch()), wanted.detach(), rtol=1e-12, atol=0)  # type: ignore[union-attr]
+        assert set(trainer.metrics) == (set() if choice == "kind" else {"kind", "box"})
+        for name, value in trainer.metrics.items():
+            torch.testing.assert_close(value, returned[name].detach(), rtol=1e-12, atol=0)
+        named = dict(model.named_parameters())
+        for name, found in trainer.grads().items():
+            torch.testing.assert_close(found, named[name].grad, rtol=1e-10, atol=1e-13)
+        if choice == "kind":  # what makes boxes does not train then, so no plan says where it is
+            assert "boxes" not in captured.outputs
+            continue
+        evaluated = trainer.eval_step(batch(), outputs="global", names=["boxes"])
+        torch.testing.assert_close(evaluated.outputs["boxes"], returned["boxes"].detach(), rtol=1e-12, atol=0)
+        assert set(evaluated.metrics) == set(trainer.metrics)
+
+
+def test_a_choice_of_loss_that_is_not_there() -> None:
+    model = copy.deepcopy(terms()).float()
+    for choice, words in (("boxx", "returns no boxx; its scalars are kind, box"), (None, "choose with loss=")):
+        with pytest.raises(pp.ParaplanError, match=words):
+            capture(model, batch(), loss=choice)
+    with pytest.raises(pp.ParaplanError, match="a loss of weight 0 does not train"):
+        capture(model, batch(), loss={"kind": 0.0, "box": 1.0})
+    with pytest.raises(pp.ParaplanError, match=r"not a scalar float"):
+        capture(model, batch(), loss="boxes")

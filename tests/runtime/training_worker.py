@@ -1,0 +1,149 @@
+"""What each rank of the two-process training test runs (through `spawn_local`): `training_worker.py <folder>`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from paraplan.api import Buckets, Plan
+from paraplan.codegen import build_modules
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.trace import capture
+from paraplan.ir.verify import verify_plan
+from paraplan.jobs.check import max_error
+from paraplan.planner.assemble import Job
+from paraplan.planner.sampling import random_plan
+from paraplan.runtime.launch import init_distributed, leave_job
+from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.trainer import Trainer
+from runtime import test_evaluate, test_ragged
+
+SEEDS = (1, 4)
+
+
+def meta_net() -> torch.nn.Module:
+    """Without dropout: a reloaded run draws other masks."""
+    with torch.device("meta"):
+        return test_ragged.Steady().train()
+
+
+def batch(rows: int = 8) -> dict[str, torch.Tensor]:
+    found = test_evaluate.batch()
+    return {"x": found["x"].half()[:rows], "y": found["y"][:rows]}
+
+
+def planned(seed: int) -> Plan:
+    program = capture(meta_net(), batch(), precision="fp16")
+    job = Job(program, ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="net"), {})
+    plan = random_plan(job, seed, max_microbatches=2)
+    return Plan(plan, verify_plan(plan))
+
+
+def prepared(trainer: Trainer):  # type: ignore[no-untyped-def]
+    optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+    return optimizer, schedule, trainer.scaler(init_scale=2.0**20, growth_interval=4)
+
+
+def half_precision(folder: Path) -> None:
+    """fp16 from a model on meta, with a scaler, a schedule, a small batch, outputs; equal to one process."""
+    plan = planned(SEEDS[0])
+    trainer = plan.executable(meta_net(), seed=5)
+    modules = [build_modules(p) for p in plan.programs]
+    local = InProcessTrainer(plan.data, plan.programs, modules, meta_net(), 5, build=build_modules)
+    optimizer, schedule, scaler = prepared(trainer)
+    twin = local.scaler(init_scale=2.0**20, growth_interval=4)
+    skipped = 0
+    for step in range(8):
+        given = batch(5 if step == 6 else 8)
+        assert torch.allclose(trainer.step(given), local.step(given), rtol=1e-3)
+        before = scaler.get_scale()
+        for group in local.optimizers[0].param_groups if local.optimizers else ():
+            assert group["lr"] == optimizer.param_groups[0]["lr"]
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+        local.apply_optimizer(torch.optim.AdamW, lr=1e-2, scaler=twin)
+        for each in local.optimizers:
+            each.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+        assert scaler.get_scale() == twin.get_scale()
+        skipped += scaler.get_scale() < before
+    assert 0 < skipped < 8
+    assert max_error(trainer.full_state_dict(), local.params())[0] < 2e-2
+    for rows in (8, 3):
+        found, wanted = (each.eval_step(batch(rows), outputs="global", names=["logits"]) for each in (trainer, local))
+        assert found.outputs["logits"].shape == (rows, 6)
+        assert torch.allclose(found.outputs["logits"], wanted.outputs["logits"], rtol=5e-2, atol=5e-3)
+    resumed(trainer, (optimizer, schedule, scaler), folder)
+
+
+def resumed(trainer: Trainer, tools: tuple, folder: Path) -> None:  # type: ignore[type-arg]
+    """Another plan goes on from the checkpoint as the first would have."""
+    optimizer, schedule, scaler = tools
+    rest = {"schedule": schedule.state_dict(), "scaler": scaler.state_dict()}
+    dcp.save(
+        {"model": trainer.state_dict(), "optimizer": trainer.optimizer_state_dict(optimizer)},
+        checkpoint_id=folder / "c",
+    )
+    torch.save(rest, folder / f"rest{trainer.rank}.pt")
+    other = planned(SEEDS[1]).executable(meta_net(), seed=99)
+    mine, planner, twin = prepared(other)
+    state = {"model": other.state_dict(), "optimizer": other.optimizer_state_dict(mine, create=True)}
+    dcp.load(state, checkpoint_id=folder / "c")
+    other.load_state_dict(state["model"])
+    other.load_optimizer_state_dict(mine, state["optimizer"])
+    loaded = torch.load(folder / f"rest{trainer.rank}.pt", weights_only=True)
+    planner.load_state_dict(loaded["schedule"])
+    twin.load_state_dict(loaded["scaler"])
+    mine.param_groups[0]["lr"] = planner.get_last_lr()[0]
+    assert other.state.tensors["loss_scale"].item() == scaler.get_scale()
+    same = other.full_state_dict()
+    assert all(torch.equal(value, same[name]) for name, value in trainer.full_state_dict().items())
+    for each, parts in ((trainer, tools), (other, (mine, planner, twin))):
+        each.step(batch())
+        parts[2].step(parts[0])
+        parts[2].update()
+        parts[1].step()
+        parts[0].zero_grad()
+    assert parts[0].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert twin.get_scale() == scaler.get_scale()
+    assert max_error(other.full_state_dict(), trainer.full_state_dict())[0] < 2e-2
+
+
+def buckets() -> None:
+    """Two sequence lengths, parameters sharded over both ranks."""
+    shapes = [{"example_inputs": test_ragged.ids(4, length)} for length in (6, 10)]
+    made = Buckets.compile(test_ragged.reader(), "local:2", shapes, dp=2, zero=3, precision="fp64")
+    trainer, model = made.executable(test_ragged.reader()), test_ragged.reader()
+    optimizer, mine = trainer.optimizer(torch.optim.AdamW, lr=1e-2), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for length in (6, 10, 6):
+        wanted = model(**test_ragged.ids(4, length))
+        wanted.backward()
+        assert torch.allclose(trainer.step(test_ragged.ids(4, length)), wanted.detach(), rtol=1e-10)
+        for each in (optimizer, mine):
+            each.step()
+            each.zero_grad()
+    named = dict(model.named_parameters())
+    assert max_error(trainer.checkpoint.full_state_dict(), named)[0] < 1e-9
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    rank, _ = init_distributed("gloo", timeout_s=60)
+    torch.set_num_threads(1)
+    half_precision(folder)
+    buckets()
+    (folder / f"done{rank}").touch()
+    leave_job()
+
+
+if __name__ == "__main__":
+    main()

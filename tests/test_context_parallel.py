@@ -1,0 +1,146 @@
+"""Context parallelism as a layout: small models with the sequence sharded on an axis, attention in each of its ways.
+
+Values in float64 against the single device, every rank's record against the prediction, and the measured peak of live
+bytes against the predicted one. Llama is causal with grouped queries; BERT has a padding mask and so no causal one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+
+from benchmarks.fuzz import relative_error
+from benchmarks.zoo.language import transformer
+from benchmarks.zoo.small import Small
+from paraplan.codegen import build_modules
+from paraplan.cost_models.memory import entries
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.program import Program
+from paraplan.ir.rank_program import InstrKind, RankProgram
+from paraplan.ir.trace import capture
+from paraplan.ir.trace.reference import Step, run_step
+from paraplan.ir.verify import verify_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.search import search
+from paraplan.runtime.local import InProcessTrainer
+
+torch.set_num_threads(1)
+KEY = {"gather": "s", "alltoall": "h", "ring": "ring"}
+
+
+@cache
+def captured(name: str, dropout: float) -> tuple[Small, Program, Step]:
+    """A model, its program, and one step of it on one device."""
+    small = transformer(name, dropout, batch=4, seq=16)
+    if name == "bert":
+        lengths = torch.tensor([16, 3, 9, 7]).unsqueeze(-1)
+        small = Small(name, small.model, {**small.batch, "attention_mask": (torch.arange(16) < lengths).long()})
+    program = capture(small.model, small.batch, precision="fp64")
+    tensors = dict(small.model.named_parameters(remove_duplicate=False))
+    params = {key: tensors[key].detach() for key in program.params}
+    buffers = {key: b.double() if b.is_floating_point() else b for key, b in small.model.named_buffers()}
+    return small, program, run_step(program, params, buffers, small.batch, 0)
+
+
+def planned(name: str, dropout: float, ranks: int, constraints: Constraints) -> tuple[Plan, tuple[RankProgram, ...]]:
+    program = captured(name, dropout)[1]
+    job = Job(program, ClusterSpec.local(ranks), OPTIMIZERS["adamw"], ModelRef(display=name), {})
+    plan = search(job, constraints, 30.0).plan
+    return plan, verify_plan(plan)
+
+
+def collectives(program: RankProgram) -> Counter[str]:
+    """Collectives that serve attention, by kind, in one call of every block."""
+    found: Counter[str] = Counter()
+    for block in program.blocks.values():
+        of_attention = {i.origin for i in block.instrs if i.target.startswith("paraplan.attention")} - {-1}
+        found.update(i.target for i in block.instrs if i.kind is InstrKind.COLLECTIVE and i.origin in of_attention)
+    return found
+
+
+def attention_keys(plan: Plan) -> set[str]:
+    pairs = zip(plan.stages[0].choices, plan.program.kinds, strict=True)
+    ops = [pair for choice, kind in pairs for pair in zip(choice.ops, kind.graph.ops, strict=True)]
+    return {key for key, op in ops if op.target.startswith("paraplan.attention")}
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout", "ranks", "pins"),
+    [
+        ("llama", 0.0, 2, {"cp": 2, "cp_mode": "gather"}),
+        ("llama", 0.0, 2, {"cp": 2, "cp_mode": "alltoall"}),
+        ("llama", 0.1, 2, {"cp": 2, "cp_mode": "ring"}),
+        ("llama", 0.0, 4, {"cp": 4, "cp_mode": "ring"}),
+        ("llama", 0.1, 4, {"cp": 4, "cp_mode": "gather"}),
+        ("llama", 0.0, 4, {"cp": 2, "dp": 2, "cp_mode": "ring", "microbatches": 2}),
+        ("bert", 0.0, 2, {"cp": 2, "cp_mode": "ring"}),
+        ("bert", 0.1, 4, {"cp": 4, "cp_mode": "ring"}),
+        ("bert", 0.0, 4, {"cp": 4, "cp_mode": "gather"}),
+        ("bert", 0.1, 4, {"cp": 4, "cp_mode": "alltoall"}),
+    ],
+)
+def test_a_sharded_sequence(name: str, dropout: float, ranks: int, pins: dict[str, object]) -> None:
+    small, _, expected = captured(name, dropout)
+    plan, programs = planned(name, dropout, ranks, Constraints(**pins))  # type: ignore[arg-type]
+    axis = plan.stages[0].mesh.axes.index("cp")
+    assert {key.split("|")[axis] for key in attention_keys(plan)} == {KEY[pins["cp_mode"]]}  # type: ignore[index]
+    assert {layout.split(",")[axis] for layout in plan.stages[0].batch.values()} == {"S1"}
+    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
+    assert float(abs(trainer.step(small.batch) - expected.loss) / abs(expected.loss)) <= 1e-12
+    assert relative_error(trainer.grads(), expected.grads) <= 1e-9
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+    trainer.step(small.batch)
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+    predicted = [entry.key for entry in entries(programs[0])]
+    peak = max(simulate_plan(plan, programs).peak_bytes)
+    for rank in range(ranks):
+        assert [entry.key for entry in trainer.entries(rank)] == predicted
+        assert 1.0 <= peak / trainer.peak_bytes(rank) <= 1.02
+
+
+def test_each_mode_communicates_in_its_own_way() -> None:
+    """Per layer of Llama on two ranks: what brings attention its inputs; results leave by what reads them."""
+    found = {
+        mode: collectives(planned("llama", 0.0, 2, Constraints(cp=2, cp_mode=mode))[1][0])
+        for mode in ("gather", "alltoall", "ring")
+    }
+    # one forward and one backward block: keys and values are gathered in each
+    assert found["gather"] == {"all_gather": 4}
+    # queries, keys, values; backward these again, and the gradient: never gathered and sliced
+    assert found["alltoall"] == {"all_to_all": 7}
+    # one turn of keys and values in each phase, two turns of their gradients
+    assert found["ring"] == {"permute": 8}
+
+
+def test_heads_that_do_not_divide_are_named() -> None:
+    with pytest.raises(ConstraintError, match="2 key/value heads do not divide over 4 ranks"):
+        planned("llama", 0.0, 4, Constraints(cp=4, cp_mode="alltoall"))
+
+
+def test_a_sequence_that_does_not_divide_is_named() -> None:
+    with pytest.raises(ConstraintError, match="a sequence of 16 does not divide over 3"):
+        planned("llama", 0.0, 3, Constraints(cp=3))
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"cp": 2, "cp_mode": "striped"}, "one of gather, alltoall, ring"),
+        ({"cp_mode": "ring"}, "and cp with it"),
+        ({"cp": 3}, "cp=3 does not divide the cluster's 4 devices"),
+        ({"cp": 2, "dp": 4}, "dp=4 times cp=2 is 8"),
+        ({"cp": 2, "tp": 4}, "tp=4 times cp=2 is 8"),
+        ({"cp": 2, "mesh": (2, 2)}, "give the mesh or the degrees"),
+        ({"cp": 2, "zero": 3}, "give dp as well"),
+    ],
+)
+def test_contradictions(pins: dict[str, object], message: str) -> None:
+    with pytest.raises(ConstraintError, match=message):
+        check_constraints(Constraints(**pins), 4)  # type: ignore[arg-type]
