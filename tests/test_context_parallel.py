@@ -12,7 +12,6 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks.fuzz import relative_error
 from benchmarks.zoo.language import transformer
 from benchmarks.zoo.small import Small
 from paraplan.codegen import build_modules
@@ -30,6 +29,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
+from tests.numerics import relative_error
 
 torch.set_num_threads(1)
 KEY = {"gather": "s", "alltoall": "h", "ring": "ring"}

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paraplan as pp
-from benchmarks.fuzz import relative_error
 from paraplan import api
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
@@ -32,6 +31,7 @@ from paraplan.planner.sampling import random_plan
 from paraplan.runtime import ops
 from paraplan.runtime.local import InProcessTrainer
 from paraplan.terminal.show import show_plan
+from tests.numerics import relative_error
 
 torch.set_num_threads(1)
 SPACE = "paraplan_custom_test"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.fuzz import buffer_error, relative_error
 from benchmarks.zoo import NAMES, build
+from benchmarks.zoo.vision import WITHOUT_DROPOUT
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
@@ -21,12 +21,21 @@ from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 from paraplan.runtime.local import InProcessTrainer
+from tests.numerics import relative_error
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", NAMES)
+WHOLE = ("gpt2", "bert", "mlp")  # the others are tried with dropout alone, where they have any, on four ranks
+CASES = [
+    (name, dropout)
+    for name in NAMES
+    for dropout in (0.0, 0.1)
+    if (name in WHOLE or bool(dropout) != (name in WITHOUT_DROPOUT))
+]
+
+
+@pytest.mark.parametrize(("name", "dropout"), CASES)
 def test_random_plans(name: str, dropout: float) -> None:
     small = build(name, dropout)
     program = capture(small.model, small.batch, precision="fp64")
@@ -34,14 +43,14 @@ def test_random_plans(name: str, dropout: float) -> None:
     params = {key: tensors[key].detach() for key in program.params}
     buffers = {key: b.double() if b.is_floating_point() else b for key, b in small.model.named_buffers()}
     loss, grads, written = run_step(program, params, buffers, small.batch, 0)
-    for seed, ranks in ((1, 2), (2, 4)):
+    for seed, ranks in ((1, 2), (2, 4)) if name in WHOLE else ((2, 4),):
         job = Job(program, ClusterSpec.local(ranks), OPTIMIZERS["adamw"], ModelRef(display=name), {})
         plan = random_plan(job, seed, max_microbatches=4)
         programs = verify_plan(plan)
         trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
         assert float(abs(trainer.step(small.batch) - loss) / abs(loss)) <= 1e-9
         assert relative_error(trainer.grads(), grads) <= 1e-9
-        assert all(buffer_error(trainer.buffers(rank), written) <= 1e-9 for rank in range(ranks))
+        assert all(relative_error(trainer.buffers(rank), written) <= 1e-9 for rank in range(ranks))
         trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
         trainer.step(small.batch)
         trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from benchmarks.zoo import adapters, language, moe, multimodal, recommender, recurrent, seq2seq, vision
 from benchmarks.zoo.small import Small
 
-MODELS = {**language.MODELS, **adapters.MODELS, **vision.MODELS, **seq2seq.MODELS, **moe.MODELS, **multimodal.MODELS, **recommender.MODELS, **recurrent.MODELS}
+MODELS = {
+    **language.MODELS,
+    **adapters.MODELS,
+    **vision.MODELS,
+    **seq2seq.MODELS,
+    **moe.MODELS,
+    **multimodal.MODELS,
+    **recommender.MODELS,
+    **recurrent.MODELS,
+}
 NAMES = tuple(MODELS)
 
 

@@ -17,7 +17,14 @@ _BASE = {
 }  # fmt: skip
 HF: dict[str, dict[str, object]] = {
     "mixtral": {**_BASE, "num_local_experts": 4},
-    "qwen3_moe": {**_BASE, "num_experts": 8, "moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True},
+    "qwen3_moe": {
+        **_BASE,
+        "num_hidden_layers": 1,
+        "num_experts": 8,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""Encoder-decoders and what they share: T5 with its bias of relative positions, and BART."""
+"""T5: layers that share a bias of relative positions, a decoder that reads the encoder's output."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from benchmarks.zoo.small import Small
 VOCABULARY = 96
 HF = {
     "t5": {
-        "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
-        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "decoder_start_token_id": 0,
-    },
-    "bart": {
-        "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+        "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1,
+        "num_decoder_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 16, "decoder_start_token_id": 0,
     },
 }  # fmt: skip
-DROPOUTS = {"t5": ("dropout_rate",), "bart": ("dropout", "attention_dropout", "activation_dropout")}
+DROPOUTS = {"t5": ("dropout_rate",)}
 
 
 def encoder_decoder(name: str, dropout: float, batch: int = 8, source: int = 12, target: int = 16) -> Small:
@@ -35,11 +32,9 @@ def encoder_decoder(name: str, dropout: float, batch: int = 8, source: int = 12,
     labels = torch.randint(3, VOCABULARY, (batch, target), generator=draw)
     labels[0, target // 2 :] = -100
     inputs = {"input_ids": tokens, "labels": labels}
-    if name == "t5":
-        mask = torch.ones(batch, source, dtype=torch.int64)
-        mask[1, source // 2 :] = 0
-        inputs["attention_mask"] = mask
-    return Small(name, model, inputs)
+    mask = torch.ones(batch, source, dtype=torch.int64)
+    mask[1, source // 2 :] = 0
+    return Small(name, model, {**inputs, "attention_mask": mask})
 
 
 MODELS: dict[str, Callable[[float], Small]] = {name: partial(encoder_decoder, name) for name in HF}

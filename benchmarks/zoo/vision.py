@@ -12,6 +12,7 @@ from examples.models import resnet, unet, vgg
 
 Factory = Callable[..., tuple[torch.nn.Module, dict[str, torch.Tensor]]]
 SIZE, CLASSES = 8, 6
+WITHOUT_DROPOUT = frozenset({"resnet", "unet", "unet_bilinear", "convnext"})
 HF: dict[str, dict[str, object]] = {
     "vit": {
         "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,

@@ -6,7 +6,7 @@ from torch import fx
 
 from paraplan.codegen.emit import emit_block
 from paraplan.codegen.passes import PASSES, EmitContext
-from paraplan.codegen.verify import verify
+from paraplan.codegen.verify import verify, verify_program
 from paraplan.ir.rank_program import Block, RankProgram
 
 
@@ -33,6 +33,10 @@ def build_modules(
         program: of one rank class.
         groups: `DistributedTransport.groups`; None for the in-process transport.
         device: where factories make tensors.
+
+    Raises:
+        CodegenError: a block breaks a rule of `verify`, or the program one of `verify_program`.
     """
+    verify_program(program)
     context = EmitContext(mesh_shape=program.mesh_shape, groups=groups, device=device)
     return {name: build_block(block, context) for name, block in program.blocks.items()}

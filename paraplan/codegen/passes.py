@@ -9,7 +9,7 @@ from torch import fx
 
 from paraplan.codegen.boxed import box
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.rank_program import Block
+from paraplan.ir.rank_program import Block, in_place
 from paraplan.ir.struct import Value
 from paraplan.runtime import ops
 from paraplan.runtime.ops import INSTR
@@ -52,28 +52,26 @@ def bind_collectives(module: fx.GraphModule, block: Block, context: EmitContext)
     """Unbound collectives become `_c10d_functional` ops on the axis' process group; copies where it has one rank."""
     if context.groups is None:
         return module
-    alone = set()
     for node in module.graph.nodes:
         if node.target is ops.collective:
             source, kind, reduction, axis = node.args
             size = context.mesh_shape[axis]
+            overwrites = in_place(block, block.instrs[node.meta[INSTR]])
             if size == 1:
-                node.target, node.args = ops.copy_alone, (source,)
-                alone.add(node)
+                node.target, node.args = ops.same if overwrites else ops.copy_alone, (source,)
+            elif overwrites:
+                node.target = torch.ops._c10d_functional.all_reduce_.default
+                node.args = (source, reduction, context.groups[axis])
             else:
                 node.target, node.args = _functional(source, kind, reduction, size, context.groups[axis], block, node)
         elif node.target is ops.wait:
-            if node.args[0] in alone:
-                node.target = _same
+            if context.mesh_shape[block.instrs[node.meta[INSTR]].axis] == 1:
+                node.target = ops.same
             elif len(node.args) == 1:
                 node.target = torch.ops._c10d_functional.wait_tensor.default
             else:
                 node.target = ops.wait_holding
     return module
-
-
-def _same(issued: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
-    return issued
 
 
 def _functional(

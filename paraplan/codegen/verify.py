@@ -1,8 +1,8 @@
 """What must hold of a block's graph after every pass.
 
-Every collective is waited for exactly once and read by nothing else (an early read gives stale data without an
-error); the wait holds the collective's input where the instruction says so; and each value's last use in the
-graph, which is where generated code frees it, is where the instruction frees it.
+Every collective is waited for exactly once, here or in a later block, and read by nothing else (an early read gives
+stale data without an error); the wait holds the collective's input where the instruction says so; and each value's last
+use in the graph, which is where generated code frees it, is where the instruction frees it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from torch import fx
 
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.rank_program import Block, InstrKind
+from paraplan.ir.graph import refs
+from paraplan.ir.rank_program import Block, InstrKind, RankProgram, StepKind
 from paraplan.runtime.ops import INSTR, LOCAL
 
 
@@ -25,17 +26,46 @@ def verify(module: fx.GraphModule, block: Block) -> None:
     _check_frees(module.graph, block)
 
 
+def verify_program(program: RankProgram) -> None:
+    """Check that what blocks leave unfinished is waited for in a later one, and read by nothing before.
+
+    Raises:
+        CodegenError: names the step.
+    """
+    unfinished: set[str] = set()
+    for index, step in enumerate(program.steps):
+        if step.kind is not StepKind.CALL:
+            found = unfinished & {*step.args, *step.drops}
+        else:
+            block = program.blocks[step.block]
+            waited = {next(refs(instr.args)) for instr in block.instrs if instr.kind is InstrKind.WAIT}
+            ended = {outer for local, outer in zip(block.inputs, step.args, strict=True) if local in waited}
+            found = (unfinished & {*step.args}) - ended
+            unfinished -= ended
+            issued = {instr.outs[0] for instr in block.instrs if instr.kind is InstrKind.COLLECTIVE} - waited
+            results = zip((*block.outputs, *block.saved), step.outs, strict=True)
+            left = {local: outer for local, outer in results if local in issued}
+            if None in left.values():
+                raise CodegenError(f"step {index} ({step.block}): a collective it leaves unfinished is dropped")
+            unfinished |= {outer for outer in left.values() if outer is not None}
+        if found:
+            raise CodegenError(f"step {index} ({step.action}): reads {sorted(found)} before waiting for it")
+    if unfinished:
+        raise CodegenError(f"nothing waits for {sorted(unfinished)}")
+
+
 def _check_waits(graph: fx.Graph, block: Block) -> None:
     for node in graph.nodes:
         index = node.meta.get(INSTR)
         if index is None or block.instrs[index].kind is not InstrKind.COLLECTIVE:
             continue
         readers = list(node.users)
-        waits = [user for user in readers if _is_wait_of(user, node, block)]
+        waits = [user for user in readers if _is_wait_of(user, node, block) or user.op == "output"]
         if len(readers) != 1 or len(waits) != 1:
             where = f"{block.name}[{index}] {block.instrs[index].target}"
             raise CodegenError(
-                f"{where}: its result must be read by one wait alone, and is read by {[str(user) for user in readers]}"
+                f"{where}: its result must be read by one wait alone, or leave the block, "
+                f"and is read by {[str(user) for user in readers]}"
             )
 
 

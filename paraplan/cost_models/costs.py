@@ -29,6 +29,7 @@ from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
 
 COMPUTE = "compute"
 COPY = "copy"
+_MANY = 1 << 50  # bytes of a collective beside which no latency counts
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,12 @@ class Costs:
         return tuple(f"comm:{link.level}" for link in self.links)
 
     def op_s(
-        self, target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], inputs: Specs, outputs: Outs,
+        self,
+        target: str,
+        args: tuple[Arg, ...],
+        kwargs: Mapping[str, Arg],
+        inputs: Specs,
+        outputs: Outs,
         registered: tuple[float, float] | None = None,
     ) -> float:
         """Seconds of one op on local shapes; see `ops.op_cost` for the arguments.
@@ -107,6 +113,15 @@ class Costs:
                 raise CostModelError(f"{target} over axis {axis}: the mesh has axes 0 to {len(self.links) - 1}")
             time = self._collectives[key] = collective_time_s(target, input_bytes, self.links[axis])
         return time
+
+    def collective_share_s(self, target: str, axis: int, input_bytes: int) -> float:
+        """The least a tensor adds to a collective that it shares with others: its bytes at the best rate, no latency.
+
+        Raises:
+            CostModelError: see `collective_s`.
+        """
+        per_byte = (self.collective_s(target, axis, 2 * _MANY) - self.collective_s(target, axis, _MANY)) / _MANY
+        return input_bytes * per_byte
 
     def instr_s(self, block: Block, instr: Instr) -> float:
         """Seconds an instruction keeps its stream busy: 0.0 for a wait or a pure view.

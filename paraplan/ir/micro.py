@@ -146,15 +146,16 @@ def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: st
         return options[0]
     best: tuple[int, AxisChoice] | None = None
     for choice in options:
-        if not all(_reachable(h, need, in_space) for h, need in zip(have, choice.inputs, strict=True)):
+        efforts = [_effort(h, need, in_space) for h, need in zip(have, choice.inputs, strict=True)]
+        if None in efforts:
             continue
         specs = [graph.values[name] for name in (*op.tensors, *(n for n in op.outs if n))]
         places = [*choice.inputs, *(p for p in choice.outputs if p is not None)]
         if not all(is_shardable(spec.shape, (place,), (m,)) for spec, place in zip(specs, places, strict=True)):
             continue
-        moves = sum(h != need for h, need in zip(have, choice.inputs, strict=True))
-        if best is None or moves < best[0]:
-            best = (moves, choice)
+        effort = sum(each or 0 for each in efforts)
+        if best is None or effort < best[0]:
+            best = (effort, choice)
     if best is None:
         split = f"over {m} data-parallel ranks" if in_space else f"into {m} microbatches; use 1 microbatch"
         raise ConstraintError(
@@ -164,9 +165,19 @@ def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: st
     return best[1]
 
 
-def _reachable(have: Placement, need: Placement, in_space: bool) -> bool:
-    """Along the axis a value may be sliced or counted once; in space alone sums over it can be completed."""
-    return have in (need, R) or (in_space and have == P and need == R)
+def _effort(have: Placement, need: Placement, in_space: bool) -> int | None:
+    """How dear a change is; None where there is none.
+
+    Along the axis a value may be sliced or counted once; in space alone sums over it can be completed and, where an op
+    mixes samples (a contrastive loss), shards gathered.
+    """
+    if have == need:
+        return 0
+    if have == R:
+        return None if isinstance(need, Partial) and need != P else 1
+    if not in_space or isinstance(need, Partial):
+        return None
+    return 3 if have == P else 10
 
 
 @lru_cache(maxsize=20_000)

@@ -67,7 +67,8 @@ class Instr(Value, frozen=True, kw_only=True):
             of the axis, the last one's to the first).
         args, kwargs: as in `ir.graph`, names local to the block. Collectives: ("%input", reduce op or "");
             gathers stack and scatters split along dim 0. WAIT: ("%issued",), followed by the collective's input
-            where that must live until then (all but all_reduce, which works on a copy).
+            where that must live until then (all but all_reduce, which works on a copy, or in place where what it
+            issues is a view). What a block issued may be waited for in a later one.
         outs: names made. A WAIT's output is a view of what the collective issued.
         axis: mesh axis a collective runs over; -1 otherwise.
         frees: names dropped afterwards.
@@ -108,6 +109,12 @@ class Block(Value, frozen=True, kw_only=True):
     saved: tuple[str, ...]
     values: dict[str, LocalValue]
     instrs: tuple[Instr, ...]
+
+
+def in_place(block: Block, instr: Instr) -> bool:
+    """Whether a collective overwrites its input: what it issues then owns no storage."""
+    issued = instr.outs[0]
+    return instr.kind is InstrKind.COLLECTIVE and issued is not None and block.values[issued].base != issued
 
 
 class StepKind(Enum):

@@ -107,7 +107,7 @@ class ReshardTable:
 
 
 def reshard_path(shape: Dims, source: Layout, target: Layout, mesh_shape: Dims, frozen: int = 0) -> tuple[Move, ...]:
-    """The moves from one layout to another.
+    """The moves from one layout to another; none along an axis of one rank, where all placements are the same.
 
     Args:
         shape: global shape.
@@ -126,7 +126,7 @@ def reshard_path(shape: Dims, source: Layout, target: Layout, mesh_shape: Dims, 
         raise NoPath(
             f"no way from layout {layout_text(source)} to {layout_text(target)} for shape {shape} on mesh {mesh_shape}"
         )
-    return path
+    return tuple(move for move in path if mesh_shape[move.axis] > 1)
 
 
 def reshard_table(shape: Dims, mesh_shape: Dims, frozen: int, ends: tuple[Layout, ...]) -> ReshardTable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.plan import ModelRef, Plan
@@ -86,13 +87,24 @@ def hf_model(model_type: str, settings: Mapping[str, Any], meta: bool) -> nn.Mod
     transformers.logging.set_verbosity_error()
     config = _hf_config(transformers, model_type, settings)
     auto = getattr(transformers, _auto_class(transformers, config))
-    with torch.device("meta") if meta else nullcontext():
-        try:
+    try:
+        with torch.device("meta") if meta else nullcontext(), _Literals() if meta else nullcontext():
             return _ready(auto.from_config(config))
-        except Exception as fault:
-            raise ModelError(
-                f"transformers cannot build {model_type} with {dict(settings)}: {type(fault).__name__}: {fault}"
-            ) from fault
+    except Exception as fault:
+        raise ModelError(
+            f"transformers cannot build {model_type} with {dict(settings)}: {type(fault).__name__}: {fault}"
+        ) from fault
+
+
+class _Literals(TorchFunctionMode):
+    """Numbers a constructor writes out (a logit scale) keep their value on a model that has no other."""
+
+    def __torch_function__(  # noqa: D105
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tensor and isinstance(args[0] if args else None, int | float):
+            kwargs = {"device": "cpu", **(kwargs or {})}
+        return func(*args, **(kwargs or {}))
 
 
 def _ready(model: Any) -> nn.Module:
@@ -136,22 +148,22 @@ def _near(word: str, known: list[str]) -> str:
 
 
 def _auto_class(transformers: Any, config: Any) -> str:
-    """Encoder-decoders, then models trained by masking, then causal ones (many encoders can also be built causal),
-    then image classifiers, speech recognisers, and pairs of towers."""
+    """Pairs of towers, speech recognisers, encoder-decoders, then models trained by masking, then causal ones (many of
+    the others can also be built causal), then image classifiers."""
     names = import_module("transformers.models.auto.modeling_auto")
     kind = config.model_type
+    if kind in _PAIRS:
+        return "AutoModel"
+    if kind in names.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        return "AutoModelForSpeechSeq2Seq"
     if kind in names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and getattr(config, "is_encoder_decoder", False):
         return "AutoModelForSeq2SeqLM"
     if kind in names.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
         return "AutoModelForMaskedLM"
     if kind in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "AutoModelForCausalLM"
-    if kind in names.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and kind not in _PAIRS:
+    if kind in names.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return "AutoModelForImageClassification"
-    if kind in names.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
-        return "AutoModelForSpeechSeq2Seq"
-    if kind in _PAIRS:
-        return "AutoModel"
     raise ModelError(
         f"{kind} is no language model, image classifier, speech recogniser or pair of towers; "
         "give it through a factory, package.module:factory, with example inputs"

@@ -73,12 +73,13 @@ class DistributedTransport:
     def _group_name(self, axis: int) -> str:
         return "" if self.mesh.shape[axis] == 1 else str(self._group(axis).group_name)
 
-    def issue(self, kind: str, x: Tensor, reduction: str, axis: int) -> Handle:
-        """Start a collective on a private copy of x."""
+    def issue(self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False) -> Handle:
+        """Start a collective on a private copy of x; `in_place`: its result is written into x."""
         size, what = self.mesh.shape[axis], f"{kind} over axis {self.mesh.axes[axis]}"
         if size == 1:
-            return Handle(ops.fresh(x), what, done=True)
-        out = torch.empty(ops.collective_shape(kind, x.shape, size), dtype=x.dtype, device=x.device)
+            return Handle(x if in_place else ops.fresh(x), what, done=True)
+        shape = ops.collective_shape(kind, x.shape, size)
+        out = x if in_place else torch.empty(shape, dtype=x.dtype, device=x.device)
         with self.tracker.booking(None):
             pending = self._start(kind, ops.fresh(x), reduction, size, self.groups[axis])
         return _Pending(out, what, pending=pending)

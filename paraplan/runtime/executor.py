@@ -21,7 +21,7 @@ from paraplan.ir.rank_program import Block, InstrKind, RankProgram, Step, StepKi
 from paraplan.runtime.interpret import Tape, make_tape, play
 from paraplan.runtime.ops import INSTR
 from paraplan.runtime.tracker import Ledger
-from paraplan.runtime.transport import Port
+from paraplan.runtime.transport import Handle, Port
 
 Modules = Mapping[str, fx.GraphModule]
 Recording = Generator[None, None, None]
@@ -61,6 +61,7 @@ class Executor:
         self.entries: list[Entry] = []
         self.workspaces: dict[tuple[str, int], int] = {}
         self._locate = locate
+        self._pending: dict[int, Handle] = {}
 
     def bind(self, values: Mapping[str, Tensor]) -> None:
         """Put tensors into the outer namespace.
@@ -103,8 +104,8 @@ class Executor:
 
     def _take(self, step: Step) -> None:
         if step.kind is StepKind.CALL:
-            given = self.inputs(step)
-            results = self.modules[step.block](given)
+            module, given = self.modules[step.block], self.inputs(step)
+            results = module.forward(given) if isinstance(module, fx.GraphModule) else module(given)
             for name, value in zip(step.outs, results, strict=True):
                 if name is not None:
                     self.outer[name] = value
@@ -172,7 +173,7 @@ class Executor:
         self._note_drop(step, before)
 
     def _play(self, tape: Tape, given: list[Any], note: Any) -> Generator[None, None, list[Tensor | None]]:
-        results = yield from play(tape, given, self.port, self.ledger, note)
+        results = yield from play(tape, given, self.port, self.ledger, note, self._pending)
         return results
 
     def _record_other(self, step: Step) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from paraplan.ir.rank_program import Block, InstrKind
+from paraplan.ir.rank_program import Block, InstrKind, in_place
 from paraplan.runtime.ops import INSTR, OFFSET
 from paraplan.runtime.tracker import Ledger
 from paraplan.runtime.transport import Handle, Port
@@ -101,7 +101,7 @@ Note = Callable[[int, tuple[tuple[int, ...], ...], int, int, int], None]
 
 
 def play(
-    tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note
+    tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note, pending: dict[int, Handle]
 ) -> Generator[None, None, list[Tensor | None]]:
     """Run a block.
 
@@ -112,6 +112,8 @@ def play(
         ledger: where memory is booked.
         note: called after each instruction with its index, result shapes, bytes allocated, bytes
             freed, and bytes made and dropped inside (workspace).
+        pending: collectives that earlier blocks issued and left to later ones, by the id of their result; brought up
+            to date.
     Returns:
         Outputs, then saved values.
     """
@@ -125,7 +127,8 @@ def play(
         if kind is InstrKind.COLLECTIVE:
             _issue(head, line.index, tape, env, handles, port)
         elif kind is InstrKind.WAIT:
-            handle = handles.pop(head.args[0])  # type: ignore[arg-type]
+            issued: fx.Node = head.args[0]  # type: ignore[assignment]
+            handle = handles.pop(issued) if issued in handles else pending.pop(id(env[issued]))
             while not port.ready(handle):
                 yield
             env[head] = handle.out
@@ -141,6 +144,7 @@ def play(
         for node in line.dead:
             del env[node]
         note(line.index, shapes, middle - before, middle - ledger.live_bytes, workspace)
+    pending.update({id(handle.out): handle for handle in handles.values()})
     return [None if node is None else env[node] for node in tape.results]
 
 
@@ -151,6 +155,7 @@ def _issue(
     source = head.args[0]
     reduction = instr.args[1]
     assert isinstance(reduction, str)
-    handle = port.issue(instr.target, env[source], reduction.removeprefix(":"), instr.axis)  # type: ignore[index]
+    overwrites = in_place(tape.block, instr)
+    handle = port.issue(instr.target, env[source], reduction.removeprefix(":"), instr.axis, overwrites)  # type: ignore[index]
     handles[head] = handle
     env[head] = handle.out

@@ -57,6 +57,33 @@ def reshape_copy(x: Tensor, shape: Sequence[int]) -> Tensor:
     return fresh(x).view(tuple(shape))
 
 
+def pack(tensors: Sequence[Tensor], n: int, dims: Sequence[int]) -> Tensor:
+    """One flat buffer of n parts: the r-th holds every tensor's r-th chunk along its dim, one after another."""
+    if not any(dims) and all(x.is_contiguous() for x in tensors):
+        return torch.cat([x.view(n, -1) for x in tensors], 1).view(-1)
+    out, place = tensors[0].new_empty((n, sum(x.numel() for x in tensors) // n)), 0
+    for x, dim in zip(tensors, dims, strict=True):
+        chunks = x.unsqueeze(0) if n == 1 else x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+        width = x.numel() // n
+        out.narrow(1, place, width).view(chunks.shape).copy_(chunks)
+        place += width
+    return out.view(-1)
+
+
+def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The tensors of these shapes that lie one after another in a buffer, as views."""
+    return [part.view(shape) for part, shape in zip(buffer.split([*map(math.prod, shapes)]), shapes, strict=True)]
+
+
+def unpack_stacked(buffer: Tensor, n: int, shapes: Sequence[Sequence[int]], dims: Sequence[int]) -> list[Tensor]:
+    """n buffers one after another, each of shards of these shapes: every tensor's shards joined along its dim."""
+    parts = buffer.view(n, -1).split([*map(math.prod, shapes)], 1)
+    return [
+        fresh(part.unflatten(1, tuple(shape)).movedim(0, dim)).flatten(dim, dim + 1)
+        for part, shape, dim in zip(parts, shapes, dims, strict=True)
+    ]
+
+
 def write(dst: Tensor, src: Tensor) -> None:
     """dst := src, in place."""
     dst.copy_(src)
@@ -92,6 +119,11 @@ def permute(x: Tensor, size: int, group: str) -> Tensor:
     return torch.ops._c10d_functional.all_to_all_single(x, receives, sends, group)  # type: ignore[no-any-return]
 
 
+def same(issued: Tensor, *held: Tensor) -> Tensor:
+    """What needs no communication: in place over an axis of one rank, and any wait over one."""
+    return issued
+
+
 def copy_alone(x: Tensor) -> Tensor:
     """Any collective over an axis of one rank."""
     return fresh(x)
@@ -99,7 +131,7 @@ def copy_alone(x: Tensor) -> Tensor:
 
 _OWN: dict[str, Callable[..., Any]] = {
     "shard": shard, "stack": stack, "unstack": unstack, "first_only": first_only, "reshape_copy": reshape_copy,
-    "write": write, "constant": constant,
+    "write": write, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
 }  # fmt: skip
 
 FACTORIES = frozenset({"full", "arange", "zeros", "ones", "empty", "scalar_tensor", "eye", "linspace", "constant"})

@@ -3,8 +3,8 @@
 A rank deals with a `Port`: it issues a collective, goes on, and later asks whether it is done. The in-process
 transport matches the k-th collective every rank issues over an axis with the k-th of its peers on that axis,
 and computes it with plain tensor operations when the last of them arrives (sums in rank order), so results are
-the same on every run. `all_reduce` works on a copy made at issue; the others read their input when the last
-peer issues, which is before any of them can be past its wait.
+the same on every run. `all_reduce` works on a copy made at issue, or on its input; the others read their input when
+the last peer issues, which is before any of them can be past its wait.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Handle:
 class Port(Protocol):
     """A rank's way out."""
 
-    def issue(self, kind: str, x: Tensor, reduction: str, axis: int) -> Handle:
-        """Start a collective over a mesh axis."""
+    def issue(self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False) -> Handle:
+        """Start a collective over a mesh axis; `in_place`: an all-reduce whose result replaces x."""
 
     def ready(self, handle: Handle) -> bool:
         """Whether it is done; a port that can only block does so and says yes."""
@@ -75,7 +75,7 @@ class InProcessTransport:
         """The port of a device of the mesh."""
         return InProcessPort(self, rank)
 
-    def issue(self, rank: int, kind: str, x: Tensor, reduction: str, axis: int) -> Handle:
+    def issue(self, rank: int, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False) -> Handle:
         """See `Port.issue`.
 
         Raises:
@@ -84,7 +84,7 @@ class InProcessTransport:
         group = self.mesh.group(rank, axis)
         count = self._issued[rank, axis] = self._issued.get((rank, axis), -1) + 1
         what = f"{kind} {count} over axis {self.mesh.axes[axis]}"
-        handle = Handle(_result(kind, x, len(group)), what)
+        handle = Handle(x if in_place else _result(kind, x, len(group)), what)
         found = _Meeting(kind, reduction, tuple(x.shape), x.dtype)
         meeting = self._meetings.setdefault((axis, group, count), found)
         here, there = (
@@ -111,9 +111,9 @@ class InProcessPort:
     transport: InProcessTransport
     rank: int
 
-    def issue(self, kind: str, x: Tensor, reduction: str, axis: int) -> Handle:
+    def issue(self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False) -> Handle:
         """Start a collective."""
-        return self.transport.issue(self.rank, kind, x, reduction, axis)
+        return self.transport.issue(self.rank, kind, x, reduction, axis, in_place)
 
     def ready(self, handle: Handle) -> bool:
         """Whether every peer has issued it."""

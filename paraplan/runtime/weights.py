@@ -155,28 +155,32 @@ def initialise(model: nn.Module, seed: int) -> nn.Module:
 
 
 def fill(program: Program, model: nn.Module, values: Values) -> nn.Module:
-    """Give a model every value a plan's ranks have shards of, whole; in place, on cpu."""
-    names = {name: (name, *spec.aliases) for name, spec in program.params.items()}
-    for name, every in names.items():
+    """Give a model every value a plan's ranks have shards of, whole; in place, on cpu.
+
+    All values are made before any is given: a module is initialised with what is above it in the model, which would
+    write over parameters that have their values already.
+    """
+    full = {name: values.shard(f"param:{name}", (), (), ()) for name in program.params}
+    buffers = {name: values.shard(f"buffer:{name}", (), (), ()).clone() for name in program.buffers}
+    for name, spec in program.params.items():
         old = model.get_parameter(name)
-        full = values.shard(f"param:{name}", (), (), ()).to(old.dtype, copy=True)
-        made = nn.Parameter(full, old.requires_grad)
-        for each in every:
+        made = nn.Parameter(full.pop(name).to(old.dtype, copy=True), old.requires_grad)
+        for each in (name, *spec.aliases):
             module, _, key = each.rpartition(".")
             model.get_submodule(module)._parameters[key] = made
-    for name in program.buffers:
+    for name, value in buffers.items():
         module, _, key = name.rpartition(".")
-        model.get_submodule(module)._buffers[key] = values.shard(f"buffer:{name}", (), (), ()).clone()
+        model.get_submodule(module)._buffers[key] = value
     return model
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside have their parameters on meta and their buffers as they are made."""
+    """Modules built inside have their parameters on meta, and their buffers and single numbers as they are made."""
     register: Callable[..., None] = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
+        if param is not None and param.dim() and not param.is_meta:
             param = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         register(self, name, param)
 

@@ -24,7 +24,10 @@ OPTIONS = {
     "cluster show": ["CLUSTER", "--json"],
     "cluster schema": [],
     "cluster detect": ["--output -o", "--processes", "--json"],
-    "run": ["PLAN", "--steps", "--data", "--lr", "--seed", "--check", "--model", "--clip", "--weights", "--compile", "--json"],
+    "run": [
+        *("PLAN", "--steps", "--data", "--lr", "--seed", "--check", "--model", "--clip", "--weights", "--compile"),
+        "--json",
+    ],
 }  # fmt: skip
 
 

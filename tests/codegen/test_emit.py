@@ -6,13 +6,14 @@ import re
 import weakref
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paraplan.codegen import EmitContext, build_block
+from paraplan.codegen import EmitContext, build_block, build_modules
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.rank_program import Block, Instr
+from paraplan.ir.rank_program import Block, Instr, RankProgram, Step, StepKind
 
 from .blocks import block, issue, op, wait
 
@@ -117,7 +118,6 @@ def test_collectives_bind_to_groups() -> None:
     ("broken", "says"),
     [
         (block("x", "y", "y i", op(MUL, ("%x", 2.0), "y"), issue("x", "i", "i x")), "read by one wait alone"),
-        (block("x", "i", "i", issue("x", "i", "x")), "read by one wait alone"),
         (
             block("x", "w v", "i", issue("x", "i"), wait("i", "x", "w"),
                   wait("i", "x", "v", "i x"), views={"w": "i", "v": "i"}),
@@ -138,3 +138,29 @@ def test_collectives_bind_to_groups() -> None:
 def test_illegal_blocks_are_refused(broken: Block, says: str) -> None:
     with pytest.raises(CodegenError, match=says):
         build_block(broken, LOCAL)
+
+
+def program_of(*calls: tuple[Block, str, str]) -> RankProgram:
+    """Steps that call blocks on outer names, separated by blanks."""
+    named = [msgspec.structs.replace(each, name=f"b{index}") for index, (each, _, _) in enumerate(calls)]
+    steps = tuple(
+        Step(kind=StepKind.CALL, action="0F0", block=each.name, args=tuple(args.split()), outs=tuple(outs.split()))
+        for each, (_, args, outs) in zip(named, calls, strict=True)
+    )
+    return RankProgram(
+        mesh_axes=("d",), mesh_shape=(2,), num_microbatches=1, blocks={each.name: each for each in named}, outer={},
+        steps=steps, loss="", grads={}, optimizer_bytes=0, update_workspace_bytes=0,
+    )  # fmt: skip
+
+
+def test_a_collective_may_be_waited_for_in_a_later_block_and_must_be() -> None:
+    begin = block("x", "i", "i", issue("x", "i"))
+    end = block("i x", "w", "i", wait("i", "x", "w", "i x"), views={"w": "i"})
+    read = block("i", "y", "y", op(MUL, ("%i", 2.0), "y", "i"))
+    build_modules(program_of((begin, "x", "p"), (end, "p x", "w")))
+    for calls, says in (
+        (((begin, "x", "p"),), "nothing waits for"),
+        (((begin, "x", "p"), (read, "p", "y"), (end, "p x", "w")), "before waiting"),
+    ):
+        with pytest.raises(CodegenError, match=says):
+            build_modules(program_of(*calls))

@@ -7,6 +7,7 @@ dtypes, strides, which results are views, and that every name is freed exactly o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -118,8 +119,30 @@ def function(target: str):  # type: ignore[no-untyped-def]
         "first_only": lambda x, c: x.clone(**fresh) if c == 0 else torch.zeros(x.shape, dtype=x.dtype),
         "reshape_copy": lambda x, shape: x.clone(**fresh).view(shape),
         "write": lambda dst, src: dst.copy_(src),
+        "pack": lambda xs, n, dims: torch.cat(
+            [
+                x.chunk(n, dim)[r].flatten() if n > 1 else x.flatten()
+                for r in range(n)
+                for x, dim in zip(xs, dims, strict=True)
+            ]
+        ),
+        "unpack": _views,
+        "unpack_stacked": _joined,
     }
     return own.get(name) or getattr(kernels, name)
+
+
+def _views(buffer: Tensor, shapes: list[list[int]]) -> list[Tensor]:
+    found, place = [], 0
+    for shape in shapes:
+        found.append(buffer[place : place + math.prod(shape)].view(shape))
+        place += math.prod(shape)
+    return found
+
+
+def _joined(buffer: Tensor, n: int, shapes: list[list[int]], dims: list[int]) -> list[Tensor]:
+    ranks = [_views(part, shapes) for part in buffer.chunk(n)]
+    return [torch.cat([rank[index] for rank in ranks], dim) for index, dim in enumerate(dims)]
 
 
 def decode(arg: Arg, env: Mapping[str, Tensor], coords: Dims, microbatch: int) -> object:
@@ -237,6 +260,8 @@ def _collective(block: Block, instr, given: dict[Dims, dict[str, Tensor]], mesh_
             assert instr.target == "all_to_all", instr.target
             results[coords] = torch.cat([x.chunk(n, 0)[me] for x in xs], 0)
     for coords, value in results.items():
+        if block.values[instr.outs[0]].base != instr.outs[0]:
+            value = given[coords][source].copy_(value)
         given[coords][instr.outs[0]] = value
         _check_value(block, instr.outs[0], value, instr.target)
 

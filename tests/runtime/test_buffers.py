@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fuzz import buffer_error
 from examples.models import resnet
 from paraplan.codegen import build_modules
 from paraplan.ir.cluster import ClusterSpec
@@ -18,6 +17,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
+from tests.numerics import relative_error
 
 torch.set_num_threads(1)
 Batch = dict[str, Tensor]
@@ -76,7 +76,7 @@ def test_statistics_are_of_the_global_batch() -> None:
     wanted = after(model, batches)
     assert int(wanted["stem.1.num_batches_tracked"]) == 2
     for rank in range(2):
-        assert buffer_error(trainer.buffers(rank), wanted) <= 1e-9
+        assert relative_error(trainer.buffers(rank), wanted) <= 1e-9
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -87,5 +87,5 @@ def test_sums_over_microbatches_are_counted_once(seed: int) -> None:
     trainer = trained(plan, model, batches)
     wanted = after(model, batches)
     for rank in range(2):
-        assert buffer_error(trainer.buffers(rank), wanted) <= 1e-12
+        assert relative_error(trainer.buffers(rank), wanted) <= 1e-12
     assert int(wanted["steps"]) == 2

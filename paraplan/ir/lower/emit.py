@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from paraplan.ir.graph import Arg, Graph, Op, map_refs
 from paraplan.ir.lower.carried import emit_carried, row_major
 from paraplan.ir.lower.expand import emit_expansion
-from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.lower.finish import finish_block, split_block
 from paraplan.ir.mesh import Layout, layout_text, local_shape
 from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
 from paraplan.ir.reshard import Move, reshard_path
@@ -28,11 +30,16 @@ Dims = tuple[int, ...]
 
 
 class BlockEmitter:
-    """Collects the instructions of one block on an extended mesh (axis 0: microbatches)."""
+    """Collects the instructions of one block on an extended mesh (axis 0: microbatches).
 
-    def __init__(self, name: str, mesh_shape: Dims) -> None:
+    `overwrites`: nobody else reads what the block is given, so all-reduces work in place. `moved` has the results of
+    moves made ahead of time, `pieces` the results that are parts of one buffer.
+    """
+
+    def __init__(self, name: str, mesh_shape: Dims, overwrites: bool = False) -> None:
         self.name = name
         self.mesh_shape = mesh_shape
+        self.overwrites = overwrites
         self.values: dict[str, LocalValue] = {}
         self.specs: dict[str, TensorSpec] = {}
         self.inputs: dict[str, None] = {}
@@ -41,6 +48,8 @@ class BlockEmitter:
         self._at: dict[tuple[str, Layout], str] = {}
         self._instrs: list[Instr] = []
         self._origin = -1
+        self.moved: dict[tuple[str, Move], str] = {}
+        self.pieces: set[str] = set()
 
     def give(
         self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = ""
@@ -74,10 +83,14 @@ class BlockEmitter:
         if found is None:
             source = self._home[name]
             found = self._use(self._at[name, source])
-            for move in reshard_path(self.specs[name].shape, source, layout, self.mesh_shape, frozen=1):
-                found = self._move(name, found, move)
+            for move in self.path(name, layout):
+                found = self.moved.get((name, move)) or self._move(name, found, move)
             self._at[name, layout] = found
         return self._use(found)
+
+    def path(self, name: str, layout: Layout) -> tuple[Move, ...]:
+        """The moves that bring a value from where it was given or made to a layout."""
+        return reshard_path(self.specs[name].shape, self._home[name], layout, self.mesh_shape, frozen=1)
 
     def _use(self, local: str) -> str:
         if local in self._given and local not in self.values:
@@ -226,6 +239,14 @@ class BlockEmitter:
         nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
         self.values[name] = LocalValue(dtype=dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes)
 
+    def fresh(self, name: str, dtype: str, shape: Dims) -> None:
+        """Declare a value with a contiguous storage of its own."""
+        self._fresh(name, dtype, shape, contiguous_strides(shape))
+
+    def add_many(self, target: str, args: tuple[Arg, ...], outs: Sequence[str]) -> None:
+        """Emit an op outside the joint graph whose results are declared already."""
+        self._add(Instr(target=target, args=args, outs=tuple(outs), origin=self._origin, layout_change=True))
+
     def _add(self, instr: Instr) -> None:
         self._instrs.append(instr)
 
@@ -263,16 +284,16 @@ class BlockEmitter:
                 "paraplan.reshape_copy", ("%" + local, value.shape), self._unique(stem), value.dtype, value.shape
             )
         if move.kind == "all_reduce":
-            return self._collective(move, local, stem, value.shape, move.reduction)
+            return self.exchange(move, local, stem, value.shape, self.overwrites)
         if move.kind == "all_gather":
-            stacked = self._collective(move, local, stem, (n * value.shape[0], *value.shape[1:]), "")
+            stacked = self.exchange(move, local, stem, (n * value.shape[0], *value.shape[1:]))
             return self._unstack(stacked, stem, n, move.dim, after)
         split = move.dim if move.kind == "reduce_scatter" else move.to_dim
         local = self._stack(local, stem, n, split)
         shape = self.values[local].shape
         if move.kind == "reduce_scatter":
-            return self._collective(move, local, stem, (shape[0] // n, *shape[1:]), move.reduction)
-        exchanged = self._collective(move, local, stem, shape, "")
+            return self.exchange(move, local, stem, (shape[0] // n, *shape[1:]))
+        exchanged = self.exchange(move, local, stem, shape)
         return self._unstack(exchanged, stem, n, move.dim, after)
 
     def _stack(self, local: str, stem: str, n: int, dim: int) -> str:
@@ -297,9 +318,14 @@ class BlockEmitter:
             return out
         return self.local("paraplan.unstack", ("%" + local, n, dim), out, self.values[local].dtype, after)
 
-    def _collective(self, move: Move, local: str, stem: str, shape: Dims, reduction: str) -> str:
+    def exchange(self, move: Move, local: str, stem: str, shape: Dims, in_place: bool = False) -> str:
+        """Emit a move's collective of a contiguous value; returns the local name of its result.
+
+        `in_place`: an all-reduce may overwrite the value.
+        """
         done = self._unique(stem)
-        self._exchange(move.kind, move.axis - 1, local, self._unique(stem + "!"), done, shape, reduction, True)
+        issued = self._unique(stem + "!")
+        self._exchange(move.kind, move.axis - 1, local, issued, done, shape, move.reduction, True, in_place)
         return done
 
     def permute(self, local: str, out: str, axis: int) -> None:
@@ -311,14 +337,19 @@ class BlockEmitter:
         self._exchange("permute", axis, local, out + "!", out, value.shape, "", False)
 
     def _exchange(
-        self, target: str, axis: int, local: str, issued: str, done: str, shape: Dims, reduction: str, change: bool
+        self, target: str, axis: int, local: str, issued: str, done: str, shape: Dims, reduction: str, change: bool,
+        in_place: bool = False,
     ) -> None:  # fmt: skip
         """A collective of a contiguous value and its wait; all but all_reduce read their input until then."""
         dtype = self.values[local].dtype
-        self._fresh(issued, dtype, shape, contiguous_strides(shape))
+        self.fresh(issued, dtype, shape)
         self.values[done] = LocalValue(
             dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=issued, storage_bytes=0
         )
+        if in_place and target == "all_reduce":
+            self.values[issued] = msgspec.structs.replace(
+                self.values[issued], base=self.values[local].base, storage_bytes=0
+            )
         held = () if target == "all_reduce" else ("%" + local,)
         for kind, name, args, out in (
             (InstrKind.COLLECTIVE, target, ("%" + local, ":" + reduction), issued),
@@ -333,6 +364,10 @@ class BlockEmitter:
     def finish(self, outputs: Sequence[str | None], saved: Sequence[str]) -> Block:
         """The block: collectives issued early and waited late, values freed at their last use."""
         return finish_block(self.name, tuple(self.inputs), tuple(outputs), tuple(saved), self.values, self._instrs)
+
+    def parted(self, outputs: Sequence[str | None]) -> tuple[Block | None, Block]:
+        """The block in two, before its first wait (see `finish.split_block`)."""
+        return split_block(self.name, tuple(self.inputs), tuple(outputs), self.values, self._instrs)
 
 
 def _fresh_strides(how: str, index: int, shape: Dims, inputs: list[LocalValue]) -> Dims:

@@ -1,6 +1,7 @@
 """Ordering a block: collectives as early as their input exists, waits as late as their result is needed.
 
-Compute keeps its order. Every value is then freed at its last use.
+Compute keeps its order. Every value is then freed at its last use. A block may be parted before its first wait, so that
+other work comes between.
 """
 
 from __future__ import annotations
@@ -21,6 +22,37 @@ def finish_block(
     return Block(
         name=name, inputs=inputs, outputs=outputs, saved=saved, values=values, instrs=_with_frees(inputs, kept, ordered)
     )
+
+
+def split_block(
+    name: str, inputs: tuple[str, ...], outputs: tuple[str | None, ...], values: dict[str, LocalValue],
+    instrs: list[Instr],
+) -> tuple[Block | None, Block]:  # fmt: skip
+    """The instructions as two blocks, parted before the first wait; None where there is none.
+
+    The second takes what the first issued, and inputs and values of the first that it reads.
+    """
+    at = next((index for index, instr in enumerate(instrs) if instr.kind is InstrKind.WAIT), None)
+    if at is None:
+        return None, finish_block(name, inputs, outputs, (), values, instrs)
+    head, tail = instrs[:at], instrs[at:]
+    made = {out for instr in head for out in instr.outs}
+    read = {source for instr in head for source in _reads(instr)}
+    crossing = dict.fromkeys(
+        source
+        for source in (*(source for instr in tail for source in _reads(instr)), *outputs)
+        if source is not None and (source in made or source in inputs)
+    )
+    taken = tuple(source for source in inputs if source in read)
+    issued = tuple(source for source in crossing if source in made)
+    first = finish_block(f"{name}.issue", taken, issued, (), _of(values, head), head)
+    return first, finish_block(name, tuple(crossing), outputs, (), _of(values, tail), tail)
+
+
+def _of(values: dict[str, LocalValue], instrs: list[Instr]) -> dict[str, LocalValue]:
+    """The values instructions name."""
+    names = dict.fromkeys(name for instr in instrs for name in (*_reads(instr), *instr.outs) if name is not None)
+    return {name: values[name] for name in names}
 
 
 def _reads(instr: Instr) -> list[str]:

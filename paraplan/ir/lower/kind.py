@@ -8,12 +8,14 @@ the layout the plan gives it.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Op, Phase
+from paraplan.ir.lower.bundle import gather_together, reduce_together
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
 from paraplan.ir.micro import KindMicro, dual
@@ -158,6 +160,8 @@ def evaluate_forward(
     for op in reversed(graph.ops):
         if op.phase is Phase.FORWARD and not needed.isdisjoint(op.outs):
             needed.update(op.tensors)
+    certain = {index for index, op in enumerate(graph.ops) if not needed.isdisjoint(op.outs)}
+    gather_together(emitter, _param_wants(kind, strategies, Phase.FORWARD, certain))
     for index, (op, strategy) in enumerate(zip(graph.ops, strategies, strict=True)):
         if op.phase is not Phase.FORWARD or needed.isdisjoint(op.outs):
             continue
@@ -212,13 +216,14 @@ def lower_backward(
 
 
 def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """Results that own their storage: gradients are accumulated in place, so no two may share one."""
+    """Results that own their storage (or their part of one): gradients are accumulated in place."""
     taken = set(emitter.inputs)
     found: list[str | None] = []
     for local in results:
         if local is not None:
             value = emitter.values[local]
-            if value.base in taken or not is_dense(value.shape, value.strides):
+            owner = local if local in emitter.pieces else value.base
+            if owner in taken or not is_dense(value.shape, value.strides):
                 local = emitter.local(
                     "paraplan.reshape_copy",
                     ("%" + local, value.shape),
@@ -227,7 +232,7 @@ def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...]) -> tuple[s
                     value.shape,
                 )
                 value = emitter.values[local]
-            taken.add(value.base)
+            taken.add(local if local in emitter.pieces else value.base)
         found.append(local)
     return tuple(found)
 
@@ -243,9 +248,23 @@ def _give_sources(emitter: BlockEmitter, kind: SegmentKind, context: KindContext
 
 
 def _emit_phase(emitter: BlockEmitter, kind: SegmentKind, strategies: tuple[Strategy, ...], phase: Phase) -> None:
+    gather_together(emitter, _param_wants(kind, strategies, phase, range(len(strategies))))
     for index, (op, strategy) in enumerate(zip(kind.graph.ops, strategies, strict=True)):
         if op.phase is phase:
             emitter.op(op, kind.graph, strategy, index)
+
+
+def _param_wants(
+    kind: SegmentKind, strategies: tuple[Strategy, ...], phase: Phase, which: Container[int]
+) -> list[tuple[str, Layout]]:
+    """The layouts a phase's ops, those of some numbers, want parameters in."""
+    return [
+        (name, layout)
+        for index, (op, strategy) in enumerate(zip(kind.graph.ops, strategies, strict=True))
+        if op.phase is phase and index in which
+        for name, layout in zip(op.tensors, strategy.inputs, strict=True)
+        if name in kind.params
+    ]
 
 
 def _backward_reads(kind: SegmentKind) -> set[str]:
@@ -276,12 +295,15 @@ def _input_grad_layouts(
 
 
 def _param_grads(backward: BlockEmitter, kind: SegmentKind, context: KindContext, m: int) -> tuple[str | None, ...]:
+    targets = [(P if m > 1 else R, *layout) for layout in context.param_grads]
+    wanted = zip(kind.param_grads, targets, strict=True)
+    together = reduce_together(backward, [(grad, layout) for grad, layout in wanted if grad is not None])
     found: list[str | None] = []
-    for grad, layout in zip(kind.param_grads, context.param_grads, strict=True):
+    for grad, layout in zip(kind.param_grads, targets, strict=True):
         if grad is None:
             found.append(None)
             continue
-        local = backward.get(grad, (P if m > 1 else R, *layout))
+        local = together.get((grad, layout)) or backward.get(grad, layout)
         dtype = backward.values[local].dtype
         if context.grad_dtype and dtype != context.grad_dtype:
             value = backward.values[local]

@@ -3,21 +3,23 @@
 Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what the optimizer updates),
 `batch:<name>@<m>`, `buffer:<name>`, `seed:<segment>`, `<output>@<m>`, `d:<output>@<m>` (its gradient),
 `<segment>/<value>@<m>` (saved), `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads
-it), `den<i>`, `tangent<i>`, `num<i>`, `loss`.
+it), `sum:<i>` (under way), `den<i>`, `tangent<i>`, `num<i>`, `loss`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.outer import outer_values, with_drops
+from paraplan.ir.lower.parted import PartedCalls
+from paraplan.ir.lower.reduce import Reductions
 from paraplan.ir.lower.stage import StageBlocks, lower_stage
 from paraplan.ir.lower.updates import (
     buffer_block,
     count_block,
     loss_block,
-    reduce_block,
     restore_block,
     tangent_block,
     zero_block,
@@ -60,18 +62,35 @@ class StageSteps:
         self.action = ""
         self.trained = trained_params(self.program, stage.first, stage.stop)
         self.metrics: dict[str, str] = {}
+        specs = {name: self._grad_spec(name) for name in self.trained}
+        self.calls = PartedCalls(self._call)
+        self.reductions = Reductions(stage.params, specs, stage.mesh.shape, self.calls)
+
+    def _grad_spec(self, name: str) -> TensorSpec:
+        spec = self.program.params[name].spec
+        return TensorSpec(master_dtype(self.program.precision, spec.dtype), spec.shape)
+
+    def _call(self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...]) -> None:
+        self._add(StepKind.CALL, block, args=args, outs=outs)
 
     def build(self, actions: tuple[str, ...]) -> RankProgram:
-        self._tangents(self._denominators())
-        for text in actions:
+        waits = self._tangents(self._denominators())
+        kinds = [parse_action(text).kind for text in actions]
+        last = {kind: index for index, kind in enumerate(kinds)}
+        for index, text in enumerate(actions):
             action, self.action = parse_action(text), text
             if action.kind is ActionKind.F:
                 self._forward(action.microbatch)
+                if index == last[ActionKind.F]:
+                    end_loss = self._loss()
             elif action.kind is ActionKind.B:
-                self._backward(action.microbatch)
+                while waits:
+                    waits.pop(0)()
+                self._backward(action.microbatch, index == last[ActionKind.B])
             elif action.kind is ActionKind.REDUCE_GRAD:
-                grads = self._reduce()
-                self._loss()
+                self.reductions.end()
+                grads = {name: self.reductions.grads[name] for name in self.trained}
+                end_loss()
                 self._buffers()
             elif action.kind is ActionKind.UPDATE:
                 self._update()
@@ -125,8 +144,9 @@ class StageSteps:
                 self._add(StepKind.ACCUMULATE, args=(f"den{index}", f"den{index}@{m}"), microbatch=m)
         return layouts
 
-    def _tangents(self, layouts: list[Layout]) -> None:
-        """Whole denominators, and the gradient of every numerator."""
+    def _tangents(self, layouts: list[Layout]) -> list[Callable[[], None]]:
+        """Whole denominators, and the gradient of every numerator; begun, with what ends each."""
+        ends = []
         scaled = self.program.precision == "fp16"
         for index, term in enumerate(self.program.loss):
             spec, d = self._scalar(term.numerator), term.denominator
@@ -135,9 +155,9 @@ class StageSteps:
             )
             sources = {"count": f"den{d}", "scale": "loss_scale"}
             total = None if d is None else f"total{index}"
-            args = tuple(sources[local] for local in block.inputs)
-            self._add(StepKind.CALL, block, args=args, outs=(total, f"tangent{index}"))
+            ends.append(self.calls.begin(block, sources, (total, f"tangent{index}")))
             self.tangent_of[term.numerator] = f"tangent{index}"
+        return ends
 
     def _scalar(self, value: str) -> TensorSpec:
         for segment in self.program.segments:
@@ -175,7 +195,9 @@ class StageSteps:
                         StepKind.ACCUMULATE, args=(f"num{numerators[out]}", f"{out}@{m}"), microbatch=m, segment=index
                     )
 
-    def _backward(self, m: int) -> None:
+    def _backward(self, m: int, last: bool) -> None:
+        """One microbatch's backward; after the last one, gradients are final as their first user is passed."""
+        final = self._final() if last else {}
         for index in reversed(range(self.stage.first, self.stage.stop)):
             segment, lowered = self.program.segments[index], self.parts.backwards[index]
             kind = self.program.kinds[segment.kind]
@@ -188,6 +210,21 @@ class StageSteps:
                     if out in self.parts.zeros and tangent in lowered.block.inputs:
                         self._zero(kind.graph.values[local], out, m, index)
             self._call_backward(index, m, lowered.block, names)
+            self.reductions.final(final.get(index, ()))
+
+    def _final(self) -> dict[int, list[str]]:
+        """Segment -> the parameters whose gradients it is the last to add to."""
+        first: dict[str, int] = {}
+        for index in range(self.stage.first, self.stage.stop):
+            params = self.program.segments[index].params
+            grads = self.parts.backwards[index].block.outputs[-len(params) :] if params else ()
+            for name, grad in zip(params, grads, strict=True):
+                if grad is not None:
+                    first.setdefault(name, index)
+        found: dict[int, list[str]] = {}
+        for name in self.trained:
+            found.setdefault(first[name], []).append(name)
+        return found
 
     def _zero(self, spec: TensorSpec, out: str, m: int, index: int) -> None:
         block = zero_block(f"zero.{out}", spec, self.parts.grads[out].layout, self.extended)
@@ -210,24 +247,8 @@ class StageSteps:
         for pair in adds:
             self._add(StepKind.ACCUMULATE, args=pair, microbatch=m, segment=index)
 
-    def _reduce(self) -> dict[str, str]:
-        grads: dict[str, str] = {}
-        made: dict[object, Block] = {}
-        for name in self.trained:
-            layouts = self.stage.params[name]
-            if layouts.grad == layouts.state:
-                grads[name] = f"acc:{name}"
-                continue
-            param = self.program.params[name].spec
-            spec = TensorSpec(master_dtype(self.program.precision, param.dtype), param.shape)
-            key = (spec, layouts.grad, layouts.state)
-            if key not in made:
-                made[key] = reduce_block(f"reduce.{len(made)}", spec, layouts, self.stage.mesh.shape)
-            grads[name] = f"grad:{name}"
-            self._add(StepKind.CALL, made[key], args=(f"acc:{name}",), outs=(f"grad:{name}",))
-        return grads
-
-    def _loss(self) -> None:
+    def _loss(self) -> Callable[[], None]:
+        """The loss from what the microbatches say, begun; what ends it."""
         terms = self.program.loss
         specs = tuple(self._scalar(term.numerator) for term in terms)
         layouts = tuple(self.parts.given[term.numerator].layout for term in terms)
@@ -236,8 +257,7 @@ class StageSteps:
             f"denominator{i}": f"total{i}" for i in range(len(terms))
         }
         self.metrics = {name: f"loss:{name}" for name in dict.fromkeys(term.name for term in terms) if name}
-        outs = ("loss", *self.metrics.values())
-        self._add(StepKind.CALL, block, args=tuple(names[local] for local in block.inputs), outs=outs)
+        return self.calls.begin(block, names, ("loss", *self.metrics.values()))
 
     def _buffers(self) -> None:
         """Every buffer the model writes gets its new value, whole on every rank: the sum of what the microbatches

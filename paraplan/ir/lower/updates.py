@@ -1,9 +1,10 @@
-"""The small blocks around the segments: denominators, loss, gradient reduction, buffers, parameter restoration."""
+"""The small blocks around the segments: denominators, loss, buffers, parameter restoration."""
 
 from __future__ import annotations
 
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import extend
+from paraplan.ir.lower.parted import Parted
 from paraplan.ir.mesh import Layout, P, R, cuts_further, local_shape, parse_layout
 from paraplan.ir.micro import KindMicro
 from paraplan.ir.plan import ParamLayouts
@@ -51,7 +52,7 @@ def total_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> 
     return emitter.finish((emitter.get("count", (R,) * len(extended)),), ())
 
 
-def tangent_block(name: str, spec: TensorSpec, layout: Layout | None, extended: Dims, scaled: bool) -> Block:
+def tangent_block(name: str, spec: TensorSpec, layout: Layout | None, extended: Dims, scaled: bool) -> Parted:
     """The whole denominator and the tangent 1/denominator; just the tangent 1 where there is none.
 
     `scaled`: the tangent is multiplied by the float32 input `scale`.
@@ -71,7 +72,7 @@ def tangent_block(name: str, spec: TensorSpec, layout: Layout | None, extended: 
         if dtype != "float32":
             scale = emitter.local("aten._to_copy.default", ("%" + scale,), "cast", dtype, (), {"dtype": ":" + dtype})
         tangent = emitter.local("aten.mul.Tensor", ("%" + tangent, "%" + scale), "scaled", dtype, ())
-    return emitter.finish((total, tangent), ())
+    return emitter.parted((total, tangent))
 
 
 def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> Block:
@@ -84,7 +85,7 @@ def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> B
 
 def loss_block(
     name: str, terms: tuple[LossTerm, ...], specs: tuple[TensorSpec, ...], layouts: tuple[Layout, ...], extended: Dims
-) -> Block:
+) -> Parted:
     """loss = sum of numerator/denominator, whole on every rank; inputs `numerator<i>` and `denominator<i>`.
 
     Where losses have names, each follows as a result of its own, without its weight.
@@ -110,7 +111,7 @@ def loss_block(
         value = _scalar_sum(emitter, addends, f"part{number}+", dtype)
         scale = 1.0 / weights[loss]
         metrics.append(emitter.local("aten.mul.Tensor", ("%" + value, scale), f"metric{number}", dtype, ()))
-    return emitter.finish((total, *metrics), ())
+    return emitter.parted((total, *metrics))
 
 
 def _scalar_sum(emitter: BlockEmitter, addends: list[str], stem: str, dtype: str) -> str:
@@ -138,13 +139,6 @@ def buffer_block(
         )
     emitter.effect("paraplan.write", ("%" + emitter.get("stored", whole), "%" + total))
     return emitter.finish((), ())
-
-
-def reduce_block(name: str, spec: TensorSpec, layouts: ParamLayouts, mesh_shape: Dims) -> Block:
-    """The accumulated gradient brought to the layout the optimizer updates in; input `grad`."""
-    emitter = BlockEmitter(name, (1, *mesh_shape))
-    emitter.give("grad", spec, (R, *parse_layout(layouts.grad)))
-    return emitter.finish((emitter.get("grad", (R, *parse_layout(layouts.state))),), ())
 
 
 def restore_block(name: str, param: ParamSpec, state_dtype: str, layouts: ParamLayouts, mesh_shape: Dims) -> Block:

@@ -15,7 +15,7 @@ def full(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return OpDims((), (names,), sizes_of((names, outputs[0].shape)))
 
 
-@register("aten.arange.start_step", "aten.arange.default", "aten.arange.start", "paraplan.constant")
+@register("aten.arange.start_step", "aten.arange.default", "aten.arange.start", "aten.eye.default", "paraplan.constant")
 def whole(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """Small constants are made whole and cut afterwards."""
     return OpDims((), ((WHOLE,) * len(outputs[0].shape),), {})

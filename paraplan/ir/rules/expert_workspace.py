@@ -30,7 +30,7 @@ def index(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
 
 def _mixture(x: LocalValue | None, ids: LocalValue | None, weights: LocalValue | None, w_in: LocalValue | None,
              widths: int) -> int:  # fmt: skip
-    """Buffers of one block, `widths` columns wide, made before sorting; the sorted order and a block's rows, or sorting."""
+    """Buffers of one block, `widths` columns wide, made first; then sorting, or the order and a block's rows."""
     assert x is not None and ids is not None and weights is not None and w_in is not None
     chosen, rows = math.prod(ids.shape), min(x.shape[0], BLOCK_ROWS)
     sorting = 24 * chosen + 8 * w_in.shape[0]

@@ -104,11 +104,9 @@ def index_add(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 def _alike(inputs: Specs, dim: int) -> Letters:
     """A letter for every dim but `dim` in which all inputs are of one size."""
-    shapes = [spec.shape for spec in inputs]
-    return tuple(
-        WHOLE if at == dim or len(set(sizes)) > 1 else name
-        for at, (name, sizes) in enumerate(zip(letters(len(shapes[0]), skip="z"), zip(*shapes, strict=True), strict=True))
-    )
+    by_dim = [set(sizes) for sizes in zip(*(spec.shape for spec in inputs), strict=True)]
+    names = letters(len(by_dim), skip="z")
+    return tuple(WHOLE if at == dim or len(by_dim[at]) > 1 else name for at, name in enumerate(names))
 
 
 @register("aten.scatter.src")

@@ -126,17 +126,6 @@ def cat(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return OpDims((names,) * len(inputs), (names,), sizes_of((names, outputs[0].shape)), {}, (everything,))
 
 
-@register("aten.stack.default")
-def stack(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b, a b -> a _ b`."""
-    dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(outputs[0].shape)
-    names = _all_but(outputs[0].shape, dim)
-    part = names[:dim] + names[dim + 1 :]
-    return OpDims(
-        (part,) * len(inputs), (names,), sizes_of((names, outputs[0].shape)), {}, (tuple(range(len(inputs))),)
-    )
-
-
 @register("aten.constant_pad_nd.default", strides="joined")
 def constant_pad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """Padded dims are whole; padding with zero is linear. The pads say which: (1, -1) shifts and keeps the size."""

@@ -2,9 +2,9 @@
 
 A position is a cut where exactly one main value is live (the residual stream); inside stretches without one that
 hold much work, where two are, then three, then four (skips). Values read far from where they are made (an encoder's
-output, which every layer of the decoder reads) are not counted, so that layers are cut alike up to the last. Pieces without real work (a norm, a
-dropout) are merged into a neighbour, so that repeated layers stay equal: the longest periodic run of pieces is
-found first, merging stays inside it, and whatever is left over at its two ends never joins it.
+output, which every layer of the decoder reads) are not counted, so that layers are cut alike up to the last. Pieces
+without real work (a norm, a dropout) are merged into a neighbour, so that repeated layers stay equal: the longest
+periodic run of pieces is found first, merging stays inside it, and what is left over at its ends never joins it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.functional import functional
 from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
 from paraplan.ir.trace.recurrent import unrolled
@@ -119,7 +120,7 @@ def export_loss(
         try:
             program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             _keep_no_grad(program.graph_module)
-            program = program.run_decompositions(unrolled())
+            program = functional(program) or program.run_decompositions(unrolled())
         except CaptureError:
             raise
         except Exception as fault:

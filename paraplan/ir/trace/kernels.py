@@ -137,13 +137,13 @@ def ce_grad(
     flat = logits.reshape(-1, logits.shape[-1])
     top, total = m.reshape(-1, 1), s.reshape(-1, 1)
     local, inside = _local_labels(labels.reshape(-1), ignore_index, v_start, flat.shape[-1])
-    valid = (labels.reshape(-1, 1) != ignore_index).to(m.dtype)
-    hit = -inside.to(m.dtype).unsqueeze(-1)
+    scale = (labels.reshape(-1, 1) != ignore_index).to(m.dtype).mul_(g.to(m.dtype)).div_(total)
+    hit = -inside.to(m.dtype).unsqueeze(-1).mul_(g.to(m.dtype))
     out = torch.empty(flat.shape, dtype=logits.dtype, device=logits.device)
     for rows in _row_chunks(*flat.shape):  # one expression: a chunk's temporaries die before the next one's exist
         out[rows] = (
-            (flat[rows].to(m.dtype) - top[rows]).exp_().div_(total[rows]).mul_(valid[rows])
-            .scatter_add_(-1, local[rows].unsqueeze(-1), hit[rows]).mul_(g.to(m.dtype))
+            (flat[rows].to(m.dtype) - top[rows]).exp_().mul_(scale[rows])
+            .scatter_add_(-1, local[rows].unsqueeze(-1), hit[rows])
         )  # fmt: skip
     return out.view(logits.shape)
 

@@ -51,7 +51,9 @@ def _cell(step: Step, many: bool) -> Callable[..., object]:
     return cell
 
 
-def _direction(step: Step, x: Tensor, state: State, weights: Sequence[Tensor], biased: bool, back: bool) -> tuple[Tensor, State]:
+def _direction(
+    step: Step, x: Tensor, state: State, weights: Sequence[Tensor], biased: bool, back: bool
+) -> tuple[Tensor, State]:
     """One layer in one direction over x: [time, batch, width]; the results, and the last state."""
     w_ih, w_hh, *rest = weights
     b_ih, b_hh = (rest[0], rest[1]) if biased else (None, None)

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch._ops import OpOverload
+from torch._C import DispatchKey, DispatchKeySet, _dispatch_has_kernel_for_dispatch_key
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -20,11 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode", "is_fake", "lazy_modules",
-    "recording_graph", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
+    "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode", "is_composite", "is_fake",
+    "is_region", "lazy_modules", "recording_graph", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
 ]  # fmt: skip
 
 trace_ops = make_fx
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an op is written in terms of others, its gradient following from theirs."""
+    return bool(_dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def is_region(target: object) -> bool:
+    """Whether a call runs another graph (a no_grad region, a branch)."""
+    return isinstance(target, HigherOrderOperator)
 
 
 def fake_mode() -> FakeTensorMode:

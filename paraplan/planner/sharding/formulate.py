@@ -68,7 +68,7 @@ def _factor(
         wants.append(_numbers(end.layouts, asks))
         again = end.decider in readers or end.decider == transfer.source.decider
         readers.append(_twin(end, prices, factors) if again else end.decider)
-    moved = space.prices.transfers(transfer.spec, tuple(makes), tuple(asks)) * transfer.count
+    moved = space.prices.transfers(transfer.spec, tuple(makes), tuple(asks), transfer.bundled) * transfer.count
     return Factor(transfer.source.decider, tuple(readers), have, tuple(wants), moved, transfer.what)
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from paraplan.cost_models.costs import COMPUTE, Costs
 from paraplan.ir.graph import Graph, Op
+from paraplan.ir.lower.bundle import SMALL_BYTES
 from paraplan.ir.mesh import Layout, local_shape
 from paraplan.ir.reshard import Move, ReshardTable, reshard_table
 from paraplan.ir.rules.carried import registered_work
@@ -109,36 +110,46 @@ class Prices:
         outputs = tuple(None if name is None else steps.values[name] for name in step.outs)
         return self._on(COMPUTE, self.costs.op_s(step.target, step.args, step.kwargs, inputs, outputs))
 
-    def reshard(self, spec: TensorSpec, source: Layout, target: Layout) -> Price | None:
-        """A change of layout; None where there is no way."""
+    def reshard(self, spec: TensorSpec, source: Layout, target: Layout, bundled: bool = False) -> Price | None:
+        """A change of layout; None where there is no way. `bundled`: see `transfers`."""
         if source == target:
             return self.zero
-        key = (spec, source, target)
+        key = (spec, source, target, bundled)
         if key not in self._moves:
-            price = self.transfers(spec, (source,), (target,))[0, 0]
+            price = self.transfers(spec, (source,), (target,), bundled)[0, 0]
             self._moves[key] = tuple(price.tolist()) if np.isfinite(price).all() else None
         return self._moves[key]
 
-    def transfers(self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Floats:
-        """[source, target, stream] prices of changing a value's layout; infinite where there is no way."""
+    def transfers(
+        self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bundled: bool = False
+    ) -> Floats:
+        """[source, target, stream] prices of changing a value's layout; infinite where there is no way.
+
+        `bundled`: lowering puts small values of this sort (parameters, their gradients) into one collective with
+        others, so they are priced at what they add to one at least (a bound must hold however many share it).
+        """
         table = reshard_table(spec.shape, self.extended, 1, (*sources, *targets))
-        key = (spec, id(table))
+        key = (spec, id(table), bundled)
         if key not in self._totals:
-            moves = np.array([self._move(spec, move) for move in table.moves]).reshape(-1, len(self.streams))
+            moves = np.array([self._move(spec, move, bundled) for move in table.moves]).reshape(-1, len(self.streams))
             self._totals[key] = table.totals(moves), table
         totals = self._totals[key][0]
         rows, columns = ([table.index[layout] for layout in layouts] for layouts in (sources, targets))
         found: Floats = totals[np.ix_(rows, columns)]
         return found
 
-    def _move(self, spec: TensorSpec, move: Move) -> Price:
+    def _move(self, spec: TensorSpec, move: Move, bundled: bool) -> Price:
         before, after = self._local(spec, move.before), self._local(spec, move.after)
         n = self.extended[move.axis]
+        if n == 1:
+            return self.zero
         if move.kind == "slice":
             return self._copy("paraplan.shard", before, after)
         if move.kind == "first_only":
             return self._copy("paraplan.first_only", before, after)
         stream = self.costs.comm_streams[move.axis - 1]
+        if bundled and before.nbytes <= SMALL_BYTES:
+            return self._on(stream, self.costs.collective_share_s(move.kind, move.axis - 1, before.nbytes))
         sent = self._on(stream, self.costs.collective_s(move.kind, move.axis - 1, before.nbytes))
         extra = self.zero
         split = {"reduce_scatter": move.dim, "all_to_all": move.to_dim}.get(move.kind, 0)

@@ -56,6 +56,7 @@ class Transfer:
         count: how often a step does this (instances times microbatches).
         what: for people.
         kind, phase: where.
+        bundled: whether small ones share a collective with others (parameters and their gradients).
     """
 
     spec: TensorSpec
@@ -65,6 +66,7 @@ class Transfer:
     what: str
     kind: int
     phase: Phase
+    bundled: bool
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, allowed: Callable[[P
             grads.append(0)
             continue
         shard = prices.nbytes(master, (R, *option.state))
-        reduced = prices.reshard(master, (R, *option.grad), (R, *option.state))
+        reduced = prices.reshard(master, (R, *option.grad), (R, *option.state), bundled=True)
         restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored))
         assert reduced is not None and restored is not None
         copy = prices.memory(stored, stored) if option.needs_restore(cls.spec.dtype) else prices.zero
@@ -275,6 +277,7 @@ class _KindTransfers:
                         f"{self.kind.name}.{name}.{phase.value}",
                         self.index,
                         phase,
+                        name in self.kind.params or name in self.kind.param_grads,
                     )
                 )
         self._saved(made)

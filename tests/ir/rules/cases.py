@@ -262,12 +262,6 @@ def view_cases() -> dict[str, list[Case]]:
             case([randn(4, 6), randn(4, 2)], ("%a", "%b"), dim=1),
             Case((("%a", "%a"), 0), {"a": randn(4, 6)}),
         ],
-        "aten.stack.default": [
-            case([randn(4, 6), randn(4, 6)], ("%a", "%b"), 1),
-            case([randn(4, 6), randn(4, 6)], ("%a", "%b")),
-            case([randn(4, 6), randn(4, 6)], ("%a", "%b"), -1),
-            case([randn(4, 6), randn(4, 6)], ("%a", "%b"), dim=2),
-        ],
         "aten.constant_pad_nd.default": [case([randn(4, 6)], "%a", pad) for pad in pads]
         + [case([randn(4, 6)], "%a", (1, 1), 7.0)],
         "aten.flip.default": [case([randn(4, 6, 2)], "%a", (1,)), case([randn(4, 6)], "%a", (-1, 0))],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .cases import Case, bools, case, ints, positive, randn  # noqa: TID252
+from .cases import Case, bools, case, ints, positive, randn
 
 
 def _distinct(rows: int, high: int, width: int) -> torch.Tensor:
@@ -52,6 +52,7 @@ def indexing_cases() -> dict[str, list[Case]]:
         ],
         "aten.histc.default": [case([ints(6, 4, 12).double()], "%a", 6, 0, 6), case([randn(4, 6)], "%a", 5)],
         "aten.bincount.default": [case([ints(6, 12)], "%a")],
+        "aten.eye.default": [case([], 4)],
     }
 
 
@@ -79,7 +80,11 @@ def sorting_cases() -> dict[str, list[Case]]:
     for name in ("max", "min"):
         found[f"aten.{name}.dim"] = [case([randn(4, 6, 2)], "%a", 1), case([randn(4, 6)], "%a", 0, True)]
         found[f"aten.cum{name}.default"] = [case([randn(4, 6)], "%a", 1)]
-        found[f"aten.arg{name}.default"] = [case([randn(4, 6)], "%a", 1), case([randn(4, 6)]), case([randn(4, 6)], "%a", 0, True)]
+        found[f"aten.arg{name}.default"] = [
+            case([randn(4, 6)], "%a", 1),
+            case([randn(4, 6)]),
+            case([randn(4, 6)], "%a", 0, True),
+        ]
     return found
 
 

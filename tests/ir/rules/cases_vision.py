@@ -127,7 +127,6 @@ def channels_last_cases() -> dict[str, list[Case]]:
     x, y = randn(4, 6, 3, 2), randn(4, 2, 3, 2)
     return {
         "aten.cat.default": [case([x, y], ("%a", "%b"), 1), case([x, x.clone()], ("%a", "%b"), 0)],
-        "aten.stack.default": [case([x, x.clone()], ("%a", "%b"), 1), case([x, x.clone()], ("%a", "%b"), 4)],
         "aten.constant_pad_nd.default": [case([x], "%a", (1, 1, 0, 2)), case([x], "%a", (0, 0, 0, 0, 1, 0))],
         "aten.roll.default": [case([x], "%a", (1, -1), (2, 3))],
         "aten.flip.default": [case([x], "%a", (3,))],

@@ -67,6 +67,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V, -1, 0)
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V // 2, -1, V // 2)
     yield from attention_cases(draw, seed)
+    yield from expert_cases(draw)
     for columns in (V, 20_000):
         logits = draw(B, S, columns)
         top = resolve("paraplan.ce_max")(logits)
@@ -77,6 +78,16 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "paraplan.ce_target", (logits, labels, -100, 0)
         yield "paraplan.ce_loss", (top, total, target, labels, -100)
         yield "paraplan.ce_grad", (torch.ones((), dtype=total.dtype), logits, top, total, labels, -100, 0)
+
+
+def expert_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    x, g, ids = draw(B * S, 96), draw(B * S, 96), torch.rand(B * S, 8).topk(2)[1]
+    rest = (draw(B * S, 2), draw(8, 2, 48, 96), draw(8, 96, 48), "silu", 8, 0)
+    yield "paraplan.experts", (x, ids, *rest)
+    yield "paraplan.experts_grad", (g, x, ids, *rest, True)
+    tables, numbers = draw(4, V, 96), torch.randint(0, V, (B * S, 4))
+    yield "paraplan.embedding_tables", (tables, numbers, 0)
+    yield "paraplan.embedding_tables_grad", (draw(B * S, 4, 96), numbers, V, 0)
 
 
 def attention_cases(draw: Any, seed: Tensor) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -1,0 +1,154 @@
+"""Bundles: several small tensors in one collective.
+
+What a small collective takes is mostly latency, so tensors that change their layout in the same way travel together:
+`paraplan.pack` lays their parts for each rank side by side in one buffer, one collective moves it, and the buffer is
+taken apart again, by views where a rank ends with one part of each (`paraplan.unpack`), by copies where it ends with
+all (`paraplan.unpack_stacked`). A tensor above `SMALL_BYTES` goes alone: copying it would cost more than the latency.
+Only what needs no other order is bundled: parameters gathered for a block, and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from paraplan.ir.mesh import Layout, local_shape
+from paraplan.ir.rank_program import LocalValue
+from paraplan.ir.reshard import Move
+from paraplan.ir.strides import contiguous_strides
+from paraplan.ir.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from paraplan.ir.lower.emit import BlockEmitter
+
+Dims = tuple[int, ...]
+Key = tuple[str, tuple[tuple[str, int, str], ...]]
+
+SMALL_BYTES = 1 << 20
+"""The most bytes, on a rank, of a tensor that travels with others."""
+
+BUNDLE_BYTES = 8 << 20
+"""From how many bytes on a bundle is sent off."""
+
+
+def is_small(spec: TensorSpec, layout: Layout, mesh_shape: Dims) -> bool:
+    """Whether a tensor in a layout is worth bundling."""
+    return 0 < TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes <= SMALL_BYTES
+
+
+def bundle_key(dtype: str, path: Sequence[Move]) -> Key | None:
+    """What tensors that may share a bundle have in common; None where a change of layout cannot be bundled.
+
+    Sums over any number of axes can, and one gather or one scatter.
+    """
+    kinds = [move.kind for move in path]
+    alone = kinds in (["reduce_scatter"], ["all_gather"])
+    if not alone and (not kinds or set(kinds) != {"all_reduce"}):
+        return None
+    return dtype, tuple((move.kind, move.axis, move.reduction) for move in path)
+
+
+def move_together(
+    emitter: BlockEmitter, stem: str, locals_: Sequence[str], paths: Sequence[Sequence[Move]]
+) -> list[str]:
+    """Emit one change of layout of several values.
+
+    Args:
+        emitter: of the block.
+        stem: for names.
+        locals_: the values.
+        paths: how each moves, of one `bundle_key`.
+    Returns:
+        Local names of the results, in order.
+    """
+    first = paths[0][0]
+    n = emitter.mesh_shape[first.axis]
+    values = [emitter.values[local] for local in locals_]
+    count = sum(value.nbytes for value in values) // TensorSpec(values[0].dtype, ()).nbytes
+    dims = tuple(path[0].dim for path in paths)
+    args = tuple("%" + local for local in locals_)
+    scatters = first.kind == "reduce_scatter"
+    packed = emitter.local(
+        "paraplan.pack", (args, n if scatters else 1, dims if scatters else (0,) * len(dims)), f"{stem}^pack",
+        values[0].dtype, (count,),
+    )  # fmt: skip
+    done = packed
+    for move in paths[0]:
+        size = {"reduce_scatter": count // n, "all_gather": count * n}.get(move.kind, count)
+        done = emitter.exchange(move, done, f"{stem}^{move.kind}", (size,), in_place=True)
+    if first.kind == "all_gather":
+        return _unstack(emitter, stem, done, values, n, dims)
+    shapes = [value.shape for value in values]
+    if scatters:
+        shapes = [_cut(shape, dim, n) for shape, dim in zip(shapes, dims, strict=True)]
+    return _views(emitter, stem, done, values[0].dtype, shapes)
+
+
+def gather_together(emitter: BlockEmitter, wanted: Iterable[tuple[str, Layout]]) -> None:
+    """Gather the small ones among values the block is given, in bundles, ahead of who asks for them.
+
+    Args:
+        emitter: of the block.
+        wanted: the layouts they will be asked for in.
+    """
+    layouts: dict[str, dict[Layout, None]] = {}
+    for name, layout in wanted:
+        if layout != emitter.home(name):
+            layouts.setdefault(name, {})[layout] = None
+    groups: dict[Key, list[tuple[str, Move]]] = {}
+    for name, (layout, *others) in layouts.items():
+        path = emitter.path(name, layout)
+        key = bundle_key(emitter.specs[name].dtype, path[:1])
+        if others or key is None or path[0].kind != "all_gather":
+            continue
+        if is_small(emitter.specs[name], path[0].before, emitter.mesh_shape):
+            groups.setdefault(key, []).append((name, path[0]))
+    for number, group in enumerate(group for group in groups.values() if len(group) > 1):
+        locals_ = [emitter.get(name, move.before) for name, move in group]
+        results = move_together(emitter, f"gathered{number}", locals_, [(move,) for _, move in group])
+        emitter.moved.update(zip(group, results, strict=True))
+
+
+def reduce_together(emitter: BlockEmitter, wanted: Iterable[tuple[str, Layout]]) -> dict[tuple[str, Layout], str]:
+    """Reduce the small ones among values of the block, in bundles; their local names."""
+    groups: dict[Key, list[tuple[str, Layout]]] = {}
+    for name, layout in dict.fromkeys(wanted):
+        path = emitter.path(name, layout)
+        key = bundle_key(emitter.specs[name].dtype, path)
+        if key is not None and path[0].kind != "all_gather":
+            if is_small(emitter.specs[name], path[0].before, emitter.mesh_shape):
+                groups.setdefault(key, []).append((name, layout))
+    found: dict[tuple[str, Layout], str] = {}
+    for number, group in enumerate(group for group in groups.values() if len(group) > 1):
+        locals_ = [emitter.get(name, emitter.home(name)) for name, _ in group]
+        results = move_together(emitter, f"reduced{number}", locals_, [emitter.path(*each) for each in group])
+        found.update(zip(group, results, strict=True))
+    return found
+
+
+def _cut(shape: Dims, dim: int, n: int) -> Dims:
+    return tuple(size // n if index == dim else size for index, size in enumerate(shape))
+
+
+def _views(emitter: BlockEmitter, stem: str, buffer: str, dtype: str, shapes: Sequence[Dims]) -> list[str]:
+    names = [f"{stem}^{index}" for index in range(len(shapes))]
+    base = emitter.values[buffer].base
+    for name, shape in zip(names, shapes, strict=True):
+        emitter.values[name] = LocalValue(
+            dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=base, storage_bytes=0
+        )
+    emitter.add_many("paraplan.unpack", ("%" + buffer, tuple(shapes)), names)
+    emitter.pieces.update(names)
+    return names
+
+
+def _unstack(
+    emitter: BlockEmitter, stem: str, buffer: str, values: Sequence[LocalValue], n: int, dims: Dims
+) -> list[str]:
+    names = [f"{stem}^{index}" for index in range(len(values))]
+    for name, value, dim in zip(names, values, dims, strict=True):
+        shape = tuple(size * n if index == dim else size for index, size in enumerate(value.shape))
+        emitter.fresh(name, value.dtype, shape)
+    shards = tuple(value.shape for value in values)
+    emitter.add_many("paraplan.unpack_stacked", ("%" + buffer, n, shards, dims), names)
+    return names

@@ -1,0 +1,116 @@
+"""Bundles: small tensors share a collective, large ones go alone and in place; reductions begin inside the backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.lower import bundle, lower
+from paraplan.ir.mesh import P, R, S
+from paraplan.ir.plan import Plan
+from paraplan.ir.rank_program import Block, InstrKind, RankProgram, in_place
+from paraplan.ir.reshard import reshard_path
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.search import search
+from paraplan.runtime import ops
+
+from .lockstep import run_plan
+
+
+def planned(tiny, zero: int, microbatches: int = 1) -> Plan:  # type: ignore[no-untyped-def]
+    return search(tiny.job(2), Constraints(dp=2, zero=zero, microbatches=microbatches)).plan
+
+
+def issued(block: Block, target: str) -> list[str]:
+    """Local names a collective of a kind reads."""
+    return [str(i.args[0])[1:] for i in block.instrs if i.kind is InstrKind.COLLECTIVE and i.target == target]
+
+
+def targets(program: RankProgram) -> list[str]:
+    return [instr.target for step in program.steps if step.block for instr in program.blocks[step.block].instrs]
+
+
+def test_a_block_gathers_and_scatters_its_small_parameters_at_once(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
+    program = lower(planned(tiny_gpt2, 3))[0]
+    called = {step.block for step in program.steps if step.segment >= 0 and step.block}
+    many = 0
+    for name in called:
+        block = program.blocks[name]
+        for target in ("all_gather", "reduce_scatter"):
+            assert len(issued(block, target)) <= 1, (name, target)
+        packs = [instr for instr in block.instrs if instr.target == "paraplan.pack"]
+        many = max([many, *(len(instr.args[0]) for instr in packs)])
+    assert many > 4
+
+
+def test_gradients_are_summed_at_once_in_place_and_during_the_backward(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
+    for microbatches in (1, 2):
+        program = lower(planned(tiny_gpt2, 0, microbatches))[0]
+        sums = [step for step in program.steps if step.block.startswith("reduce")]
+        assert [step.block for step in sums] == ["reduce.0.issue", "reduce.0"]
+        first, second = (program.blocks[step.block] for step in sums)
+        (collective,) = [instr for instr in first.instrs if instr.kind is InstrKind.COLLECTIVE]
+        assert in_place(first, collective) and len(first.inputs) == len(program.grads)
+        assert [instr.target for instr in second.instrs] == ["wait", "paraplan.unpack"]
+        assert sums[1].action == "0REDUCE_GRAD"
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_large_tensors_go_alone(tiny_gpt2, monkeypatch: pytest.MonkeyPatch, zero: int) -> None:  # type: ignore[no-untyped-def]
+    plan = planned(tiny_gpt2, zero, 2)
+    together = simulate_plan(plan, lower(plan)).step_s
+    monkeypatch.setattr(bundle, "SMALL_BYTES", 0)
+    program = lower(plan)[0]
+    assert "paraplan.pack" not in targets(program)
+    issues = [step for step in program.steps if step.block.startswith("reduce") and step.block.endswith(".issue")]
+    if zero < 3:
+        assert len(issues) == len(program.grads)
+        assert all(step.action.startswith("0B") for step in issues), "begun as soon as they are final"
+    assert tiny_gpt2.worst_error(*run_plan(plan, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9
+    assert simulate_plan(plan, (program,)).step_s > together
+
+
+def test_scattered_gradients_are_let_go_during_the_backward(tiny_gpt2, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """What a reduce-scatter reads lives until its wait, so few are under way."""
+    plan = planned(tiny_gpt2, 1)
+    monkeypatch.setattr(bundle, "SMALL_BYTES", 0)
+    under_way = most = 0
+    for step in lower(plan)[0].steps:
+        if step.block.startswith("reduce"):
+            under_way += 1 if step.block.endswith(".issue") else -1
+            most = max(most, under_way)
+    assert under_way == 0 and most == 3
+
+
+def test_loss_and_denominator_are_summed_beside_the_work(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
+    names = [step.block for step in lower(planned(tiny_gpt2, 0))[0].steps if step.block]
+    forward = names.index(next(name for name in names if name.endswith(".F")))
+    backward = names.index(next(name for name in names if name.endswith(".B")))
+    assert names.index("tangent0.issue") < forward < names.index("loss.issue") < names.index("tangent0") < backward
+    assert backward < names.index("loss")
+
+
+@pytest.mark.parametrize("dims", [(0, 0, 0), (0, 1, 2)])
+def test_packing(dims: tuple[int, ...]) -> None:
+    """Scattering what is packed gives every rank its chunks; gathering gives them back."""
+    tensors = [torch.randn(4), torch.randn(6, 4), torch.randn(2, 3, 8).transpose(0, 2).contiguous().transpose(0, 2)]
+    buffer = ops.pack(tensors, 2, dims)
+    shards = [x.chunk(2, dim) for x, dim in zip(tensors, dims, strict=True)]
+    shapes = [tuple(parts[0].shape) for parts in shards]
+    for rank, half in enumerate(buffer.chunk(2)):
+        pieces = ops.unpack(half, shapes)
+        assert all(torch.equal(a, parts[rank]) for a, parts in zip(pieces, shards, strict=True))
+        assert {piece.untyped_storage().data_ptr() for piece in pieces} == {buffer.untyped_storage().data_ptr()}
+    joined = ops.unpack_stacked(buffer, 2, shapes, dims)
+    assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(joined, tensors, strict=True))
+    assert len({x.untyped_storage().data_ptr() for x in (buffer, *joined)}) == 4
+    scalars = [torch.tensor(2.0), torch.randn(3, 2).t()]
+    alone = ops.unpack(ops.pack(scalars, 1, (0, 0)), [(), (2, 3)])
+    assert all(torch.equal(a, b) for a, b in zip(alone, scalars, strict=True))
+
+
+def test_nothing_moves_along_an_axis_of_one_rank() -> None:
+    assert reshard_path((4, 4), (R, S(0)), (R, R), (1, 1), frozen=1) == ()
+    moves = reshard_path((4, 4), (R, P, S(1)), (R, R, R), (1, 1, 2), frozen=1)
+    assert [move.axis for move in moves] == [2]

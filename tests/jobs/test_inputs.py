@@ -1,0 +1,41 @@
+"""Example inputs of Hugging Face models, by what their forward takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from paraplan.ir.errors import CaptureError
+from paraplan.jobs.models import hf_batch, hf_model
+
+TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def shapes(model_type: str, settings: dict[str, object], seq: int = 8) -> dict[str, tuple[int, ...]]:
+    made = hf_batch(hf_model(model_type, settings, meta=True), 2, seq)
+    return {name: tuple(x.shape) for name, x in made.items()}
+
+
+def test_text_to_text_has_a_first_token() -> None:
+    model = hf_model("t5", {"num_layers": 1, "d_model": 16, "d_ff": 16}, meta=True)
+    assert model.config.decoder_start_token_id == 0
+    assert {name: tuple(x.shape) for name, x in hf_batch(model, 2, 8).items()} == {
+        "input_ids": (2, 8),
+        "labels": (2, 8),
+    }
+
+
+def test_speech_and_pairs() -> None:
+    small = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "max_source_positions": 20, "num_mel_bins": 4}
+    small |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    assert shapes("whisper", small) == {"input_features": (2, 4, 40), "labels": (2, 8)}
+    pair = {"text_config": TOWER, "vision_config": {**TOWER, "image_size": 32, "patch_size": 16}}
+    assert shapes("clip", pair) == {"input_ids": (2, 8), "pixel_values": (2, 3, 32, 32)}
+    with pytest.raises(CaptureError, match="77 positions"):
+        shapes("clip", pair, seq=78)
+
+
+def test_a_mixture_is_balanced_unless_told_otherwise() -> None:
+    small = {**TOWER, "num_key_value_heads": 1, "num_local_experts": 2}
+    assert hf_model("mixtral", small, meta=True).config.output_router_logits is True
+    told = {**small, "output_router_logits": False}
+    assert hf_model("mixtral", told, meta=True).config.output_router_logits is False
