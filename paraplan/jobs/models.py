@@ -99,7 +99,7 @@ def hf_model(model_type: str, settings: Mapping[str, Any], meta: bool) -> nn.Mod
 class _Literals(TorchFunctionMode):
     """Numbers a constructor writes out (a logit scale) keep their value on a model that has no other."""
 
-    def __torch_function__(  # noqa: D105
+    def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.tensor and isinstance(args[0] if args else None, int | float):
