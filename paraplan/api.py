@@ -246,22 +246,12 @@ def compile(
     optimizer: str = "adamw",
     precision: str = "fp32",
     batch_dims: Mapping[str, int | None] | None = None,
-    batch: int = 8,
-    seq: int = 128,
-    time_limit_s: float = 60.0,
-    progress: Progress | None = None,
-    mesh: Sequence[int] | None = None,
-    dp: int | None = None,
-    tp: int | None = None,
-    sp: bool = False,
-    cp: int | None = None,
-    cp_mode: str | None = None,
-    zero: int | None = None,
-    microbatches: int | None = None,
-    memory_reserve: int | str = 0,
-    params: Mapping[str, str] | None = None,
+    batch: int = 8, seq: int = 128, time_limit_s: float = 60.0, progress: Progress | None = None,
+    mesh: Sequence[int] | None = None, dp: int | None = None, tp: int | None = None, sp: bool = False,
+    cp: int | None = None, cp_mode: str | None = None, zero: int | None = None, microbatches: int | None = None,
+    memory_reserve: int | str = 0, params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Plan how a model trains on a cluster.
 
     Args:
