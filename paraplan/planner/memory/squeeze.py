@@ -34,8 +34,34 @@ class Eviction:
     relief: int
 
 
-def squeeze(profile: Profile, budget_bytes: int, deadline: float, most_s: float = np.inf) -> Profile | None:
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What choices are compared by: [op] seconds of a rerun, and [op] bytes it makes."""
+
+    seconds: Floats
+    nbytes: Floats
+
+    @staticmethod
+    def true(arrays: Arrays) -> Prices:
+        """As they are."""
+        made = np.zeros(arrays.num_ops)
+        there = arrays.maker != GIVEN
+        np.add.at(made, arrays.maker[there], arrays.nbytes[there])
+        return Prices(arrays.time_s, np.maximum(made, 1.0))
+
+    @staticmethod
+    def drawn(arrays: Arrays, draw: np.random.Generator) -> Prices:
+        """Seconds times random factors."""
+        spread = draw.choice((0.1, 0.4, 1.0))
+        true = Prices.true(arrays)
+        return Prices(true.seconds * np.exp(draw.normal(0.0, spread, arrays.num_ops)), true.nbytes)
+
+
+def squeeze(
+    profile: Profile, budget_bytes: int, deadline: float, most_s: float = np.inf, prices: Prices | None = None
+) -> Profile | None:
     """The schedule with reruns added until it fits; None where that fails, takes too long or costs above `most_s`."""
+    prices = prices or Prices.true(profile.arrays)
     best_excess, stalled = np.inf, 0
     while profile.peak > budget_bytes:
         if profile.recomputed_s > most_s or time.perf_counter() > deadline:
@@ -45,7 +71,7 @@ def squeeze(profile: Profile, budget_bytes: int, deadline: float, most_s: float 
         best_excess = min(best_excess, excess)
         if stalled > 25:
             return None
-        keys = _step(profile, budget_bytes)
+        keys = _step(profile, budget_bytes, prices)
         if keys is None:
             return None
         profile = without_dead(profile_of(profile.arrays, with_first(profile.arrays, np.append(profile.keys, keys))))
@@ -59,7 +85,7 @@ def _excess(profile: Profile, budget_bytes: int) -> float:
     return float(np.maximum.reduceat(over, first).sum())
 
 
-def _step(profile: Profile, budget_bytes: int) -> Ints | None:
+def _step(profile: Profile, budget_bytes: int, prices: Prices) -> Ints | None:
     """Keys to add for the worst position; None where nothing can be let go of there."""
     over = np.maximum(profile.live - budget_bytes, 0)
     position = int(over.argmax())
@@ -71,12 +97,12 @@ def _step(profile: Profile, budget_bytes: int) -> Ints | None:
     total = covered[gaps_to] - covered[gaps_from + 1]
     counts = np.append(0, np.cumsum(over > 0))
     value = np.minimum(total, profile.arrays.nbytes[tensors] * (counts[gaps_to] - counts[gaps_from + 1]))
-    optimistic = profile.arrays.time_s[profile.arrays.maker[tensors]] / np.maximum(value, 1e-9)
+    optimistic = prices.seconds[profile.arrays.maker[tensors]] / np.maximum(value, 1e-9)
     best: tuple[float, Eviction] | None = None
     for index in np.argsort(optimistic, kind="stable")[:_TRIED].tolist():
         stage = int(profile.stages[min(gaps_to[index], len(profile.keys) - 1)])
         for deep in (True, False):
-            found = evict(profile, int(tensors[index]), stage, position, budget_bytes, deep)
+            found = evict(profile, int(tensors[index]), stage, position, budget_bytes, deep, prices)
             if found is None or found.relief <= 0:
                 continue
             score = (found.seconds + 1e-12) / (value[index] * found.relief / profile.arrays.nbytes[tensors[index]])
@@ -103,7 +129,7 @@ def idle_at(profile: Profile, position: int) -> tuple[Ints, Ints, Ints]:
 
 
 def evict(
-    profile: Profile, tensor: int, stage: int, position: int, budget_bytes: int, deep: bool
+    profile: Profile, tensor: int, stage: int, position: int, budget_bytes: int, deep: bool, prices: Prices
 ) -> Eviction | None:
     """What it takes to make a tensor again in a stage instead of holding it at a position.
 
@@ -120,7 +146,7 @@ def evict(
         keys.add(key)
         if len(keys) > _MOST_CLOSURE or arrays.working[op] > budget_bytes:
             return None
-        seconds += float(arrays.time_s[op])
+        seconds += float(prices.seconds[op])
         at = int(np.searchsorted(profile.keys, key))
         for read in arrays.problem.ops[op].reads:
             if read in seen:
@@ -142,18 +168,13 @@ def evict(
     return Eviction(tuple(keys), seconds, freed - held)
 
 
-def polish(profile: Profile, budget_bytes: int, order: Floats | None = None) -> Profile:
+def polish(profile: Profile, budget_bytes: int, prices: Prices | None = None) -> Profile:
     """Without reruns that fit without: each is taken away where retaining what it makes stays within the budget.
 
-    Args:
-        profile: a schedule that fits.
-        budget_bytes: what it must fit in.
-        order: [op] who is tried first (the least); None for the most seconds per byte.
+    The most seconds per byte are tried first.
     """
-    arrays = profile.arrays
-    if order is None:
-        made = np.add.reduceat(np.append(arrays.nbytes[arrays.make_tensor], 0), np.minimum(arrays.make_start[:-1], len(arrays.make_tensor)))
-        order = -arrays.time_s / np.maximum(made, 1)
+    prices = prices or Prices.true(profile.arrays)
+    order = -prices.seconds / prices.nbytes
     while True:
         before = len(profile.keys)
         profile = without_dead(_polish_once(profile, budget_bytes, order))
