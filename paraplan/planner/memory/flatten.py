@@ -211,19 +211,17 @@ class _Walk:
         return Flattened(MemoryProblem(ops, tensors, base_bytes), actions, tuple(self.places))
 
     def _not_again(self) -> Iterator[int]:
-        """Ops that must not be executed twice."""
+        """Ops that must not be executed twice: also what makes a thing left behind, lest it be made after an update."""
+        once = {storage.maker for storage in self.outer.values() if storage.maker != GIVEN}
         written: dict[int, set[int]] = {}
         for at, storage in self.writes:
-            yield at
-            if self.storages[storage].maker != GIVEN:
-                yield self.storages[storage].maker
+            once |= {at} | {self.storages[storage].maker} - {GIVEN}
             written.setdefault(at, set()).add(storage)
+        yield from once
         for at, storages in written.items():
-            needed = {storage.number for storage in self.outer.values()}
-            for later in self.ops[at + 1 :]:
-                needed.update(later.reads)
+            needed = {tensor for op in self.ops[at + 1 :] for tensor in op.reads}
             for index in range(at - 1, -1, -1):
-                if not needed.isdisjoint(self.ops[index].makes):
+                if index not in once and not needed.isdisjoint(self.ops[index].makes):
                     needed.update(self.ops[index].reads)
                     if not storages.isdisjoint(self.ops[index].reads):
                         yield index

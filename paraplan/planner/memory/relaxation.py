@@ -6,7 +6,7 @@ first instant everything is there that was made. Columns, for a tensor v and an 
     resident[k, v]  whether v is resident at instant k          (continuous: integral where `again` is)
     again[k, j]     whether j is executed again in segment k    (binary)
 
-    minimise  sum_k,j time_j again[k, j]
+    minimise  1 + sum_k,j time_j again[k, j]          in units of every op once
     subject to
       resident[k, v] + again[k, maker v] >= 1                               v read first-hand in segment k, or kept  (needs)
       resident[k, u] + again[k, maker u] >= again[k, j]                     u read by j                              (reruns)
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paraplan.planner.memory.problem import GIVEN
-from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, gather
+from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, Profile, gather
 from paraplan.planner.milp import Milp, MilpBuilder
 
 
@@ -54,6 +54,23 @@ class Relaxation:
         """[instant, op] of a solution."""
         return np.asarray(np.where(self.again >= 0, values[self.again], 0.0) > 0.5)
 
+    def encode(self, profile: Profile) -> Floats:
+        """The columns of a schedule, which satisfy every row where it fits."""
+        values = np.zeros(self.milp.num_columns)
+        values[0] = 1.0
+        n = profile.arrays.num_ops
+        at = np.searchsorted(profile.keys, np.array(self.instants, np.int64) * (n + 1))
+        rerun = profile.rerun
+        for k, position in enumerate(at.tolist()):
+            there = profile.tensor[(profile.start <= position) & (profile.last >= position)]
+            columns = self.resident[k, there]
+            values[columns[columns >= 0]] = 1.0
+            until = at[k + 1] if k + 1 < len(at) else len(profile.keys)
+            runs = profile.ops[position:until][rerun[position:until]]
+            columns = self.again[k, runs]
+            values[columns[columns >= 0]] = 1.0
+        return values
+
 
 def useful(arrays: Arrays, instant: int) -> Bools:
     """[tensor] what anything after an instant may need, reruns included."""
@@ -71,6 +88,7 @@ def useful(arrays: Arrays, instant: int) -> Bools:
 def build_relaxation(arrays: Arrays, instants: tuple[int, ...], budget_bytes: int) -> Relaxation:
     """The program for some instants (ascending, each once)."""
     builder = MilpBuilder()
+    builder.add_columns(1, lower=1.0, upper=1.0, objective=1.0)  # every op once, so that gaps are of the step
     shape = (len(instants), arrays.num_tensors), (len(instants), arrays.num_ops)
     resident, again = np.full(shape[0], -1, np.int64), np.full(shape[1], -1, np.int64)
     scale_s = float(arrays.time_s.sum()) or 1.0

@@ -193,17 +193,17 @@ def _polish_once(profile: Profile, budget_bytes: int, order: Floats) -> Profile:
         pieces: list[tuple[int, int, int, int]] = []
         for tensor in arrays.problem.ops[profile.ops[position]].makes:
             version = by_start[position, tensor]
-            if last[version] == profile.start[version]:
-                continue
             previous = version - 1
             while merged[previous] != previous:
                 previous = int(merged[previous])
-            pieces.append((version, previous, int(last[previous]) + 1, int(arrays.nbytes[tensor])))
+            used = last[version] > position
+            since = int(last[previous]) + 1 if used else position
+            pieces.append((version, previous, since, int(arrays.nbytes[tensor])))
         if not _fits(live, position, pieces, budget_bytes):
             continue
         for version, previous, since, size in pieces:
             live[since:position] += size
-            last[previous], merged[version] = last[version], previous
+            last[previous], merged[version] = max(last[previous], last[version] if since < position else 0), previous
         keep[position] = False
     return profile_of(arrays, profile.keys[keep])
 
