@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from paraplan.planner.memory.reruns import Floats, Profile, profile_of, without_dead
+from paraplan.planner.memory.reruns import Floats, Profile, without_dead
 from paraplan.planner.memory.squeeze import Prices, polish, squeeze
 
 
@@ -47,4 +47,4 @@ def _ruined(profile: Profile, draw: np.random.Generator) -> Profile:
         first = int(draw.integers(-width // 2, stages))
         inside &= (profile.stages >= first) & (profile.stages < first + width)
     gone: Floats = draw.random(len(profile.keys))
-    return without_dead(profile_of(profile.arrays, profile.keys[~(inside & (gone < share))]))
+    return without_dead(profile.again(profile.keys[~(inside & (gone < share))]))

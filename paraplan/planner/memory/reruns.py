@@ -12,8 +12,9 @@ Limits: an op runs at most once in a stage, and reruns of a stage in the given o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +72,13 @@ def gather(start: Ints, items: Ints, chosen: Ints) -> tuple[Ints, Ints]:
     return owner, items[start[chosen][owner] + inside]
 
 
+class Away(Protocol):
+    """What is copied to a tier while nobody reads it."""
+
+    def absent(self, profile: Profile) -> Ints:
+        """[position] bytes not resident, of a profile worked out without it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Profile:
     """What is resident when, for a set of reruns; a version is one making of a tensor until its last reader.
@@ -83,6 +91,7 @@ class Profile:
         tensor, start, last: [version] the tensor, where it is made, and the last position it is needed at.
         use_keys: [use] version·L + position, sorted.
         live: [position] bytes while it executes, workspace included.
+        away: what is copied to a tier in between; None for nothing.
     """
 
     arrays: Arrays
@@ -95,6 +104,11 @@ class Profile:
     last: Ints
     use_keys: Ints
     live: Ints
+    away: Away | None = None
+
+    def again(self, keys: Ints) -> Profile:
+        """Other keys, with the same away."""
+        return profile_of(self.arrays, keys, self.away)
 
     @property
     def peak(self) -> int:
@@ -117,8 +131,8 @@ class Profile:
         return int(np.searchsorted(self.version_keys, tensor * (length + 1) + position + 1)) - 1
 
 
-def profile_of(arrays: Arrays, keys: Ints) -> Profile:
-    """Bytes over time of a set of keys (sorted, each once, first executions included)."""
+def profile_of(arrays: Arrays, keys: Ints, away: Away | None = None) -> Profile:
+    """Bytes over time of a set of keys (sorted, each once, first executions included), less what is away."""
     n, length = arrays.num_ops, len(keys)
     ops, stages = keys % n, keys // n
     make_at, made = gather(arrays.make_start, arrays.make_tensor, ops)
@@ -139,7 +153,8 @@ def profile_of(arrays: Arrays, keys: Ints) -> Profile:
     np.subtract.at(change, last[there] + 1, arrays.nbytes[tensor[there]])
     live = np.cumsum(change[:-1]) + arrays.base + arrays.workspace[ops]
     use_keys = np.sort(version * max(length, 1) + read_at)
-    return Profile(arrays, keys, ops, stages, version_keys, tensor, start, last, use_keys, live)
+    found = Profile(arrays, keys, ops, stages, version_keys, tensor, start, last, use_keys, live, away)
+    return found if away is None else replace(found, live=live - away.absent(found))
 
 
 def with_first(arrays: Arrays, reruns: Ints) -> Ints:
@@ -159,7 +174,7 @@ def without_dead(profile: Profile) -> Profile:
         keep = needed | ~profile.rerun
         if keep.all():
             return profile
-        profile = profile_of(profile.arrays, profile.keys[keep])
+        profile = profile.again(profile.keys[keep])
 
 
 def _only_last(profile: Profile) -> Bools:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paraplan.planner.memory.problem import GIVEN
-from paraplan.planner.memory.reruns import Arrays, Floats, Ints, Profile, profile_of, with_first, without_dead
+from paraplan.planner.memory.reruns import Arrays, Floats, Ints, Profile, with_first, without_dead
 
 _MOST_CLOSURE = 200
 """Ops in one recursive rerun."""
@@ -74,7 +74,7 @@ def squeeze(
         keys = _step(profile, budget_bytes, prices)
         if keys is None:
             return None
-        profile = without_dead(profile_of(profile.arrays, with_first(profile.arrays, np.append(profile.keys, keys))))
+        profile = without_dead(profile.again(with_first(profile.arrays, np.append(profile.keys, keys))))
     return profile
 
 
@@ -186,7 +186,7 @@ def _polish_once(profile: Profile, budget_bytes: int, order: Floats) -> Profile:
     arrays = profile.arrays
     live, last = profile.live.copy(), profile.last.copy()
     merged = np.arange(len(last))  # version -> the one it was merged into
-    keep = np.ones(len(profile.keys), bool)
+    gone: list[int] = []
     reruns = np.flatnonzero(profile.rerun)
     by_start = {(int(s), int(t)): v for v, (s, t) in enumerate(zip(profile.start, profile.tensor, strict=True))}
     for position in reruns[np.argsort(order[profile.ops[reruns]], kind="stable")].tolist():
@@ -204,8 +204,16 @@ def _polish_once(profile: Profile, budget_bytes: int, order: Floats) -> Profile:
         for version, previous, since, size in pieces:
             live[since:position] += size
             last[previous], merged[version] = max(last[previous], last[version] if since < position else 0), previous
-        keep[position] = False
-    return profile_of(arrays, profile.keys[keep])
+        gone.append(position)
+    return _without(profile, gone, budget_bytes)
+
+
+def _without(profile: Profile, gone: list[int], budget_bytes: int) -> Profile:
+    """Without some positions; without as many as fit where copies, whose times then change, no longer do."""
+    found = profile.again(np.delete(profile.keys, gone))
+    if profile.away is None or found.peak <= budget_bytes:
+        return found
+    return _without(profile, gone[: len(gone) // 2], budget_bytes) if gone else profile
 
 
 def _fits(live: Ints, position: int, pieces: list[tuple[int, int, int, int]], budget_bytes: int) -> bool:
