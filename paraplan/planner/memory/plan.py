@@ -1,9 +1,7 @@
 """Planning memory: the least step time within a budget, with a proved bound.
 
-What always is tried first is cheap: keep everything, and squeezing that. Then a loop: solve the relaxation at a few
-critical instants (a bound, and what to keep and recompute), realise it just in time, squeeze what overflows, polish and
-search around it; where the realised plan overflows becomes an instant. It ends when the gap is closed, nothing new is
-learnt, or time is up. Small steps that are not settled then are searched exhaustively.
+Recomputation alone is planned first (`recompute`); where there are tiers, recomputation and copies together (`joint`),
+and the better is taken. Steps of a few ops that leave a gap are searched exhaustively (`exact`).
 
 The bound holds for every schedule that executes ops for the first time in the given order (`SCOPE`).
 """
@@ -14,39 +12,22 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-import numpy as np
-
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.planner.memory.exact import search_states
-from paraplan.planner.memory.improve import improve
+from paraplan.planner.memory.joint import plan_joint
 from paraplan.planner.memory.problem import MemoryProblem, verify_problem
-from paraplan.planner.memory.realise import realise
-from paraplan.planner.memory.relaxation import build_relaxation
-from paraplan.planner.memory.reruns import Arrays, Profile, profile_of
+from paraplan.planner.memory.recompute import MemoryLimits, Recomputation
+from paraplan.planner.memory.reruns import Arrays
 from paraplan.planner.memory.schedule import Actions, Evaluation, evaluate, freeing
-from paraplan.planner.memory.squeeze import polish, squeeze
-from paraplan.planner.milp import Status, solve
+from paraplan.planner.milp import Status
+
+__all__ = ["SCOPE", "MemoryAnswer", "MemoryLimits", "plan_memory"]
 
 SCOPE = "ops executed for the first time in the given order"
 SMALL_OPS = 24
 """Steps of up to so many ops and tensors are searched exhaustively where all else leaves a gap."""
-
-
-@dataclass(frozen=True)
-class MemoryLimits:
-    """When to stop.
-
-    Attributes:
-        time_s: of the whole search.
-        gap: (step - bound) / step that is good enough.
-        rounds: of local search after each relaxation.
-        instants: the most of them.
-    """
-
-    time_s: float = 60.0
-    gap: float = 1e-4
-    rounds: int = 20
-    instants: int = 40
+_ALONE_SHARE = 0.4
+"""Of the time: for recomputation alone, where there are tiers."""
 
 
 @dataclass(frozen=True)
@@ -81,145 +62,89 @@ def plan_memory(problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits 
         InvalidPlanError: the ops do not run in their order.
     """
     verify_problem(problem)
-    found = _Search(problem, budget_bytes, limits or MemoryLimits()).run()
-    return found
+    limits = limits or MemoryLimits()
+    started = time.perf_counter()
+    arrays = Arrays(problem)
+    _refuse_impossible(arrays, budget_bytes)
+    share = _ALONE_SHARE if problem.tiers else 1.0
+    alone = Recomputation(arrays, budget_bytes, MemoryLimits(share * limits.time_s, limits.gap, limits.rounds, limits.instants))
+    alone.run()
+    if problem.tiers and (alone.best is None or alone.best.recomputed_s):
+        return _with_copies(alone, limits, started + limits.time_s)
+    small = max(arrays.num_ops, arrays.num_tensors) <= SMALL_OPS
+    if small and alone.gap > limits.gap:
+        settled = _settled(arrays, budget_bytes, limits)
+        if settled is not None:
+            return settled
+    if alone.best is None:
+        _give_up(alone)
+    ops = tuple(alone.best.ops.tolist())
+    return _answer(arrays, budget_bytes, freeing(problem, ops), alone.bound_s, limits)
 
 
-class _Search:
-    """The best schedule and bound so far."""
-
-    def __init__(self, problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits) -> None:
-        self.problem, self.budget, self.limits = problem, budget_bytes, limits
-        self.arrays = Arrays(problem)
-        self.deadline = time.perf_counter() + limits.time_s
-        self.best: Profile | None = None
-        self.bound_s = problem.compute_s
-        self.instants: set[int] = set()
-
-    def run(self) -> MemoryAnswer:
-        refuse_impossible(self.arrays, self.budget)
-        everything = profile_of(self.arrays, self.arrays.diagonal())
-        self.instants = {int(everything.stages[int(everything.live.argmax())])}
-        if everything.peak <= self.budget:
-            self.best = everything
-        else:
-            self._consider(everything)
-            self._refine()
-        if self.gap > self.limits.gap and self.arrays.num_ops <= SMALL_OPS and self.arrays.num_tensors <= SMALL_OPS:
-            settled = self._settle()
-            if settled is not None:
-                return settled
-        if self.best is None:
-            raise SolverLimitError(
-                f"no schedule within {self.budget} bytes was found in {self.limits.time_s:g} s, nor proved impossible; "
-                f"give more time, or at least {everything.peak} bytes, which need no recomputation"
-            )
-        assert self.best.peak <= self.budget
-        return self._answer(tuple(self.best.ops.tolist()), self.bound_s)
-
-    @property
-    def gap(self) -> float:
-        if self.best is None:
-            return np.inf
-        step = self.problem.compute_s + self.best.recomputed_s
-        return (step - self.bound_s) / step if step else 0.0
-
-    @property
-    def left_s(self) -> float:
-        return self.deadline - time.perf_counter()
-
-    def _consider(self, start: Profile) -> None:
-        """Squeezes a schedule until it fits, searches around it and keeps the better."""
-        most = np.inf if self.best is None else 1.5 * self.best.recomputed_s + 0.02 * self.problem.compute_s
-        found = squeeze(start, self.budget, self.deadline, most_s=most)
-        if found is None:
-            return
-        found = polish(found, self.budget)
-        if self.best is None or found.recomputed_s < self.best.recomputed_s:
-            self.best = found
-
-    def _refine(self) -> None:
-        """Relaxations with more and more instants."""
-        while self.gap > self.limits.gap and self.left_s > 0:
-            instants = tuple(sorted(self.instants))
-            relaxation = build_relaxation(self.arrays, instants, self.budget)
-            solution = solve(
-                relaxation.milp, time_limit_s=max(0.1, self.left_s / 2), relative_gap=min(self.limits.gap / 2, 1e-3),
-                warm_start=None if self.best is None else relaxation.encode(self.best),
-            )  # fmt: skip
-            if solution.status is Status.INFEASIBLE and self.arrays.num_ops <= SMALL_OPS:
-                return
-            if solution.status is Status.INFEASIBLE:
-                refuse(self.arrays, self.budget, f"at ops {[self.problem.ops[i].name for i in instants][:8]} together")
-            self.bound_s = max(self.bound_s, solution.bound * self.problem.compute_s)
-            if solution.values is None:
-                return
-            start = realise(self.arrays, instants, relaxation.residents(solution.values))
-            self._consider(start)
-            if self.best is not None and self.gap > self.limits.gap:
-                enough = self.bound_s - self.problem.compute_s
-                until = time.perf_counter() + self.left_s / 4
-                self.best = improve(self.best, self.budget, self.limits.rounds, until, enough)
-            if TRACE: print(f"   T={len(instants)} cols {relaxation.milp.num_columns} bound {100*(self.bound_s/self.problem.compute_s-1):.3f} obj {100*(solution.objective-1):.3f} real {100*start.recomputed_s/self.problem.compute_s:.3f} peak {start.peak/self.budget:.3f} best {100*self.best.recomputed_s/self.problem.compute_s if self.best else -1:.3f} t {self.limits.time_s-self.left_s:.1f} cpu {time.process_time():.1f}", flush=True)
-            more = overflowing(start, self.budget) - self.instants
-            if not more or len(self.instants) >= self.limits.instants:
-                return
-            self.instants |= more
-
-    def _settle(self) -> MemoryAnswer | None:
-        """By exhaustion: in the given order, or in any where that one has none."""
-        for in_order in (True, False):
-            found = search_states(self.problem, self.budget, in_order)
-            if not found.complete:
-                return None
-            if found.ops is not None:
-                return self._answer(found.ops, found.seconds)
-        refuse(self.arrays, self.budget, "in any order")
-        return None
-
-    def _answer(self, ops: tuple[int, ...], bound_s: float) -> MemoryAnswer:
-        actions = freeing(self.problem, ops)
-        found = evaluate(self.problem, actions)
-        assert found.peak_bytes <= self.budget, f"{found.peak_bytes} bytes planned for {self.budget}"
-        assert bound_s <= found.step_s * (1 + 1e-6), f"bound {bound_s} above the step {found.step_s}"
-        bound = min(bound_s, found.step_s)
-        closed = found.step_s - bound <= self.limits.gap * found.step_s
-        return MemoryAnswer(actions, found, bound, Status.OPTIMAL if closed else Status.FEASIBLE)
+def _with_copies(alone: Recomputation, limits: MemoryLimits, deadline: float) -> MemoryAnswer:
+    """The better of recomputation alone and of it with copies; the bound allows for copies."""
+    arrays, problem, budget = alone.arrays, alone.arrays.problem, alone.budget
+    known_s = float("inf") if alone.best is None else problem.compute_s + alone.best.recomputed_s
+    found = plan_joint(problem, budget, alone.instants, known_s, deadline, limits.gap)
+    if found.actions is not None:
+        return _answer(arrays, budget, found.actions, found.bound_s, limits)
+    if alone.best is None:
+        if found.infeasible:
+            _refuse(arrays, budget, "with copies to " + ", ".join(tier.name for tier in problem.tiers))
+        _give_up(alone)
+    return _answer(arrays, budget, freeing(problem, tuple(alone.best.ops.tolist())), found.bound_s, limits)
 
 
-TRACE = False
-
-def overflowing(profile: Profile, budget_bytes: int, most: int = 4) -> set[int]:
-    """Stages of the highest overflows of a schedule, some distance apart."""
-    live = np.where(profile.live > budget_bytes, profile.live, 0)
-    apart = max(1, profile.arrays.num_ops // 40)
-    found: set[int] = set()
-    while len(found) < most and live.max(initial=0) > 0:
-        position = int(live.argmax())
-        stage = int(profile.stages[position])
-        # Inside a burst of reruns the bytes are those before the stage's own op.
-        found.add(stage if profile.ops[position] == stage else max(0, stage - 1))
-        live[np.abs(profile.stages - stage) <= apart] = 0
-    return found
+def _settled(arrays: Arrays, budget_bytes: int, limits: MemoryLimits) -> MemoryAnswer | None:
+    """By exhaustion: in the given order, or in any where that one has none; None where there are too many states."""
+    for in_order in (True, False):
+        found = search_states(arrays.problem, budget_bytes, in_order)
+        if not found.complete:
+            return None
+        if found.ops is not None:
+            return _answer(arrays, budget_bytes, freeing(arrays.problem, found.ops), found.seconds, limits)
+    _refuse(arrays, budget_bytes, "in any order of execution")
 
 
-def refuse_impossible(arrays: Arrays, budget_bytes: int) -> None:
+def _answer(arrays: Arrays, budget_bytes: int, actions: Actions, bound_s: float, limits: MemoryLimits) -> MemoryAnswer:
+    found = evaluate(arrays.problem, actions)
+    assert found.peak_bytes <= budget_bytes, f"{found.peak_bytes} bytes planned for {budget_bytes}"
+    assert bound_s <= found.step_s * (1 + 1e-6), f"bound {bound_s} above the step {found.step_s}"
+    bound = min(bound_s, found.step_s)
+    closed = found.step_s - bound <= limits.gap * found.step_s
+    return MemoryAnswer(actions, found, bound, Status.OPTIMAL if closed else Status.FEASIBLE)
+
+
+def _give_up(alone: Recomputation) -> NoReturn:
+    if alone.refuted and not alone.arrays.problem.tiers:
+        names = [alone.arrays.problem.ops[op].name for op in alone.refuted]
+        _refuse(alone.arrays, alone.budget, f"at ops {', '.join(names[:8])} taken together")
+    raise SolverLimitError(
+        f"no schedule within {alone.budget} bytes was found in {alone.limits.time_s:g} s, nor proved impossible; give "
+        f"more time, or more memory ({alone.everything.peak} bytes need no recomputation)"
+    )
+
+
+def _refuse_impossible(arrays: Arrays, budget_bytes: int) -> None:
     """Raises where one op alone, or what is there before the first, does not fit."""
     if arrays.start_bytes > budget_bytes:
-        raise InfeasibleError(f"{arrays.start_bytes} bytes are there before the first op, above a budget of {budget_bytes}")
+        raise InfeasibleError(
+            f"no schedule fits in {budget_bytes} bytes: {arrays.start_bytes} are there before the first op"
+        )
     if arrays.num_ops and int(arrays.working.max()) > budget_bytes:
-        refuse(arrays, budget_bytes, "")
+        _refuse(arrays, budget_bytes, "")
 
 
-def refuse(arrays: Arrays, budget_bytes: int, where: str) -> NoReturn:
-    """Raises: nothing fits."""
+def _refuse(arrays: Arrays, budget_bytes: int, where: str) -> NoReturn:
     op = int(arrays.working.argmax())
-    need = int(arrays.working[op])
-    name = arrays.problem.ops[op].name
+    need, name = int(arrays.working[op]), arrays.problem.ops[op].name
     if need > budget_bytes:
         raise InfeasibleError(
             f"no schedule fits in {budget_bytes} bytes: op {op} ({name}) alone needs {need}, with what it reads and "
             "makes and its workspace; split it, or give at least that much"
         )
-    raise InfeasibleError(f"no schedule fits in {budget_bytes} bytes: memory does not suffice {where}; the least any op "
-                          f"needs alone is {need} (op {op}, {name})")
+    raise InfeasibleError(
+        f"no schedule fits in {budget_bytes} bytes: memory does not suffice {where}; op {op} ({name}), which alone "
+        f"needs {need}, needs most"
+    )

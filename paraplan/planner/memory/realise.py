@@ -29,6 +29,23 @@ def realise(arrays: Arrays, instants: tuple[int, ...], residents: Bools) -> Prof
     return without_dead(profile_of(arrays, with_first(arrays, _keys(keys))))
 
 
+def overflowing(profile: Profile, budget_bytes: int, known: set[int], most: int = 4) -> set[int]:
+    """New instants: stages of the highest overflows of a schedule, some distance apart, or the nearest not known."""
+    n = profile.arrays.num_ops
+    live = np.where(profile.live > budget_bytes, profile.live, 0)
+    apart = max(1, n // 40)
+    found: set[int] = set()
+    while len(found) < most and live.max(initial=0) > 0:
+        position = int(live.argmax())
+        stage = int(profile.stages[position])
+        # Inside a burst of reruns the bytes are those before the stage's own op.
+        burst = stage if profile.ops[position] == stage else stage - 1
+        near = [burst + step for far in range(apart + 1) for step in (-far, far) if 0 <= burst + step < n]
+        found.update([instant for instant in near if instant not in known][:1])
+        live[np.abs(profile.stages - stage) <= apart] = 0
+    return found
+
+
 def _keys(keys: list[int]) -> Ints:
     return np.array(sorted(set(keys)), np.int64)
 

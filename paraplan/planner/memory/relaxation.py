@@ -14,6 +14,8 @@ first instant everything is there that was made. Columns, for a tensor v and an 
       base + workspace_t + sum_v bytes_v resident[k, v] <= budget           instant k at op t                        (memory)
       resident[k, v] = 1                                                    v read or made by t
 
+Where there are tiers, back[k, v], what is brought back, joins again[k, maker v] in all these (`relaxed_copies`).
+
 Every schedule in the given order satisfies this (count a segment's executions of an op once, and look at memory at the
 instants alone), so its bound is one for all of them. Sources: Checkmate's ILP (Jain et al. 2020, section 4.7) with a
 stage per segment instead of per op; that residents may be continuous is Rockmate's observation for its own ILP.
@@ -25,7 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.planner.memory.problem import GIVEN
+from paraplan.planner.memory.problem import GIVEN, Tier
+from paraplan.planner.memory.relaxed_copies import add_copies
 from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, Profile, gather
 from paraplan.planner.milp import Milp, MilpBuilder
 
@@ -39,12 +42,14 @@ class Relaxation:
         milp: in units of the step's compute seconds and the budget's bytes.
         resident: [instant, tensor] columns; -1 where it is 0 for certain.
         again: [instant, op] columns; -1 where it is 0 for certain.
+        back: [instant, tensor] columns, likewise.
     """
 
     instants: tuple[int, ...]
     milp: Milp
     resident: Ints
     again: Ints
+    back: Ints
 
     def residents(self, values: Floats) -> Bools:
         """[instant, tensor] of a solution, minimal for its reruns."""
@@ -53,6 +58,10 @@ class Relaxation:
     def reruns(self, values: Floats) -> Bools:
         """[instant, op] of a solution."""
         return np.asarray(np.where(self.again >= 0, values[self.again], 0.0) > 0.5)
+
+    def returns(self, values: Floats) -> Bools:
+        """[instant, tensor] of a solution: what is brought back from a tier."""
+        return np.asarray(np.where(self.back >= 0, values[self.back], 0.0) > 0.5)
 
     def encode(self, profile: Profile) -> Floats:
         """The columns of a schedule, which satisfy every row where it fits."""
@@ -85,8 +94,10 @@ def useful(arrays: Arrays, instant: int) -> Bools:
     return found & (arrays.maker <= instant)
 
 
-def build_relaxation(arrays: Arrays, instants: tuple[int, ...], budget_bytes: int) -> Relaxation:
-    """The program for some instants (ascending, each once)."""
+def build_relaxation(
+    arrays: Arrays, instants: tuple[int, ...], budget_bytes: int, tiers: tuple[Tier, ...] = (), rerun: bool = True
+) -> Relaxation:
+    """The program for some instants (ascending, each once); `rerun`: whether anything may be made again."""
     builder = MilpBuilder()
     builder.add_columns(1, lower=1.0, upper=1.0, objective=1.0)  # every op once, so that gaps are of the step
     shape = (len(instants), arrays.num_tensors), (len(instants), arrays.num_ops)
@@ -100,10 +111,13 @@ def build_relaxation(arrays: Arrays, instants: tuple[int, ...], budget_bytes: in
         first = builder.add_columns(len(at), lower=forced[at].astype(float), upper=1.0)
         resident[k, at] = first + np.arange(len(at))
         runs = np.unique(arrays.maker[wanted & (arrays.maker != GIVEN)])
-        runs = runs[arrays.repeatable[runs] & (arrays.working[runs] <= budget_bytes)]
+        runs = runs[arrays.repeatable[runs] & (arrays.working[runs] <= budget_bytes) & rerun]
         first = builder.add_columns(len(runs), upper=1.0, integer=True, objective=arrays.time_s[runs] / scale_s)
         again[k, runs] = first + np.arange(len(runs))
-    rows = _Rows(arrays, builder, resident, again)
+    back = np.full(shape[0], -1, np.int64)
+    if tiers:
+        back = add_copies(builder, arrays, instants, again, resident, tiers, budget_bytes)
+    rows = _Rows(arrays, builder, resident, again, back)
     for k, instant in enumerate(instants):
         following = instants[k + 1] if k + 1 < len(instants) else arrays.num_ops - 1
         rows.needs(k, instant, following, last=k + 1 == len(instants))
@@ -114,14 +128,14 @@ def build_relaxation(arrays: Arrays, instants: tuple[int, ...], budget_bytes: in
         room = budget_bytes - arrays.base - int(arrays.workspace[instant])
         unit = float(max(budget_bytes, 1))
         builder.add_row(resident[k, at], arrays.nbytes[at] / unit, upper=room / unit)
-    return Relaxation(instants, builder.build(), resident, again)
+    return Relaxation(instants, builder.build(), resident, again, back)
 
 
 class _Rows:
     """Rows of the program, added in blocks."""
 
-    def __init__(self, arrays: Arrays, builder: MilpBuilder, resident: Ints, again: Ints) -> None:
-        self.arrays, self.builder, self.resident, self.again = arrays, builder, resident, again
+    def __init__(self, arrays: Arrays, builder: MilpBuilder, resident: Ints, again: Ints, back: Ints) -> None:
+        self.arrays, self.builder, self.resident, self.again, self.back = arrays, builder, resident, again, back
 
     def needs(self, k: int, instant: int, following: int, last: bool) -> None:
         """What the segment's first executions read is resident at its instant or made again."""
@@ -142,12 +156,12 @@ class _Rows:
         self._at_least(k, read, self.resident[k + 1, read])
 
     def _at_least(self, k: int, tensors: Ints, other: Ints | None) -> None:
-        """resident[k, v] + again[k, maker v] >= the other column, or 1."""
+        """resident[k, v] + again[k, maker v] + back[k, v] >= the other column, or 1."""
         if not len(tensors):
             return
         maker = self.arrays.maker[tensors]
         again = np.where(maker >= 0, self.again[k, np.maximum(maker, 0)], -1)
-        blocks = [(self.resident[k, tensors], 1.0), (again, 1.0)]
+        blocks = [(self.resident[k, tensors], 1.0), (again, 1.0), (self.back[k, tensors], 1.0)]
         if other is not None:
             blocks.append((other, -1.0))
         rows, columns, coefficients = [], [], []
