@@ -22,9 +22,9 @@ from paraplan.planner.memory.improve import improve
 from paraplan.planner.memory.problem import MemoryProblem, Tier
 from paraplan.planner.memory.realise import overflowing, realise
 from paraplan.planner.memory.relaxation import Relaxation, build_relaxation
-from paraplan.planner.memory.reruns import Arrays, Floats, Profile, profile_of
+from paraplan.planner.memory.reruns import Arrays, Floats, Profile, profile_of, without_dead
 from paraplan.planner.memory.schedule import Actions, evaluate
-from paraplan.planner.memory.squeeze import polish, squeeze
+from paraplan.planner.memory.squeeze import Prices, polish, squeeze
 from paraplan.planner.milp import Status, solve
 
 
@@ -46,11 +46,13 @@ class Joint:
 
 
 def plan_joint(
-    problem: MemoryProblem, budget_bytes: int, instants: set[int], known_s: float, deadline: float, gap: float
+    problem: MemoryProblem, budget_bytes: int, instants: set[int], known: Profile | None, deadline: float, gap: float
 ) -> Joint:
-    """Copies with reruns, and copies alone, from some instants on, until `deadline`; `known_s`: a step without copies."""
+    """Copies with reruns, and copies alone, from some instants on, until `deadline`; `known`: the best without copies."""
     search = _JointSearch(problem, budget_bytes, deadline, gap)
-    search.best_s = known_s
+    if known is not None:
+        search.best_s = problem.compute_s + known.recomputed_s
+        search.swap(known)
     half = time.perf_counter() + (deadline - time.perf_counter()) * 0.7
     infeasible = search.refine(set(instants), True, half)
     if not infeasible:
@@ -96,7 +98,7 @@ class _JointSearch:
     def _realised(self, relaxation: Relaxation, values: Floats) -> Profile:
         """The reruns, and the stays: from an instant a tensor is missing at to its next reader."""
         residents, returns = relaxation.residents(values), relaxation.returns(values)
-        plain = realise(self.arrays, relaxation.instants, residents | returns)
+        plain = realise(self.arrays, relaxation.instants, residents, returns)
         stays: dict[Stay, None] = {}
         for k, instant in enumerate(relaxation.instants):
             at = int(np.searchsorted(plain.keys, instant * (self.arrays.num_ops + 1)))
@@ -116,7 +118,29 @@ class _JointSearch:
         if found is not None:
             found = polish(found, self.budget)
             self._keep(found)
-            self._keep(improve(found, self.budget, 5, self.deadline))
+            found = improve(found, self.budget, 5, self.deadline)
+            self._keep(found)
+            self.swap(found)
+
+    def swap(self, profile: Profile) -> None:
+        """Keeps a schedule with copies in place of reruns, one by one, the most seconds per byte first."""
+        away = profile.away if isinstance(profile.away, Copies) else Copies(self.tier, ())
+        best = without_dead(profile_of(self.arrays, profile.keys, away))
+        prices = Prices.true(self.arrays)
+        reruns = np.flatnonzero(best.rerun)
+        order = np.argsort(-prices.seconds[best.ops[reruns]] / prices.nbytes[best.ops[reruns]], kind="stable")
+        for key in best.keys[reruns[order]].tolist():
+            if time.perf_counter() > self.deadline:
+                break
+            at = int(np.searchsorted(best.keys, key))
+            if at >= len(best.keys) or best.keys[at] != key:
+                continue
+            stays = _within(self.arrays, self.tier, (*away.stays, *_readers(best, at)))
+            tried = Copies(self.tier, stays)
+            found = without_dead(profile_of(self.arrays, np.delete(best.keys, at), tried))
+            if found.peak <= self.budget:
+                best, away = found, tried
+        self._keep(best)
 
     def _keep(self, profile: Profile) -> None:
         placed = fit(profile, self.budget)
@@ -129,10 +153,21 @@ class _JointSearch:
             self.best_s, self.actions = found.step_s, actions
 
 
+def _readers(profile: Profile, position: int) -> list[Stay]:
+    """What would have to be brought back if a rerun were not made: its results, for their first readers after it."""
+    length, found = len(profile.keys), []
+    for tensor in profile.arrays.problem.ops[int(profile.ops[position])].makes:
+        version = profile.version_at(tensor, position + 1)
+        at = int(np.searchsorted(profile.use_keys, version * length + position + 1))
+        if at < len(profile.use_keys) and profile.use_keys[at] // length == version:
+            found.append((tensor, int(profile.keys[profile.use_keys[at] % length])))
+    return found
+
+
 def _within(arrays: Arrays, tier: Tier, stays: tuple[Stay, ...]) -> tuple[Stay, ...]:
-    """As many stays as the tier has room for, the first ones."""
+    """As many stays as the tier has room for, the first ones, each once."""
     held, total, found = set[int](), 0, []
-    for stay in stays:
+    for stay in dict.fromkeys(stays):
         size = 0 if stay[0] in held else int(arrays.nbytes[stay[0]])
         if total + size <= tier.capacity_bytes:
             total += size

@@ -85,8 +85,7 @@ def plan_memory(problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits 
 def _with_copies(alone: Recomputation, limits: MemoryLimits, deadline: float) -> MemoryAnswer:
     """The better of recomputation alone and of it with copies; the bound allows for copies."""
     arrays, problem, budget = alone.arrays, alone.arrays.problem, alone.budget
-    known_s = float("inf") if alone.best is None else problem.compute_s + alone.best.recomputed_s
-    found = plan_joint(problem, budget, alone.instants, known_s, deadline, limits.gap)
+    found = plan_joint(problem, budget, alone.instants, alone.best, deadline, limits.gap)
     if found.actions is not None:
         return _answer(arrays, budget, found.actions, found.bound_s, limits)
     if alone.best is None:

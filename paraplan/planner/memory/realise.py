@@ -12,15 +12,16 @@ from paraplan.planner.memory.problem import GIVEN
 from paraplan.planner.memory.reruns import Arrays, Bools, Ints, Profile, profile_of, with_first, without_dead
 
 
-def realise(arrays: Arrays, instants: tuple[int, ...], residents: Bools) -> Profile:
-    """The reruns of residents at instants ([instant, tensor]).
+def realise(arrays: Arrays, instants: tuple[int, ...], residents: Bools, returns: Bools | None = None) -> Profile:
+    """The reruns of residents at instants ([instant, tensor]), and of what is brought back from a tier after them.
 
     What cannot be made again is taken as resident. Reruns nobody needs are left out.
     """
     keys: list[int] = []
     for k, instant in enumerate(instants):
         following = instants[k + 1] if k + 1 < len(instants) else arrays.num_ops - 1
-        segment = _Segment(arrays, instant, residents[k])
+        there = residents[k] if returns is None else residents[k] | returns[k]
+        segment = _Segment(arrays, instant, there)
         for op in range(instant + 1, following + 1):
             keys += [op * arrays.num_ops + again for again in segment.before(arrays.problem.ops[op].reads)]
         after = residents[k + 1] if k + 1 < len(instants) else arrays.kept
