@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from examples.models.mlp import MLP
@@ -17,7 +18,6 @@ from paraplan.cost_models.predict import plan_costs
 from paraplan.ir.cluster import ClusterSpec, Device
 from paraplan.ir.lower import lower
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from msgspec.structs import replace
 from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints

@@ -198,7 +198,9 @@ class _Walk:
         alive = {storage.number for storage in self.outer.values()}
         base = [storage for storage in self.storages if storage.maker == GIVEN and storage.number in alive]
         fixed = {storage.number for storage in base}
-        number = {storage.number: place for place, storage in enumerate(s for s in self.storages if s.number not in fixed)}
+        number = {
+            storage.number: place for place, storage in enumerate(s for s in self.storages if s.number not in fixed)
+        }
         once = frozenset(self._not_again())
         ops = tuple(
             MemOp(op.name, op.time_s, tuple(number[t] for t in op.reads if t in number),

@@ -48,7 +48,7 @@ class Joint:
 def plan_joint(
     problem: MemoryProblem, budget_bytes: int, instants: set[int], known: Profile | None, deadline: float, gap: float
 ) -> Joint:
-    """Copies with reruns, and copies alone, from some instants on, until `deadline`; `known`: the best without copies."""
+    """Copies with reruns, and copies alone, from some instants on; `known`: the best without copies."""
     search = _JointSearch(problem, budget_bytes, deadline, gap)
     if known is not None:
         search.best_s = problem.compute_s + known.recomputed_s

@@ -67,7 +67,9 @@ def plan_memory(problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits 
     arrays = Arrays(problem)
     _refuse_impossible(arrays, budget_bytes)
     share = _ALONE_SHARE if problem.tiers else 1.0
-    alone = Recomputation(arrays, budget_bytes, MemoryLimits(share * limits.time_s, limits.gap, limits.rounds, limits.instants))
+    alone = Recomputation(
+        arrays, budget_bytes, MemoryLimits(share * limits.time_s, limits.gap, limits.rounds, limits.instants)
+    )
     alone.run()
     if problem.tiers and (alone.best is None or alone.best.recomputed_s):
         return _with_copies(alone, limits, started + limits.time_s)

@@ -1,7 +1,7 @@
 """Recomputation alone: a schedule and a bound, from a loop of relaxations and repairs.
 
-First what is cheap is squeezed: everything kept, nothing kept, every sqrt(n)-th result kept (Chen et al. 2016). Then the
-relaxation at a few critical instants is solved; its answer is realised just in time, squeezed where it overflows,
+First what is cheap is squeezed: everything kept, nothing kept, every sqrt(n)-th result kept (Chen et al. 2016). Then
+the relaxation at a few critical instants is solved; its answer is realised just in time, squeezed where it overflows,
 polished and searched around; where the realised plan overflows becomes an instant. It ends when the gap is closed,
 nothing new is learnt, or time is up.
 """
@@ -72,6 +72,13 @@ class Recomputation:
                 self._consider(_keeping(self.arrays, highest, stride))
         while self.gap > self.limits.gap and self.left_s > 0 and self._refine():
             pass
+        if self.best is not None and self.gap > self.limits.gap:
+            self._improve(5 * self.limits.rounds, self.left_s)
+
+    def _improve(self, rounds: int, seconds: float) -> None:
+        assert self.best is not None
+        until = time.perf_counter() + seconds
+        self.best = improve(self.best, self.budget, rounds, until, self.bound_s - self.compute_s)
 
     @property
     def gap(self) -> float:
@@ -101,7 +108,7 @@ class Recomputation:
         instants = tuple(sorted(self.instants))
         relaxation = build_relaxation(self.arrays, instants, self.budget)
         solution = solve(
-            relaxation.milp, time_limit_s=max(0.1, self.left_s / 2), relative_gap=min(self.limits.gap / 2, 1e-3),
+            relaxation.milp, time_limit_s=max(0.1, self.left_s / 3), relative_gap=min(self.limits.gap / 2, 1e-3),
             warm_start=None if self.best is None else relaxation.encode(self.best),
         )  # fmt: skip
         if solution.status is Status.INFEASIBLE:
@@ -113,8 +120,7 @@ class Recomputation:
         start = realise(self.arrays, instants, relaxation.residents(solution.values))
         self._consider(start)
         if self.best is not None and self.gap > self.limits.gap:
-            until = time.perf_counter() + self.left_s / 4
-            self.best = improve(self.best, self.budget, self.limits.rounds, until, self.bound_s - self.compute_s)
+            self._improve(self.limits.rounds, self.left_s / 4)
         more = overflowing(start, self.budget, self.instants)
         self.instants |= more
         return bool(more) and len(self.instants) <= self.limits.instants

@@ -8,10 +8,10 @@ first instant everything is there that was made. Columns, for a tensor v and an 
 
     minimise  1 + sum_k,j time_j again[k, j]          in units of every op once
     subject to
-      resident[k, v] + again[k, maker v] >= 1                               v read first-hand in segment k, or kept  (needs)
-      resident[k, u] + again[k, maker u] >= again[k, j]                     u read by j                              (reruns)
-      resident[k, v] + again[k, maker v] >= resident[k + 1, v]              what is there came from somewhere        (carried)
-      base + workspace_t + sum_v bytes_v resident[k, v] <= budget           instant k at op t                        (memory)
+      resident[k, v] + again[k, maker v] >= 1    v read first-hand in segment k, or kept  (needs)
+      resident[k, u] + again[k, maker u] >= again[k, j]    u read by j                              (reruns)
+      resident[k, v] + again[k, maker v] >= resident[k + 1, v]    what is there came from somewhere        (carried)
+      base + workspace_t + sum_v bytes_v resident[k, v] <= budget    instant k at op t                        (memory)
       resident[k, v] = 1                                                    v read or made by t
 
 Where there are tiers, back[k, v], what is brought back, joins again[k, maker v] in all these (`relaxed_copies`).

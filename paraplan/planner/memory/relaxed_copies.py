@@ -9,8 +9,8 @@ Columns, in units of every op once where seconds are meant (E_k: when op t_k beg
     E_k = sum of first executions before t_k + sum over segments before k of (reruns + wait)
     subject to
       back[k, v] <= stored[k, v] <= stored[k + 1, v],   sum_v bytes_v stored[last, v] <= capacity
-      sum over v made by t_j or later of out_s(v) stored[k, v] <= E_k - (E_j + time of t_j)           each j < k, and from 0
-      sum over segments from k on of back_s(v) back[k', v] <= end - (E_k + time of t_k)               each k
+      sum over v made by t_j or later of out_s(v) stored[k, v] <= E_k - (E_j + time of t_j)      each j < k, and from 0
+      sum over segments from k on of back_s(v) back[k', v] <= end - (E_k + time of t_k)          each k
 
 A copy out has ended before its tensor is first missing, a copy back begins after an instant at which it was missing and
 has ended before a reader: so every schedule satisfies these. Several tiers count as one of all their rates, without

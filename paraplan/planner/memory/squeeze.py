@@ -160,7 +160,11 @@ def evict(
             room = last >= position and int(profile.live[last + 1 : at].max(initial=0)) + size <= budget_bytes
             if room:
                 continue
-            if (deep or last < position and size * 4 > arrays.nbytes[tensor]) and maker != GIVEN and arrays.repeatable[maker]:
+            if (
+                (deep or (last < position and size * 4 > arrays.nbytes[tensor]))
+                and maker != GIVEN
+                and arrays.repeatable[maker]
+            ):
                 todo.append(maker)
             elif last < position:
                 held += size

@@ -24,7 +24,13 @@ from paraplan.planner.search import search
 )
 def test_its_own_order_is_the_simulators(name: str, microbatches: int) -> None:
     small = build(name, 0.1)
-    job = Job(capture(small.model.double(), small.batch), parse_cluster("1xH100"), OPTIMIZERS["adamw"], ModelRef(display=name), {})
+    job = Job(
+        capture(small.model.double(), small.batch),
+        parse_cluster("1xH100"),
+        OPTIMIZERS["adamw"],
+        ModelRef(display=name),
+        {},
+    )
     plan = search(job, Constraints(mesh=(1,), microbatches=microbatches)).plan
     programs = lower(plan)
     trace = simulate_plan(plan, programs).traces[0]

@@ -68,7 +68,14 @@ def test_together_is_better_where_one_tensor_is_dear_and_one_slow_to_move() -> N
         MemOp("a", 10.0, (), (0,)), MemOp("b", 1.0, (), (1,)), MemOp("large", 6.0, (), (2,)),
         MemOp("end", 1.0, (2,), (3,)), MemOp("c", 6.0, (3,), (4,)), MemOp("use", 1.0, (0, 1, 4), (5,)),
     )  # fmt: skip
-    tensors = (MemTensor(4, 0), MemTensor(40, 1), MemTensor(50, 2), MemTensor(1, 3), MemTensor(1, 4), MemTensor(1, 5, True))
+    tensors = (
+        MemTensor(4, 0),
+        MemTensor(40, 1),
+        MemTensor(50, 2),
+        MemTensor(1, 3),
+        MemTensor(1, 4),
+        MemTensor(1, 5, True),
+    )
     plain = MemoryProblem(ops, tensors)
     both = replace(plain, tiers=(Tier("host", 1000, 8.0, 8.0),))
     once = replace(both, ops=tuple(replace(op, repeatable=False) for op in ops))

@@ -34,7 +34,9 @@ def check(problem: MemoryProblem, budget: int, answer: MemoryAnswer) -> None:
 def budgets(problem: MemoryProblem) -> range:
     """From below what any op needs to all that is ever needed."""
     ops = range(len(problem.ops))
-    return range(max(map(problem.working_bytes, ops)) - 1, evaluate(problem, freeing(problem, tuple(ops))).peak_bytes + 1)
+    return range(
+        max(map(problem.working_bytes, ops)) - 1, evaluate(problem, freeing(problem, tuple(ops))).peak_bytes + 1
+    )
 
 
 @pytest.mark.parametrize("problem", [chain(2), chain(4), chain(5), *(random_step(seed, 6) for seed in range(8))])
