@@ -3,8 +3,8 @@
     python -m benchmarks.memory [--only PATTERN] [--json FILE] [--graphs FOLDER]
 
 Models are captured on the meta device, lowered for one device and flattened, with AdamW's states, at the costs
-max(flops / 60 T, bytes / 1.2 TB/s) + 3 us per op. FOLDER holds Checkmate's graphs (networkx node-link JSON). A budget is
-a share of the peak without recomputation, above what is always there. `overhead` and `bound` are shares of the step
+max(flops / 60 T, bytes / 1.2 TB/s) + 3 us per op. FOLDER holds Checkmate's graphs (networkx node-link JSON). A budget
+is a share of the peak without recomputation, above what is always there. `overhead` and `bound` are shares of the step
 without recomputation in %, `gap` is (step - bound) / step in %, `cpu_s` the processor's seconds (which a busy machine
 does not stretch, though it cuts short what `TIME_S` seconds allow), `peak` the plan's, as a share like the budget.
 """

@@ -8,17 +8,17 @@ first instant everything is there that was made. Columns, for a tensor v and an 
 
     minimise  1 + sum_k,j time_j again[k, j]          in units of every op once
     subject to
-      resident[k, v] + again[k, maker v] >= 1    v read first-hand in segment k, or kept  (needs)
-      resident[k, u] + again[k, maker u] >= again[k, j]    u read by j                              (reruns)
-      resident[k, v] + again[k, maker v] >= resident[k + 1, v]    what is there came from somewhere        (carried)
-      base + workspace_t + sum_v bytes_v resident[k, v] <= budget    instant k at op t                        (memory)
-      resident[k, v] = 1                                                    v read or made by t
+      resident[k, v] + again[k, maker v] >= 1                        v read first-hand in segment k, or kept (needs)
+      resident[k, u] + again[k, maker u] >= again[k, j]              u read by j                             (reruns)
+      resident[k, v] + again[k, maker v] >= resident[k + 1, v]       what is there came from somewhere       (carried)
+      base + workspace_t + sum_v bytes_v resident[k, v] <= budget    instant k at op t
+      resident[k, v] = 1                                             v read or made by t
 
 Where there are tiers, back[k, v], what is brought back, joins again[k, maker v] in all these (`relaxed_copies`).
 
 Every schedule in the given order satisfies this (count a segment's executions of an op once, and look at memory at the
-instants alone), so its bound is one for all of them. Sources: Checkmate's ILP (Jain et al. 2020, section 4.7) with a
-stage per segment instead of per op; that residents may be continuous is Rockmate's observation for its own ILP.
+instants alone), so its bound is one for all of them. Source: Checkmate's ILP (Jain et al. 2020, section 4) with a stage
+per segment instead of one per op.
 """
 
 from __future__ import annotations

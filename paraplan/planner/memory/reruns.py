@@ -7,7 +7,7 @@ search moves over: adding a pair lets go of something for a while, taking one aw
 
 A pair is the integer key t·n + j, so that sorted keys (with the first executions t·n + t among them) are the schedule.
 Limits: an op runs at most once in a stage, and reruns of a stage in the given order. Source: the stages are Checkmate's
-(Jain et al. 2020, section 4.1); that retention follows from the runs is the view of Moccasin (Bartan et al. 2023).
+(Jain et al. 2020, section 4); that retention follows from the runs is the view of Moccasin (Bartan et al. 2023).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paraplan.ir.errors import InfeasibleError
 from paraplan.planner.memory.exact import search_states
+from paraplan.planner.memory.improve import improve
 from paraplan.planner.memory.plan import MemoryAnswer, MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
 from paraplan.planner.memory.relaxation import build_relaxation
@@ -92,6 +93,9 @@ def test_squeezing_and_polishing_fit(seed: int) -> None:
             check_peak = evaluate(problem, freeing(problem, tuple(leaner.ops.tolist()))).peak_bytes
             assert check_peak == leaner.peak <= budget
             assert leaner.recomputed_s <= found.recomputed_s
+            better = improve(leaner, budget, rounds=5, deadline=np.inf)
+            assert better.peak <= budget and better.recomputed_s <= leaner.recomputed_s
+            assert (improve(leaner, budget, rounds=5, deadline=np.inf).keys == better.keys).all()
 
 
 def test_what_fits_is_kept() -> None:
