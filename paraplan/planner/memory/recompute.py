@@ -70,6 +70,8 @@ class Recomputation:
         for stride in (0, math.isqrt(self.arrays.num_ops)):
             if self.gap > self.limits.gap:
                 self._consider(_keeping(self.arrays, highest, stride))
+        if self.best is not None:
+            self._improve(self.limits.rounds // 2, self.left_s / 6)
         while self.gap > self.limits.gap and self.left_s > 0 and self._refine():
             pass
         if self.best is not None and self.gap > self.limits.gap:

@@ -12,6 +12,7 @@ Limits: an op runs at most once in a stage, and reruns of a stage in the given o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -40,6 +41,10 @@ class Arrays:
         self.kept: Bools = np.array([tensor.kept for tensor in problem.tensors], bool)
         self.read_start, self.read_tensor = _rows([op.reads for op in problem.ops])
         self.make_start, self.make_tensor = _rows([op.makes for op in problem.ops])
+        self.reads = [op.reads for op in problem.ops]
+        self.sizes = [tensor.nbytes for tensor in problem.tensors]
+        self.makers = [tensor.maker for tensor in problem.tensors]
+        self.repeats = [op.repeatable for op in problem.ops]
         self.given: Ints = np.flatnonzero(self.maker == GIVEN)
         self.base = problem.base_bytes
 
@@ -125,10 +130,14 @@ class Profile:
         """Seconds of reruns."""
         return float(self.arrays.time_s[self.ops[self.rerun]].sum())
 
+    @cached_property
+    def lists(self) -> tuple[list[int], list[int], list[int]]:
+        """`keys`, `version_keys` and `last` as lists, in which single searches are quick."""
+        return self.keys.tolist(), self.version_keys.tolist(), self.last.tolist()
+
     def version_at(self, tensor: int, position: int) -> int:
         """The version of a tensor that what runs at `position` reads."""
-        length = len(self.keys)
-        return int(np.searchsorted(self.version_keys, tensor * (length + 1) + position + 1)) - 1
+        return bisect_left(self.lists[1], tensor * (len(self.keys) + 1) + position + 1) - 1
 
 
 def profile_of(arrays: Arrays, keys: Ints, away: Away | None = None) -> Profile:

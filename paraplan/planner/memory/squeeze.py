@@ -12,7 +12,9 @@ Source: offline, with the future known, what DTR (Kirisame et al. 2021) decides 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -40,6 +42,12 @@ class Prices:
 
     seconds: Floats
     nbytes: Floats
+
+    @cached_property
+    def costs(self) -> list[float]:
+        """`seconds` as a list."""
+        found: list[float] = self.seconds.tolist()
+        return found
 
     @staticmethod
     def true(arrays: Arrays) -> Prices:
@@ -102,7 +110,8 @@ def _step(profile: Profile, budget_bytes: int, prices: Prices) -> Ints | None:
     for index in np.argsort(optimistic, kind="stable")[:_TRIED].tolist():
         stage = int(profile.stages[min(gaps_to[index], len(profile.keys) - 1)])
         for deep in (True, False):
-            found = evict(profile, int(tensors[index]), stage, position, budget_bytes, deep, prices)
+            most_s = np.inf if best is None else best[0] * float(value[index])
+            found = evict(profile, int(tensors[index]), stage, position, budget_bytes, deep, prices, most_s)
             if found is None or found.relief <= 0:
                 continue
             score = (found.seconds + 1e-12) / (value[index] * found.relief / profile.arrays.nbytes[tensors[index]])
@@ -129,47 +138,45 @@ def idle_at(profile: Profile, position: int) -> tuple[Ints, Ints, Ints]:
 
 
 def evict(
-    profile: Profile, tensor: int, stage: int, position: int, budget_bytes: int, deep: bool, prices: Prices
-) -> Eviction | None:
+    profile: Profile, tensor: int, stage: int, position: int, budget_bytes: int, deep: bool, prices: Prices,
+    most_s: float = np.inf,
+) -> Eviction | None:  # fmt: skip
     """What it takes to make a tensor again in a stage instead of holding it at a position.
 
-    `deep`: what is no longer there for that is made again too rather than retained.
+    `deep`: what is no longer there for that is made again too rather than retained. None above `most_s` seconds.
     """
     arrays, n = profile.arrays, profile.arrays.num_ops
-    todo, keys, seconds, held = [int(arrays.maker[tensor])], set[int](), 0.0, 0
+    present, _, lasts = profile.lists
+    sizes, makers, repeats, costs = arrays.sizes, arrays.makers, arrays.repeats, prices.costs
+    first = stage * n
+    todo, keys, seconds, held = [makers[tensor]], set[int](), 0.0, 0
     seen: set[int] = {tensor}
     while todo:
         op = todo.pop()
-        key = stage * n + op
-        if key in keys:
+        key = first + op
+        at = bisect_left(present, key)
+        if key in keys or (at < len(present) and present[at] == key):
             continue
         keys.add(key)
-        if len(keys) > _MOST_CLOSURE or arrays.working[op] > budget_bytes:
+        seconds += costs[op]
+        if len(keys) > _MOST_CLOSURE or seconds > most_s or arrays.working[op] > budget_bytes:
             return None
-        seconds += float(prices.seconds[op])
-        at = int(np.searchsorted(profile.keys, key))
-        for read in arrays.problem.ops[op].reads:
+        for read in arrays.reads[op]:
             if read in seen:
                 continue
             seen.add(read)
-            last = int(profile.last[profile.version_at(read, at)])
-            maker = int(arrays.maker[read])
-            if last >= at or stage * n + maker in keys:
+            last, maker, size = lasts[profile.version_at(read, at)], makers[read], sizes[read]
+            if last >= at or first + maker in keys:
                 continue
-            size = int(arrays.nbytes[read])
             room = last >= position and int(profile.live[last + 1 : at].max(initial=0)) + size <= budget_bytes
             if room:
                 continue
-            if (
-                (deep or (last < position and size * 4 > arrays.nbytes[tensor]))
-                and maker != GIVEN
-                and arrays.repeatable[maker]
-            ):
+            wanted = deep or (last < position and size * 4 > sizes[tensor])
+            if wanted and maker != GIVEN and repeats[maker]:
                 todo.append(maker)
             elif last < position:
                 held += size
-    freed = int(arrays.nbytes[tensor])
-    return Eviction(tuple(keys), seconds, freed - held)
+    return Eviction(tuple(keys), seconds, sizes[tensor] - held) if keys else None
 
 
 def polish(profile: Profile, budget_bytes: int, prices: Prices | None = None) -> Profile:
