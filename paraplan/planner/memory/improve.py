@@ -3,7 +3,7 @@
 Each round takes a share of the reruns away in a window of stages (or everywhere), squeezes what then overflows with
 every op's seconds multiplied by a random factor, so that other tensors are let go of, and polishes. The best is kept.
 Some rounds begin anew from no reruns at all: at deep budgets the draw of the factors decides much.
-Rounds are drawn from a seeded generator, so equal input gives equal answers where no deadline cuts the search short.
+Rounds are drawn from a generator of a given seed, so equal input gives equal answers where no deadline cuts them short.
 
 Source: large-neighbourhood search by ruin and recreate (Schrimpf et al. 2000).
 """
@@ -21,9 +21,11 @@ _ANEW = 4
 """Every so many rounds begin anew."""
 
 
-def improve(best: Profile, budget_bytes: int, rounds: int, deadline: float, enough_s: float = 0.0) -> Profile:
+def improve(
+    best: Profile, budget_bytes: int, rounds: int, deadline: float, enough_s: float = 0.0, seed: int = 0
+) -> Profile:
     """A schedule no worse, after some rounds or where the deadline passes or `enough_s` of reruns are reached."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     current = best = polish(best, budget_bytes)
     for index in range(rounds):
         if time.perf_counter() > deadline or best.recomputed_s <= enough_s * (1 + 1e-9):

@@ -58,6 +58,7 @@ class Recomputation:
         self.bound_s = self.compute_s
         self.instants: set[int] = set()
         self.refuted: tuple[int, ...] = ()
+        self._searches = 0
 
     def run(self) -> None:
         """Searches."""
@@ -71,7 +72,7 @@ class Recomputation:
             if self.gap > self.limits.gap:
                 self._consider(_keeping(self.arrays, highest, stride))
         if self.best is not None:
-            self._improve(self.limits.rounds // 2, self.left_s / 6)
+            self._improve(self.limits.rounds, self.left_s / 4)
         while self.gap > self.limits.gap and self.left_s > 0 and self._refine():
             pass
         if self.best is not None and self.gap > self.limits.gap:
@@ -80,7 +81,8 @@ class Recomputation:
     def _improve(self, rounds: int, seconds: float) -> None:
         assert self.best is not None
         until = time.perf_counter() + seconds
-        self.best = improve(self.best, self.budget, rounds, until, self.bound_s - self.compute_s)
+        self.best = improve(self.best, self.budget, rounds, until, self.bound_s - self.compute_s, self._searches)
+        self._searches += 1
 
     @property
     def gap(self) -> float:
@@ -110,7 +112,7 @@ class Recomputation:
         instants = tuple(sorted(self.instants))
         relaxation = build_relaxation(self.arrays, instants, self.budget)
         solution = solve(
-            relaxation.milp, time_limit_s=max(0.1, self.left_s / 3), relative_gap=min(self.limits.gap / 2, 1e-3),
+            relaxation.milp, time_limit_s=max(0.1, self.left_s / 4), relative_gap=min(self.limits.gap / 2, 1e-3),
             warm_start=None if self.best is None else relaxation.encode(self.best),
         )  # fmt: skip
         if solution.status is Status.INFEASIBLE:
