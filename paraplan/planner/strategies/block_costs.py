@@ -8,8 +8,8 @@ For blocks 0 … L − 1 (boundary −1 is what is given, always there):
     backward_peak[k]        the most while its backward runs, what it saved and the gradients that come in included
     incoming_bytes[k]       gradients there before its backward: for its own and earlier ones' ops, and those kept
 
-Exact for a chain whose blocks read nothing further away than their boundary; elsewhere estimates, which is why plans are
-evaluated before they are believed.
+Exact for a chain whose blocks read nothing further away than their boundary; elsewhere estimates, which is why plans
+are evaluated before they are believed.
 """
 
 from __future__ import annotations

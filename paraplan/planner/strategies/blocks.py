@@ -1,8 +1,8 @@
 """A training step as a chain of blocks, for strategies that are about chains.
 
 The forward (ops before the first backward one) is cut where few tensors are live: made before and read after it by the
-forward. Cuts may be crossed by one tensor, or by the fewest (up to four) for which no block holds more than a quarter of
-the forward's ops. What crosses cut i is the boundary of block i: the whole checkpoint from which block i + 1 can be
+forward. Cuts may be crossed by one tensor, or by the fewest (up to four) for which no block holds more than a quarter
+of the forward's ops. What crosses cut i is the boundary of block i: the whole checkpoint from which block i + 1 can be
 executed, tensors given with the step aside. The backward, in its order, is divided into phases, block by block from
 the last: an op belongs to the first phase that has come to all it reads, a boundary being there in the phase after it.
 

@@ -7,9 +7,9 @@ O(√L), one extra forward at most (the last segment needs none). It has one pla
 chen-greedy: a new segment begins once the bytes made since the last cut pass a threshold b; b is searched over a
 geometric grid between the largest block and the whole forward, and the shortest plan within the budget is taken.
 
-divide-conquer: T(s, t) executes blocks s … m − 1, m the middle, keeping what crosses into m, then T(m, t), then T(s, m − 1):
-O(log L) checkpoints, at most log₂ L executions of each forward. Halving stops at spans of `leaf` blocks, which keep all;
-the largest leaf (L, L/2, … 1) within the budget is taken.
+divide-conquer: T(s, t) executes blocks s … m − 1, m the middle, keeping what crosses into m, then T(m, t), then T(s, m
+− 1): O(log L) checkpoints, at most log₂ L executions of each forward. Halving stops at spans of `leaf` blocks, which
+keep all; the largest leaf (L, L/2, … 1) within the budget is taken.
 
 Source: Chen, Xu, Zhang & Guestrin 2016 (arXiv 1604.06174), sections 4.1 (√n), algorithm 3 (greedy) and 4.4 (recursion);
 Siskind & Pearlmutter 2018 for halving. Limits: chains of blocks (`blocks.py`); nothing is proved about time.

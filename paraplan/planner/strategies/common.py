@@ -1,8 +1,8 @@
 """What the memory strategies share: their limits, how answers are made, and when nothing can fit.
 
-A strategy is a function (problem, budget_bytes, limits) -> MemoryAnswer. It decides in its paper's own terms; the schedule
-it hands back is priced by `schedule.evaluate` alone. Most decide an order of executions, repeats among them: what is held
-when then follows (`schedule.freeing` frees each result after its last use before it is made again).
+A strategy is a function (problem, budget_bytes, limits) -> MemoryAnswer. It decides in its paper's own terms; the
+schedule it hands back is priced by `schedule.evaluate` alone. Most decide an order of executions, repeats among them:
+what is held when then follows (`schedule.freeing` frees each result after its last use before it is made again).
 """
 
 from __future__ import annotations

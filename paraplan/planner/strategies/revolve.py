@@ -1,16 +1,16 @@
 """Binomial checkpointing of a chain of equal steps with a number of slots.
 
-A slot holds one boundary. With c slots beside the beginning's, reversing l steps takes, in forward steps executed beyond
-those right before their own backward,
+A slot holds one boundary. With c slots beside the beginning's, reversing l steps takes, in forward steps executed
+beyond those right before their own backward,
 
     T(1, c) = 0,   T(l, 0) = l (l − 1) / 2,   T(l, c) = min over j of  j + T(l − j, c − 1) + T(j, c),
 
-which is Griewank's r·l − β(c + 2, r − 1) for β(c + 1, r − 1) < l ≤ β(c + 1, r), β(s, r) = (s + r choose s): no schedule of
-equal steps and slots executes fewer. The most slots whose schedule is within the budget are taken.
+which is Griewank's r·l − β(c + 2, r − 1) for β(c + 1, r − 1) < l ≤ β(c + 1, r), β(s, r) = (s + r choose s): no schedule
+of equal steps and slots executes fewer. The most slots whose schedule is within the budget are taken.
 
-Source: Griewank & Walther 2000 (algorithm 799, revolve). Limits: blocks count as equal in time and bytes, so the schedule
-is optimal only where they are; a block's backward always follows its own forward (nothing inside a block is saved over
-others), so with memory to spare `rotor` is never longer.
+Source: Griewank & Walther 2000 (algorithm 799, revolve). Limits: blocks count as equal in time and bytes, so the
+schedule is optimal only where they are; a block's backward always follows its own forward (nothing inside a block is
+saved over others), so with memory to spare `rotor` is never longer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Optimal persistent checkpointing of a heterogeneous chain.
 
-C(s, t, m): the least seconds to run forward and backward of blocks s … t with m bytes beside the boundary s starts from,
-which stays until the backward of s. Either the forward of s keeps all its backward needs, or it only passes on, and the
-next checkpoint is the boundary into some block s' in s + 1 … t:
+C(s, t, m): the least seconds to run forward and backward of blocks s … t with m bytes beside the boundary s starts
+from, which stays until the backward of s. Either the forward of s keeps all its backward needs, or it only passes on,
+and the next checkpoint is the boundary into some block s' in s + 1 … t:
 
     C(s, t, m) = min( f_s + C(s + 1, t, m − saved_s) + b_s                                        if saving s fits,
                       min over s' of  Σ_{s ≤ k < s'} f_k + C(s', t, m − checkpoint_{s'−1}) + C(s, s' − 1, m) )
@@ -11,8 +11,8 @@ next checkpoint is the boundary into some block s' in s + 1 … t:
 Exact in bytes where the budget is within `memory_slots` (otherwise in that many slots, sizes rounded up): optimal
 among schedules that keep a checkpoint until the backward of the block that starts from it ("memory persistent").
 
-Source: Beaumont, Eyraud-Dubois, Herrmann, Joly & Shilova 2019 (hal-02352969), theorem 1; Walther & Griewank 2008 for equal
-bytes. Limits: O(L³) vector operations over the slots; chains of blocks (`blocks.py`).
+Source: Beaumont, Eyraud-Dubois, Herrmann, Joly & Shilova 2019 (hal-02352969), theorem 1; Walther & Griewank 2008 for
+equal bytes. Limits: O(L³) vector operations over the slots; chains of blocks (`blocks.py`).
 """
 
 from __future__ import annotations
