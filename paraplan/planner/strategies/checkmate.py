@@ -57,12 +57,13 @@ def checkmate_ilp(problem: MemoryProblem, budget_bytes: int, limits: Limits) -> 
     found = solve(model.milp, time_limit_s=clock.left_s)
     if found.values is None:
         proved = found.status is Status.INFEASIBLE
-        why = f"proved: none among {CLASS}" if proved else f"none found in {limits.time_s} s; that none exists is not
-        proved" raise nothing_fits("checkmate-ilp", budget_bytes, None, why)
+        why = f"proved: none among {CLASS}" if proved else f"none found in {limits.time_s} s, which proves nothing"
+        raise nothing_fits("checkmate-ilp", budget_bytes, None, why)
     ops = tuple(op for (stage, op), column in sorted(model.executed.items()) if found.values[column] > 0.5)
     status = MemoryStatus.OPTIMAL if found.status is Status.OPTIMAL else MemoryStatus.FEASIBLE
     notes = (f"{model.milp.num_columns} columns; bound and status are of {CLASS}",)
-    return answer(problem, freeing(problem, ops), bound_s=max(found.bound, problem.compute_s), status=status, notes=notes)
+    bound = max(found.bound, problem.compute_s)
+    return answer(problem, freeing(problem, ops), bound_s=bound, status=status, notes=notes)
 
 
 def checkmate_lp(problem: MemoryProblem, budget_bytes: int, limits: Limits) -> MemoryAnswer:
@@ -101,8 +102,8 @@ def _whole(problem: MemoryProblem, free: MemoryAnswer) -> MemoryAnswer:
 def _model(problem: MemoryProblem, budget_bytes: int, strategy: str) -> Model:
     if len(problem.ops) > MOST_OPS:
         raise SolverLimitError(
-            f"{strategy} writes O(n²) integers and takes at most {MOST_OPS} ops; this step has {len(problem.ops)}: plan "
-            "a piece of it, or take rotor or dtr"
+            f"{strategy} writes O(n²) integers and takes at most {MOST_OPS} ops; this step has {len(problem.ops)}: "
+            "plan a piece of it, or take rotor or dtr"
         )
     return checkmate_model(problem, budget_bytes)
 
