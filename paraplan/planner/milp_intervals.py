@@ -4,7 +4,8 @@
 
 Columns are integers over small sets or ranges, literals are 0/1 columns. An interval is [start, end) where its literal
 holds; a capacity limits the demands of intervals that overlap. Rows a·x ≤ b may hold only where literals do. As in
-`milp.solve`: an answer is evaluated afresh, INFEASIBLE is proved, a limit gives the best so far, one thread is repeatable.
+`milp.solve`: an answer is evaluated afresh, INFEASIBLE is proved, a limit gives the best so far, one thread is
+repeatable.
 """
 
 from __future__ import annotations

@@ -72,12 +72,10 @@ class _Writer:
                     self.held[stage, index] = builder.add_columns(1, lower=float(must), upper=upper, integer=True)
         for stage in range(self.count):
             for index in range(stage + 1):
-                if len(problem.ops[index].makes) > 1:
-                    for tensor in problem.ops[index].makes:
-                        self.arrived[stage, tensor] = builder.add_columns(1, upper=1.0)
-                else:
-                    for tensor in problem.ops[index].makes:
-                        self.arrived[stage, tensor] = self.executed[stage, index]
+                several = len(problem.ops[index].makes) > 1
+                for made in problem.ops[index].makes:
+                    own = builder.add_columns(1, upper=1.0) if several else self.executed[stage, index]
+                    self.arrived[stage, made] = own
 
     def dependencies(self) -> None:
         problem, row = self.problem, self.builder.add_row
@@ -95,9 +93,9 @@ class _Writer:
                     row([run, there, self.arrived[stage, tensor]], [1.0, -1.0, -1.0], upper=0.0)
         for (stage, tensor), here in self.held.items():
             if stage:
-                sources = [self._made(stage - 1, tensor), self.held.get((stage - 1, tensor))]
-                found = [x for x in sources if x is not None]
-                row([here, *found], [1.0] + [-1.0] * len(found), upper=0.0)
+                before = (self._made(stage - 1, tensor), self.held.get((stage - 1, tensor)))
+                sources = [x for x in before if x is not None]
+                row([here, *sources], [1.0] + [-1.0] * len(sources), upper=0.0)
 
     def memory(self) -> None:
         for stage in range(self.count):

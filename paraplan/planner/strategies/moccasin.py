@@ -1,11 +1,11 @@
 """Rematerialisation as retention intervals, solved by constraint programming.
 
 Each op is executed up to C times; each execution keeps its results over an interval of events. Stage j (1 … n) executes
-op j for the first time, before it any earlier op again, in order: event j (j − 1) / 2 + k is op k in stage j, so an order
-given leaves O(n²) events but only O(C n) integers:
+op j for the first time, before it any earlier op again, in order: event j (j − 1) / 2 + k is op k in stage j, so an
+order given leaves O(n²) events but only O(C n) integers:
 
-    start[k, i] ∈ events of op k,  end[v, i] ≥ start[maker(v), i] + 1,  present[k, i]      (present[k, 0], at k's own event)
-    minimise Σ time_k · present[k, i]   subject to
+    start[k, i] ∈ events of op k,  end[v, i] ≥ start[maker(v), i] + 1,  present[k, i]      (present[k, 0], at k's own
+    event) minimise Σ time_k · present[k, i]   subject to
     present[k, i + 1] ⇒ present[k, i] and start[k, i] < start[k, i + 1], end[v, i] ≤ start[k, i + 1]
     execution i of k reading v ⇒ some m: present[maker(v), m], start[maker, m] < start[k, i] < end[v, m]
     Σ bytes of v over the intervals that hold an event + workspaces at starts ≤ budget              (cumulative)
@@ -13,8 +13,9 @@ given leaves O(n²) events but only O(C n) integers:
 C is 2 as in the paper, 3 for steps of at most `FEW` ops, where the third is affordable. Optimal, and its bound proved,
 among schedules that execute ops for the first time in the order given, each at most once per stage and C times in all.
 
-Source: Bartan, Li, Teague, Lott & Dilkina 2023 (MOCCASIN, arXiv 2304.14463), section 2. Beyond it: several results per op,
-each with an end of its own, workspaces, ops that must not be executed twice. Limits: C; seconds count to 1e-6 of the step.
+Source: Bartan, Li, Teague, Lott & Dilkina 2023 (MOCCASIN, arXiv 2304.14463), section 2. Beyond it: several results per
+op, each with an end of its own, workspaces, ops that must not be executed twice. Limits: C; seconds count to 1e-6 of
+the step.
 """
 
 from __future__ import annotations
@@ -135,9 +136,7 @@ def moccasin(problem: MemoryProblem, budget_bytes: int, limits: Limits) -> Memor
     check_budget(problem, budget_bytes)
     free = keep_all(problem)
     if fits(free, budget_bytes):
-        return answer(
-            problem, free.actions, bound_s=problem.compute_s, status=MemoryStatus.OPTIMAL, notes=free.notes
-        )
+        return answer(problem, free.actions, bound_s=problem.compute_s, status=MemoryStatus.OPTIMAL, notes=free.notes)
     clock = Clock(limits)
     most = 3 if len(problem.ops) <= FEW else 2
     model = _Model(problem, budget_bytes, most)
