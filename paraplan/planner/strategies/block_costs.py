@@ -2,7 +2,7 @@
 
 For blocks 0 … L − 1 (boundary −1 is what is given, always there):
     checkpoint_bytes(s, b)  of boundary b beyond those of boundary s − 1, which is there too
-    saved_bytes[k]          all that block k makes and its backward, or an earlier one's, reads, its boundary included
+    saved[k]                all that block k makes and the backward reads, its boundary included; saved_bytes[k] of it
     forward_peak[k]         the most while its forward runs, keeping only its boundary
     saving_peak[k]          the same, keeping what `saved_bytes` counts
     backward_peak[k]        the most while its backward runs, what it saved and the gradients that come in included
@@ -25,6 +25,7 @@ class BlockCosts:
     """Bytes of a chain's blocks; see the module's head."""
 
     chain: Chain
+    saved: tuple[frozenset[int], ...]
     saved_bytes: tuple[int, ...]
     forward_peak: tuple[int, ...]
     saving_peak: tuple[int, ...]
@@ -46,6 +47,7 @@ def block_costs(chain: Chain) -> BlockCosts:
     nothing: frozenset[int] = frozenset()
     return BlockCosts(
         chain,
+        saved,
         tuple(map(chain.nbytes, saved)),
         tuple(_peak(chain, chain.forward[k], nothing, chain.boundary[k]) for k in range(len(chain))),
         tuple(_peak(chain, chain.forward[k], nothing, saved[k]) for k in range(len(chain))),
