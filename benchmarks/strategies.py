@@ -111,8 +111,9 @@ def run(arguments: list[str]) -> int:
     if "--graphs" in arguments:
         place = arguments.index("--graphs")
         if place + 1 == len(arguments):
-            print("usage: python -m benchmarks.strategies [--graphs FOLDER] [--only PATTERN] [--json FILE]",
-            file=sys.stderr) return 2
+            usage = "python -m benchmarks.strategies [--graphs FOLDER] [--only PATTERN] [--json FILE]"
+            print(f"usage: {usage}", file=sys.stderr)
+            return 2
         folder = Path(arguments[place + 1])
         del arguments[place : place + 2]
     try:

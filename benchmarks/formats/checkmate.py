@@ -53,9 +53,10 @@ def read_graph(file: Path) -> MemoryProblem:
     ops, tensors = [], []
     for position, node in enumerate(order):
         time_s, nbytes = costs[node]
+        inputs = tuple(sorted(reads[position]))
         backward = bool(nodes[node].get("backward", False))
-        ops.append(MemOp(str(nodes[node]["name"]), time_s, tuple(sorted(reads[position])), (position,),
-        backward=backward)) tensors.append(MemTensor(nbytes, position, kept=position not in read))
+        ops.append(MemOp(str(nodes[node]["name"]), time_s, inputs, (position,), backward=backward))
+        tensors.append(MemTensor(nbytes, position, kept=position not in read))
     problem = MemoryProblem(tuple(ops), tuple(tensors))
     verify_problem(problem)
     return problem
