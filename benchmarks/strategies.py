@@ -1,10 +1,11 @@
 """The memory strategies of the literature on steps of several shapes, at shrinking budgets.
 
-    python -m benchmarks.strategies [--graphs FOLDER] [--only PATTERN] [--json FILE]
+    python -m benchmarks.strategies [--graphs FOLDER] [--seconds S] [--only PATTERN] [--json FILE]
 
 Without a folder: synthetic steps. With one: the training graphs of Checkmate in it too (`formats/checkmate.py`).
 Budgets are shares of the peak with every op once and each result freed after its last reader. The tier, for the
-strategies that copy, takes half the step to copy all results one way. Each strategy has ten seconds a case.
+strategies that copy, takes half the step to copy all results one way. A case is a step, a budget and a strategy, and
+has ten seconds of wall time unless `--seconds` says otherwise.
 
 Columns: `overhead` is step / (every op once) − 1; `peak` and `budget` shares of that peak; `bound` what is proved of
 the overhead; `solve_s` processor seconds; `status` "optimal" or "feasible", or why there is no schedule: "infeasible"
@@ -14,6 +15,7 @@ it needs).
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import time
@@ -30,7 +32,7 @@ from paraplan.planner.strategies import MEMORY, OFFLOADING, Limits
 
 TIME_S = 10.0
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3)
-COLUMNS = ("case", "strategy", "budget", "overhead", "bound", "peak", "solve_s", "status")
+COLUMNS = ("case", "overhead", "bound", "peak", "solve_s", "status")
 
 
 def uniform(layers: int) -> MemoryProblem:
@@ -64,7 +66,7 @@ def _chain(layers: list[tuple[float, int]]) -> MemoryProblem:
     return MemoryProblem(tuple(ops), tuple(tensors))
 
 
-def row(problem: MemoryProblem, strategy: str, share: float) -> Row:
+def row(problem: MemoryProblem, strategy: str, share: float, time_s: float) -> Row:
     """One strategy on one step at one budget."""
     whole = evaluate(problem, freeing(problem, tuple(range(len(problem.ops)))))
     budget_bytes = int(share * whole.peak_bytes)
@@ -74,7 +76,7 @@ def row(problem: MemoryProblem, strategy: str, share: float) -> Row:
     begun = time.process_time()
     found: Row = {"strategy": strategy, "budget": share}
     try:
-        answer = MEMORY[strategy](problem, budget_bytes, Limits(time_s=TIME_S))
+        answer = MEMORY[strategy](problem, budget_bytes, Limits(time_s=time_s))
     except InfeasibleError:
         found["status"] = "infeasible"
     except SolverLimitError:
@@ -93,35 +95,31 @@ def row(problem: MemoryProblem, strategy: str, share: float) -> Row:
     return found | {"solve_s": time.process_time() - begun}
 
 
-def cases(folder: Path | None) -> dict[str, Callable[[], list[Row]]]:
-    """A case per step and budget, with a row per strategy."""
+def cases(folder: Path | None, time_s: float) -> dict[str, Callable[[], Row]]:
+    """A case per step, budget and strategy."""
     problems = {"chain 32": uniform(32), "uneven chain 60": uneven(60)}
     if folder is not None:
         problems |= read_folder(folder)
     return {
-        f"{name} {share:.0%}": lambda p=problem, s=share: [row(p, strategy, s) for strategy in MEMORY]
+        f"{name} {share:.0%} {strategy}": lambda p=problem, n=strategy, s=share: row(p, n, s, time_s)
         for name, problem in problems.items()
         for share in BUDGETS
+        for strategy in MEMORY
     }
 
 
 def run(arguments: list[str]) -> int:
-    """The command line: a folder of graphs, then what every benchmark takes."""
-    folder = None
-    if "--graphs" in arguments:
-        place = arguments.index("--graphs")
-        if place + 1 == len(arguments):
-            usage = "python -m benchmarks.strategies [--graphs FOLDER] [--only PATTERN] [--json FILE]"
-            print(f"usage: {usage}", file=sys.stderr)
-            return 2
-        folder = Path(arguments[place + 1])
-        del arguments[place : place + 2]
+    """The command line: a folder of graphs, seconds, then what every benchmark takes."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--graphs", type=Path)
+    parser.add_argument("--seconds", type=float, default=TIME_S)
+    own, rest = parser.parse_known_args(arguments)
     try:
-        chosen = cases(folder)
+        chosen = cases(own.graphs, own.seconds)
     except (FileNotFoundError, ValueError) as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 2
-    return main("strategies", chosen, COLUMNS, arguments)
+    return main("strategies", chosen, COLUMNS, rest)
 
 
 if __name__ == "__main__":

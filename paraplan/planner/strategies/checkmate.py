@@ -51,8 +51,8 @@ def checkmate_ilp(problem: MemoryProblem, budget_bytes: int, limits: Limits) -> 
     if fits(free, budget_bytes):
         return _whole(problem, free)
     clock = Clock(limits)
-    model = _model(problem, budget_bytes, "checkmate-ilp")
-    if clock.over:
+    model = _model(problem, budget_bytes, "checkmate-ilp", clock)
+    if model is None:
         raise nothing_fits("checkmate-ilp", budget_bytes, None, "writing the program took all the time")
     found = solve(model.milp, time_limit_s=clock.left_s)
     if found.values is None:
@@ -81,7 +81,9 @@ def checkmate_lp(problem: MemoryProblem, budget_bytes: int, limits: Limits) -> M
     for allowance in ALLOWANCES:
         if clock.over:
             break
-        model = _model(problem, int(budget_bytes * (1 - allowance)), "checkmate-lp")
+        model = _model(problem, int(budget_bytes * (1 - allowance)), "checkmate-lp", clock)
+        if model is None:
+            break
         found = solve(model.milp, relax=True, time_limit_s=clock.left_s)
         if found.values is None:
             break
@@ -99,13 +101,13 @@ def _whole(problem: MemoryProblem, free: MemoryAnswer) -> MemoryAnswer:
     return answer(problem, free.actions, bound_s=problem.compute_s, status=MemoryStatus.OPTIMAL, notes=free.notes)
 
 
-def _model(problem: MemoryProblem, budget_bytes: int, strategy: str) -> Model:
+def _model(problem: MemoryProblem, budget_bytes: int, strategy: str, clock: Clock) -> Model | None:
     if len(problem.ops) > MOST_OPS:
         raise SolverLimitError(
             f"{strategy} writes O(n²) integers and takes at most {MOST_OPS} ops; this step has {len(problem.ops)}: "
             "plan a piece of it, or take rotor or dtr"
         )
-    return checkmate_model(problem, budget_bytes)
+    return checkmate_model(problem, budget_bytes, clock)
 
 
 def rounded(problem: MemoryProblem, model: Model, values: NDArray[np.float64]) -> tuple[int, ...]:

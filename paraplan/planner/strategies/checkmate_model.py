@@ -28,6 +28,7 @@ import numpy as np
 
 from paraplan.planner.memory.problem import GIVEN, MemoryProblem
 from paraplan.planner.milp import Milp, MilpBuilder
+from paraplan.planner.strategies.common import Clock
 
 
 @dataclass(frozen=True)
@@ -97,27 +98,26 @@ class _Writer:
                 sources = [x for x in before if x is not None]
                 row([here, *sources], [1.0] + [-1.0] * len(sources), upper=0.0)
 
-    def memory(self) -> None:
-        for stage in range(self.count):
-            held = {self.held[stage, t]: self.size[t] for t in range(len(self.size)) if (stage, t) in self.held}
-            first = self.builder.add_columns(stage + 1, upper=float(self.budget))
-            self.builder.add_row([first, *held], [1.0, *(-x for x in held.values())], lower=self.problem.base_bytes,
-                                 upper=self.problem.base_bytes)  # fmt: skip
-            for index in range(stage + 1):
-                before = first + index
-                op, run = self.problem.ops[index], self.executed[stage, index]
-                need = float(sum(self.size[t] for t in op.makes) + op.workspace_bytes)
-                self.builder.add_row([before, run], [1.0, need], upper=float(self.budget))
-                freed = [(self._free(stage, tensor, index), tensor) for tensor in (*op.reads, *op.makes)]
-                if index == stage:
-                    continue
-                terms = {before: -1.0, before + 1: 1.0}
-                for tensor in op.makes:
-                    arrival = self.arrived[stage, tensor]
-                    terms[arrival] = terms.get(arrival, 0.0) - self.size[tensor]
-                for column, tensor in freed:
-                    terms[column] = terms.get(column, 0.0) + self.size[tensor]
-                self.builder.add_row(list(terms), list(terms.values()), lower=0.0, upper=0.0)
+    def memory(self, stage: int) -> None:
+        held = {self.held[stage, t]: self.size[t] for t in range(len(self.size)) if (stage, t) in self.held}
+        first = self.builder.add_columns(stage + 1, upper=float(self.budget))
+        self.builder.add_row([first, *held], [1.0, *(-x for x in held.values())], lower=self.problem.base_bytes,
+                             upper=self.problem.base_bytes)  # fmt: skip
+        for index in range(stage + 1):
+            before = first + index
+            op, run = self.problem.ops[index], self.executed[stage, index]
+            need = float(sum(self.size[t] for t in op.makes) + op.workspace_bytes)
+            self.builder.add_row([before, run], [1.0, need], upper=float(self.budget))
+            freed = [(self._free(stage, tensor, index), tensor) for tensor in (*op.reads, *op.makes)]
+            if index == stage:
+                continue
+            terms = {before: -1.0, before + 1: 1.0}
+            for tensor in op.makes:
+                arrival = self.arrived[stage, tensor]
+                terms[arrival] = terms.get(arrival, 0.0) - self.size[tensor]
+            for column, tensor in freed:
+                terms[column] = terms.get(column, 0.0) + self.size[tensor]
+            self.builder.add_row(list(terms), list(terms.values()), lower=0.0, upper=0.0)
 
     def _free(self, stage: int, tensor: int, index: int) -> int:
         """FREE's column, with the rows that define it."""
@@ -136,10 +136,13 @@ class _Writer:
         return self.executed.get((stage, self.problem.tensors[tensor].maker))
 
 
-def checkmate_model(problem: MemoryProblem, budget_bytes: int) -> Model:
-    """The program of a step within a budget."""
+def checkmate_model(problem: MemoryProblem, budget_bytes: int, clock: Clock) -> Model | None:
+    """The program of a step within a budget; None where writing it took all the time."""
     writer = _Writer(problem, budget_bytes)
     writer.columns()
+    for stage in range(writer.count):
+        if clock.over:
+            return None
+        writer.memory(stage)
     writer.dependencies()
-    writer.memory()
     return Model(writer.builder.build(), writer.executed, writer.held)

@@ -130,8 +130,8 @@ def written(problem: MemoryProblem, ops: tuple[int, ...], swaps: list[Swap], tie
             if version[-1] < len(ops):
                 ends[version[-1] + 1].append(tensor)
     outs: list[list[Swap]] = [[] for _ in range(len(ops) + 1)]
-    frees: list[list[Swap]] = [[] for _ in range(len(ops) + 1)]
     backs: list[list[Swap]] = [[] for _ in range(len(ops) + 1)]
+    frees: list[list[Swap]] = [[] for _ in range(len(ops) + 1)]
     stored: set[int] = set()
     for swap in sorted(swaps, key=lambda s: (s.out_at, s.gap.before, s.gap.tensor)):
         if swap.gap.tensor not in stored:  # a copy on the tier stays good: what is made again is equal
@@ -142,8 +142,10 @@ def written(problem: MemoryProblem, ops: tuple[int, ...], swaps: list[Swap], tie
     actions: list[MemAction] = []
     for position in range(len(ops) + 1):
         actions += [free(tensor) for tensor in sorted(ends[position])]
+        begun = [swap for swap in frees[position] if swap.out_at < position]
+        actions += [free(swap.gap.tensor) for swap in begun]
         actions += [MemAction(Act.OUT, swap.gap.tensor, tier.name) for swap in outs[position]]
-        actions += [free(swap.gap.tensor) for swap in frees[position]]
+        actions += [free(swap.gap.tensor) for swap in frees[position] if swap not in begun]
         for swap in sorted(backs[position], key=lambda s: (s.gap.before, s.gap.tensor)):
             actions.append(MemAction(Act.BACK, swap.gap.tensor, tier.name))
         if position < len(ops):

@@ -43,7 +43,8 @@ def vdnn_conv(problem: MemoryProblem, budget_bytes: int, limits: Limits) -> Memo
     Raises:
         ConstraintError: no op is named a convolution.
     """
-    convolutions = frozenset(op for op in range(len(problem.ops)) if is_conv(problem, op))
+    end = split_backward(problem, "vdnn-conv")
+    convolutions = frozenset(op for op in range(end) if is_conv(problem, op))
     if not convolutions:
         raise ConstraintError('vdnn-conv: no forward op has "conv" in its name: take vdnn-all, or name the ops')
     return _offloaded(problem, budget_bytes, "vdnn-conv", convolutions)
