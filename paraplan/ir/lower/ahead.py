@@ -1,7 +1,7 @@
 """Small parameters gathered for several segments at once, one group of segments ahead.
 
-The segments an action passes are divided into groups: as many as it takes until what is gathered for them reaches
-`BUNDLE_BYTES` on a rank. The next group's collective is issued once this group's has arrived, before its segments are
+The segments an action passes are divided into groups: as many as it takes until what is gathered for them is enough for
+a bundle (`bundle.is_full`). The next group's collective is issued once this group's has arrived, before its segments are
 run, so it is under way beside them; what is gathered is given up by the last segment that reads it. A parameter is
 gathered for each segment that reads it, as the planner prices it. At most two groups exist at a time.
 """
@@ -64,14 +64,18 @@ class Gathers:
 
 
 def grouped(visits: Sequence[Visit], mesh_shape: Dims) -> list[tuple[Visit, ...]]:
-    """Visits in order, in groups that gather `BUNDLE_BYTES` or end with the action."""
+    """Visits in order, in groups that gather a full bundle or end with the action."""
+    sizes = [
+        sum(local_bytes(parcel.spec, parcel.path[-1].after, mesh_shape) for parcel in visit.parcels) for visit in visits
+    ]
+    widest = max(sizes, default=0)
     groups: list[tuple[Visit, ...]] = []
     group: list[Visit] = []
     nbytes = 0
-    for visit in visits:
+    for visit, size in zip(visits, sizes, strict=True):
         group.append(visit)
-        nbytes += sum(local_bytes(parcel.spec, parcel.path[-1].after, mesh_shape) for parcel in visit.parcels)
-        if is_full(nbytes):
+        nbytes += size
+        if is_full(nbytes, widest):
             groups.append(tuple(group))
             group, nbytes = [], 0
     return [*groups, tuple(group)] if group else groups

@@ -28,7 +28,7 @@ SMALL_BYTES = 1 << 20
 """The most bytes, on a rank, of a tensor that travels with others."""
 
 BUNDLE_BYTES = 8 << 20
-"""From how many bytes on a bundle is sent off."""
+"""From how many bytes on any bundle is sent off."""
 
 
 def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
@@ -37,9 +37,12 @@ def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
     return 0 < TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes <= SMALL_BYTES
 
 
-def is_full(nbytes: int) -> bool:
-    """Whether a bundle is sent off."""
-    return nbytes >= BUNDLE_BYTES
+def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES) -> bool:
+    """Whether a bundle is sent off: at twice what one segment alone puts in it at most, within the two bounds above.
+
+    So what bundles across segments hold stays of the order of what a segment holds anyway.
+    """
+    return nbytes >= min(BUNDLE_BYTES, max(SMALL_BYTES, 2 * widest_bytes))
 
 
 def bundle_key(dtype: str, path: Sequence[Move]) -> Key | None:

@@ -1,8 +1,8 @@
 """Parcels: values of the outer namespace that change their layout between blocks, small ones together.
 
 What a collective of few bytes takes is mostly latency, so small values wait for others that move alike (see `bundle`)
-until there are `BUNDLE_BYTES` of them; a large one sets out alone. Every change of layout is issued by one step and
-waited for by a later one. What holds its input until it is done is allowed `IN_FLIGHT` at a time.
+until there are enough of them (`bundle.is_full`); a large one sets out alone. Every change of layout is issued by one
+step and waited for by a later one. What holds its input until it is done is allowed `IN_FLIGHT` at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paraplan.ir.lower.bundle import Key, bundle_key, is_full, is_small, move_together
+from paraplan.ir.lower.bundle import BUNDLE_BYTES, Key, bundle_key, is_full, is_small, move_together
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.parted import Parted, PartedCalls
 from paraplan.ir.mesh import local_shape
@@ -59,6 +59,7 @@ class Parcels:
         arrived: told of every parcel once its result exists.
         overwrites: whether an all-reduce may work in its input.
         all_hold: count every flight among those of which few are under way.
+        widest_bytes: the most that is sent at a time.
     """
 
     stem: str
@@ -67,6 +68,7 @@ class Parcels:
     arrived: Callable[[Parcel], None] | None = None
     overwrites: bool = True
     all_hold: bool = False
+    widest_bytes: int = BUNDLE_BYTES
     _waiting: dict[Key, list[Parcel]] = field(default_factory=dict)
     _flying: list[_Flight] = field(default_factory=list)
     _made: dict[object, Parted] = field(default_factory=dict)
@@ -79,7 +81,9 @@ class Parcels:
             return
         group = self._waiting.setdefault(key, [])
         group.append(parcel)
-        if is_full(sum(self._nbytes(each) for each in group)):
+        if is_full(
+            sum(local_bytes(each.spec, each.path[0].before, self.mesh_shape) for each in group), self.widest_bytes
+        ):
             self._fly(tuple(self._waiting.pop(key)))
 
     def end(self) -> None:
@@ -97,9 +101,6 @@ class Parcels:
             self._made[key] = self._blocks(f"{self.stem}.{len(self._made)}", parcels)
         given = {f"x{index}": parcel.source for index, parcel in enumerate(parcels)}
         return self.calls.begin(self._made[key], given, tuple(parcel.result for parcel in parcels))
-
-    def _nbytes(self, parcel: Parcel) -> int:
-        return local_bytes(parcel.spec, parcel.path[0].before, self.mesh_shape)
 
     def _fly(self, parcels: tuple[Parcel, ...]) -> None:
         wait = self.begin(parcels)

@@ -16,7 +16,7 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.ahead import Gathers, Visit
 from paraplan.ir.lower.kind import LoweredBackward
 from paraplan.ir.lower.outer import outer_values, with_drops
-from paraplan.ir.lower.parcels import Parcel
+from paraplan.ir.lower.parcels import Parcel, local_bytes
 from paraplan.ir.lower.parted import PartedCalls
 from paraplan.ir.lower.reduce import Partials, Reductions
 from paraplan.ir.lower.stage import StageBlocks, lower_stage
@@ -230,6 +230,7 @@ class StageSteps:
         final = self._final() if last else {}
         order = tuple(reversed(range(self.stage.first, self.stage.stop)))
         self.gathers.start([self._visit(index, self.parts.backwards[index].early) for index in order])
+        self.partials.start(max((self._partial_bytes(index) for index in order), default=0))
         for index in order:
             segment, lowered = self.program.segments[index], self.parts.backwards[index]
             kind = self.program.kinds[segment.kind]
@@ -283,6 +284,12 @@ class StageSteps:
                 self._add(StepKind.ACCUMULATE, args=(target, out), microbatch=m, segment=index)
             elif out is not None:
                 self._send(segment.params[position - first], out, path)
+
+    def _partial_bytes(self, index: int) -> int:
+        """Bytes of the gradients that a segment's backward leaves as they were made."""
+        params, paths = self.program.segments[index].params, self.parts.backwards[index].partial
+        found = zip((self.program.params[name].spec for name in params), paths, strict=True)
+        return sum(local_bytes(spec, path[0].before, self.extended) for spec, path in found if path)
 
     def _send(self, name: str, out: str, path: tuple[Move, ...]) -> None:
         param = self.program.params[name]

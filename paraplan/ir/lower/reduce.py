@@ -98,6 +98,10 @@ class Partials:
         self._passed: set[str] = set()
         self._params: dict[str, str] = {}
 
+    def start(self, widest_bytes: int) -> None:
+        """A backward begins, no segment of which sends more than this."""
+        self._parcels.widest_bytes = widest_bytes
+
     def send(self, param: str, parcel: Parcel) -> None:
         """Take a part of a parameter's gradient."""
         self._under_way[param] += 1
