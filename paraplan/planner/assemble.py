@@ -42,6 +42,7 @@ class Decisions:
         input_grads: per kind, per boundary input, the layout its gradient is handed over in.
         params: per parameter class (order of `param_classes`).
         batch: layout of each batch input.
+        activations: per kind, what becomes of saved values not simply kept; empty where all are kept.
     """
 
     mesh: Mesh
@@ -50,6 +51,7 @@ class Decisions:
     input_grads: tuple[tuple[str | None, ...], ...]
     params: tuple[ParamLayouts, ...]
     batch: dict[str, str]
+    activations: tuple[dict[str, str], ...] = ()
 
 
 def assemble(job: Job, decisions: Decisions) -> Plan:
@@ -57,9 +59,10 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     program = job.program
     classes = param_classes(program)
     layouts = {name: lay for cls, lay in zip(classes, decisions.params, strict=True) for name in cls.params}
+    activations = decisions.activations or ({},) * len(decisions.ops)
     choices = tuple(
-        KindChoice(kind=index, ops=ops, input_grads=grads)
-        for index, (ops, grads) in enumerate(zip(decisions.ops, decisions.input_grads, strict=True))
+        KindChoice(kind=index, ops=ops, input_grads=grads, activations=fates)
+        for index, (ops, grads, fates) in enumerate(zip(decisions.ops, decisions.input_grads, activations, strict=True))
     )
     stage = Stage(
         first=0, stop=len(program.segments), mesh=decisions.mesh, choices=choices,
