@@ -49,9 +49,11 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2) -> Plan:
         params=_params(rng, program, shape), batch=batch,
     )  # fmt: skip
     share = rng.choice((0.0, 0.0, 0.3, 1.0))
-    activations = tuple(
-        {name: RECOMPUTE for name in recomputable(kind) if rng.random() < share} for kind in program.kinds
-    )
+    fates = [
+        [{name: RECOMPUTE for name in recomputable(kind) if rng.random() < share} for _ in range(2)]
+        for kind in program.kinds
+    ]
+    activations = tuple(rng.choice(fates[segment.kind]) for segment in program.segments)
     return assemble(job, replace(decisions, activations=activations))
 
 

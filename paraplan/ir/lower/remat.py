@@ -45,7 +45,7 @@ def recomputable(kind: SegmentKind) -> tuple[str, ...]:
     """
     makers = _makers(kind)
     found = set()
-    wanted = list(_backward_reads(kind))
+    wanted = list(read_by_backward(kind))
     while wanted:
         name = wanted.pop()
         if name in makers and name not in found:
@@ -72,7 +72,7 @@ def remat_of(kind: SegmentKind, activations: Mapping[str, str]) -> Remat:
     asked = {makers[name] for name in activations}
     again: set[int] = set()
     saved: set[str] = set()
-    wanted = list(_backward_reads(kind))
+    wanted = list(read_by_backward(kind))
     while wanted:
         name = wanted.pop()
         maker = every.get(name)
@@ -97,6 +97,7 @@ def _forward_makers(kind: SegmentKind) -> dict[str, int]:
     return {out: index for index, op in ops if op.phase is Phase.FORWARD for out in op.outs if out is not None}
 
 
-def _backward_reads(kind: SegmentKind) -> set[str]:
+def read_by_backward(kind: SegmentKind) -> set[str]:
+    """What the backward needs of a kind: what its ops read, and gradients that are values of the forward."""
     reads = {name for op in kind.graph.ops if op.phase is Phase.BACKWARD for name in op.tensors}
     return reads | {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
