@@ -32,9 +32,11 @@ from paraplan.planner.sharding.solve import (
     Limits,
     check_objective,
     decisions_of,
+    least_memory,
     problem_of,
     say_size,
 )
+from paraplan.planner.sharding.space import Space
 
 ROUNDS = 6
 """Layouts tried with less and less memory."""
@@ -58,7 +60,9 @@ def solve_with_recomputation(
         found = optimise(problem, limits.time_s, limits.relative_gap, limits.backend)
         solve_s += found.solve_s
         if found.choices is None:
-            raise _none(mesh, limits, found.status is Status.INFEASIBLE and attempt == 0, least)
+            if found.status is Status.INFEASIBLE and attempt == 0:
+                raise _too_small(space, mesh, limits)
+            raise _not_found(mesh, limits, least)
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decisions = decisions_of(job, space, mesh, num_microbatches, choices)
@@ -69,7 +73,7 @@ def solve_with_recomputation(
         over = fitted / limits.memory_bytes - 1
         rows = tuple(replace(row, limit=max(row.limit - over, 1e-9)) for row in rows)
     else:
-        raise _none(mesh, limits, False, least)
+        raise _not_found(mesh, limits, least)
     work = problem.work(found.choices)
     started = time.perf_counter()
     bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], limits.time_s)
@@ -96,13 +100,16 @@ def _recomputing(job: Job, decisions: Decisions, pinned: str | None, limit_bytes
     return Fitted(plan, simulation, extra)
 
 
-def _none(mesh: Mesh, limits: Limits, proved: bool, least: float) -> InfeasibleError | SolverLimitError:
-    if proved:
-        return InfeasibleError(
-            f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, "
-            "gradients and optimizer states alone take more, whatever is recomputed; use more devices, or devices "
-            "with more memory"
-        )
+def _too_small(space: Space, mesh: Mesh, limits: Limits) -> InfeasibleError:
+    need = least_memory(space, limits, activations=False)
+    return InfeasibleError(
+        f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, gradients and "
+        f"optimizer states alone take at least {say_size(need)}, whatever is recomputed; use more devices, or devices "
+        "with more memory"
+    )
+
+
+def _not_found(mesh: Mesh, limits: Limits, least: float) -> SolverLimitError:
     seen = f"; the closest peaks at {say_size(least)}" if least < float("inf") else ""
     return SolverLimitError(
         f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {mesh.shape} even with every "

@@ -19,7 +19,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
-from paraplan.planner.sharding.formulate import Formulation, formulate, memory_rows, network_of, with_rows
+from paraplan.planner.sharding.formulate import Formulation, formulate, memory_rows, with_rows
 from paraplan.planner.sharding.instants import Instant, instant_row, peak_instant
 from paraplan.planner.sharding.network import Row
 from paraplan.planner.sharding.optimise import Optimum, least_activity, optimise
@@ -194,9 +194,9 @@ def _fail(job: Job, space: Space, found: Optimum, limits: Limits, proved: bool) 
     )
 
 
-def least_memory(space: Space, limits: Limits) -> float:
+def least_memory(space: Space, limits: Limits, activations: bool = True) -> float:
     """What any plan in scope holds at least at the loss, or at the update (each row alone: a lower bound)."""
-    network = network_of(space, limits.memory_bytes)
+    network = with_rows(formulate(space).network, memory_rows(space, limits.memory_bytes, activations))
     stop = time.perf_counter() + limits.time_s
     return limits.memory_bytes * max(least_activity(network, row, stop).bound for row in range(len(network.rows)))
 
