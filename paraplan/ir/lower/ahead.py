@@ -1,9 +1,9 @@
 """Small parameters gathered for several segments at once, one group of segments ahead.
 
 The segments an action passes are divided into groups: as many as it takes until what is gathered for them is enough
-for a bundle (`bundle.is_full`). The next group's collective is issued once this group's has arrived, before its segments are
-run, so it is under way beside them; what is gathered is given up by the last segment that reads it. A parameter is
-gathered for each segment that reads it, as the planner prices it. At most two groups exist at a time.
+for a bundle (`bundle.is_full`). The next group's collective is issued once this group's has arrived, before its
+segments are run, so it is under way beside them; what is gathered is given up by the last segment that reads it. A
+parameter is gathered for each segment that reads it, as the planner prices it. At most two groups exist at a time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A kind under one choice -> its forward and backward blocks.
 
-Backward values that the forward made are saved in the layout they were produced in; inputs of the segment and
-its outputs are not saved again, for the outer namespace holds them. A sharded parameter is gathered in each phase
-anew, used and freed: a large one inside the block, a small one before it, with those of other segments (`early`). A
-gradient leaves the block in the layout the plan gives it, a small one that is a sum over ranks as it was made
-(`partial`).
+Backward values that the forward made are saved in the layout they were produced in, or made again just before the
+backward first reads them (`remat`); inputs of the segment and its outputs are not saved again, for the outer namespace
+holds them. A sharded parameter is gathered in each phase anew, used and freed: a large one inside the block, a small
+one before it, with those of other segments (`early`). A gradient leaves the block in the layout the plan gives it, a small
+one that is a sum over ranks as it was made (`partial`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Op, Phase
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.parcels import travels_with
+from paraplan.ir.lower.remat import NOTHING, Remat, remat_of
 from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
 from paraplan.ir.micro import KindMicro, dual
 from paraplan.ir.plan import KindChoice
@@ -69,6 +70,7 @@ class LoweredForward:
         saved: graph name -> (local name in the block, how it lies) of every value saved for the backward.
         strategies: of every op, on the extended mesh.
         early: per parameter slot, the gather that is made before the block; None where there is none.
+        remat: what the backward executes again.
     """
 
     block: Block
@@ -76,6 +78,7 @@ class LoweredForward:
     saved: dict[str, tuple[str, Given]]
     strategies: tuple[Strategy, ...]
     early: tuple[Move | None, ...]
+    remat: Remat = NOTHING
 
 
 @dataclass(frozen=True)
@@ -133,24 +136,22 @@ def lower_forward(
     name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext
 ) -> LoweredForward:
     """Lower a kind's forward ops."""
-    m, graph = context.num_microbatches, kind.graph
+    m = context.num_microbatches
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
     emitter = BlockEmitter(name, (m, *context.mesh_shape))
     early = _early(kind, strategies, _ops_of(kind, Phase.FORWARD), context)
     _give_sources(emitter, kind, context, early)
     _emit_phase(emitter, kind, strategies, Phase.FORWARD)
+    remat = remat_of(kind, choice.activations)
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in kind.outputs)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(kind.outputs, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
-    made = {out for op in graph.ops if op.phase is Phase.FORWARD for out in op.outs if out is not None}
-    needed = _backward_reads(kind)
     saved = {}
-    for value in graph.values:
-        if value in made and value in needed and value not in kind.outputs:
-            local = emitter.get(value, emitter.home(value))
-            saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
+    for value in remat.saved:
+        local = emitter.get(value, emitter.home(value))
+        saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
     block = emitter.finish(locals_, tuple(local for local, _ in saved.values()))
-    return LoweredForward(block, outputs, saved, strategies, early)
+    return LoweredForward(block, outputs, saved, strategies, early, remat)
 
 
 def evaluate_forward(
@@ -198,7 +199,7 @@ def lower_backward(
     """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
     graph = kind.graph
     emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape))
-    early = _early(kind, forward.strategies, _ops_of(kind, Phase.BACKWARD), context)
+    early = _early(kind, forward.strategies, (*_ops_of(kind, Phase.BACKWARD), *forward.remat.again), context)
     _give_sources(emitter, kind, context, early)
     for value, (local, given) in forward.saved.items():
         emitter.give(local, graph.values[value], given.layout, given.strides, known_as=value)
@@ -207,7 +208,7 @@ def lower_backward(
     for tangent, arrives in zip(kind.tangents, tangents, strict=True):
         if tangent is not None and arrives is not None:
             emitter.give(tangent, graph.values[tangent], arrives.layout, arrives.strides)
-    _emit_phase(emitter, kind, forward.strategies, Phase.BACKWARD)
+    _emit_phase(emitter, kind, forward.strategies, Phase.BACKWARD, forward.remat)
     layouts = _input_grad_layouts(kind, choice, micro, emitter)
     grads = tuple(
         None if grad is None or layout is None else emitter.get(grad, layout)
@@ -257,9 +258,34 @@ def _give_sources(
         emitter.give(kind.seed, values[kind.seed], (R,) * (1 + len(context.mesh_shape)))
 
 
-def _emit_phase(emitter: BlockEmitter, kind: SegmentKind, strategies: tuple[Strategy, ...], phase: Phase) -> None:
+def _emit_phase(
+    emitter: BlockEmitter,
+    kind: SegmentKind,
+    strategies: tuple[Strategy, ...],
+    phase: Phase,
+    remat: Remat = NOTHING,
+) -> None:
+    """A phase's ops in order, each after what it reads that is to be made again."""
+    ops = kind.graph.ops
+    makers = {out: index for index in remat.again for out in ops[index].outs if out is not None}
+    emitted: set[int] = set()
+
+    def emit(index: int) -> None:
+        emitted.add(index)
+        for name in ops[index].tensors:
+            ensure(name)
+        emitter.op(ops[index], kind.graph, strategies[index], index)
+
+    def ensure(name: str) -> None:
+        if name in makers and makers[name] not in emitted:
+            emit(makers[name])
+
     for index in _ops_of(kind, phase):
-        emitter.op(kind.graph.ops[index], kind.graph, strategies[index], index)
+        emit(index)
+    if phase is Phase.BACKWARD:
+        for grad in (*kind.input_grads, *kind.param_grads):
+            if grad is not None:
+                ensure(grad)
 
 
 def _ops_of(kind: SegmentKind, phase: Phase) -> list[int]:
@@ -285,11 +311,6 @@ def _early(
         gathers = bool(path) and path[0].kind == "all_gather" and travels_with(spec, path[:1], extended) is not None
         found.append(path[0] if gathers else None)
     return tuple(found)
-
-
-def _backward_reads(kind: SegmentKind) -> set[str]:
-    reads = {name for op in kind.graph.ops if op.phase is Phase.BACKWARD for name in op.tensors}
-    return reads | {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
 
 
 def _output_layout(home: Layout, out: str, kind: SegmentKind, m: int) -> Layout:
