@@ -3,8 +3,8 @@
 Backward values that the forward made are saved in the layout they were produced in, or made again just before the
 backward first reads them (`remat`); inputs of the segment and its outputs are not saved again, for the outer namespace
 holds them. A sharded parameter is gathered in each phase anew, used and freed: a large one inside the block, a small
-one before it, with those of other segments (`early`). A gradient leaves the block in the layout the plan gives it, a small
-one that is a sum over ranks as it was made (`partial`).
+one before it, with those of other segments (`early`). A gradient leaves the block in the layout the plan gives it, a
+small one that is a sum over ranks as it was made (`partial`).
 """
 
 from __future__ import annotations
