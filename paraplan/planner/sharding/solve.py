@@ -74,7 +74,7 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
     """The option space of a mesh under constraints."""
     prices = Prices(Costs(job.cluster, mesh), (num_microbatches, *mesh.shape))
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
-    return build_space(job, prices, num_microbatches, pins.op, pins.param, pins.batch)
+    return build_space(job, prices, num_microbatches, pins)
 
 
 def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits) -> Candidate:
