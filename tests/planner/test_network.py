@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from paraplan.planner.milp import Status, solve
 from paraplan.planner.sharding.bound import step_bound
+from paraplan.planner.sharding.consistent import consistent
 from paraplan.planner.sharding.ilp import build_ilp
 from paraplan.planner.sharding.lagrangian import evaluate
 from paraplan.planner.sharding.messages import Messages, groupings
 from paraplan.planner.sharding.network import Factor, Network, Row
-from paraplan.planner.sharding.optimise import consistent, least_activity, optimise
+from paraplan.planner.sharding.optimise import least_activity, optimise
 
 STREAMS = 2
 
