@@ -5,6 +5,7 @@ Meshes: the pinned one, or those of `meshes.py`. Microbatches: the pinned count,
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,11 @@ from paraplan.ir.plan import Certificate, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.meshes import candidate_meshes
-from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, solve_mesh
+from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, solve_mesh
+
+HIDDEN = 0.02
+"""How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
+better, though on the meshes measured never by as much."""
 
 Progress = Callable[[str], None]
 
@@ -56,20 +61,26 @@ def search(
     limits = Limits(time_s=time_limit_s, memory_bytes=memory)
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
+    skipped: list[Skipped] = []
     failures: list[InfeasibleError | SolverLimitError] = []
     for mesh in meshes:
         for count in _microbatch_counts(job, constraints, mesh):
             named = "x".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
             progress(f"mesh {named}, {count} microbatch{'es' if count > 1 else ''}")
             try:
-                found.append(solve_mesh(job, mesh, count, constraints, limits))
+                solved = solve_mesh(job, mesh, count, constraints, limits, _cutoff_s(mesh, found))
+                if isinstance(solved, Skipped):
+                    skipped.append(solved)
+                else:
+                    found.append(solved)
                 break
             except (InfeasibleError, SolverLimitError) as fault:
                 failures.append(fault)
     if not found:
         raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
     best = min(found, key=lambda candidate: candidate.simulation.step_s)
-    plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes))
+    plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best)))
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
 
 
@@ -88,6 +99,29 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     )
     prediction = predict(best.plan, lower(best.plan), best.simulation)
     return msgspec.structs.replace(best.plan, prediction=prediction, certificate=certificate)
+
+
+def _cutoff_s(mesh: Mesh, found: list[Candidate]) -> float:
+    """The work above which a mesh is skipped; one and two axes never are."""
+    if len(mesh.shape) < 3 or not found:
+        return math.inf
+    return (1 + HIDDEN) * min(candidate.objective_s for candidate in found)
+
+
+def _meshes_note(found: list[Candidate], skipped: list[Skipped], best: Candidate) -> tuple[str, ...]:
+    """What was searched and what was not, where there was a choice."""
+    if len(found) + len(skipped) < 2:
+        return ()
+    solved = ", ".join(_shape(candidate.plan.stages[0].mesh) for candidate in found)
+    text = f"meshes solved: {solved}"
+    if skipped:
+        each = ", ".join(f"{_shape(mesh.mesh)} ({mesh.work_s:.4g} s)" for mesh in skipped)
+        text += f"; skipped, as all plans there take more work than this one's {best.objective_s:.4g} s: {each}"
+    return (text,)
+
+
+def _shape(mesh: Mesh) -> str:
+    return "x".join(map(str, mesh.shape))
 
 
 def _microbatch_counts(job: Job, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ def scalarised(network: Network, weights: Floats, multipliers: Floats) -> tuple[
 
 def evaluate(
     network: Network, weights: Floats, multipliers: Floats, stop: float, warm: Messages | None = None,
-    gap: float = TIGHT,
+    gap: float = TIGHT, enough: float = np.inf,
 ) -> Point:  # fmt: skip
     """q and the choices that attain it, as near as the messages get.
 
@@ -91,6 +91,7 @@ def evaluate(
         stop: `time.perf_counter()` at which to come back with what there is.
         warm: messages to start from.
         gap: relative difference of bound and choices at which to stop.
+        enough: a bound at which to stop.
     """
     messages = Messages(network, *scalarised(network, weights, multipliers))
     if warm is not None:
@@ -107,7 +108,12 @@ def evaluate(
         if best is None or cost < best[0]:
             best = cost, choices
         scale = max(abs(best[0]) if np.isfinite(best[0]) else abs(bound), 1e-300)
-        if best[0] - bound <= gap * scale or bound - last <= max(0.1 * gap, 1e-5) * scale or time.perf_counter() > stop:
+        if (
+            bound >= enough
+            or best[0] - bound <= gap * scale
+            or bound - last <= max(0.1 * gap, 1e-5) * scale
+            or time.perf_counter() > stop
+        ):
             break
         last = bound
     assert best is not None

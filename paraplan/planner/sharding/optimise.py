@@ -57,6 +57,7 @@ def optimise(
     relative_gap: float = 1e-6,
     backend: str = "mathopt-highs",
     small: int = 20_000,
+    cutoff: float = np.inf,
 ) -> Optimum:
     """The cheapest choices that fit, by total work over streams.
 
@@ -66,13 +67,14 @@ def optimise(
         relative_gap: (objective - bound) / objective at which to stop.
         backend: who solves what remains as a MILP.
         small: with fewer columns than this the MILP is not put off by multipliers.
+        cutoff: a cost from which choices are of no use: where all cost more, none are returned, and the bound says so.
     """
     started = time.perf_counter()
     kept = consistent(network)
     if kept is None:
         return Optimum(Status.INFEASIBLE, None, np.inf, np.inf, time.perf_counter() - started, np.zeros(0), "messages")
     search = _Search(network.restricted(kept), started + time_limit_s, relative_gap, backend)
-    found = search.run(search.size() < small)
+    found = search.run(search.size() < small, cutoff)
     choices = None if found.choices is None else tuple(int(k[c]) for k, c in zip(kept, found.choices, strict=True))
     return replace(found, choices=choices, solve_s=time.perf_counter() - started)
 
@@ -91,8 +93,13 @@ class _Search:
         flows = sum(factor.prices[..., 0].size * len(factor.readers) for factor in self.network.factors)
         return flows + sum(map(len, self.network.prices))
 
-    def run(self, small: bool) -> Optimum:
-        point = evaluate(self.network, self.weights, np.zeros(len(self.network.rows)), self.stop, gap=self.fine)
+    def run(self, small: bool, cutoff: float = np.inf) -> Optimum:
+        point = evaluate(
+            self.network, self.weights, np.zeros(len(self.network.rows)), self.stop, None, self.fine, cutoff
+        )
+        if point.bound >= cutoff:
+            self.bound = point.bound
+            return self._answer("messages")
         self._see(point, self.network)
         if self._closed():
             return self._answer("messages")
