@@ -6,6 +6,7 @@ message on stderr and exit code 2; `--debug` shows where it came from. `--json` 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from paraplan import __version__
+from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
 from paraplan.terminal import clusters
 from paraplan.terminal.progress import Progress, out, print_fault
@@ -101,6 +103,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan a model for a cluster."""
+    gc.set_threshold(*RARELY)  # the imports of torch and transformers too
     given = parse_settings(settings or [])
     shape = parse_mesh(mesh)
     pins = {"dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "zero": zero, "microbatches": microbatches}
