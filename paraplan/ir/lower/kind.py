@@ -25,7 +25,7 @@ from paraplan.ir.plan import KindChoice
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.rank_program import Block
 from paraplan.ir.reshard import Move, reshard_path
-from paraplan.ir.rules.strategies import AxisChoice, GraphKey, Strategy, graph_strategies
+from paraplan.ir.rules.strategies import AxisChoice, Strategy, op_strategies, strategy_named
 from paraplan.ir.strides import is_dense
 
 Dims = tuple[int, ...]
@@ -96,15 +96,17 @@ class LoweredBackward:
 
 def extend(strategy: Strategy, micro: AxisChoice) -> Strategy:
     """A mesh strategy with the microbatch axis put in front."""
+    inputs = tuple([(first, *layout) for first, layout in zip(micro.inputs, strategy.inputs, strict=True)])
+    computed = _extended(strategy.computed, micro)
+    outputs = computed if strategy.outputs == strategy.computed else _extended(strategy.outputs, micro)
+    return Strategy(strategy.key, inputs, computed, outputs)
 
-    def outs(layouts: tuple[Layout | None, ...]) -> tuple[Layout | None, ...]:
-        return tuple(
-            None if layout is None or first is None else (first, *layout)
-            for first, layout in zip(micro.outputs, layouts, strict=True)
-        )
 
-    inputs = tuple((first, *layout) for first, layout in zip(micro.inputs, strategy.inputs, strict=True))
-    return Strategy(strategy.key, inputs, outs(strategy.computed), outs(strategy.outputs))
+def _extended(layouts: tuple[Layout | None, ...], micro: AxisChoice) -> tuple[Layout | None, ...]:
+    return tuple([
+        None if layout is None or first is None else (first, *layout)
+        for first, layout in zip(micro.outputs, layouts, strict=True)
+    ])  # fmt: skip
 
 
 def chosen_strategies(
@@ -115,18 +117,18 @@ def chosen_strategies(
     Raises:
         InvalidPlanError: a key names no legal strategy of its op.
     """
-    legal = graph_strategies(GraphKey(kind.graph, mesh_shape, micro.choices, m))
     if len(choice.ops) != len(kind.graph.ops):
         raise InvalidPlanError(
             f"kind {kind.name} has {len(kind.graph.ops)} ops, the plan chooses for {len(choice.ops)}"
         )
     found = []
-    for op, key, options, along in zip(kind.graph.ops, choice.ops, legal, micro.choices, strict=True):
-        strategy = next((option for option in options if option.key == key), None)
+    for op, key, along in zip(kind.graph.ops, choice.ops, micro.choices, strict=True):
+        strategy = strategy_named(op, kind.graph.values, mesh_shape, key, along, m)
         if strategy is None:
+            legal = op_strategies(op, kind.graph.values, mesh_shape, along, m)
             raise InvalidPlanError(
                 f"kind {kind.name}, {op.target} ({kind.graph.source_of(op)}): {key!r} is no legal strategy on "
-                f"mesh {mesh_shape}; legal: {', '.join(option.key for option in options[:12])}"
+                f"mesh {mesh_shape}; legal: {', '.join(option.key for option in legal[:12])}"
             )
         found.append(extend(strategy, along))
     return tuple(found)
