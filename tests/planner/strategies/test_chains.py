@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from math import comb, isqrt
 
 import pytest
@@ -85,9 +86,44 @@ def test_revolve_has_the_binomial_numbers(slots: int) -> None:
         assert [step.block for step in steps if step.backward] == list(reversed(range(length)))
 
 
+def fewest_advances(length: int, slots: int) -> int:
+    """The fewest forward steps beside those right before their backward, over all ways to use the slots."""
+    start = (frozenset({0}), 0, length)
+    best = {start: 0}
+    queue = [(0, 0, start)]
+    count = 0
+    while queue:
+        spent, _, state = heapq.heappop(queue)
+        if spent > best[state]:
+            continue
+        stored, here, left = state
+        if not left:
+            return spent
+        moves = [(0, (stored, place, left)) for place in stored]
+        moves += [(0, (stored - {place}, here, left)) for place in stored - {0}]
+        if here < left - 1:
+            moves.append((1, (stored, here + 1, left)))
+        if here == left - 1:
+            moves.append((0, (stored, 0, left - 1)))
+        if len(stored) <= slots:
+            moves.append((0, (stored | {here}, here, left)))
+        for seconds, then in moves:
+            if spent + seconds < best.get(then, 10**9):
+                best[then] = spent + seconds
+                count += 1
+                heapq.heappush(queue, (spent + seconds, count, then))
+    raise AssertionError("every chain can be reversed")
+
+
+@pytest.mark.parametrize("slots", range(4))
+def test_revolve_is_the_best_use_of_slots(slots: int) -> None:
+    for length in range(1, 9):
+        assert best_split(length, slots)[0] == fewest_advances(length, slots)
+
+
 @pytest.mark.parametrize("layers", [2, 3])
-def test_revolve_is_optimal_on_equal_steps(layers: int) -> None:
-    """Where blocks save nothing over others' backwards: the least of every schedule that keeps no inner result."""
+def test_revolve_is_never_below_the_optimum(layers: int) -> None:
+    """And with slots for all, executes again what its count says."""
     problem = two_results(None, layers)
     for budget in range(5, 3 * layers + 5):
         try:
