@@ -12,7 +12,7 @@ that swap exposes are held against those of the recomputation with the largest M
 choice changes what is there, so times of recomputation are counted anew. Copies back begin early enough to end at the
 back access where memory allows (the in-trigger), recomputation is on demand.
 
-Source: Peng, Shi, Dai, Jin, Ma, Xiong, Yang & Qian 2020 (Capuchin, ASPLOS), sections 4.3 to 4.5. Limits: nothing is
+Source: Peng, Shi, Dai, Jin, Ma, Xiong, Yang & Qian 2020 (Capuchin, ASPLOS). Limits: nothing is
 proved. Without a tier it only recomputes.
 """
 

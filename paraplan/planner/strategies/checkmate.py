@@ -8,7 +8,7 @@ checkmate-lp solves the relaxation with the budget lowered by an allowance, roun
 exactly what then must be (two-phase rounding). The first allowance (0, 10 … 50 %) whose schedule fits is taken; the
 relaxation at the whole budget bounds every schedule of the program.
 
-Source: Jain et al. 2020, sections 4 and 5 (algorithm 1). Limits: O(n²) integers; graphs of some hundred ops.
+Source: Jain et al. 2020 (Checkmate). Limits: O(n²) integers; graphs of some hundred ops.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Stage t (0 … n − 1) executes op t for the first time, before it any of ops 0
 S after the last stage is what is kept. Beyond the paper: several results per op (A; with one result R + S ≤ 1 and A =
 R), workspaces, tensors given with the step, and ops that must not be executed twice.
 
-Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica & Gonzalez 2020 (Checkmate), sections 4.1 to 4.8.
+Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica & Gonzalez 2020 (Checkmate), section 4.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ divide-conquer: T(s, t) executes blocks s … m − 1, m the middle, keeping wha
 − 1): O(log L) checkpoints, at most log₂ L executions of each forward. Halving stops at spans of `leaf` blocks, which
 keep all; the largest leaf (L, L/2, … 1) within the budget is taken.
 
-Source: Chen, Xu, Zhang & Guestrin 2016 (arXiv 1604.06174), sections 4.1 (√n), algorithm 3 (greedy) and 4.4 (recursion);
+Source: Chen, Xu, Zhang & Guestrin 2016 (arXiv 1604.06174), section 4;
 Siskind & Pearlmutter 2018 for halving. Limits: chains of blocks (`blocks.py`); nothing is proved about time.
 """
 

@@ -9,7 +9,7 @@ bytes,
 
 An op is costly where its density is above the median of the ops that make something.
 
-Source: Zhang, Ma, Liu & Yuan 2023 (Coop, arXiv 2311.00591), sections 3.1 and 3.2. Its third part, recomputable in-place
+Source: Zhang, Ma, Liu & Yuan 2023 (Coop, arXiv 2311.00591). Its third part, recomputable in-place
 updates, concerns parameters, which are no part of a step here. Limits: the arena is the budget less what is always
 there, so a schedule can fail by fragmentation where `dtr` does not; nothing is proved.
 """

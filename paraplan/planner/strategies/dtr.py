@@ -6,7 +6,7 @@ the evicted ops through which making t again would go, and those through which o
 parts out gives the paper's ablations (`HEURISTICS`): h_dtr_local (own time only), h_lru (staleness only), h_size (bytes
 only), h_msps (with evicted ancestors, no staleness: Peng et al. 2020).
 
-Source: Kirisame, Lyubomirsky, Haan, Brennan, He, Roesch, Chen & Tatlock 2020 (arXiv 2006.09616), sections 2 and 4. The
+Source: Kirisame, Lyubomirsky, Haan, Brennan, He, Roesch, Chen & Tatlock 2020 (arXiv 2006.09616). The
 policy sees no op before its turn; an owner's release evicts at once ("eager eviction"). Limits: nothing is proved; the
 neighbourhood is walked, not approximated by union-find; seconds of searching are not part of the step.
 """

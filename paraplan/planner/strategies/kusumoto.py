@@ -1,6 +1,6 @@
 """The dynamic program over lower sets; see `lower_sets.py` for the recurrence and its terms.
 
-Source: Kusumoto et al. 2019: algorithm 1 (exact) and section 4.3 (approximate).
+Source: Kusumoto et al. 2019 (NeurIPS).
 """
 
 from __future__ import annotations

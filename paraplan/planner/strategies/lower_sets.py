@@ -17,7 +17,7 @@ backward. The last set is executed once (its repeat right after itself is left o
 the last forward op among those that read or make all it reads, no later than the ops whose gradients it takes; those
 ties are dependencies of lower sets too, so that the backward's order runs.
 
-Source: Kusumoto, Inoue, Watanabe, Akiba & Koyama 2019, sections 3 and 4. Limits: exact is exponential in the forward's
+Source: Kusumoto, Inoue, Watanabe, Akiba & Koyama 2019 (NeurIPS). Limits: exact is exponential in the forward's
 width.
 """
 

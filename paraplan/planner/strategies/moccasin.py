@@ -13,7 +13,7 @@ order given leaves O(n²) events but only O(C n) integers:
 C is 2 as in the paper, 3 for steps of at most `FEW` ops, where the third is affordable. Optimal, and its bound proved,
 among schedules that execute ops for the first time in the order given, each at most once per stage and C times in all.
 
-Source: Bartan, Li, Teague, Lott & Dilkina 2023 (MOCCASIN, arXiv 2304.14463), section 2. Beyond it: several results per
+Source: Bartan, Li, Teague, Lott & Dilkina 2023 (MOCCASIN, arXiv 2304.14463). Beyond it: several results per
 op, each with an end of its own, workspaces, ops that must not be executed twice. Limits: C; seconds count to 1e-6 of
 the step.
 """

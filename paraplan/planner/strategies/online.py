@@ -3,6 +3,9 @@
 What is evicted and read again is made again by executing its op, and first what that op reads, while everything an op
 in progress reads is locked. A tensor is let go when no op still to come reads it (its owner drops it). Never evicted:
 what is given, kept, or made by an op that must not be executed twice.
+
+The policy decides what is executed; in the schedule handed back each result is held only as long as those executions
+need it, so its peak can be below what the policy saw.
 """
 
 from __future__ import annotations

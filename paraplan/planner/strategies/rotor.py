@@ -11,7 +11,7 @@ and the next checkpoint is the boundary into some block s' in s + 1 … t:
 Exact in bytes where the budget is within `memory_slots` (otherwise in that many slots, sizes rounded up): optimal
 among schedules that keep a checkpoint until the backward of the block that starts from it ("memory persistent").
 
-Source: Beaumont, Eyraud-Dubois, Herrmann, Joly & Shilova 2019 (hal-02352969), theorem 1; Walther & Griewank 2008 for
+Source: Beaumont, Eyraud-Dubois, Herrmann, Joly & Shilova 2019 (hal-02352969); Walther & Griewank 2008 for
 equal bytes. Limits: O(L³) vector operations over the slots; chains of blocks (`blocks.py`).
 """
 

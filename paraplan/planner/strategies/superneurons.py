@@ -10,7 +10,7 @@ each taken only if those before do not bring the peak under the budget:
      single op needs) is made again once and stays until read (speed-centric); a larger one is made again for every
      reader (memory-centric).
 
-Source: Wang, Ye, Zhao, Wu, Li, Song, Xu & Kraska 2018 (SuperNeurons, PPoPP), sections 3.2 to 3.4. Without a tier, part
+Source: Wang, Ye, Zhao, Wu, Li, Song, Xu & Kraska 2018 (SuperNeurons, PPoPP). Without a tier, part
 2 does nothing. Limits: 2 before 3, as copies cost nothing where they hide; convolution workspaces are those of the
 step.
 """

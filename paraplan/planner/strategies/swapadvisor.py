@@ -7,7 +7,7 @@ timed as in `swaps.py`. Fitness is the evaluated step, or, above the budget, wor
 Each generation keeps the best, draws parents by tournament, crosses priorities over at a random op (one part from each)
 and weights element by element, and mutates a few. The first population holds the step's own order.
 
-Source: Huang, Jin & Li 2020 (SwapAdvisor, ASPLOS), sections 4 and 5. Limits: memory pools (the paper's third
+Source: Huang, Jin & Li 2020 (SwapAdvisor, ASPLOS). Limits: memory pools (the paper's third
 chromosome) do not exist here, where bytes are what counts; seeded, so equal input and generations give equal answers,
 but a time limit that cuts generations short does not; nothing is proved.
 """

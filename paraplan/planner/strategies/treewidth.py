@@ -9,7 +9,7 @@ At each of the log n levels at most width + 1 results are kept and as many calls
 n · (width + 1)^(log n) executions. Parts of at most `leaf` ops are computed directly, keeping everything; the largest
 leaf (n, n/2, … 1) whose schedule is within the budget is taken (a leaf of n is the step as it is).
 
-Source: Kumar, Purohit, Svitkina, Vee & Wang 2019, theorem 1; decompositions are networkx's minimum fill-in (Bodlaender
+Source: Kumar, Purohit, Svitkina, Vee & Wang 2019 (NeurIPS); decompositions are networkx's minimum fill-in (Bodlaender
 & Koster 2010), so the width is an upper bound of the treewidth. Limits: it has no time model, what is short or small is
 treated alike; sequences above `MOST_RUNS` executions per op are given up.
 """

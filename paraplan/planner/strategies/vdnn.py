@@ -5,7 +5,7 @@ last forward op that reads it runs, which waits for the copy's end and frees it.
 its first backward reader begins. vdnn-all takes the inputs of all ops, vdnn-conv those of convolutions (ops named
 "conv").
 
-Source: Rhu, Gimelshein, Clemons, Zulfiqar & Keckler 2016 (vDNN), sections 3.2 and 3.3. One plan each, whatever the
+Source: Rhu, Gimelshein, Clemons, Zulfiqar & Keckler 2016 (vDNN, MICRO). One plan each, whatever the
 budget; a tier that is full takes no more. Limits: a layer is an op; the choice of convolution algorithms is not part of
 a step here. "conv" is read from op names.
 """

@@ -76,7 +76,7 @@ def test_every_score_gives_legal_schedules(heuristic: str) -> None:
 
 
 def test_dtr_is_close_to_the_best_on_a_chain() -> None:
-    """Kirisame et al., theorem 1: with memory of twice the root of n, executions are linear in n."""
+    """As Kirisame et al. prove: with memory of order √n, executions are linear in n."""
     for root in (4, 6, 8):
         problem = chain(root * root)
         found = dtr(problem, 2 * root + 4, LIMITS)
