@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.lower.bundle import BUNDLE_BYTES
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.op_rule import DISCOVERED
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
@@ -43,6 +44,7 @@ class Decisions:
         params: per parameter class (order of `param_classes`).
         batch: layout of each batch input.
         activations: per segment, what becomes of values not simply kept for the backward; empty where all are kept.
+        bundle_bytes: as in the plan.
     """
 
     mesh: Mesh
@@ -52,6 +54,7 @@ class Decisions:
     params: tuple[ParamLayouts, ...]
     batch: dict[str, str]
     activations: tuple[dict[str, str], ...] = ()
+    bundle_bytes: int = BUNDLE_BYTES
 
 
 def assemble(job: Job, decisions: Decisions) -> Plan:
@@ -72,8 +75,8 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     )
     return Plan(
         made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
-        num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, stages=(stage,),
-        schedule=schedule, notes=_notes(program),
+        num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, bundle_bytes=decisions.bundle_bytes,
+        stages=(stage,), schedule=schedule, notes=_notes(program),
     )  # fmt: skip
 
 

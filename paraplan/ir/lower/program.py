@@ -70,8 +70,8 @@ class StageSteps:
         specs = {name: self._grad_spec(name) for name in self.trained}
         self.calls = PartedCalls(self._call)
         self.reductions = Reductions(stage.params, specs, stage.mesh.shape, self.calls)
-        self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final)
-        self.gathers = Gathers(self.extended, self.calls)
+        self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
+        self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
 
     def _grad_spec(self, name: str) -> TensorSpec:
         spec = self.program.params[name].spec
