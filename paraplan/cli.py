@@ -95,6 +95,9 @@ def plan(
     cp_mode: Annotated[
         str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
     ] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="Expert-parallel degree: data-parallel ranks that share the experts.")
+    ] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO level, 0 to 3.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
@@ -103,7 +106,9 @@ def plan(
     """Plan a model for a cluster."""
     given = parse_settings(settings or [])
     shape = parse_mesh(mesh)
-    pins = {"dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "zero": zero, "microbatches": microbatches}
+    pins = {
+        "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero, "microbatches": microbatches
+    }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, given, meta=True)

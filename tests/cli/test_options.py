@@ -16,7 +16,7 @@ OPTIONS = {
         "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
         "--memory-reserve",
         "--tp",
-        "--dp", "--sp", "--cp", "--cp-mode", "--zero", "--microbatches", "--time-limit", "--json",
+        "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--microbatches", "--time-limit", "--json",
     ],
     "show": ["PLAN"],
     "simulate": ["PLAN", "--cluster", "--trace", "--json"],
