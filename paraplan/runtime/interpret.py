@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from paraplan.ir.rank_program import Block, InstrKind, in_place
 from paraplan.runtime.ops import INSTR, OFFSET
 from paraplan.runtime.tracker import Ledger
-from paraplan.runtime.transport import Handle, Port
+from paraplan.runtime.transport import Handle, Port, Route
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,7 @@ def _issue(
     reduction = instr.args[1]
     assert isinstance(reduction, str)
     overwrites = in_place(tape.block, instr)
-    handle = port.issue(instr.target, env[source], reduction.removeprefix(":"), instr.axis, overwrites)  # type: ignore[index]
+    route = Route(*map_arg(head.args[4:7], env.__getitem__)) if instr.target == "route" else None
+    handle = port.issue(instr.target, env[source], reduction.removeprefix(":"), instr.axis, overwrites, route)  # type: ignore[index]
     handles[head] = handle
     env[head] = handle.out

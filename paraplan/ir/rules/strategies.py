@@ -8,6 +8,7 @@ of it at once: kept, reduced, or reduced and scattered over a dim. Its key spell
     letter     shard it              +0.2   inputs 0 and 2 partial        -   replicated
     >R, >S<d>  reduce the partial result to replicated, or scattered over dim d
     ring       shard both sides of a product of blocks and pass one of them round the axis, where the op can
+    route      shard tokens and experts, and send each token to the ranks of its experts
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paraplan.ir.rules.dims import WHOLE, OpDims, replicated
 from paraplan.ir.tensor import TensorSpec
 
 RING = "ring"
+EXPANDED = (RING, "route")
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class Strategy:
 
     @property
     def ring_axis(self) -> int:
-        """The mesh axis a ring runs along; -1 for none. Such an op is lowered to the instructions of its expansion."""
+        """The mesh axis a ring (or a route) runs along; -1 for none. It is lowered to the instructions of its expansion."""
         parts = [part.split(">")[0] for part in self.key.split("|")]
-        return parts.index(RING) if RING in parts else -1
+        return next((axis for axis, part in enumerate(parts) if part in EXPANDED), -1)
 
 
 def dims_of(op: Op, values: dict[str, TensorSpec]) -> OpDims:
@@ -103,7 +105,7 @@ def ring_choice(dims: OpDims) -> AxisChoice | None:
         None if names is None or letter is None else S(names.index(letter)) if letter else P
         for names, letter in zip(dims.outputs, ring.outputs, strict=True)
     )
-    return AxisChoice(RING, inputs, outputs)
+    return AxisChoice(ring.key, inputs, outputs)
 
 
 def mesh_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
@@ -153,12 +155,13 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
     turns = dims.ring.turns if dims.ring is not None else ""
     choices = [choice for choice in mesh_choices(dims) if not _sums_truths(choice, inputs, outputs)]
     if turns and micro_letter == turns:
-        choices = [choice for choice in choices if choice.key != RING]
+        choices = [choice for choice in choices if choice.key not in EXPANDED]
     for combo in itertools.product(choices, repeat=len(mesh_shape)):
         if not _divides(dims, combo, mesh_shape, micro_letter, num_microbatches):
             continue
         keys = [choice.key for choice in combo]
-        if RING in keys and keys.count(RING) + keys.count(turns) > 1:
+        expanded = sum(key in EXPANDED for key in keys)
+        if expanded and expanded + keys.count(turns) > 1:
             continue
         in_layouts = tuple(tuple(choice.inputs[i] for choice in combo) for i in range(len(inputs)))
         if not _shardable(inputs, _with_micro(micro, in_layouts), extended):

@@ -22,7 +22,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.graph import Op
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.dims import WHOLE, OpDims
-from paraplan.ir.rules.strategies import dims_of
+from paraplan.ir.rules.strategies import EXPANDED, dims_of
 
 PRODUCTS = {
     "aten.bmm.default": "b", "aten.baddbmm.default": "b", "paraplan.experts": "e", "paraplan.experts_grad": "e",
@@ -49,7 +49,7 @@ class ExpertAxis:
         """Whether an op may do `part` along the axis; `batch` is what it does along a data-parallel one."""
         key = part.split(">")[0]
         if (kind, position) in self.must:
-            return key == self.must[kind, position]
+            return key in (self.must[kind, position], *EXPANDED)
         return part == batch or key == self.may.get((kind, position))
 
 
@@ -125,6 +125,8 @@ class _KindExperts:
         kept = [out for out in dims.outputs if out is not None and letter in out]
         if reads:
             self.must[position] = letter
+            operands = zip(op.tensors, dims.inputs, strict=True)
+            self.at |= {name: names.index(letter) for name, names in operands if letter in names}
         elif kept:
             self.may[position] = letter
         for name, names in zip(op.outs, dims.outputs, strict=True):
