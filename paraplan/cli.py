@@ -95,9 +95,7 @@ def plan(
     cp_mode: Annotated[
         str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
     ] = None,
-    ep: Annotated[
-        int | None, typer.Option(help="Expert-parallel degree: data-parallel ranks that share the experts.")
-    ] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel degree: so many ranks of dp share experts.")] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO level, 0 to 3.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
@@ -105,10 +103,7 @@ def plan(
 ) -> None:
     """Plan a model for a cluster."""
     given = parse_settings(settings or [])
-    shape = parse_mesh(mesh)
-    pins = {
-        "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero, "microbatches": microbatches
-    }  # fmt: skip
+    pins = {"mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep}
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, given, meta=True)
@@ -127,8 +122,9 @@ def plan(
             seq=_sequence(made.model, seq),
             time_limit_s=time_limit,
             progress=tell,
-            mesh=shape,
             **pins,
+            zero=zero,
+            microbatches=microbatches,
             memory_reserve=memory_reserve,
         )
         if output is not None:

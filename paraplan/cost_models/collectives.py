@@ -2,8 +2,8 @@
 
 Byte convention, everywhere: `input_bytes` is the size of the tensor *one rank puts in*:
 all_reduce: the whole tensor; all_gather: the rank's shard; reduce_scatter: the whole (unreduced) tensor;
-all_to_all: the whole local tensor, of which 1/n stays; permute, broadcast: the tensor; p2p: the message. A route is priced
-as the all_to_all of the rows it sends where every expert is chosen alike.
+all_to_all: the whole local tensor, of which 1/n stays; permute, broadcast: the tensor; p2p: the message. A
+route is priced as the all_to_all of the rows it sends where every expert is chosen alike.
 
 An axis whose groups span k nodes with m members in each has two links. A ring through it crosses a node
 boundary k times per turn; the m members' network ports carry m such rings at once, so its bandwidth is

@@ -28,8 +28,8 @@ Specs = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True)
 class Ring:
-    """What a strategy of several instructions shards along an axis: a ring's work on pairs of blocks, where one block of
-    each pair is passed round; an exchange of tokens with the ranks of their experts.
+    """What a strategy of several instructions shards along an axis: a ring's work on pairs of blocks, where one block
+    of each pair is passed round; an exchange of tokens with the ranks of their experts.
 
     Attributes:
         inputs: per tensor input, the letter sharded; "" where the input must be whole.

@@ -1,9 +1,9 @@
 """Mixtures of experts and stacks of embedding tables: experts and tables are dims like any other.
 
 Experts held by different ranks (expert parallelism): every rank of the axis sees the same tokens, computes those rows
-that chose its own experts, and the results add up, as over a split vocabulary; or tokens are sharded as well and go to the
-ranks of their experts (`ir.rules.route`). Tables on different ranks (table-wise
-sharding) is their dim sharded; row-wise and column-wise are the other two.
+that chose its own experts, and the results add up, as over a split vocabulary; or tokens are sharded as well and go to
+the ranks of their experts (`ir.rules.route`). Tables on different ranks (table-wise sharding) is their dim sharded;
+row-wise and column-wise are the other two.
 """
 
 from __future__ import annotations

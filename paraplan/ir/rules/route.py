@@ -7,9 +7,9 @@ Along an axis of n ranks with T tokens each the experts are sharded and so are t
 
 Every rank knows where all tokens go, for the ids and weights of their choices are gathered: a few numbers a token. Rows
 are sent as chosen ("route": an all-to-all of unequal parts into buffers of equal size), so no token is dropped, and
-received in buffers for the worst case, n·T rows: those that gathering the tokens takes as well. Time differs: of n·T rows
-(1 − C(E − E/n, k) / C(E, k)) are sent where routing is even, which is what is priced. To send buffers padded to the worst
-case would move as many bytes as gathering does.
+received in buffers for the worst case, n·T rows: those that gathering the tokens takes as well. Time differs: the share
+1 − C(E − E/n, k) / C(E, k) of n·T rows is sent where routing is even, which is what is priced. Buffers
+padded to the worst case would move as many bytes as gathering does.
 
 Sources: Lepikhin et al. 2020 (arXiv 2006.16668), the exchange; Gale et al. 2023 (arXiv 2211.15841), without dropping.
 """
@@ -25,6 +25,7 @@ from paraplan.ir.rules.ring import Steps
 from paraplan.ir.tensor import TensorSpec
 
 KEY = "route"
+ROUTED = ("paraplan.experts", "paraplan.experts_grad")
 
 
 def expected_rows(experts: int, held: int, choices: int, tokens: int) -> int:
@@ -71,9 +72,8 @@ class _Exchange:
     def there(self, name: str) -> str:
         """A value's rows at the experts."""
         width = self.steps.values[name].shape[1]
-        rows = self.steps.add(
-            "aten.index_select.default", ("%" + name, 0, "%tokens"), {f"{name}>": self._spec(name, (self.sent_rows, width))}
-        )  # fmt: skip
+        made = {f"{name}>": self._spec(name, (self.sent_rows, width))}
+        rows = self.steps.add("aten.index_select.default", ("%" + name, 0, "%tokens"), made)
         return self._route(rows, f"{name}.there", self.all_rows, ("sent", "received"))
 
     def back(self, name: str, to: str) -> str:

@@ -64,7 +64,7 @@ class Strategy:
 
     @property
     def ring_axis(self) -> int:
-        """The mesh axis a ring (or a route) runs along; -1 for none. It is lowered to the instructions of its expansion."""
+        """The axis a ring or a route runs along; -1 for none. Such an op is lowered to its expansion's instructions."""
         parts = [part.split(">")[0] for part in self.key.split("|")]
         return next((axis for axis, part in enumerate(parts) if part in EXPANDED), -1)
 

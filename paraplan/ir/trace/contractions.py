@@ -1,7 +1,7 @@
 """Einsums as products of matrices whose dims stay apart where they can.
 
-torch merges the letters of an einsum in alphabetical order, so that which of them leads a merged dim, and may be sharded
-there, depends on how the user named them. Here operands are joined two at a time, from the left; of each pair
+torch merges the letters of an einsum in alphabetical order, so that which of them leads a merged dim, and may be
+sharded there, depends on how the user named them. Here operands are joined two at a time, from the left; of each pair
 
 * a letter only one has and nobody needs afterwards is summed at once;
 * letters both have and later ones need are the batch, in the result's order; where nothing is contracted the pair is

@@ -1,17 +1,17 @@
-"""What expert parallelism leaves of the option space: on its axis, stacks of expert matrices by expert, the rest by batch.
+"""What expert parallelism leaves of the option space: on its axis, stacks of matrices by expert, the rest by batch.
 
-A stack is a parameter whose first dim runs over the matrices of a batched product (`aten.bmm`, its rows the tokens of an
-expert) or of `paraplan.experts`, however it is viewed or cast on the way; and what is added to or multiplied with their
-results along that dim (biases). On the axis
+A stack is a parameter whose first dim runs over the matrices of a batched product (`aten.bmm`, its rows the tokens of
+an expert) or of `paraplan.experts`, however it is viewed or cast on the way; and what is added to or multiplied with
+their results along that dim (biases). On the axis
 
 * an op that reads a stack, or makes the gradient of one, shards the experts;
 * an op whose operands still have experts as a dim of their own (an activation between two products), and the views that
   lead to a product, may go by expert or by batch, as is cheaper;
 * every other op shards the batch, as on a data-parallel axis.
 
-Between the two the tokens change hands: an all-to-all where they lie by expert and group (GShard, Lepikhin et al. 2020),
-gathered and reduce-scattered, or routed, around `paraplan.experts`. Limits: a model whose other parameters are multiplied
-like stacks (a projection per head) has these sharded too.
+Between the two the tokens change hands: an all-to-all where they lie by expert and group (GShard, Lepikhin et al.
+2020), gathered and reduce-scattered, or routed, around `paraplan.experts`. Limits: a model whose other parameters are
+multiplied like stacks (a projection per head) has these sharded too.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ class _KindExperts:
             self.at |= {name: names.index(letter) for name, names in operands if letter in names}
         elif kept:
             self.may[position] = letter
-        for name, names in zip(op.outs, dims.outputs, strict=True):
-            if name is not None and names is not None and letter in names:
-                self.at[name] = names.index(letter)
+        for made, out in zip(op.outs, dims.outputs, strict=True):
+            if made is not None and out is not None and letter in out:
+                self.at[made] = out.index(letter)
 
     def _letter(self, op: Op, dims: OpDims) -> str:
         """The op's letter of the experts: of a product with a stack, or of an operand that has them as a dim."""
