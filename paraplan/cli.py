@@ -102,11 +102,10 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan a model for a cluster."""
-    given = parse_settings(settings or [])
     pins = {"mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep}
     with Progress() as tell:
         tell(f"loading {model}")
-        made = _part("make_model")(model, given, meta=True)
+        made = _part("make_model")(model, parse_settings(settings or []), meta=True)
         if made.example_inputs is not None and (batch is not None or seq is not None):
             raise ConstraintError(
                 f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
