@@ -6,6 +6,7 @@ message on stderr and exit code 2; `--debug` shows where it came from. `--json` 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from paraplan import __version__
+from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
 from paraplan.terminal import clusters
 from paraplan.terminal.progress import Progress, out, print_fault
@@ -102,14 +104,12 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan a model for a cluster."""
+    gc.set_threshold(*RARELY)  # the imports of torch and transformers too
     pins = {"mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep}
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, parse_settings(settings or []), meta=True)
-        if made.example_inputs is not None and (batch is not None or seq is not None):
-            raise ConstraintError(
-                f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
-            )
+        _check_batch(model, made, batch, seq)
         found = _part("compile")(
             made.model,
             cluster,
@@ -146,6 +146,13 @@ def _plan_json(found: Any) -> dict[str, Any]:
         "tokens_per_s": prediction.tokens_per_s,
         "mfu": prediction.mfu,
     }
+
+
+def _check_batch(model: str, made: Any, batch: int | None, seq: int | None) -> None:
+    if made.example_inputs is not None and (batch is not None or seq is not None):
+        raise ConstraintError(
+            f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
+        )
 
 
 def _sequence(model: Any, given: int | None) -> int:

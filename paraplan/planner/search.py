@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from paraplan.cost_models.predict import predict
+from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
@@ -34,6 +35,7 @@ class Found:
     total_s: float
 
 
+@seldom_collected()
 def search(
     job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None
 ) -> Found:
