@@ -32,8 +32,7 @@ Dims = tuple[int, ...]
 class BlockEmitter:
     """Collects the instructions of one block on an extended mesh (axis 0: microbatches).
 
-    `overwrites`: nobody else reads what the block is given, so all-reduces work in place. `moved` has the results of
-    moves made ahead of time, `pieces` the results that are parts of one buffer.
+    `overwrites`: nobody else reads what the block is given, so all-reduces work in place.
     """
 
     def __init__(self, name: str, mesh_shape: Dims, overwrites: bool = False) -> None:
@@ -48,8 +47,6 @@ class BlockEmitter:
         self._at: dict[tuple[str, Layout], str] = {}
         self._instrs: list[Instr] = []
         self._origin = -1
-        self.moved: dict[tuple[str, Move], str] = {}
-        self.pieces: set[str] = set()
 
     def give(
         self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = ""
@@ -84,7 +81,7 @@ class BlockEmitter:
             source = self._home[name]
             found = self._use(self._at[name, source])
             for move in self.path(name, layout):
-                found = self.moved.get((name, move)) or self._move(name, found, move)
+                found = self._move(name, found, move)
             self._at[name, layout] = found
         return self._use(found)
 

@@ -55,7 +55,8 @@ class Pins:
     def op(self, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
         """Whether an op's strategy is left over."""
         parts = strategy.key.split("|")
-        if not _tame(kind, position, parts):
+        # A batch axis runs every op as microbatches do, whatever of its inputs is a sum there.
+        if not _tame(kind, position, [part for axis, part in enumerate(parts) if axis != self.dp]):
             return False
         index = next(i for i, each in enumerate(self.program.kinds) if each is kind)
         if self.cp >= 0:

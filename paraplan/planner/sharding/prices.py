@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paraplan.cost_models.collectives import input_bytes_of
 from paraplan.cost_models.costs import COMPUTE, Costs
 from paraplan.ir.graph import Graph, Op
-from paraplan.ir.lower.bundle import SMALL_BYTES
+from paraplan.ir.lower.bundle import is_small
 from paraplan.ir.mesh import Layout, local_shape
 from paraplan.ir.reshard import Move, ReshardTable, reshard_table
 from paraplan.ir.rules.carried import registered_work
@@ -149,7 +149,7 @@ class Prices:
         if move.kind == "first_only":
             return self._copy("paraplan.first_only", before, after)
         stream = self.costs.comm_streams[move.axis - 1]
-        if bundled and before.nbytes <= SMALL_BYTES:
+        if bundled and is_small(spec, move, self.extended):
             return self._on(stream, self.costs.collective_share_s(move.kind, move.axis - 1, before.nbytes))
         sent = self._on(stream, self.costs.collective_s(move.kind, move.axis - 1, before.nbytes))
         extra = self.zero
