@@ -34,6 +34,7 @@ from paraplan.ir.trace.route_kernels import route_plan
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.planner.sharding import pins
 from paraplan.runtime.launch import spawn_local
@@ -136,6 +137,14 @@ def test_dropless_tokens_go_to_their_experts(name: str, ranks: int, ep: int, mon
 
 def _has_experts(plan: Plan, kind: int) -> bool:
     return any(op.target == "paraplan.experts" for op in plan.program.kinds[kind].graph.ops)
+
+
+def test_terms_of_the_loss_wait_for_the_denominators_they_divide_by() -> None:
+    """A plan where the balancing loss is a partial sum and the labels were counted whole: one term is divided first."""
+    job = Job(captured("qwen3_moe")[1], ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="qwen3_moe"), {})
+    for seed in range(12):
+        for program in verify_plan(random_plan(job, seed, max_microbatches=4)):
+            assert list(entries(program))  # every step reads what exists
 
 
 def test_capacity_needs_four_all_to_alls_a_layer_and_moves_no_weights() -> None:
