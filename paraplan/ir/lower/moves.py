@@ -1,0 +1,160 @@
+"""Changes of layout in a block: collectives, cuts, and the copies that bring chunks of any dim to dim 0 and back.
+
+Collectives gather, scatter and exchange along dim 0 of contiguous values; `paraplan.stack` lays the chunks of another
+dim one after another along dim 0 first, `paraplan.unstack` does the inverse afterwards, and both are views where
+nothing but ones leads the dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paraplan.ir.mesh import layout_text, local_shape
+from paraplan.ir.rank_program import Instr, InstrKind, LocalValue
+from paraplan.ir.reshard import Move
+from paraplan.ir.rules.localise import axis_key
+from paraplan.ir.strides import contiguous_strides, is_contiguous
+from paraplan.ir.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from paraplan.ir.graph import Arg
+
+Dims = tuple[int, ...]
+
+
+class LayoutMoves:
+    """The part of `BlockEmitter` that emits moves and exchanges."""
+
+    mesh_shape: Dims
+    overwrites: bool
+    values: dict[str, LocalValue]
+    specs: dict[str, TensorSpec]
+    _origin: int
+
+    if TYPE_CHECKING:
+
+        def local(
+            self, target: str, args: tuple[Arg, ...], out: str, dtype: str, shape: Dims,
+            kwargs: dict[str, Arg] | None = None,
+        ) -> str:  # fmt: skip
+            """Emit an op with one fresh result."""
+
+        def view(
+            self, target: str, args: tuple[Arg, ...], source: str, out: str, shape: Dims, change: bool = False
+        ) -> None:
+            """Emit a view."""
+
+        def fresh(self, name: str, dtype: str, shape: Dims) -> None:
+            """Declare a value."""
+
+        def _add(self, instr: Instr) -> None: ...
+
+        def _unique(self, stem: str) -> str: ...
+
+    def _move(self, name: str, local: str, move: Move) -> str:
+        """Emit one move; returns the local name of the result."""
+        stem = f"{name}@{layout_text(move.after)}"
+        value = self.values[local]
+        after = local_shape(self.specs[name].shape, move.after, self.mesh_shape)
+        n = self.mesh_shape[move.axis]
+        if move.kind == "slice":
+            start = f"#{axis_key(move.axis)}:{after[move.dim]}"
+            return self.local(
+                "paraplan.shard",
+                ("%" + local, move.dim, after[move.dim], start),
+                self._unique(stem),
+                value.dtype,
+                after,
+            )
+        if move.kind == "first_only":
+            return self.local(
+                "paraplan.first_only",
+                ("%" + local, f"#{axis_key(move.axis)}:1"),
+                self._unique(stem),
+                value.dtype,
+                after,
+            )
+        if not is_contiguous(value.shape, value.strides):
+            local = self.local(
+                "paraplan.reshape_copy", ("%" + local, value.shape), self._unique(stem), value.dtype, value.shape
+            )
+        if move.kind == "all_reduce":
+            return self.exchange(move, local, stem, value.shape, self.overwrites)
+        if move.kind == "all_gather":
+            stacked = self.exchange(move, local, stem, (n * value.shape[0], *value.shape[1:]))
+            return self._unstack(stacked, stem, n, move.dim, after)
+        split = move.dim if move.kind == "reduce_scatter" else move.to_dim
+        local = self._stack(local, stem, n, split)
+        shape = self.values[local].shape
+        if move.kind == "reduce_scatter":
+            return self.exchange(move, local, stem, (shape[0] // n, *shape[1:]))
+        exchanged = self.exchange(move, local, stem, shape)
+        return self._unstack(exchanged, stem, n, move.dim, after)
+
+    def _stack(self, local: str, stem: str, n: int, dim: int) -> str:
+        """Chunks along `dim` laid one after another along dim 0; a view where nothing but ones leads."""
+        value = self.values[local]
+        if dim == 0:
+            return local
+        shape = (n * value.shape[0], *(size // n if i == dim else size for i, size in enumerate(value.shape) if i > 0))
+        out = self._unique(stem)
+        if math.prod(value.shape[:dim]) == 1:
+            self.view("aten.view.default", ("%" + local, shape), local, out, shape, change=True)
+            return out
+        return self.local("paraplan.stack", ("%" + local, n, dim), out, value.dtype, shape)
+
+    def _unstack(self, local: str, stem: str, n: int, dim: int, after: Dims) -> str:
+        """The inverse: blocks along dim 0 laid side by side along `dim`."""
+        if dim == 0:
+            return local
+        out = self._unique(stem)
+        if math.prod(after[:dim]) == 1:
+            self.view("aten.view.default", ("%" + local, after), local, out, after, change=True)
+            return out
+        return self.local("paraplan.unstack", ("%" + local, n, dim), out, self.values[local].dtype, after)
+
+    def exchange(self, move: Move, local: str, stem: str, shape: Dims, in_place: bool = False) -> str:
+        """Emit a move's collective of a contiguous value; returns the local name of its result.
+
+        `in_place`: an all-reduce may overwrite the value.
+        """
+        done = self._unique(stem)
+        issued = self._unique(stem + "!")
+        self._exchange(move.kind, move.axis - 1, local, issued, done, shape, move.reduction, True, in_place)
+        return done
+
+    def permute(self, local: str, out: str, axis: int) -> None:
+        """Emit the exchange that gives this rank, as `out`, what the previous rank of a mesh axis calls `local`."""
+        value = self.values[local]
+        if not is_contiguous(value.shape, value.strides):
+            args = ("%" + local, value.shape)
+            local = self.local("paraplan.reshape_copy", args, self._unique(out), value.dtype, value.shape)
+        self._exchange("permute", axis, local, out + "!", out, value.shape, "", False)
+
+    def _exchange(
+        self, target: str, axis: int, local: str, issued: str, done: str, shape: Dims, reduction: str, change: bool,
+        in_place: bool = False,
+    ) -> None:  # fmt: skip
+        """A collective of a contiguous value and its wait; all but all_reduce read their input until then."""
+        dtype = self.values[local].dtype
+        self.fresh(issued, dtype, shape)
+        self.values[done] = LocalValue(
+            dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=issued, storage_bytes=0
+        )
+        if in_place and target == "all_reduce":
+            self.values[issued] = msgspec.structs.replace(
+                self.values[issued], base=self.values[local].base, storage_bytes=0
+            )
+        held = () if target == "all_reduce" else ("%" + local,)
+        for kind, name, args, out in (
+            (InstrKind.COLLECTIVE, target, ("%" + local, ":" + reduction), issued),
+            (InstrKind.WAIT, "wait", ("%" + issued, *held), done),
+        ):
+            self._add(
+                Instr(
+                    kind=kind, target=name, args=args, outs=(out,), axis=axis, origin=self._origin, layout_change=change
+                )
+            )
