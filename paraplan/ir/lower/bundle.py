@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from paraplan.ir.mesh import Layout, local_shape
 from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.reshard import Move
+from paraplan.ir.reshard import Move, pads
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
@@ -31,9 +31,10 @@ BUNDLE_BYTES = 8 << 20
 """From how many bytes on a bundle is sent off."""
 
 
-def is_small(spec: TensorSpec, layout: Layout, mesh_shape: Dims) -> bool:
-    """Whether a tensor in a layout is worth bundling."""
-    return 0 < TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes <= SMALL_BYTES
+def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
+    """Whether a tensor that moves so is worth bundling; padding is neither added to a bundle nor dropped from one."""
+    nbytes = TensorSpec(spec.dtype, local_shape(spec.shape, move.before, mesh_shape)).nbytes
+    return 0 < nbytes <= SMALL_BYTES and not pads(spec.shape, move, mesh_shape)
 
 
 def bundle_key(dtype: str, path: Sequence[Move]) -> Key | None:
@@ -101,7 +102,7 @@ def gather_together(emitter: BlockEmitter, wanted: Iterable[tuple[str, Layout]])
         key = bundle_key(emitter.specs[name].dtype, path[:1])
         if others or key is None or path[0].kind != "all_gather":
             continue
-        if is_small(emitter.specs[name], path[0].before, emitter.mesh_shape):
+        if is_small(emitter.specs[name], path[0], emitter.mesh_shape):
             groups.setdefault(key, []).append((name, path[0]))
     for number, group in enumerate(group for group in groups.values() if len(group) > 1):
         locals_ = [emitter.get(name, move.before) for name, move in group]
@@ -116,7 +117,7 @@ def reduce_together(emitter: BlockEmitter, wanted: Iterable[tuple[str, Layout]])
         path = emitter.path(name, layout)
         key = bundle_key(emitter.specs[name].dtype, path)
         if key is not None and path[0].kind != "all_gather":
-            if is_small(emitter.specs[name], path[0].before, emitter.mesh_shape):
+            if is_small(emitter.specs[name], path[0], emitter.mesh_shape):
                 groups.setdefault(key, []).append((name, layout))
     found: dict[tuple[str, Layout], str] = {}
     for number, group in enumerate(group for group in groups.values() if len(group) > 1):

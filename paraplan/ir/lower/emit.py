@@ -15,7 +15,8 @@ from paraplan.ir.lower.carried import emit_carried, row_major
 from paraplan.ir.lower.expand import emit_expansion
 from paraplan.ir.lower.finish import finish_block, split_block
 from paraplan.ir.lower.moves import LayoutMoves
-from paraplan.ir.mesh import Layout, layout_text, local_shape
+from paraplan.ir.lower.padding import fill_padding, keep_zeros
+from paraplan.ir.mesh import Layout, layout_text, local_shape, padded_dims
 from paraplan.ir.rank_program import Block, Instr, LocalValue
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.rules.carried import local_args
@@ -32,7 +33,8 @@ class BlockEmitter(LayoutMoves):
     """Collects the instructions of one block on an extended mesh (axis 0: microbatches).
 
     `overwrites`: nobody else reads what the block is given, so all-reduces work in place. `moved` has the results of
-    moves made ahead of time, `pieces` the results that are parts of one buffer.
+    moves made ahead of time, `pieces` the results that are parts of one buffer. `zeroed` has (local value, dim) where
+    padding is zero, `filled` the values whose padding was set.
     """
 
     def __init__(self, name: str, mesh_shape: Dims, overwrites: bool = False) -> None:
@@ -48,14 +50,17 @@ class BlockEmitter(LayoutMoves):
         self._instrs: list[Instr] = []
         self._origin = -1
         self.moved: dict[tuple[str, Move], str] = {}
+        self.filled: dict[tuple[str, int, float], str] = {}
+        self.zeroed: set[tuple[str, int]] = set()
         self.pieces: set[str] = set()
 
     def give(
-        self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = ""
-    ) -> None:
+        self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = "",
+        zeros: bool = False,
+    ) -> None:  # fmt: skip
         """A value the caller can bind as `name`; it becomes an input of the block only if read.
 
-        Ops ask for it as `known_as` where that differs.
+        Ops ask for it as `known_as` where that differs. `zeros`: its padding is zero.
         """
         shape = local_shape(spec.shape, layout, self.mesh_shape)
         nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
@@ -65,6 +70,8 @@ class BlockEmitter(LayoutMoves):
         self.specs[known] = spec
         self._home[known] = layout
         self._at[known, layout] = name
+        if zeros:
+            self.zeroed.update((name, dim) for dim, _ in padded_dims(spec.shape, layout, self.mesh_shape))
 
     def rename(self, name: str, source: str, layout: Layout) -> None:
         """Declare that a value is another one, which is brought to a layout."""
@@ -83,9 +90,15 @@ class BlockEmitter(LayoutMoves):
             source = self._home[name]
             found = self._use(self._at[name, source])
             for move in self.path(name, layout):
-                found = self.moved.get((name, move)) or self._move(name, found, move)
+                found = self.moved.get((name, move)) or self.move(name, found, move)
             self._at[name, layout] = found
         return self._use(found)
+
+    def move(self, name: str, local: str, move: Move) -> str:
+        """Emit one move of a value; returns the local name of the result."""
+        result = self._move(name, local, move)
+        keep_zeros(self, name, local, move, result)
+        return result
 
     def path(self, name: str, layout: Layout) -> tuple[Move, ...]:
         """The moves that bring a value from where it was given or made to a layout."""
@@ -102,6 +115,7 @@ class BlockEmitter(LayoutMoves):
         self._origin = origin
         wanted = tuple(zip(op.tensors, strategy.inputs, strict=True))
         names = row_major(self, op, {key: self.get(*key) for key in wanted})
+        names = fill_padding(self, op, graph, strategy, names)
         locals_: list[str | None] = []
         for out, layout, final in zip(op.outs, strategy.computed, strategy.outputs, strict=True):
             if out is None or layout is None or final is None:
@@ -128,7 +142,7 @@ class BlockEmitter(LayoutMoves):
             if out is None or computed is None or final is None or local is None:
                 continue
             for move in reshard_path(self.specs[out].shape, computed, final, self.mesh_shape, frozen=1):
-                local = self._move(out, local, move)
+                local = self.move(out, local, move)
             self._at[out, final] = local
 
     def _local_spec(self, name: str, layout: Layout) -> TensorSpec:

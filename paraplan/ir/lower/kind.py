@@ -240,7 +240,7 @@ def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...]) -> tuple[s
 def _give_sources(emitter: BlockEmitter, kind: SegmentKind, context: KindContext) -> None:
     values = kind.graph.values
     for name, layout in zip(kind.params, context.params, strict=True):
-        emitter.give(name, values[name], (R, *layout))
+        emitter.give(name, values[name], (R, *layout), zeros=True)
     for name, given in zip(kind.inputs, context.inputs, strict=True):
         emitter.give(name, values[name], given.layout, given.strides)
     if kind.seed is not None:

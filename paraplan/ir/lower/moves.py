@@ -2,7 +2,8 @@
 
 Collectives gather, scatter and exchange along dim 0 of contiguous values; `paraplan.stack` lays the chunks of another
 dim one after another along dim 0 first, `paraplan.unstack` does the inverse afterwards, and both are views where
-nothing but ones leads the dim.
+nothing but ones leads the dim. Where blocks are padded, a cut and `stack` pad with zeros, and `unstack` (or a slice of
+the view) drops the padding.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class LayoutMoves:
                 value.dtype,
                 after,
             )
-        if not is_contiguous(value.shape, value.strides):
+        split = {"reduce_scatter": move.dim, "all_to_all": move.to_dim}.get(move.kind, -1)
+        pads = split >= 0 and n * after[split] != value.shape[split]
+        if not pads and not is_contiguous(value.shape, value.strides):
             local = self.local(
                 "paraplan.reshape_copy", ("%" + local, value.shape), self._unique(stem), value.dtype, value.shape
             )
@@ -86,35 +89,47 @@ class LayoutMoves:
         if move.kind == "all_gather":
             stacked = self.exchange(move, local, stem, (n * value.shape[0], *value.shape[1:]))
             return self._unstack(stacked, stem, n, move.dim, after)
-        split = move.dim if move.kind == "reduce_scatter" else move.to_dim
-        local = self._stack(local, stem, n, split)
+        local = self._stack(local, stem, n, split, after[split])
         shape = self.values[local].shape
         if move.kind == "reduce_scatter":
             return self.exchange(move, local, stem, (shape[0] // n, *shape[1:]))
         exchanged = self.exchange(move, local, stem, shape)
         return self._unstack(exchanged, stem, n, move.dim, after)
 
-    def _stack(self, local: str, stem: str, n: int, dim: int) -> str:
-        """Chunks along `dim` laid one after another along dim 0; a view where nothing but ones leads."""
+    def _stack(self, local: str, stem: str, n: int, dim: int, block: int) -> str:
+        """Blocks along `dim` laid one after another along dim 0; a view where nothing but ones leads."""
         value = self.values[local]
-        if dim == 0:
+        pads = n * block != value.shape[dim]
+        if dim == 0 and not pads:
             return local
-        shape = (n * value.shape[0], *(size // n if i == dim else size for i, size in enumerate(value.shape) if i > 0))
+        first, *rest = (block if i == dim else size for i, size in enumerate(value.shape))
+        shape = (n * first, *rest)
         out = self._unique(stem)
+        if pads:
+            return self.local("paraplan.stack", ("%" + local, n, dim, block), out, value.dtype, shape)
         if math.prod(value.shape[:dim]) == 1:
             self.view("aten.view.default", ("%" + local, shape), local, out, shape, change=True)
             return out
         return self.local("paraplan.stack", ("%" + local, n, dim), out, value.dtype, shape)
 
     def _unstack(self, local: str, stem: str, n: int, dim: int, after: Dims) -> str:
-        """The inverse: blocks along dim 0 laid side by side along `dim`."""
-        if dim == 0:
+        """The inverse: blocks along dim 0 laid side by side along `dim`, without their padding."""
+        value = self.values[local]
+        block = value.shape[0] // n if dim == 0 else value.shape[dim]
+        pads = n * block != after[dim]
+        if dim == 0 and not pads:
             return local
         out = self._unique(stem)
-        if math.prod(after[:dim]) == 1:
-            self.view("aten.view.default", ("%" + local, after), local, out, after, change=True)
-            return out
-        return self.local("paraplan.unstack", ("%" + local, n, dim), out, self.values[local].dtype, after)
+        if math.prod(after[:dim]) != 1:
+            args = ("%" + local, n, dim, *((after[dim],) if pads else ()))
+            return self.local("paraplan.unstack", args, out, value.dtype, after)
+        if dim > 0:
+            joined = (*after[:dim], n * block, *after[dim + 1 :])
+            self.view("aten.view.default", ("%" + local, joined), local, out, joined, change=True)
+        if pads:
+            local, out = (out, self._unique(stem)) if dim > 0 else (local, out)
+            self.view("aten.slice.Tensor", ("%" + local, dim, 0, after[dim], 1), local, out, after, change=True)
+        return out
 
     def exchange(self, move: Move, local: str, stem: str, shape: Dims, in_place: bool = False) -> str:
         """Emit a move's collective of a contiguous value; returns the local name of its result.

@@ -61,7 +61,7 @@ class Reductions:
                 self.grads[name] = f"acc:{name}"
                 continue
             spec, key = self.specs[name], bundle_key(self.specs[name].dtype, path)
-            if key is None or not is_small(spec, self._layout(name), self._extended):
+            if key is None or not is_small(spec, path[0], self._extended):
                 self._send((name,))
                 continue
             group = self._waiting.setdefault(key, [])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.mesh import Layout, P, Placement, R, Shard, layout_text
+from paraplan.ir.mesh import Layout, P, Placement, R, Shard, layout_text, pads_little
 from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.strategies import Strategy
@@ -107,7 +107,7 @@ class Pins:
         return True
 
     def _zero(self, cls: ParamClass, option: ParamOption) -> bool:
-        """ZeRO's stages, as layouts on the dp axis; a parameter no dim of which divides stays whole."""
+        """ZeRO's stages, as layouts on the dp axis; a parameter no dim of which can be sharded stays whole."""
         triple = (option.stored[self.dp], option.grad[self.dp], option.state[self.dp])
         return triple in zero_triples(self.constraints.zero or 0, cls, self.dp_size)
 
@@ -122,10 +122,10 @@ class Pins:
 
 
 def zero_triples(stage: int, cls: ParamClass, size: int) -> list[tuple[Placement, Placement, Placement]]:
-    """(stored, grad, state) on a data-parallel axis of that size at a ZeRO stage; whole where no dim divides."""
+    """(stored, grad, state) on a data-parallel axis of that size at a ZeRO stage; whole where no dim can be sharded."""
     found: list[tuple[Placement, Placement, Placement]] = []
     for dim, extent in enumerate(cls.spec.shape):
-        if extent % size:
+        if not pads_little(extent, size):
             continue
         cut = Shard(dim=dim)
         found.append({0: (R, P, R), 1: (R, P, cut), 2: (R, cut, cut), 3: (cut, cut, cut)}[stage])
