@@ -23,7 +23,11 @@ def mm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def addmm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`n, m k, k n -> m n`; the bias is one of the addends, so with k sharded only one rank may hold it."""
     (m, k), n = inputs[1].shape, inputs[2].shape[1]
-    bias = ("n",) if len(inputs[0].shape) == 1 else ("m", "n")
+    lead = 2 - len(inputs[0].shape)
+    bias = tuple(
+        name if size == full else WHOLE
+        for name, size, full in zip("mn"[lead:], inputs[0].shape, (m, n)[lead:], strict=True)
+    )
     return uneven(
         OpDims(
             (bias, ("m", "k"), ("k", "n")),
