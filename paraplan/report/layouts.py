@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 
 from paraplan.ir.graph import Graph, Op, Phase
-from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, parse_layout
+from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, local_shape, parse_layout
 from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
 from paraplan.ir.program import Program
 from paraplan.ir.rules.strategies import AxisChoice, dims_of, mesh_choices
 from paraplan.ir.struct import Value
+from paraplan.ir.tensor import TensorSpec
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -143,11 +144,11 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     for slot, local in enumerate(kind.params):
         names = tuple(dict.fromkeys(program.segments[index].params[slot] for index in segments))
         layouts, spec = stage.params[names[0]], program.params[names[0]].spec
-        shards = _num_shards(parse_layout(layouts.stored), stage.mesh)
+        held = TensorSpec(spec.dtype, local_shape(spec.shape, parse_layout(layouts.stored), stage.mesh.shape))
         rows.append(
             ParamRow(
                 name=generic_name(names[0]) if len(names) > 1 else names[0], count=len(names), shape=spec.shape,
-                nbytes=len(names) * spec.nbytes // shards, words=param_words(layouts, used.get(local), stage.mesh),
+                nbytes=len(names) * held.nbytes, words=param_words(layouts, used.get(local), stage.mesh),
                 stored=layouts.stored, grad=layouts.grad, state=layouts.state,
             )
         )  # fmt: skip
@@ -158,13 +159,6 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
         dict.fromkeys(op.target.split(".")[1] for op in kind.graph.ops[:3])
     )
     return KindRow(name=kind.name, label=label, instances=len(segments), params=tuple(rows), outputs=outputs)
-
-
-def _num_shards(layout: Layout, mesh: Mesh) -> int:
-    count = 1
-    for placement, size in zip(layout, mesh.shape, strict=True):
-        count *= size if isinstance(placement, Shard) else 1
-    return count
 
 
 def _label(names: tuple[str, ...]) -> str:

@@ -71,7 +71,8 @@ def _fill(emitter: BlockEmitter, local: str, dim: int, axis: int, size: int, val
     if value == 0:
         emitter.zeroed.add((out, dim))
         emitter.zeroed.update((out, other) for name, other in tuple(emitter.zeroed) if name == local)
-    if value != 0 or any(stride == 0 and n > 1 for stride, n in zip(source.strides, source.shape, strict=True)):
+    expanded = any(stride == 0 and n > 1 for stride, n in zip(source.strides, source.shape, strict=True))
+    if value != 0 or expanded or block == 1:  # a block of one may be an expanded one, which strides do not tell
         return emitter.local("paraplan.fill_tail", args, out, source.dtype, source.shape)
     emitter.values[out] = LocalValue(
         dtype=source.dtype, shape=source.shape, strides=source.strides, base=source.base, storage_bytes=0
