@@ -6,6 +6,7 @@ message on stderr and exit code 2; `--debug` shows where it came from. `--json` 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from paraplan import __version__
+from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
 from paraplan.terminal import clusters
 from paraplan.terminal.progress import Progress, out, print_fault
@@ -85,6 +87,10 @@ def plan(
     mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB; default: its memory."),
+    ] = None,
     memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
@@ -97,10 +103,14 @@ def plan(
     ] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO level, 0 to 3.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="Activations made again: none, selective or full; chosen if not given.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Plan a model for a cluster."""
+    gc.set_threshold(*RARELY)  # the imports of torch and transformers too
     given = parse_settings(settings or [])
     shape = parse_mesh(mesh)
     pins = {"dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "zero": zero, "microbatches": microbatches}
@@ -124,7 +134,9 @@ def plan(
             progress=tell,
             mesh=shape,
             **pins,
+            memory=memory,
             memory_reserve=memory_reserve,
+            recompute=recompute,
         )
         if output is not None:
             found.save(output)

@@ -79,7 +79,7 @@ class KindChoice(Value, frozen=True, kw_only=True):
         kind: index into the program's kinds.
         ops: per op of the joint graph, the key of its strategy (see `ir.rules.strategies`).
         input_grads: per boundary input, the layout its gradient is handed over in, or None.
-        activations: per saved value not simply kept: "recompute", "offload:host", "offload:disk", "encode:<codec>".
+        activations: per value of the forward not simply kept for the backward: "recompute" (see `ir.lower.remat`).
     """
 
     kind: int

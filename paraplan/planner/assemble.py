@@ -42,6 +42,7 @@ class Decisions:
         input_grads: per kind, per boundary input, the layout its gradient is handed over in.
         params: per parameter class (order of `param_classes`).
         batch: layout of each batch input.
+        activations: per segment, what becomes of values not simply kept for the backward; empty where all are kept.
     """
 
     mesh: Mesh
@@ -50,6 +51,7 @@ class Decisions:
     input_grads: tuple[tuple[str | None, ...], ...]
     params: tuple[ParamLayouts, ...]
     batch: dict[str, str]
+    activations: tuple[dict[str, str], ...] = ()
 
 
 def assemble(job: Job, decisions: Decisions) -> Plan:
@@ -57,13 +59,10 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     program = job.program
     classes = param_classes(program)
     layouts = {name: lay for cls, lay in zip(classes, decisions.params, strict=True) for name in cls.params}
-    choices = tuple(
-        KindChoice(kind=index, ops=ops, input_grads=grads)
-        for index, (ops, grads) in enumerate(zip(decisions.ops, decisions.input_grads, strict=True))
-    )
+    choices, chosen = _choices(program, decisions)
     stage = Stage(
         first=0, stop=len(program.segments), mesh=decisions.mesh, choices=choices,
-        segment_choice=tuple(segment.kind for segment in program.segments), batch=decisions.batch,
+        segment_choice=chosen, batch=decisions.batch,
         params={name: layouts[name] for name in program.params if name in layouts},
     )  # fmt: skip
     kinds = job.cluster.device_kinds()
@@ -76,6 +75,21 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
         num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, stages=(stage,),
         schedule=schedule, notes=_notes(program),
     )  # fmt: skip
+
+
+def _choices(program: Program, decisions: Decisions) -> tuple[tuple[KindChoice, ...], tuple[int, ...]]:
+    """The distinct choices, and which one each segment takes."""
+    fates = decisions.activations or ({},) * len(program.segments)
+    found: dict[tuple[int, tuple[tuple[str, str], ...]], int] = {}
+    chosen = tuple(
+        found.setdefault((segment.kind, tuple(fate.items())), len(found))
+        for segment, fate in zip(program.segments, fates, strict=True)
+    )
+    choices = tuple(
+        KindChoice(kind=kind, ops=decisions.ops[kind], input_grads=decisions.input_grads[kind], activations=dict(fate))
+        for kind, fate in found
+    )
+    return choices, chosen
 
 
 def _notes(program: Program) -> tuple[str, ...]:

@@ -7,6 +7,10 @@ import math
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.struct import Value
 
+PRESETS = ("none", "selective", "full")
+"""`none`: every activation is kept. `full`: segments keep their inputs alone (Chen et al. 2016). `selective`: results
+of matrix products, convolutions and attention are kept, what is cheap is recomputed (Korthikanti et al. 2022, as
+practised today)."""
 CP_MODES = ("gather", "alltoall", "ring")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -23,7 +27,9 @@ class Constraints(Value, frozen=True, kw_only=True):
         cp_mode: how attention deals with that: "gather", "alltoall" or "ring"; None lets the planner choose.
         zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).
         microbatches: how many microbatches a step takes.
+        memory_bytes: what a device may hold at most; None: its memory.
         memory_reserve_bytes: device memory to leave free.
+        recompute: "none", "selective" or "full" (see `PRESETS`); None: what pays where memory is short.
         params: layouts of named parameters, "stored/grad/state" texts.
     """
 
@@ -35,7 +41,9 @@ class Constraints(Value, frozen=True, kw_only=True):
     cp_mode: str | None = None
     zero: int | None = None
     microbatches: int | None = None
+    memory_bytes: int | None = None
     memory_reserve_bytes: int = 0
+    recompute: str | None = None
     params: dict[str, str] = {}
 
 
@@ -59,6 +67,12 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         raise ConstraintError(f"cp_mode={c.cp_mode}: one of {', '.join(CP_MODES)}, and cp with it")
     if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
         raise ConstraintError(f"zero={c.zero} shards over a data-parallel axis: give dp as well")
+    if c.recompute is not None and c.recompute not in PRESETS:
+        raise ConstraintError(
+            f"recompute={c.recompute}: one of {', '.join(PRESETS)}, or nothing for the planner's choice"
+        )
+    if c.memory_bytes is not None and c.memory_bytes <= 0:
+        raise ConstraintError(f"memory={c.memory_bytes}: must be more than 0 bytes")
     if c.mesh is not None:
         if any(size < 1 for size in c.mesh):
             raise ConstraintError(f"mesh={c.mesh}: every axis must be at least 1")

@@ -1,6 +1,7 @@
 """The search loop: propose a mesh and a microbatch count, solve, price, keep the best.
 
-Meshes: the pinned one, or those of `meshes.py`. Microbatches: the pinned count, or 1, doubled while nothing fits.
+Meshes: the pinned one, or those of `meshes.py`. Microbatches: the pinned count, or 1, doubled while memory binds and
+the step gets faster.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from paraplan.cost_models.predict import predict
+from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
@@ -19,6 +21,7 @@ from paraplan.ir.micro import splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.memory.joint import solve_with_recomputation
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, solve_mesh
 
@@ -34,6 +37,7 @@ class Found:
     total_s: float
 
 
+@seldom_collected()
 def search(
     job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None
 ) -> Found:
@@ -50,27 +54,65 @@ def search(
     """
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
-    memory = min(group.device.memory_bytes for group in job.cluster.groups) - constraints.memory_reserve_bytes
-    if memory <= 0:
-        raise InfeasibleError(f"the memory reserve of {constraints.memory_reserve_bytes} bytes leaves no device memory")
-    limits = Limits(time_s=time_limit_s, memory_bytes=memory)
+    limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints))
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
     failures: list[InfeasibleError | SolverLimitError] = []
     for mesh in meshes:
-        for count in _microbatch_counts(job, constraints, mesh):
-            named = "x".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
-            progress(f"mesh {named}, {count} microbatch{'es' if count > 1 else ''}")
-            try:
-                found.append(solve_mesh(job, mesh, count, constraints, limits))
-                break
-            except (InfeasibleError, SolverLimitError) as fault:
-                failures.append(fault)
+        found += _on_mesh(job, mesh, constraints, limits, failures, progress)
     if not found:
         raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
     best = min(found, key=lambda candidate: candidate.simulation.step_s)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes))
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
+
+
+def _on_mesh(
+    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits,
+    failures: list[InfeasibleError | SolverLimitError], progress: Progress,
+) -> list[Candidate]:  # fmt: skip
+    """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster."""
+    found: list[Candidate] = []
+    best_s = float("inf")
+    for count in _microbatch_counts(job, constraints, mesh):
+        named = "x".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
+        progress(f"mesh {named}, {count} microbatch{'es' if count > 1 else ''}")
+        here = _solve(job, mesh, count, constraints, limits, failures)
+        found += here
+        step_s = min((candidate.simulation.step_s for candidate in here), default=float("inf"))
+        if here and (step_s >= best_s or not here[0].memory_binds):
+            break
+        best_s = min(best_s, step_s)
+    return found
+
+
+def _budget(job: Job, constraints: Constraints) -> int:
+    """Bytes a plan may hold per device."""
+    device = min(group.device.memory_bytes for group in job.cluster.groups)
+    budget = min(device, constraints.memory_bytes or device) - constraints.memory_reserve_bytes
+    if budget <= 0:
+        raise InfeasibleError(f"the memory reserve of {constraints.memory_reserve_bytes} bytes leaves no device memory")
+    return budget
+
+
+def _solve(
+    job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits,
+    failures: list[InfeasibleError | SolverLimitError],
+) -> list[Candidate]:  # fmt: skip
+    """Plans for a mesh: one that keeps every activation, and where memory binds one that may recompute some."""
+    found: list[Candidate] = []
+    if constraints.recompute in (None, "none"):
+        try:
+            found.append(solve_mesh(job, mesh, count, constraints, limits))
+        except (InfeasibleError, SolverLimitError) as fault:
+            failures.append(fault)
+        if constraints.recompute == "none" or (found and not found[0].memory_binds):
+            return found
+    try:
+        found.append(solve_with_recomputation(job, mesh, count, constraints, limits))
+    except (InfeasibleError, SolverLimitError) as fault:
+        failures.append(fault)
+    return found
 
 
 def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:

@@ -1,7 +1,8 @@
 """A kind under one choice -> its forward and backward blocks.
 
-Backward values that the forward made are saved in the layout they were produced in; inputs of the segment and
-its outputs are not saved again, for the outer namespace holds them. Parameters are read from their stored
+Backward values that the forward made are saved in the layout they were produced in, or made again just before the
+backward first reads them (`remat`); inputs of the segment and its outputs are not saved again, for the outer namespace
+holds them. Parameters are read from their stored
 layout in each phase anew (a sharded one is gathered, used and freed), and every gradient leaves the block in
 the layout the plan gives it.
 """
@@ -17,6 +18,7 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Op, Phase
 from paraplan.ir.lower.bundle import gather_together, reduce_together
 from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.remat import NOTHING, Remat, remat_of
 from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
 from paraplan.ir.micro import KindMicro, dual
 from paraplan.ir.plan import KindChoice
@@ -65,12 +67,14 @@ class LoweredForward:
         outputs: per output, where and how it lies.
         saved: graph name -> (local name in the block, how it lies) of every value saved for the backward.
         strategies: of every op, on the extended mesh.
+        remat: what the backward executes again.
     """
 
     block: Block
     outputs: tuple[Given, ...]
     saved: dict[str, tuple[str, Given]]
     strategies: tuple[Strategy, ...]
+    remat: Remat = NOTHING
 
 
 @dataclass(frozen=True)
@@ -125,23 +129,21 @@ def lower_forward(
     name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext
 ) -> LoweredForward:
     """Lower a kind's forward ops."""
-    m, graph = context.num_microbatches, kind.graph
+    m = context.num_microbatches
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
     emitter = BlockEmitter(name, (m, *context.mesh_shape))
     _give_sources(emitter, kind, context)
     _emit_phase(emitter, kind, strategies, Phase.FORWARD)
+    remat = remat_of(kind, choice.activations)
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in kind.outputs)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(kind.outputs, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
-    made = {out for op in graph.ops if op.phase is Phase.FORWARD for out in op.outs if out is not None}
-    needed = _backward_reads(kind)
     saved = {}
-    for value in graph.values:
-        if value in made and value in needed and value not in kind.outputs:
-            local = emitter.get(value, emitter.home(value))
-            saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
+    for value in remat.saved:
+        local = emitter.get(value, emitter.home(value))
+        saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
     block = emitter.finish(locals_, tuple(local for local, _ in saved.values()))
-    return LoweredForward(block, outputs, saved, strategies)
+    return LoweredForward(block, outputs, saved, strategies, remat)
 
 
 def evaluate_forward(
@@ -160,8 +162,10 @@ def evaluate_forward(
     for op in reversed(graph.ops):
         if op.phase is Phase.FORWARD and not needed.isdisjoint(op.outs):
             needed.update(op.tensors)
-    certain = {index for index, op in enumerate(graph.ops) if not needed.isdisjoint(op.outs)}
-    gather_together(emitter, _param_wants(kind, strategies, Phase.FORWARD, certain))
+    certain = {
+        index for index, op in enumerate(graph.ops) if op.phase is Phase.FORWARD and not needed.isdisjoint(op.outs)
+    }
+    gather_together(emitter, _param_wants(kind, strategies, certain))
     for index, (op, strategy) in enumerate(zip(graph.ops, strategies, strict=True)):
         if op.phase is not Phase.FORWARD or needed.isdisjoint(op.outs):
             continue
@@ -198,7 +202,7 @@ def lower_backward(
     for tangent, arrives in zip(kind.tangents, tangents, strict=True):
         if tangent is not None and arrives is not None:
             emitter.give(tangent, graph.values[tangent], arrives.layout, arrives.strides)
-    _emit_phase(emitter, kind, forward.strategies, Phase.BACKWARD)
+    _emit_phase(emitter, kind, forward.strategies, Phase.BACKWARD, forward.remat)
     layouts = _input_grad_layouts(kind, choice, micro, emitter)
     grads = tuple(
         None if grad is None or layout is None else emitter.get(grad, layout)
@@ -247,29 +251,50 @@ def _give_sources(emitter: BlockEmitter, kind: SegmentKind, context: KindContext
         emitter.give(kind.seed, values[kind.seed], (R,) * (1 + len(context.mesh_shape)))
 
 
-def _emit_phase(emitter: BlockEmitter, kind: SegmentKind, strategies: tuple[Strategy, ...], phase: Phase) -> None:
-    gather_together(emitter, _param_wants(kind, strategies, phase, range(len(strategies))))
-    for index, (op, strategy) in enumerate(zip(kind.graph.ops, strategies, strict=True)):
+def _emit_phase(
+    emitter: BlockEmitter,
+    kind: SegmentKind,
+    strategies: tuple[Strategy, ...],
+    phase: Phase,
+    remat: Remat = NOTHING,
+) -> None:
+    """A phase's ops in order, each after what it reads that is to be made again."""
+    ops = kind.graph.ops
+    which = {index for index, op in enumerate(ops) if op.phase is phase} | set(remat.again)
+    gather_together(emitter, _param_wants(kind, strategies, which))
+    makers = {out: index for index in remat.again for out in ops[index].outs if out is not None}
+    emitted: set[int] = set()
+
+    def emit(index: int) -> None:
+        emitted.add(index)
+        for name in ops[index].tensors:
+            ensure(name)
+        emitter.op(ops[index], kind.graph, strategies[index], index)
+
+    def ensure(name: str) -> None:
+        if name in makers and makers[name] not in emitted:
+            emit(makers[name])
+
+    for index, op in enumerate(ops):
         if op.phase is phase:
-            emitter.op(op, kind.graph, strategy, index)
+            emit(index)
+    if phase is Phase.BACKWARD:
+        for grad in (*kind.input_grads, *kind.param_grads):
+            if grad is not None:
+                ensure(grad)
 
 
 def _param_wants(
-    kind: SegmentKind, strategies: tuple[Strategy, ...], phase: Phase, which: Container[int]
+    kind: SegmentKind, strategies: tuple[Strategy, ...], which: Container[int]
 ) -> list[tuple[str, Layout]]:
-    """The layouts a phase's ops, those of some numbers, want parameters in."""
+    """The layouts ops, those of some numbers, want parameters in."""
     return [
         (name, layout)
         for index, (op, strategy) in enumerate(zip(kind.graph.ops, strategies, strict=True))
-        if op.phase is phase and index in which
+        if index in which
         for name, layout in zip(op.tensors, strategy.inputs, strict=True)
         if name in kind.params
     ]
-
-
-def _backward_reads(kind: SegmentKind) -> set[str]:
-    reads = {name for op in kind.graph.ops if op.phase is Phase.BACKWARD for name in op.tensors}
-    return reads | {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
 
 
 def _output_layout(home: Layout, out: str, kind: SegmentKind, m: int) -> Layout:
