@@ -127,8 +127,8 @@ PINS = (
     {"cp": 2, "cp_mode": "gather"},
     {"cp": 2, "cp_mode": "alltoall"},
     {"tp": 2, "sp": True},
-    {"dp": 2, "zero": 1},
-    {"dp": 2, "zero": 3},
+    {"dp": 2, "zero": 1, "params": {"transformer.wte.weight": "R/P/S0"}},
+    {"dp": 2, "zero": 3, "params": {"transformer.wte.weight": "S0/S0/S0"}},
     {"mesh": (2, 2)},
 )
 
