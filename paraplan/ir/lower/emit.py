@@ -32,9 +32,8 @@ Dims = tuple[int, ...]
 class BlockEmitter(LayoutMoves):
     """Collects the instructions of one block on an extended mesh (axis 0: microbatches).
 
-    `overwrites`: nobody else reads what the block is given, so all-reduces work in place. `moved` has the results of
-    moves made ahead of time, `pieces` the results that are parts of one buffer. `zeroed` has (local value, dim) where
-    padding is zero, `filled` the values whose padding was set.
+    `overwrites`: nobody else reads what the block is given, so all-reduces work in place. `zeroed` has (local value,
+    dim) where padding is zero, `filled` the values whose padding was set.
     """
 
     def __init__(self, name: str, mesh_shape: Dims, overwrites: bool = False) -> None:
@@ -49,10 +48,8 @@ class BlockEmitter(LayoutMoves):
         self._at: dict[tuple[str, Layout], str] = {}
         self._instrs: list[Instr] = []
         self._origin = -1
-        self.moved: dict[tuple[str, Move], str] = {}
         self.filled: dict[tuple[str, int, float], str] = {}
         self.zeroed: set[tuple[str, int]] = set()
-        self.pieces: set[str] = set()
 
     def give(
         self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = "",
@@ -90,7 +87,7 @@ class BlockEmitter(LayoutMoves):
             source = self._home[name]
             found = self._use(self._at[name, source])
             for move in self.path(name, layout):
-                found = self.moved.get((name, move)) or self.move(name, found, move)
+                found = self.move(name, found, move)
             self._at[name, layout] = found
         return self._use(found)
 

@@ -26,6 +26,9 @@ from paraplan.ir.tensor import TensorSpec
 
 RING = "ring"
 
+AxisKeys = tuple[frozenset[str] | None, ...]
+"""Per mesh axis, what an op may do there, by key without the reduction; None for everything."""
+
 
 @dataclass(frozen=True)
 class AxisChoice:
@@ -134,7 +137,7 @@ def _shard_letter(dims: OpDims, letter: str) -> AxisChoice | None:
 
 
 def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, ...], micro: AxisChoice | None = None,
-                  num_microbatches: int = 1) -> tuple[Strategy, ...]:  # fmt: skip
+                  num_microbatches: int = 1, only: AxisKeys = ()) -> tuple[Strategy, ...]:  # fmt: skip
     """All legal strategies of an op.
 
     Args:
@@ -142,6 +145,7 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
         mesh_shape: axis sizes.
         micro: what the op does along the microbatch axis, which counts for divisibility.
         num_microbatches: that axis' size.
+        only: per axis, the keys of what the op may do there; None, or nothing given, for everything.
     Returns:
         Strategies in a fixed order, the fully replicated one first; keys are unique.
     """
@@ -155,27 +159,59 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
     choices = [choice for choice in mesh_choices(dims) if not _sums_truths(choice, inputs, outputs)]
     if turns and micro_letter == turns:
         choices = [choice for choice in choices if choice.key != RING]
-    for combo in itertools.product(choices, repeat=len(mesh_shape)):
+    shardable = _Shardable(micro, extended)
+    ends: dict[object, list[tuple[tuple[str, ...], tuple[Layout | None, ...]]]] = {}
+    axes = [[c for c in choices if keys is None or c.key in keys] for keys in only or (None,) * len(mesh_shape)]
+    for combo in itertools.product(*axes):
         if not _divides(dims, combo, mesh_shape, micro_letter, num_microbatches):
             continue
         keys = [choice.key for choice in combo]
         if RING in keys and keys.count(RING) + keys.count(turns) > 1:
             continue
-        in_layouts = tuple(tuple(choice.inputs[i] for choice in combo) for i in range(len(inputs)))
+        in_layouts = (
+            tuple(zip(*(choice.inputs for choice in combo), strict=True)) if mesh_shape else ((),) * len(inputs)
+        )
         if RING in keys and any(map(padded_dims, (x.shape for x in inputs), in_layouts, itertools.repeat(mesh_shape))):
             continue
-        if not _shardable(inputs, _with_micro(micro, in_layouts), extended):
+        if not shardable(inputs, in_layouts):
             continue
         computed: tuple[Layout | None, ...] = tuple(
             None if spec is None else tuple(choice.outputs[i] or R for choice in combo)
             for i, spec in enumerate(outputs)
-        )  # type: tuple[Layout | None, ...]
-        for suffixes, outs in _reductions(computed, outputs, mesh_shape):
-            if not _shardable(outputs, _with_micro(micro, outs, of_outputs=True), extended):
-                continue
-            key = "|".join(choice.key + suffix for choice, suffix in zip(combo, suffixes, strict=True))
+        )
+        if computed not in ends:
+            reduced = _reductions(computed, outputs, mesh_shape)
+            ends[computed] = [end for end in reduced if shardable(outputs, end[1], of_outputs=True)]
+        for suffixes, outs in ends[computed]:
+            key = "|".join(map(str.__add__, keys, suffixes))
             found.setdefault(key, Strategy(key, in_layouts, computed, outs))
     return tuple(found.values())
+
+
+class _Shardable:
+    """Whether tensors may lie so together with the microbatch axis; asked once per layouts."""
+
+    def __init__(self, micro: AxisChoice | None, extended: tuple[int, ...]) -> None:
+        self.micro, self.extended, self.known = micro, extended, dict[object, bool]()
+
+    def __call__(
+        self, specs: Sequence[TensorSpec | None], layouts: tuple[Layout | None, ...], of_outputs: bool = False
+    ) -> bool:
+        key = (layouts, of_outputs)
+        if key not in self.known:
+            self.known[key] = _shardable(specs, _with_micro(self.micro, layouts, of_outputs), self.extended)
+        return self.known[key]
+
+
+def strategy_named(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, ...], key: str,
+                   micro: AxisChoice | None = None, num_microbatches: int = 1) -> Strategy | None:  # fmt: skip
+    """The legal strategy with a key, found without listing the others; None where there is none."""
+    parts = key.split("|")
+    if mesh_shape and len(parts) != len(mesh_shape):
+        return None
+    only = tuple(frozenset({part.split(">")[0]}) for part in parts) if mesh_shape else ()
+    legal = op_strategies(op, values, mesh_shape, micro, num_microbatches, only)
+    return next((strategy for strategy in legal if strategy.key == key), None)
 
 
 def _sums_truths(choice: AxisChoice, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...]) -> bool:
@@ -314,6 +350,7 @@ __all__ = [
     "WHOLE",
     "RING",
     "AxisChoice",
+    "AxisKeys",
     "GraphKey",
     "Strategy",
     "axis_choices",
@@ -325,4 +362,5 @@ __all__ = [
     "mesh_choices",
     "op_strategies",
     "ring_choice",
+    "strategy_named",
 ]

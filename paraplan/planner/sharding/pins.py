@@ -15,7 +15,7 @@ from paraplan.ir.lower.bundle import SMALL_BYTES
 from paraplan.ir.mesh import Layout, P, Placement, R, Shard, layout_text, pads_little
 from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.program import Program, SegmentKind
-from paraplan.ir.rules.strategies import Strategy
+from paraplan.ir.rules.strategies import AxisKeys, Strategy, dims_of, mesh_choices
 from paraplan.planner.classes import ParamClass
 from paraplan.planner.constraints import Constraints, parse_param_pin
 from paraplan.planner.sharding.options import ParamOption
@@ -36,6 +36,7 @@ class Pins:
         dp_size: ranks along dp; 1 where there is none.
         along: what every op does along a batch axis (for dp and tp).
         sequence: what every op of a kind may do along the cp axis.
+        mesh_shape: axis sizes.
     """
 
     program: Program
@@ -46,20 +47,27 @@ class Pins:
     dp_size: int
     along: ProgramMicro | None
     sequence: tuple[tuple[Keys, ...], ...]
+    mesh_shape: tuple[int, ...]
 
-    def op(self, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
-        """Whether an op's strategy is left over."""
-        parts = strategy.key.split("|")
-        if not _tame(kind, position, parts):
-            return False
+    def keys(self, kind: SegmentKind, position: int) -> AxisKeys:
+        """What an op may do along each axis; partial inputs only where all of them are partial together."""
+        op = kind.graph.ops[position]
+        together = "+" + ".".join(map(str, range(len(op.tensors))))
+        tame = [c.key for c in mesh_choices(dims_of(op, kind.graph.values)) if c.key[:1] != "+" or c.key == together]
+        found = [frozenset(tame)] * len(self.mesh_shape)
         if self.cp >= 0:
             index = next(i for i, each in enumerate(self.program.kinds) if each is kind)
-            keys = self.sequence[index][position]
-            if keys is not None and parts[self.cp].split(">")[0] not in keys:
-                return False
+            found[self.cp] &= self.sequence[index][position] or found[self.cp]
+        if self.dp >= 0:
+            # A batch axis runs every op as microbatches do, whatever of its inputs is a sum there.
+            found[self.dp] = frozenset({self._along(kind)[position].split(">")[0]})
+        return tuple(found)
+
+    def op(self, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
+        """Whether one of the strategies that `keys` make is left over."""
         if self.along is None:
             return True
-        batch = self._along(kind)[position]
+        parts, batch = strategy.key.split("|"), self._along(kind)[position]
         if self.dp >= 0 and parts[self.dp] != batch:
             return False
         return self.tp < 0 or self._tensor(kind, position, strategy, parts[self.tp], batch)
@@ -166,14 +174,8 @@ def make_pins(
         along = program_micro(program, _smallest_divisor(program.batch_size), in_space=True)
     cp = axes.index("cp") if "cp" in axes else -1
     sequence = sequence_keys(program, shape[cp], constraints.cp_mode) if cp >= 0 else ()
-    return Pins(program, constraints, dp, tp, cp, shape[dp] if dp >= 0 else 1, along, sequence)
+    return Pins(program, constraints, dp, tp, cp, shape[dp] if dp >= 0 else 1, along, sequence, shape)
 
 
 def _smallest_divisor(n: int) -> int:
     return next((k for k in range(2, n + 1) if n % k == 0), 1)
-
-
-def _tame(kind: SegmentKind, position: int, parts: list[str]) -> bool:
-    """Partial inputs only where all inputs are partial together."""
-    count = len(kind.graph.ops[position].tensors)
-    return all(len(part.split(">")[0].split(".")) == count for part in parts if part.startswith("+"))

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulate import Simulation
@@ -72,15 +74,30 @@ class Candidate:
     memory_binds: bool = False
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """A mesh not solved, since the work of every plan there is above a cutoff.
+
+    Attributes:
+        mesh: which.
+        work_s: no plan's total work over streams is less.
+    """
+
+    mesh: Mesh
+    work_s: float
+
+
 def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints) -> Space:
     """The option space of a mesh under constraints."""
     prices = Prices(Costs(job.cluster, mesh), (num_microbatches, *mesh.shape))
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
-    return build_space(job, prices, num_microbatches, pins.op, pins.param, pins.batch)
+    return build_space(job, prices, num_microbatches, pins)
 
 
-def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits) -> Candidate:
-    """The best plan on a mesh.
+def solve_mesh(
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits, cutoff_s: float = np.inf
+) -> Candidate | Skipped:
+    """The best plan on a mesh; nothing where all its plans take more work than the cutoff.
 
     The problem counts memory at the loss and at the update; where a plan peaks elsewhere, that instant becomes a row
     and the problem is solved again (`instants.py`).
@@ -96,8 +113,10 @@ def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
     solve_s = 0.0
     for _ in range(ROUNDS):
         network = with_rows(problem.network, (*rows, *instants.values()))
-        found = optimise(network, limits.time_s, limits.relative_gap, limits.backend)
+        found = optimise(network, limits.time_s, limits.relative_gap, limits.backend, cutoff=cutoff_s)
         solve_s += found.solve_s
+        if found.choices is None and cutoff_s <= found.bound < np.inf:
+            return Skipped(mesh, found.bound)
         if found.choices is None:
             _fail(job, space, found, limits, proved=rows is base and not instants)
         assert found.choices is not None
