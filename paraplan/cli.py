@@ -101,6 +101,7 @@ def plan(
     cp_mode: Annotated[
         str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
     ] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel degree: so many ranks of dp share experts.")] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO level, 0 to 3.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     recompute: Annotated[
@@ -111,33 +112,19 @@ def plan(
 ) -> None:
     """Plan a model for a cluster."""
     gc.set_threshold(*RARELY)  # the imports of torch and transformers too
-    given = parse_settings(settings or [])
-    shape = parse_mesh(mesh)
-    pins = {"dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "zero": zero, "microbatches": microbatches}
+    pins = {
+        "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
+        "microbatches": microbatches, "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute,
+    }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")
-        made = _part("make_model")(model, given, meta=True)
-        if made.example_inputs is not None and (batch is not None or seq is not None):
-            raise ConstraintError(
-                f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
-            )
+        made = _part("make_model")(model, parse_settings(settings or []), meta=True)
+        _check_batch(model, made, batch, seq)
         found = _part("compile")(
-            made.model,
-            cluster,
-            example_inputs=made.example_inputs,
-            loss_fn=made.loss_fn,
-            optimizer=optimizer,
-            precision=precision,
-            batch=8 if batch is None else batch,
-            seq=_sequence(made.model, seq),
-            time_limit_s=time_limit,
-            progress=tell,
-            mesh=shape,
-            **pins,
-            memory=memory,
-            memory_reserve=memory_reserve,
-            recompute=recompute,
-        )
+            made.model, cluster, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer,
+            precision=precision, batch=8 if batch is None else batch, seq=_sequence(made.model, seq),
+            time_limit_s=time_limit, progress=tell, **pins,
+        )  # fmt: skip
         if output is not None:
             found.save(output)
     _part("show_summary")(out(), found, output)
@@ -158,6 +145,13 @@ def _plan_json(found: Any) -> dict[str, Any]:
         "tokens_per_s": prediction.tokens_per_s,
         "mfu": prediction.mfu,
     }
+
+
+def _check_batch(model: str, made: Any, batch: int | None, seq: int | None) -> None:
+    if made.example_inputs is not None and (batch is not None or seq is not None):
+        raise ConstraintError(
+            f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
+        )
 
 
 def _sequence(model: Any, given: int | None) -> int:

@@ -168,6 +168,8 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
         raise InvalidPlanError(
             f"a batch of {plan.program.batch_size} does not divide into {plan.num_microbatches} microbatches"
         )
+    if plan.bundle_bytes < 0:
+        raise InvalidPlanError(f"bundle_bytes is {plan.bundle_bytes}: at least 0")
     position = 0
     for index, stage in enumerate(plan.stages):
         if stage.first != position or stage.stop <= stage.first:

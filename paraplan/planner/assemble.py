@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.lower.bundle import BUNDLE_BYTES
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.op_rule import DISCOVERED
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
 from paraplan.ir.program import Program
+from paraplan.ir.rules.route import KEY, ROUTED
 from paraplan.ir.rules.strategies import kept_whole
 from paraplan.ir.schedule import accumulate, split_classes
 from paraplan.planner.classes import param_classes
@@ -43,6 +45,7 @@ class Decisions:
         params: per parameter class (order of `param_classes`).
         batch: layout of each batch input.
         activations: per segment, what becomes of values not simply kept for the backward; empty where all are kept.
+        bundle_bytes: as in the plan.
     """
 
     mesh: Mesh
@@ -52,6 +55,7 @@ class Decisions:
     params: tuple[ParamLayouts, ...]
     batch: dict[str, str]
     activations: tuple[dict[str, str], ...] = ()
+    bundle_bytes: int = BUNDLE_BYTES
 
 
 def assemble(job: Job, decisions: Decisions) -> Plan:
@@ -72,9 +76,17 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     )
     return Plan(
         made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
-        num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, stages=(stage,),
-        schedule=schedule, notes=_notes(program),
+        num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, bundle_bytes=decisions.bundle_bytes,
+        stages=(stage,), schedule=schedule, notes=(*_notes(program), *_routing(program, choices)),
     )  # fmt: skip
+
+
+def _routing(program: Program, choices: tuple[KindChoice, ...]) -> tuple[str, ...]:
+    """What is assumed of mixtures whose tokens go to the ranks of their experts."""
+    pairs = (pair for c in choices for pair in zip(c.ops, program.kinds[c.kind].graph.ops, strict=True))
+    if not any(KEY in [part.split(">")[0] for part in key.split("|")] for key, op in pairs if op.target in ROUTED):
+        return ()
+    return ("tokens go to the ranks of their experts: time is that of even routing, memory that of the worst case",)
 
 
 def _choices(program: Program, decisions: Decisions) -> tuple[tuple[KindChoice, ...], tuple[int, ...]]:

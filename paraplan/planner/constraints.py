@@ -25,6 +25,8 @@ class Constraints(Value, frozen=True, kw_only=True):
         sp: with tp: activations between the split layers lie sharded along the sequence on the tp axis.
         cp: size of a context-parallel axis: the sequence lies sharded there, from the batch to the loss.
         cp_mode: how attention deals with that: "gather", "alltoall" or "ring"; None lets the planner choose.
+        ep: how many of the data-parallel ranks share one set of experts: on an axis of that size, part of dp, stacks of
+            expert matrices lie by expert and all else by batch.
         zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).
         microbatches: how many microbatches a step takes.
         memory_bytes: what a device may hold at most; None: its memory.
@@ -39,6 +41,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     sp: bool = False
     cp: int | None = None
     cp_mode: str | None = None
+    ep: int | None = None
     zero: int | None = None
     microbatches: int | None = None
     memory_bytes: int | None = None
@@ -52,11 +55,11 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
 
     Raises:
         ConstraintError: a size below 1, degrees that do not multiply to the devices, zero without dp, sp without tp,
-            an unknown cp_mode or one without cp.
+            an unknown cp_mode or one without cp, an ep that does not divide dp.
     """
     c = constraints
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
-    for name, size in (*degrees.items(), ("microbatches", c.microbatches)):
+    for name, size in (*degrees.items(), ("ep", c.ep), ("microbatches", c.microbatches)):
         if size is not None and size < 1:
             raise ConstraintError(f"{name}={size}: must be at least 1")
     if c.zero is not None and c.zero not in (0, 1, 2, 3):
@@ -76,7 +79,8 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     if c.mesh is not None:
         if any(size < 1 for size in c.mesh):
             raise ConstraintError(f"mesh={c.mesh}: every axis must be at least 1")
-        if degrees:
+        if degrees or c.ep is not None:
+            degrees |= {} if c.ep is None else {"ep": c.ep}
             given = " ".join(f"{name}={size}" for name, size in degrees.items())
             raise ConstraintError(f"mesh={c.mesh} together with {given}: give the mesh or the degrees, not both")
         product = math.prod(c.mesh)
@@ -89,6 +93,9 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     for name, size in degrees.items():
         if num_devices % size:
             raise ConstraintError(f"{name}={size} does not divide the cluster's {num_devices} devices")
+    dp = c.dp if c.dp is not None else num_devices // math.prod(degrees.values())
+    if c.ep is not None and dp % c.ep:
+        raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
     return c
 
 

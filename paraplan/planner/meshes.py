@@ -52,10 +52,10 @@ def num_options(program: Program, num_axes: int) -> int:
 def _pinned(n: int, c: Constraints) -> Mesh | None:
     if c.mesh is not None:
         return make_mesh(c.mesh, tuple(f"axis{i}" for i in range(len(c.mesh))))
-    if all(degree is None for degree in (c.dp, c.tp, c.cp, c.zero)):
+    if all(degree is None for degree in (c.dp, c.tp, c.cp, c.ep, c.zero)):
         return None
-    tp, cp = c.tp or 1, c.cp or 1
+    tp, cp, ep = c.tp or 1, c.cp or 1, c.ep or 1
     dp = c.dp if c.dp is not None else n // (tp * cp)
-    sizes = (("dp", dp), ("cp", cp), ("tp", tp), ("free", n // (dp * tp * cp)))
+    sizes = (("dp", dp // ep), ("ep", ep), ("cp", cp), ("tp", tp), ("free", n // (dp * tp * cp)))
     named = [(name, size) for name, size in sizes if size > 1] or [("dp", 1)]
     return make_mesh(tuple(size for _, size in named), tuple(name for name, _ in named))

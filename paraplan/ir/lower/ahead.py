@@ -32,17 +32,18 @@ class Gathers:
     Args:
         mesh_shape: extended.
         calls: writes steps.
+        most_bytes: the plan's bound on bundles.
     """
 
-    def __init__(self, mesh_shape: Dims, calls: PartedCalls) -> None:
-        self._mesh_shape = mesh_shape
+    def __init__(self, mesh_shape: Dims, calls: PartedCalls, most_bytes: int) -> None:
+        self._mesh_shape, self._most_bytes = mesh_shape, most_bytes
         self._parcels = Parcels("gather", mesh_shape, calls, overwrites=False)
         self._groups: list[tuple[Visit, ...]] = []
         self._begun: list[Callable[[], None]] = []
 
     def start(self, visits: Sequence[Visit]) -> None:
         """An action begins that runs these segments."""
-        self._groups = grouped(visits, self._mesh_shape)
+        self._groups = grouped(visits, self._mesh_shape, self._most_bytes)
         self._begin()
 
     def reach(self, segment: int) -> None:
@@ -63,7 +64,7 @@ class Gathers:
         self._begun = [self._parcels.begin(parcels) for parcels in together.values()]
 
 
-def grouped(visits: Sequence[Visit], mesh_shape: Dims) -> list[tuple[Visit, ...]]:
+def grouped(visits: Sequence[Visit], mesh_shape: Dims, most_bytes: int) -> list[tuple[Visit, ...]]:
     """Visits in order, in groups that gather a full bundle or end with the action."""
     sizes = [
         sum(local_bytes(parcel.spec, parcel.path[-1].after, mesh_shape) for parcel in visit.parcels) for visit in visits
@@ -75,7 +76,7 @@ def grouped(visits: Sequence[Visit], mesh_shape: Dims) -> list[tuple[Visit, ...]
     for visit, size in zip(visits, sizes, strict=True):
         group.append(visit)
         nbytes += size
-        if is_full(nbytes, widest):
+        if is_full(nbytes, widest, most_bytes):
             groups.append(tuple(group))
             group, nbytes = [], 0
     return [*groups, tuple(group)] if group else groups

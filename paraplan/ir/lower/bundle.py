@@ -28,7 +28,7 @@ SMALL_BYTES = 1 << 20
 """The most bytes, on a rank, of a tensor that travels with others."""
 
 BUNDLE_BYTES = 8 << 20
-"""From how many bytes on any bundle is sent off."""
+"""From how many bytes on any bundle is sent off, where the plan does not say."""
 
 
 def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
@@ -41,12 +41,13 @@ def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
     return 0 < nbytes <= SMALL_BYTES and not pads(spec.shape, move, mesh_shape)
 
 
-def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES) -> bool:
-    """Whether a bundle is sent off: at twice what one segment alone puts in it at most, within the two bounds above.
+def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES, most_bytes: int = BUNDLE_BYTES) -> bool:
+    """Whether a bundle is sent off: at twice what one segment alone puts in it, but not below `SMALL_BYTES`, and always
+    at `most_bytes`, the plan's bound.
 
     So what bundles across segments hold stays of the order of what a segment holds anyway.
     """
-    return nbytes >= min(BUNDLE_BYTES, max(SMALL_BYTES, 2 * widest_bytes))
+    return nbytes >= min(most_bytes, max(SMALL_BYTES, 2 * widest_bytes))
 
 
 def bundle_key(dtype: str, path: Sequence[Move]) -> Key | None:

@@ -59,7 +59,8 @@ class Parcels:
         arrived: told of every parcel once its result exists.
         overwrites: whether an all-reduce may work in its input.
         all_hold: count every flight among those of which few are under way.
-        widest_bytes: the most that is sent at a time.
+        widest_bytes: the most that one segment sends.
+        most_bytes: from how many bytes on parcels set out in any case.
     """
 
     stem: str
@@ -69,6 +70,7 @@ class Parcels:
     overwrites: bool = True
     all_hold: bool = False
     widest_bytes: int = BUNDLE_BYTES
+    most_bytes: int = BUNDLE_BYTES
     _waiting: dict[Key, list[Parcel]] = field(default_factory=dict)
     _flying: list[_Flight] = field(default_factory=list)
     _made: dict[object, Parted] = field(default_factory=dict)
@@ -81,9 +83,8 @@ class Parcels:
             return
         group = self._waiting.setdefault(key, [])
         group.append(parcel)
-        if is_full(
-            sum(local_bytes(each.spec, each.path[0].before, self.mesh_shape) for each in group), self.widest_bytes
-        ):
+        nbytes = sum(local_bytes(each.spec, each.path[0].before, self.mesh_shape) for each in group)
+        if is_full(nbytes, self.widest_bytes, self.most_bytes):
             self._fly(tuple(self._waiting.pop(key)))
 
     def end(self) -> None:

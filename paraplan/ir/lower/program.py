@@ -70,8 +70,8 @@ class StageSteps:
         specs = {name: self._grad_spec(name) for name in self.trained}
         self.calls = PartedCalls(self._call)
         self.reductions = Reductions(stage.params, specs, stage.mesh.shape, self.calls)
-        self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final)
-        self.gathers = Gathers(self.extended, self.calls)
+        self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
+        self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
 
     def _grad_spec(self, name: str) -> TensorSpec:
         spec = self.program.params[name].spec
@@ -90,7 +90,7 @@ class StageSteps:
                 self._forward(action.microbatch)
                 if index == last[ActionKind.F]:
                     joined = self._joining()
-                    end_loss = self._loss(joined)
+                    end_loss = self._loss(joined, waits)
             elif action.kind is ActionKind.B:
                 while waits:
                     waits.pop(0)()
@@ -310,8 +310,11 @@ class StageSteps:
                 parcels.append(Parcel(f"num{index}", f"whole:num{index}", spec, path))
         return tuple(parcels)
 
-    def _loss(self, joined: Sequence[Parcel] = ()) -> Callable[[], None]:
-        """The loss from what the microbatches say, begun; what ends it. `joined` are whole by then."""
+    def _loss(self, joined: Sequence[Parcel], waits: list[Callable[[], None]]) -> Callable[[], None]:
+        """The loss from what the microbatches say, begun; what ends it. `joined` are whole by then.
+
+        Of several terms one may be divided before another's sum is begun: `waits`, which end denominators, come first.
+        """
         terms = self.program.loss
         specs = tuple(self._scalar(term.numerator) for term in terms)
         came = {parcel.source: parcel.result for parcel in joined}
@@ -320,6 +323,8 @@ class StageSteps:
             for i, term in enumerate(terms)
         )
         block = loss_block("loss", terms, specs, layouts, self.extended)
+        while waits and block[0] is not None and any(name.startswith("denominator") for name in block[0].inputs):
+            waits.pop(0)()
         names = {f"numerator{i}": came.get(f"num{i}", f"num{i}") for i in range(len(terms))} | {
             f"denominator{i}": f"total{i}" for i in range(len(terms))
         }

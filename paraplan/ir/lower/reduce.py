@@ -86,13 +86,14 @@ class Partials:
         calls: writes steps.
         add: writes the step that adds a value to a parameter's gradient.
         final: told of parameters whose gradients are complete.
+        most_bytes: the plan's bound on bundles.
     """
 
     def __init__(
         self, mesh_shape: Dims, calls: PartedCalls, add: Callable[[str, str], None],
-        final: Callable[[Iterable[str]], None],
+        final: Callable[[Iterable[str]], None], most_bytes: int,
     ) -> None:  # fmt: skip
-        self._parcels = Parcels("sums", mesh_shape, calls, self._arrived, all_hold=True)
+        self._parcels = Parcels("sums", mesh_shape, calls, self._arrived, all_hold=True, most_bytes=most_bytes)
         self._add, self._final = add, final
         self._under_way: Counter[str] = Counter()
         self._passed: set[str] = set()

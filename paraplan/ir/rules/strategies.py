@@ -8,6 +8,7 @@ of it at once: kept, reduced, or reduced and scattered over a dim. Its key spell
     letter     shard it              +0.2   inputs 0 and 2 partial        -   replicated
     >R, >S<d>  reduce the partial result to replicated, or scattered over dim d
     ring       shard both sides of a product of blocks and pass one of them round the axis, where the op can
+    route      shard tokens and experts, and send each token to the ranks of its experts
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from paraplan.ir.rules.dims import WHOLE, OpDims, replicated
 from paraplan.ir.tensor import TensorSpec
 
 RING = "ring"
+EXPANDED = (RING, "route")
 
 AxisKeys = tuple[frozenset[str] | None, ...]
 """Per mesh axis, what an op may do there, by key without the reduction; None for everything."""
@@ -66,9 +68,9 @@ class Strategy:
 
     @property
     def ring_axis(self) -> int:
-        """The mesh axis a ring runs along; -1 for none. Such an op is lowered to the instructions of its expansion."""
+        """The axis a ring or a route runs along; -1 for none. Such an op is lowered to its expansion's instructions."""
         parts = [part.split(">")[0] for part in self.key.split("|")]
-        return parts.index(RING) if RING in parts else -1
+        return next((axis for axis, part in enumerate(parts) if part in EXPANDED), -1)
 
 
 def dims_of(op: Op, values: dict[str, TensorSpec]) -> OpDims:
@@ -107,7 +109,7 @@ def ring_choice(dims: OpDims) -> AxisChoice | None:
         None if names is None or letter is None else S(names.index(letter)) if letter else P
         for names, letter in zip(dims.outputs, ring.outputs, strict=True)
     )
-    return AxisChoice(RING, inputs, outputs)
+    return AxisChoice(ring.key, inputs, outputs)
 
 
 def mesh_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
@@ -158,7 +160,7 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
     turns = dims.ring.turns if dims.ring is not None else ""
     choices = [choice for choice in mesh_choices(dims) if not _sums_truths(choice, inputs, outputs)]
     if turns and micro_letter == turns:
-        choices = [choice for choice in choices if choice.key != RING]
+        choices = [choice for choice in choices if choice.key not in EXPANDED]
     shardable = _Shardable(micro, extended)
     ends: dict[object, list[tuple[tuple[str, ...], tuple[Layout | None, ...]]]] = {}
     axes = [[c for c in choices if keys is None or c.key in keys] for keys in only or (None,) * len(mesh_shape)]
@@ -166,12 +168,13 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
         if not _divides(dims, combo, mesh_shape, micro_letter, num_microbatches):
             continue
         keys = [choice.key for choice in combo]
-        if RING in keys and keys.count(RING) + keys.count(turns) > 1:
+        expanded = sum(key in EXPANDED for key in keys)
+        if expanded and expanded + keys.count(turns) > 1:
             continue
         in_layouts = (
             tuple(zip(*(choice.inputs for choice in combo), strict=True)) if mesh_shape else ((),) * len(inputs)
         )
-        if RING in keys and any(map(padded_dims, (x.shape for x in inputs), in_layouts, itertools.repeat(mesh_shape))):
+        if expanded and any(map(padded_dims, (x.shape for x in inputs), in_layouts, itertools.repeat(mesh_shape))):
             continue
         if not shardable(inputs, in_layouts):
             continue

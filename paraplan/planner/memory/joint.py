@@ -15,15 +15,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
-from paraplan.ir.lower import lower
 from paraplan.ir.lower.remat import RECOMPUTE
 from paraplan.ir.mesh import Mesh
-from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.stage import Fitted, fit, preset
 from paraplan.planner.milp import Status
+from paraplan.planner.realise import realise
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.formulate import formulate, memory_rows, with_rows
 from paraplan.planner.sharding.optimise import optimise
@@ -89,15 +88,12 @@ def _recomputing(job: Job, decisions: Decisions, pinned: str | None, limit_bytes
         return fit(job, decisions, limit_bytes)
     fates = [dict.fromkeys(preset(kind, pinned), RECOMPUTE) for kind in job.program.kinds]
     activations = tuple(fates[segment.kind] for segment in job.program.segments)
-    plan = assemble(job, replace(decisions, activations=activations))
-    simulation = simulate_plan(plan, lower(plan))
-    peak = max(simulation.peak_bytes)
-    if peak > limit_bytes:
-        return float(peak)
-    whole = assemble(job, decisions)
-    kept = simulate_plan(whole, lower(whole))
-    extra = simulation.compute_s + sum(simulation.comm_s.values()) - kept.compute_s - sum(kept.comm_s.values())
-    return Fitted(plan, simulation, extra)
+    made = realise(job, replace(decisions, activations=activations), limit_bytes)
+    if made.peak_bytes > limit_bytes:
+        return float(made.peak_bytes)
+    again, kept = made.simulation, realise(job, replace(decisions, bundle_bytes=made.plan.bundle_bytes)).simulation
+    extra = again.compute_s + sum(again.comm_s.values()) - kept.compute_s - sum(kept.comm_s.values())
+    return Fitted(made.plan, again, extra)
 
 
 def _too_small(space: Space, mesh: Mesh, limits: Limits) -> InfeasibleError:

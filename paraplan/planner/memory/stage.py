@@ -19,19 +19,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paraplan.cost_models.predict import plan_costs, simulate_plan
+from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.graph import Phase
-from paraplan.ir.lower import lower
 from paraplan.ir.lower.remat import recomputable
 from paraplan.ir.lower.stage import lower_stage
 from paraplan.ir.mesh import local_shape
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.tensor import DTYPE_BYTES
-from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.memory.kinds import RematOption, kind_options
 from paraplan.planner.milp import MilpBuilder, solve
+from paraplan.planner.realise import realise
 
 ROUNDS = 12
 """Plans simulated before giving up."""
@@ -77,25 +77,24 @@ def fit(job: Job, decisions: Decisions, limit_bytes: float) -> Fitted | float:
     Returns:
         The plan; or, where recomputing everything inside segments is not enough, the least peak seen, in bytes.
     """
-    plan = assemble(job, decisions)
-    programs = lower(plan)
-    simulation = simulate_plan(plan, programs)
-    if max(simulation.peak_bytes) <= limit_bytes:
-        return Fitted(plan, simulation, 0.0)
-    options = options_of(plan)
-    least = float(max(simulation.peak_bytes))
+    made = realise(job, decisions, limit_bytes)
+    if made.peak_bytes <= limit_bytes:
+        return Fitted(made.plan, made.simulation, 0.0)
+    options = options_of(made.plan)
+    least = float(made.peak_bytes)
     allowed = float(sum(options[segment.kind][0].saved_bytes for segment in job.program.segments))
     for _ in range(ROUNDS):
-        allowed -= max(simulation.peak_bytes) - limit_bytes
+        allowed -= made.peak_bytes - limit_bytes
         taken = choose(job.program, options, allowed)
         if taken is None:
             taken = full(job.program, options)
         chosen = [options[segment.kind][at] for segment, at in zip(job.program.segments, taken, strict=True)]
-        plan = assemble(job, replace(decisions, activations=tuple(option.activations for option in chosen)))
-        simulation = simulate_plan(plan, lower(plan))
-        least = min(least, max(simulation.peak_bytes))
-        if max(simulation.peak_bytes) <= limit_bytes:
-            return Fitted(plan, simulation, sum(option.extra_s for option in chosen) * plan.num_microbatches)
+        activations = tuple(option.activations for option in chosen)
+        made = realise(job, replace(decisions, activations=activations), limit_bytes)
+        least = min(least, made.peak_bytes)
+        if made.peak_bytes <= limit_bytes:
+            extra = sum(option.extra_s for option in chosen) * decisions.num_microbatches
+            return Fitted(made.plan, made.simulation, extra)
         if taken == full(job.program, options):
             return least
     return least

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from paraplan.cost_models.collectives import input_bytes_of
 from paraplan.cost_models.costs import COMPUTE, Costs
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.bundle import is_small
@@ -21,7 +22,7 @@ from paraplan.ir.reshard import Move, ReshardTable, reshard_table
 from paraplan.ir.rules.carried import registered_work
 from paraplan.ir.rules.dims import op_def
 from paraplan.ir.rules.localise import expansion
-from paraplan.ir.rules.ring import PERMUTE
+from paraplan.ir.rules.ring import EXCHANGES
 from paraplan.ir.rules.strategies import Strategy
 from paraplan.ir.tensor import TensorSpec
 
@@ -131,9 +132,9 @@ class Prices:
     def _step(self, step: Op, steps: Graph, axis: int) -> Price:
         """One op of a ring's expansion, whose values are local."""
         inputs = tuple(steps.values[name] for name in step.tensors)
-        if step.target == PERMUTE:
-            sent = self.costs.collective_s(PERMUTE, axis, inputs[0].nbytes)
-            return self._on(self.costs.comm_streams[axis], sent)
+        if step.target in EXCHANGES:
+            size = input_bytes_of(step.target, step.args, inputs[0].nbytes, inputs[0].shape[0])
+            return self._on(self.costs.comm_streams[axis], self.costs.collective_s(step.target, axis, size))
         outputs = tuple(None if name is None else steps.values[name] for name in step.outs)
         return self._on(COMPUTE, self.costs.op_s(step.target, step.args, step.kwargs, inputs, outputs))
 

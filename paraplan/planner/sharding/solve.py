@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
-from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh, layout_text
 from paraplan.ir.plan import Plan
-from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.classes import grad_classes
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
+from paraplan.planner.realise import realise
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
 from paraplan.planner.sharding.formulate import Formulation, formulate, memory_rows, with_rows
@@ -122,13 +121,11 @@ def solve_mesh(
         assert found.choices is not None
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
-        plan = assemble(job, decisions_of(job, space, mesh, num_microbatches, choices))
-        programs = lower(plan)
-        simulation = simulate_plan(plan, programs)
-        peak = max(simulation.peak_bytes)
+        made = realise(job, decisions_of(job, space, mesh, num_microbatches, choices), limits.memory_bytes)
+        peak = made.peak_bytes
         if peak <= limits.memory_bytes:
             break
-        at = peak_instant(programs, simulation)
+        at = peak_instant(made.programs, made.simulation)
         if at is None:  # outside of segments: every row pays
             lower_limit = min(rows[0].limit, max(held_bytes(space, choices)) / limits.memory_bytes)
             lower_limit -= peak / limits.memory_bytes - 1
@@ -150,7 +147,7 @@ def solve_mesh(
     if not binds and found.via == "milp":  # which tells no multipliers
         loose = optimise(problem.network, limits.time_s, limits.relative_gap, limits.backend)
         binds = loose.objective < found.objective * (1 - limits.relative_gap)
-    return Candidate(plan, simulation, float(work.sum()), bound_s, status, solve_s, binds)
+    return Candidate(made.plan, made.simulation, float(work.sum()), bound_s, status, solve_s, binds)
 
 
 def _at_peak(problem: Formulation, row: Row, choices: Sequence[int], peak: float, known: Row | None) -> Row:

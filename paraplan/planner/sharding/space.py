@@ -260,7 +260,10 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
 
 
 def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:
-    options = grad_options(cls.spec, space.prices.extended, m)
+    kind, slot = cls.readers[0]
+    segment = next(index for index, each in enumerate(job.program.segments) if each.kind == kind)
+    place = space.micro.segments[segment].placements[job.program.kinds[kind].inputs[slot]]
+    options = grad_options(cls.spec, space.prices.extended, dual(place) if m > 1 else R)
     space.grad_options.append(options)
     space.grad_decider.append(space.decide("gradient", (space.prices.zero,) * len(options)))
 
