@@ -1,51 +1,93 @@
-"""Checkmate's training graphs and random layered graphs, as networkx node-link JSON.
+"""Reader of Checkmate's training graphs (networkx node-link JSON, one file a graph).
 
-A node is an op with one result: what it costs to execute ("cost_cpu" or "duration") and the bytes of its result
-("cost_ram" or "out_cost"). Nodes come in the order of execution; the published order of a random graph is in its head.
-Source: Jain et al. 2020; the files are those of Moccasin (Bartan et al. 2023).
+Nodes carry `cost_cpu` (time, in a unit of the graph's own) and `cost_ram` (bytes of the result), or `duration` and
+`out_cost`; `backward` marks the backward. Links are source → target by node id, `source`/`target` or "0"/"1". Every
+node is an op with one result; results that nobody reads are kept. Ops come in the order the graph's head names (random
+graphs do), else in the file's where that runs, else in the nearest that does.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 from pathlib import Path
+from typing import Any
 
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor, verify_problem
 
 
-def read_graph(path: Path) -> MemoryProblem:
-    """One file.
+def read_folder(folder: Path) -> dict[str, MemoryProblem]:
+    """The graphs of a folder, by name.
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: a file is no such graph.
     """
-    data = json.loads(path.read_text())
-    nodes = {node.get("id", node["name"]): node for node in data["nodes"]}
-    names = data["graph"].get("order", list(nodes))
-    place = {name: index for index, name in enumerate(names)}
-    reads: list[list[int]] = [[] for _ in names]
-    for link in data.get("links") or data["edges"]:
-        source, target = (link["source"], link["target"]) if "source" in link else (link["0"], link["1"])
-        reads[place[target]].append(place[source])
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise FileNotFoundError(f"no Checkmate graphs (*.json) in {folder}")
+    return {file.stem: read_graph(file) for file in files}
+
+
+def read_graph(file: Path) -> MemoryProblem:
+    """One graph; seconds are its own unit.
+
+    Raises:
+        ValueError: it is no such graph.
+    """
+    try:
+        data = json.loads(file.read_text())
+        nodes = data["nodes"]
+        names = [node.get("id", node["name"]) for node in nodes]
+        index = {name: place for place, name in enumerate(names)}
+        links = [(index[_end(link, "source", "0")], index[_end(link, "target", "1")]) for link in data["links"]]
+        costs = [_costs(node) for node in nodes]
+    except (KeyError, json.JSONDecodeError) as fault:
+        raise ValueError(f"{file}: not a Checkmate graph ({fault})") from None
+    named = data.get("graph", {}).get("order")
+    order = [index[name] for name in named] if named else _order(len(nodes), links)
+    place = {node: position for position, node in enumerate(order)}
+    reads: list[set[int]] = [set() for _ in nodes]
+    for source, target in links:
+        reads[place[target]].add(place[source])
+    read = {tensor for inputs in reads for tensor in inputs}
     ops, tensors = [], []
-    for index, node in enumerate(nodes[name] for name in names):
-        cost = float(node["cost_cpu"] if "cost_cpu" in node else node["duration"])
-        size = int(node["cost_ram"] if "cost_ram" in node else node["out_cost"])
-        ops.append(MemOp(str(node["name"]), cost, tuple(sorted(set(reads[index]))), (index,),
-                         backward=bool(node.get("backward", False))))  # fmt: skip
-        tensors.append(MemTensor(size, index))
+    for position, node in enumerate(order):
+        time_s, nbytes = costs[node]
+        inputs = tuple(sorted(reads[position]))
+        backward = bool(nodes[node].get("backward", False))
+        ops.append(MemOp(str(nodes[node]["name"]), time_s, inputs, (position,), backward=backward))
+        tensors.append(MemTensor(nbytes, position, kept=position not in read))
     problem = MemoryProblem(tuple(ops), tuple(tensors))
     verify_problem(problem)
     return problem
 
 
-def read_folder(folder: Path) -> dict[str, MemoryProblem]:
-    """Every graph of a folder, by file name.
+def _end(link: dict[str, Any], *names: str) -> Any:
+    return next(link[name] for name in names if name in link)
 
-    Raises:
-        FileNotFoundError: the folder has none.
-    """
-    paths = sorted(folder.glob("*.json"))
-    if not paths:
-        raise FileNotFoundError(f"{folder} holds no *.json: expected Checkmate graphs in node-link form")
-    return {path.stem: read_graph(path) for path in paths}
+
+def _costs(node: dict[str, Any]) -> tuple[float, int]:
+    if "cost_cpu" in node:
+        return float(node["cost_cpu"]), int(node["cost_ram"])
+    return float(node["duration"]), int(node["out_cost"])
+
+
+def _order(count: int, links: list[tuple[int, int]]) -> list[int]:
+    """Of nodes whose sources are there, the first in the file comes first."""
+    waiting, after = [0] * count, [[] for _ in range(count)]
+    for source, target in links:
+        waiting[target] += 1
+        after[source].append(target)
+    ready = [node for node in range(count) if not waiting[node]]
+    order = []
+    while ready:
+        node = heapq.heappop(ready)
+        order.append(node)
+        for target in after[node]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                heapq.heappush(ready, target)
+    if len(order) < count:
+        raise ValueError(f"the graph has a cycle among {count - len(order)} nodes")
+    return order

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s
+from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s, input_bytes_of
 from paraplan.cost_models.ops import (
     OpWork,
     Outs,
@@ -18,6 +18,7 @@ from paraplan.cost_models.ops import (
     is_free,
     op_time_s,
     registered_work_of,
+    tail_bytes,
     variant,
     work_of,
 )
@@ -134,9 +135,12 @@ class Costs:
         values = block.values
         inputs = tuple([values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))])
         if instr.kind is InstrKind.COLLECTIVE:
-            return self.collective_s(instr.target, instr.axis, inputs[0].nbytes)
+            sent = input_bytes_of(instr.target, instr.args, inputs[0].nbytes, (*inputs[0].shape, 1)[0])
+            return self.collective_s(instr.target, instr.axis, sent)
         outputs = tuple([None if name is None else values[name] for name in instr.outs])
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
+        if instr.target == "paraplan.fill_tail_":
+            return self.memory_s(0, tail_bytes(instr.args, inputs[0]))
         if all(_is_view(name, out) for name, out in made):
             return 0.0
         if is_free(instr.target):

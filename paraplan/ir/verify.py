@@ -9,7 +9,8 @@ from paraplan.ir.cluster import check_cluster
 from paraplan.ir.errors import ClusterError, InvalidPlanError
 from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.lower import lower
-from paraplan.ir.mesh import Mesh, Partial, is_shardable, parse_layout
+from paraplan.ir.lower.remat import remat_of
+from paraplan.ir.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, parse_layout
 from paraplan.ir.plan import PLAN_VERSION, ParamLayouts, Plan, Stage
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rank_program import RankProgram
@@ -167,6 +168,8 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
         raise InvalidPlanError(
             f"a batch of {plan.program.batch_size} does not divide into {plan.num_microbatches} microbatches"
         )
+    if plan.bundle_bytes < 0:
+        raise InvalidPlanError(f"bundle_bytes is {plan.bundle_bytes}: at least 0")
     position = 0
     for index, stage in enumerate(plan.stages):
         if stage.first != position or stage.stop <= stage.first:
@@ -219,10 +222,7 @@ def _verify_stage(plan: Plan, stage: Stage, where: str) -> None:
             raise InvalidPlanError(
                 f"{where}, choice {chosen}: {len(choice.input_grads)} input_grads for the kind's inputs"
             )
-        if choice.activations:
-            raise InvalidPlanError(
-                f"{where}, choice {chosen}: activations other than kept ones are not executable by this version"
-            )
+        remat_of(program.kinds[choice.kind], choice.activations)
     for name, layouts in stage.params.items():
         if name not in program.params:
             raise InvalidPlanError(f"{where}: no parameter {name!r}")
@@ -260,4 +260,7 @@ def _verify_layout(text: str, shape: tuple[int, ...], mesh_shape: tuple[int, ...
     if any(isinstance(placement, Partial) and placement.op != "sum" for placement in layout):
         raise InvalidPlanError(f"{where}: {text!r}: gradients can be partial sums only")
     if not is_shardable(shape, layout, mesh_shape):
-        raise InvalidPlanError(f"{where}: shape {shape} does not divide as {text!r} on mesh {mesh_shape}")
+        raise InvalidPlanError(
+            f"{where}: shape {shape} cannot lie as {text!r} on mesh {mesh_shape}; a dim must divide or be sharded by "
+            f"one axis with one element of padding for {PADDED_SHARE} at most"
+        )

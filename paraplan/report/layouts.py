@@ -7,13 +7,17 @@ in shards but used whole is ZeRO-3, used in shards is tensor parallelism.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from paraplan.ir.graph import Graph, Op, Phase
-from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, parse_layout
+from paraplan.ir.lower.remat import RECOMPUTE, recomputable, remat_of
+from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, local_shape, parse_layout
 from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
-from paraplan.ir.program import Program
+from paraplan.ir.program import Program, SegmentKind
+from paraplan.ir.rules.dims import op_def
 from paraplan.ir.rules.strategies import AxisChoice, dims_of, mesh_choices
 from paraplan.ir.struct import Value
+from paraplan.ir.tensor import TensorSpec
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -49,6 +53,7 @@ class KindRow(Value, frozen=True, kw_only=True):
         instances: how many segments take this choice.
         params: its parameters.
         outputs: how the values it hands on lie, in words.
+        recomputed: the ops its backward executes again, in words; "" for none.
     """
 
     name: str
@@ -56,6 +61,7 @@ class KindRow(Value, frozen=True, kw_only=True):
     instances: int
     params: tuple[ParamRow, ...]
     outputs: tuple[str, ...]
+    recomputed: str = ""
 
 
 def layout_words(layout: Layout, mesh: Mesh) -> str:
@@ -143,11 +149,11 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     for slot, local in enumerate(kind.params):
         names = tuple(dict.fromkeys(program.segments[index].params[slot] for index in segments))
         layouts, spec = stage.params[names[0]], program.params[names[0]].spec
-        shards = _num_shards(parse_layout(layouts.stored), stage.mesh)
+        held = TensorSpec(spec.dtype, local_shape(spec.shape, parse_layout(layouts.stored), stage.mesh.shape))
         rows.append(
             ParamRow(
                 name=generic_name(names[0]) if len(names) > 1 else names[0], count=len(names), shape=spec.shape,
-                nbytes=len(names) * spec.nbytes // shards, words=param_words(layouts, used.get(local), stage.mesh),
+                nbytes=len(names) * held.nbytes, words=param_words(layouts, used.get(local), stage.mesh),
                 stored=layouts.stored, grad=layouts.grad, state=layouts.state,
             )
         )  # fmt: skip
@@ -157,14 +163,23 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     label = _label(tuple(row.name for row in rows)) or ", ".join(
         dict.fromkeys(op.target.split(".")[1] for op in kind.graph.ops[:3])
     )
-    return KindRow(name=kind.name, label=label, instances=len(segments), params=tuple(rows), outputs=outputs)
+    return KindRow(
+        name=kind.name, label=label, instances=len(segments), params=tuple(rows), outputs=outputs,
+        recomputed=_recomputed(kind, choice),
+    )  # fmt: skip
 
 
-def _num_shards(layout: Layout, mesh: Mesh) -> int:
-    count = 1
-    for placement, size in zip(layout, mesh.shape, strict=True):
-        count *= size if isinstance(placement, Shard) else 1
-    return count
+def _recomputed(kind: SegmentKind, choice: KindChoice) -> str:
+    """`gelu, layer_norm, dropout` or `all of it`; views are not worth a word."""
+    again = remat_of(kind, choice.activations).again
+    if again and again == remat_of(kind, dict.fromkeys(recomputable(kind), RECOMPUTE)).again:
+        return "all of it"
+    dear = [kind.graph.ops[index].target for index in again]
+    dear = [target for target in dear if (found := op_def(target)) is None or found.strides != "view"]
+    names = Counter(target.split(".")[1].removeprefix("native_").strip("_") for target in dear)
+    return ", ".join(f"{count} {name}" if count > 1 else name for name, count in names.items()) or (
+        "views" if again else ""
+    )
 
 
 def _label(names: tuple[str, ...]) -> str:

@@ -77,8 +77,7 @@ def _overlap(
 
     def issue() -> None:
         for collective in list(waiting):
-            source = _reads(collective)[0]
-            if source in ready and collective in waiting:
+            if ready.issuperset(_reads(collective)) and collective in waiting:
                 waiting.remove(collective)
                 ordered.append(collective)
                 ready.update(out for out in collective.outs if out is not None)
@@ -88,9 +87,9 @@ def _overlap(
         if instr.kind is InstrKind.OP:
             emit(instr)
         elif instr.kind is InstrKind.COLLECTIVE and instr in waiting:
-            source = _reads(instr)[0]
-            if source not in ready:
-                emit(made_by_wait[source])
+            for source in _reads(instr):
+                if source not in ready:
+                    emit(made_by_wait[source])
     for out in (*outputs, *saved):
         if out is not None and out not in ready:
             emit(made_by_wait[out])

@@ -17,6 +17,7 @@ from paraplan.ir.trace.attention_kernels import attention, attention_grad, atten
 from paraplan.ir.trace.expert_kernels import embedding_tables, embedding_tables_grad, experts, experts_grad
 from paraplan.ir.trace.index_kernels import index, index_put
 from paraplan.ir.trace.random_kernels import dropout
+from paraplan.ir.trace.route_kernels import route_add, route_here, route_plan
 from paraplan.ir.trace.vision_kernels import (
     adaptive_avg_pool,
     adaptive_avg_pool_grad,
@@ -46,7 +47,8 @@ __all__ = [
     "bn_running", "bn_squares", "ce_grad", "ce_loss", "ce_max", "ce_sumexp", "ce_target", "constant", "conv",
     "conv_grad_input", "conv_grad_weight", "dropout", "embedding", "embedding_grad", "embedding_tables",
     "embedding_tables_grad", "experts", "experts_grad", "group_norm", "group_norm_grad", "index", "index_put",
-    "linear", "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "upsample", "upsample_grad",
+    "linear", "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "route_add", "route_here",
+    "route_plan", "upsample", "upsample_grad",
 ]  # fmt: skip
 
 CHUNK_ELEMENTS = 1 << 20
@@ -98,18 +100,33 @@ def _row_chunks(rows: int, columns: int) -> Sequence[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def ce_max(logits: Tensor) -> Tensor:
+def _columns_here(logits: Tensor, columns: int, v_start: int) -> int:
+    """How many of a block's columns are not padding; `columns`: in all, -1 where none is padding."""
+    return logits.shape[-1] if columns < 0 else min(max(columns - v_start, 0), logits.shape[-1])
+
+
+def ce_max(logits: Tensor, columns: int = -1, v_start: int = 0) -> Tensor:
     """m[...] = max over v of logits[..., v]."""
-    return logits.amax(-1).to(accumulate_dtype(logits.dtype))
+    here, dtype = _columns_here(logits, columns, v_start), accumulate_dtype(logits.dtype)
+    if here == 0:
+        return torch.full(logits.shape[:-1], float("-inf"), dtype=dtype, device=logits.device)
+    return logits.narrow(-1, 0, here).amax(-1).to(dtype)
 
 
-def ce_sumexp(logits: Tensor, m: Tensor) -> Tensor:
+def ce_sumexp(logits: Tensor, m: Tensor, columns: int = -1, v_start: int = 0) -> Tensor:
     """s[...] = sum over v of exp(logits − m)."""
+    here = _columns_here(logits, columns, v_start)
     flat, top = logits.reshape(-1, logits.shape[-1]), m.reshape(-1, 1)
     out = torch.empty(flat.shape[0], dtype=m.dtype, device=m.device)
     for rows in _row_chunks(*flat.shape):
-        out[rows] = (flat[rows].to(m.dtype) - top[rows]).exp_().sum(-1)
+        out[rows] = _zero_from((flat[rows].to(m.dtype) - top[rows]).exp_(), here).sum(-1)
     return out.view(m.shape)
+
+
+def _zero_from(x: Tensor, column: int) -> Tensor:
+    if column < x.shape[-1]:
+        x.narrow(-1, column, x.shape[-1] - column).zero_()
+    return x
 
 
 def _local_labels(labels: Tensor, ignore_index: int, v_start: int, v: int) -> tuple[Tensor, Tensor]:

@@ -3,54 +3,31 @@
 Recomputation alone is planned first (`recompute`); where there are tiers, recomputation and copies together (`joint`),
 and the better is taken. Steps of a few ops that leave a gap are searched exhaustively (`exact`).
 
-The bound holds for every schedule that executes ops for the first time in the given order (`SCOPE`).
+The bound holds for schedules that execute ops for the first time in the given order (`SCOPE`); a step that has none in
+that order, but has one in another, is given the best of any order where it is small.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import NoReturn
 
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.exact import search_states
 from paraplan.planner.memory.joint import plan_joint
 from paraplan.planner.memory.problem import MemoryProblem, verify_problem
 from paraplan.planner.memory.recompute import MemoryLimits, Recomputation
 from paraplan.planner.memory.reruns import Arrays
-from paraplan.planner.memory.schedule import Actions, Evaluation, evaluate, freeing
-from paraplan.planner.milp import Status
+from paraplan.planner.memory.schedule import Actions, evaluate, freeing
 
 __all__ = ["SCOPE", "MemoryAnswer", "MemoryLimits", "plan_memory"]
 
-SCOPE = "ops executed for the first time in the given order"
+SCOPE = "schedules that execute ops for the first time in the given order"
 SMALL_OPS = 24
 """Steps of up to so many ops and tensors are searched exhaustively where all else leaves a gap."""
 _ALONE_SHARE = 0.4
 """Of the time: for recomputation alone, where there are tiers."""
-
-
-@dataclass(frozen=True)
-class MemoryAnswer:
-    """A schedule within the budget.
-
-    Attributes:
-        actions: what to do, in order.
-        evaluation: what that costs, replayed.
-        bound_s: no schedule of `SCOPE` takes less.
-        status: OPTIMAL where the gap asked for is closed, else FEASIBLE.
-    """
-
-    actions: Actions
-    evaluation: Evaluation
-    bound_s: float
-    status: Status
-
-    @property
-    def gap(self) -> float:
-        """(step - bound) / step."""
-        step = self.evaluation.step_s
-        return (step - self.bound_s) / step if step else 0.0
 
 
 def plan_memory(problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits | None = None) -> MemoryAnswer:
@@ -114,7 +91,8 @@ def _answer(arrays: Arrays, budget_bytes: int, actions: Actions, bound_s: float,
     assert bound_s <= found.step_s * (1 + 1e-6), f"bound {bound_s} above the step {found.step_s}"
     bound = min(bound_s, found.step_s)
     closed = found.step_s - bound <= limits.gap * found.step_s
-    return MemoryAnswer(actions, found, bound, Status.OPTIMAL if closed else Status.FEASIBLE)
+    status = MemoryStatus.OPTIMAL if closed else MemoryStatus.FEASIBLE
+    return MemoryAnswer(actions, found, bound, status, (f"proved of {SCOPE}, within a gap of {limits.gap:g}",))
 
 
 def _give_up(alone: Recomputation) -> NoReturn:

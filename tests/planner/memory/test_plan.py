@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.ir.errors import InfeasibleError
+from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.exact import search_states
 from paraplan.planner.memory.improve import improve
-from paraplan.planner.memory.plan import MemoryAnswer, MemoryLimits, plan_memory
+from paraplan.planner.memory.plan import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
 from paraplan.planner.memory.relaxation import build_relaxation
 from paraplan.planner.memory.reruns import Arrays, profile_of, with_first, without_dead
 from paraplan.planner.memory.schedule import evaluate, freeing
 from paraplan.planner.memory.squeeze import polish, squeeze
-from paraplan.planner.milp import Status
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain, random_step
 
@@ -51,7 +51,7 @@ def test_the_optimum_of_small_steps_at_every_budget(problem: MemoryProblem) -> N
         found = plan_memory(problem, budget, LIMITS)
         check(problem, budget, found)
         assert found.evaluation.step_s == pytest.approx(best[0]), budget
-        assert found.status is Status.OPTIMAL and found.bound_s <= best[0] + 1e-9
+        assert found.status is MemoryStatus.OPTIMAL and found.bound_s <= best[0] + 1e-9
 
 
 @settings(max_examples=25, deadline=None)
