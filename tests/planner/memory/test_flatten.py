@@ -25,7 +25,7 @@ from paraplan.planner.search import search
 def test_its_own_order_is_the_simulators(name: str, microbatches: int) -> None:
     small = build(name, 0.1)
     job = Job(
-        capture(small.model.double(), small.batch),
+        capture(small.model, small.batch, precision="fp64"),
         parse_cluster("1xH100"),
         OPTIMIZERS["adamw"],
         ModelRef(display=name),
