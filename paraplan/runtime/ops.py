@@ -134,6 +134,9 @@ _OWN: dict[str, Callable[..., Any]] = {
     "write": write, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
 }  # fmt: skip
 
+LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
+"""The functions above, which lowering itself adds; all they ever make are their results."""
+
 FACTORIES = frozenset({"full", "arange", "zeros", "ones", "empty", "scalar_tensor", "eye", "linspace", "constant"})
 
 
