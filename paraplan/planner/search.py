@@ -35,8 +35,9 @@ class Found:
 
 
 def search(
-    job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None
-) -> Found:
+    job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None,
+    certify: bool = True,
+) -> Found:  # fmt: skip
     """The fastest plan that fits.
 
     Args:
@@ -44,6 +45,7 @@ def search(
         constraints: what the user pins.
         time_limit_s: solver time per mesh.
         progress: told what is being tried.
+        certify: whether to bound the step of every plan in scope; without, the certificate's bound is 0.
     Raises:
         InfeasibleError: proved on every mesh tried.
         SolverLimitError: nothing was found, nor proved impossible everywhere.
@@ -53,7 +55,7 @@ def search(
     memory = min(group.device.memory_bytes for group in job.cluster.groups) - constraints.memory_reserve_bytes
     if memory <= 0:
         raise InfeasibleError(f"the memory reserve of {constraints.memory_reserve_bytes} bytes leaves no device memory")
-    limits = Limits(time_s=time_limit_s, memory_bytes=memory)
+    limits = Limits(time_s=time_limit_s, memory_bytes=memory, certify=certify)
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
     failures: list[InfeasibleError | SolverLimitError] = []
