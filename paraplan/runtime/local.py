@@ -60,9 +60,8 @@ class InProcessTrainer:
         self.transport, executors = make_executors(
             self.mesh, programs, plan.schedule.rank_class, modules, source_lines(plan.program)
         )  # fmt: skip
-        self.ranks = [
-            Rank(plan, executor, values_of(plan.program, model, weights, seed), seed) for executor in executors
-        ]
+        values = values_of(plan.program, model, weights, seed)
+        self.ranks = [Rank(plan, executor, values, seed) for executor in executors]
         self.optimizers: list[torch.optim.Optimizer] = []
         self.record = True
         self._evaluations = Evaluations(plan, build)
