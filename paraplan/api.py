@@ -222,7 +222,7 @@ class Buckets:
         first = compile(model, cluster, **{**options, **buckets[0]})
         stage = first.data.stages[0]
         pins = {name: f"{at.stored}/{at.grad}/{at.state}" for name, at in stage.params.items()}
-        degrees = ("dp", "tp", "sp", "cp", "cp_mode", "zero", "mesh")
+        degrees = ("dp", "tp", "sp", "cp", "cp_mode", "ep", "zero", "mesh")
         pinned = any(options.get(name) is not None for name in degrees)
         mesh = {} if pinned else {"mesh": stage.mesh.shape}
         others = [compile(model, cluster, **{**options, **mesh, "params": pins, **each}) for each in buckets[1:]]
@@ -248,8 +248,9 @@ def compile(
     batch_dims: Mapping[str, int | None] | None = None,
     batch: int = 8, seq: int = 128, time_limit_s: float = 60.0, progress: Progress | None = None,
     mesh: Sequence[int] | None = None, dp: int | None = None, tp: int | None = None, sp: bool = False,
-    cp: int | None = None, cp_mode: str | None = None, zero: int | None = None, microbatches: int | None = None,
-    memory_reserve: int | str = 0, params: Mapping[str, str] | None = None,
+    cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
+    microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
+    recompute: str | None = None, params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None,
 ) -> Plan:  # fmt: skip
     """Plan how a model trains on a cluster.
@@ -266,8 +267,11 @@ def compile(
         batch, seq: size of the batch made for Hugging Face models.
         time_limit_s: for the solver, per mesh.
         progress: told what is being done.
-        mesh, dp, tp, sp, cp, cp_mode, zero, microbatches, params: pinned choices, see `Constraints`.
-        memory_reserve: device memory to leave free, bytes or text such as "2GiB".
+        mesh, dp, tp, sp, cp, cp_mode, ep, zero, microbatches, params: pinned choices, see `Constraints`.
+        memory: what a device may hold at most, bytes or text such as "12GiB"; its memory where left out.
+        memory_reserve: device memory to leave free, likewise.
+        recompute: "none", "selective" or "full" activation recomputation; chosen, and only where memory is short, if
+            left out.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
     Raises:
@@ -278,8 +282,9 @@ def compile(
     tell = progress or (lambda text: None)
     spec = as_cluster(cluster)
     constraints = _part("Constraints")(
-        mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, zero=zero,
-        microbatches=microbatches,
+        mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, ep=ep,
+        zero=zero, microbatches=microbatches,
+        memory_bytes=None if memory is None else parse_bytes(memory), recompute=recompute,
         memory_reserve_bytes=parse_bytes(memory_reserve), params=dict(params or {}),
     )  # fmt: skip
     keeper = _optimizer(optimizer)

@@ -6,6 +6,7 @@ message on stderr and exit code 2; `--debug` shows where it came from. `--json` 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from paraplan import __version__
+from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
 from paraplan.terminal import clusters
 from paraplan.terminal.progress import Progress, out, print_fault
@@ -85,6 +87,10 @@ def plan(
     mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB; default: its memory."),
+    ] = None,
     memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
@@ -95,37 +101,30 @@ def plan(
     cp_mode: Annotated[
         str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
     ] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel degree: so many ranks of dp share experts.")] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO level, 0 to 3.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="Activations made again: none, selective or full; chosen if not given.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Plan a model for a cluster."""
-    given = parse_settings(settings or [])
-    shape = parse_mesh(mesh)
-    pins = {"dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "zero": zero, "microbatches": microbatches}
+    gc.set_threshold(*RARELY)  # the imports of torch and transformers too
+    pins = {
+        "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
+        "microbatches": microbatches, "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute,
+    }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")
-        made = _part("make_model")(model, given, meta=True)
-        if made.example_inputs is not None and (batch is not None or seq is not None):
-            raise ConstraintError(
-                f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
-            )
+        made = _part("make_model")(model, parse_settings(settings or []), meta=True)
+        _check_batch(model, made, batch, seq)
         found = _part("compile")(
-            made.model,
-            cluster,
-            example_inputs=made.example_inputs,
-            loss_fn=made.loss_fn,
-            optimizer=optimizer,
-            precision=precision,
-            batch=8 if batch is None else batch,
-            seq=_sequence(made.model, seq),
-            time_limit_s=time_limit,
-            progress=tell,
-            mesh=shape,
-            **pins,
-            memory_reserve=memory_reserve,
-        )
+            made.model, cluster, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer,
+            precision=precision, batch=8 if batch is None else batch, seq=_sequence(made.model, seq),
+            time_limit_s=time_limit, progress=tell, **pins,
+        )  # fmt: skip
         if output is not None:
             found.save(output)
     _part("show_summary")(out(), found, output)
@@ -146,6 +145,13 @@ def _plan_json(found: Any) -> dict[str, Any]:
         "tokens_per_s": prediction.tokens_per_s,
         "mfu": prediction.mfu,
     }
+
+
+def _check_batch(model: str, made: Any, batch: int | None, seq: int | None) -> None:
+    if made.example_inputs is not None and (batch is not None or seq is not None):
+        raise ConstraintError(
+            f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
+        )
 
 
 def _sequence(model: Any, given: int | None) -> int:

@@ -1,4 +1,4 @@
-"""GPT-2, Llama and BERT from transformers, and an MLP."""
+"""GPT-2, Llama, Qwen3 and BERT from transformers, and an MLP."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ HF = {
         "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS,
     },
+    "qwen3": {
+        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16,
+        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS,
+    },
     "bert": {
         "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
         "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS,
@@ -28,6 +32,7 @@ HF = {
 DROPOUTS = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "llama": ("attention_dropout",),
+    "qwen3": ("attention_dropout",),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
 }
 

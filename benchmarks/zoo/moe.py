@@ -1,4 +1,4 @@
-"""Mixtures of experts with the loss that balances their routers: Mixtral and Qwen3-MoE."""
+"""Mixtures of experts with the loss that balances their routers: Mixtral, Qwen3-MoE, and those of fixed capacity."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from benchmarks.zoo.small import Small
+from examples.models import switch
 
 VOCABULARY = 96
 _BASE = {
@@ -41,4 +42,17 @@ def mixture(name: str, dropout: float, batch: int = 4, seq: int = 16) -> Small:
     return Small(name, model, {"input_ids": tokens, "labels": labels})
 
 
-MODELS: dict[str, Callable[[float], Small]] = {name: partial(mixture, name) for name in HF}
+def capacity(name: str, choices: int, dropout: float) -> Small:
+    """A mixture whose experts overflow (capacities below the mean load), one group of tokens a sequence half."""
+    torch.manual_seed(0)
+    sizes = {"experts": 8, "choices": choices, "capacity_factor": 0.75, "group": 8, "layers": 2, "balance": 0.1}
+    model, batch = switch.factory(batch=8, seq=16, dropout=dropout, **sizes)
+    batch["labels"][0, :8] = -100
+    return Small(name, model.double().train(), batch)
+
+
+MODELS: dict[str, Callable[[float], Small]] = {
+    **{name: partial(mixture, name) for name in HF},
+    "switch": partial(capacity, "switch", 1),
+    "gshard": partial(capacity, "gshard", 2),
+}

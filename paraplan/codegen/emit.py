@@ -92,7 +92,7 @@ def _emit_instr(graph: fx.Graph, env: dict[str, fx.Node], instr: Instr, index: i
     many = False
     function: Callable[..., Any]
     if instr.kind is InstrKind.COLLECTIVE:
-        function, args = ops.collective, (args[0], instr.target, args[1], instr.axis)
+        function, args = ops.collective, (args[0], instr.target, args[1], instr.axis, *args[2:])
     elif instr.kind is InstrKind.WAIT:
         function = ops.wait
     else:

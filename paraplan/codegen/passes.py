@@ -54,7 +54,7 @@ def bind_collectives(module: fx.GraphModule, block: Block, context: EmitContext)
         return module
     for node in module.graph.nodes:
         if node.target is ops.collective:
-            source, kind, reduction, axis = node.args
+            source, kind, reduction, axis, *more = node.args
             size = context.mesh_shape[axis]
             overwrites = in_place(block, block.instrs[node.meta[INSTR]])
             if size == 1:
@@ -63,7 +63,8 @@ def bind_collectives(module: fx.GraphModule, block: Block, context: EmitContext)
                 node.target = torch.ops._c10d_functional.all_reduce_.default
                 node.args = (source, reduction, context.groups[axis])
             else:
-                node.target, node.args = _functional(source, kind, reduction, size, context.groups[axis], block, node)
+                group = context.groups[axis]
+                node.target, node.args = _functional(source, kind, reduction, size, group, block, node, more)
         elif node.target is ops.wait:
             if context.mesh_shape[block.instrs[node.meta[INSTR]].axis] == 1:
                 node.target = ops.same
@@ -75,7 +76,8 @@ def bind_collectives(module: fx.GraphModule, block: Block, context: EmitContext)
 
 
 def _functional(
-    source: fx.Node, kind: str, reduction: str, size: int, group: str, block: Block, node: fx.Node
+    source: fx.Node, kind: str, reduction: str, size: int, group: str, block: Block, node: fx.Node,
+    more: list[object],
 ) -> tuple[Callable[..., torch.Tensor], tuple[object, ...]]:  # fmt: skip
     c10d = torch.ops._c10d_functional
     if kind == "all_reduce":
@@ -92,6 +94,8 @@ def _functional(
         return c10d.all_to_all_single.default, (source, (rows,) * size, (rows,) * size, group)
     if kind == "permute":
         return ops.permute, (source, size, group)
+    if kind == "route":
+        return ops.route, (source, *more[:3], group)
     raise CodegenError(f"{block.name}[{node.meta[INSTR]}]: no collective is called {kind!r}")
 
 

@@ -2,7 +2,8 @@
 
 Byte convention, everywhere: `input_bytes` is the size of the tensor *one rank puts in*:
 all_reduce: the whole tensor; all_gather: the rank's shard; reduce_scatter: the whole (unreduced) tensor;
-all_to_all: the whole local tensor, of which 1/n stays; permute, broadcast: the tensor; p2p: the message.
+all_to_all: the whole local tensor, of which 1/n stays; permute, broadcast: the tensor; p2p: the message. A
+route is priced as the all_to_all of the rows it sends where every expert is chosen alike.
 
 An axis whose groups span k nodes with m members in each has two links. A ring through it crosses a node
 boundary k times per turn; the m members' network ports carry m such rings at once, so its bandwidth is
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from paraplan.cost_models.constants import efficiency_of
 from paraplan.ir.cluster import ClusterSpec, Link
 from paraplan.ir.errors import CostModelError
+from paraplan.ir.graph import Arg
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.struct import Value
 
@@ -328,8 +330,19 @@ COLLECTIVES: dict[str, Callable[[int, AxisLink], float]] = {
     "reduce_scatter": reduce_scatter_s,
     "all_to_all": all_to_all_s,
     "permute": permute_s,
+    "route": all_to_all_s,
     "broadcast": broadcast_s,
 }
+
+
+def input_bytes_of(target: str, args: tuple[Arg, ...], input_bytes: int, rows: int) -> int:
+    """What one rank puts into a collective: its tensor; of a route the rows expected where routing is even.
+
+    Args:
+        target, args: of the instruction, or of an expansion's step.
+        input_bytes, rows: of the tensor.
+    """
+    return input_bytes if target != "route" else input_bytes // max(rows, 1) * int(args[-1])
 
 
 def collective_time_s(target: str, input_bytes: int, axis: AxisLink) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s
+from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s, input_bytes_of
 from paraplan.cost_models.ops import (
     OpWork,
     Outs,
@@ -134,7 +134,8 @@ class Costs:
         values = block.values
         inputs = tuple([values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))])
         if instr.kind is InstrKind.COLLECTIVE:
-            return self.collective_s(instr.target, instr.axis, inputs[0].nbytes)
+            sent = input_bytes_of(instr.target, instr.args, inputs[0].nbytes, (*inputs[0].shape, 1)[0])
+            return self.collective_s(instr.target, instr.axis, sent)
         outputs = tuple([None if name is None else values[name] for name in instr.outs])
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
         if all(_is_view(name, out) for name, out in made):

@@ -188,18 +188,20 @@ def _conv_grad_weight(ins: Specs, outs: Outs, flag: int) -> _Product:
 
 def _experts(ins: Specs, outs: Outs, total: int) -> _Product:
     # Routing is assumed even: a rank that holds some experts computes their share of the chosen rows.
-    return _expert_rows(ins[1], ins[3], ins[4], total, 1, 1)
+    return _expert_rows(ins[1], ins[3], ins[4], total, 1, 1, 0)
 
 
 def _experts_grad(ins: Specs, outs: Outs, total: int) -> _Product:
-    # The inner product again and its two gradients; the outer one's two.
-    return _expert_rows(ins[2], ins[4], ins[5], total, 3, 2)
+    # The inner product again, its gradient in x and the outer one's in the hidden values; both stacks' where they
+    # train; and a row's hidden values times their gradient, for the gradient of its weight.
+    trained = len(outs) == 4 and outs[2] is not None and outs[3] is not None
+    return _expert_rows(ins[2], ins[4], ins[5], total, 3 if trained else 2, 2 if trained else 1, 1)
 
 
-def _expert_rows(ids: Spec, w_in: Spec, w_out: Spec, total: int, inner: int, outer: int) -> _Product:
+def _expert_rows(ids: Spec, w_in: Spec, w_out: Spec, total: int, inner: int, outer: int, dots: int) -> _Product:
     held, parts, width, hidden = w_in.shape
     per_expert = max(math.prod(ids.shape) // max(total, 1), 1)
-    flops = 2 * per_expert * held * width * (inner * parts * hidden + outer * w_out.shape[1])
+    flops = 2 * per_expert * held * width * (inner * parts * hidden + outer * w_out.shape[1] + dots)
     return flops, min(per_expert, width, hidden)
 
 

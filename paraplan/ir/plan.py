@@ -79,7 +79,7 @@ class KindChoice(Value, frozen=True, kw_only=True):
         kind: index into the program's kinds.
         ops: per op of the joint graph, the key of its strategy (see `ir.rules.strategies`).
         input_grads: per boundary input, the layout its gradient is handed over in, or None.
-        activations: per saved value not simply kept: "recompute", "offload:host", "offload:disk", "encode:<codec>".
+        activations: per value of the forward not simply kept for the backward: "recompute" (see `ir.lower.remat`).
     """
 
     kind: int
@@ -157,6 +157,8 @@ class Plan(Value, frozen=True, kw_only=True):
         cluster: where it runs, with the rates used.
         num_microbatches: microbatches per step; each takes 1/num of the global batch.
         optimizer: what keeps states.
+        bundle_bytes: from how many bytes on small parameters and gradients of several segments set out together;
+            0: nothing waits for another segment's.
         stages, schedule: the plan proper.
         prediction, certificate: what is foretold and proved.
         notes: what the reader should know (ops replicated for want of a rule, times measured or modelled).
@@ -169,6 +171,7 @@ class Plan(Value, frozen=True, kw_only=True):
     cluster: ClusterSpec
     num_microbatches: int
     optimizer: Optimizer
+    bundle_bytes: int = 8 << 20
     stages: tuple[Stage, ...]
     schedule: Schedule
     prediction: Prediction | None = None

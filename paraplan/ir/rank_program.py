@@ -64,9 +64,11 @@ class Instr(Value, frozen=True, kw_only=True):
         kind: see `InstrKind`.
         target: an op ("aten.mm.default", "paraplan.linear"), or for collectives "all_reduce",
             "all_gather", "reduce_scatter", "all_to_all", "permute" (each rank's tensor goes to the next rank
-            of the axis, the last one's to the first).
+            of the axis, the last one's to the first), "route" (an all-to-all of unequal parts into a buffer).
         args, kwargs: as in `ir.graph`, names local to the block. Collectives: ("%input", reduce op or "");
-            gathers stack and scatters split along dim 0. WAIT: ("%issued",), followed by the collective's input
+            gathers stack and scatters split along dim 0. "route" has four more: the rows sent to each rank, those
+            received from each, the rows of the result (zeros after what is received), and the rows sent that are
+            priced. WAIT: ("%issued",), followed by the collective's input
             where that must live until then (all but all_reduce, which works on a copy, or in place where what it
             issues is a view). What a block issued may be waited for in a later one.
         outs: names made. A WAIT's output is a view of what the collective issued.

@@ -9,6 +9,7 @@ from paraplan.ir.cluster import check_cluster
 from paraplan.ir.errors import ClusterError, InvalidPlanError
 from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.lower import lower
+from paraplan.ir.lower.remat import remat_of
 from paraplan.ir.mesh import Mesh, Partial, is_shardable, parse_layout
 from paraplan.ir.plan import PLAN_VERSION, ParamLayouts, Plan, Stage
 from paraplan.ir.program import Program, SegmentKind
@@ -167,6 +168,8 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
         raise InvalidPlanError(
             f"a batch of {plan.program.batch_size} does not divide into {plan.num_microbatches} microbatches"
         )
+    if plan.bundle_bytes < 0:
+        raise InvalidPlanError(f"bundle_bytes is {plan.bundle_bytes}: at least 0")
     position = 0
     for index, stage in enumerate(plan.stages):
         if stage.first != position or stage.stop <= stage.first:
@@ -219,10 +222,7 @@ def _verify_stage(plan: Plan, stage: Stage, where: str) -> None:
             raise InvalidPlanError(
                 f"{where}, choice {chosen}: {len(choice.input_grads)} input_grads for the kind's inputs"
             )
-        if choice.activations:
-            raise InvalidPlanError(
-                f"{where}, choice {chosen}: activations other than kept ones are not executable by this version"
-            )
+        remat_of(program.kinds[choice.kind], choice.activations)
     for name, layouts in stage.params.items():
         if name not in program.params:
             raise InvalidPlanError(f"{where}: no parameter {name!r}")

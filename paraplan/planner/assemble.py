@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.lower.bundle import BUNDLE_BYTES
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.op_rule import DISCOVERED
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
 from paraplan.ir.program import Program
+from paraplan.ir.rules.route import KEY, ROUTED
 from paraplan.ir.rules.strategies import kept_whole
 from paraplan.ir.schedule import accumulate, split_classes
 from paraplan.planner.classes import param_classes
@@ -42,6 +44,8 @@ class Decisions:
         input_grads: per kind, per boundary input, the layout its gradient is handed over in.
         params: per parameter class (order of `param_classes`).
         batch: layout of each batch input.
+        activations: per segment, what becomes of values not simply kept for the backward; empty where all are kept.
+        bundle_bytes: as in the plan.
     """
 
     mesh: Mesh
@@ -50,6 +54,8 @@ class Decisions:
     input_grads: tuple[tuple[str | None, ...], ...]
     params: tuple[ParamLayouts, ...]
     batch: dict[str, str]
+    activations: tuple[dict[str, str], ...] = ()
+    bundle_bytes: int = BUNDLE_BYTES
 
 
 def assemble(job: Job, decisions: Decisions) -> Plan:
@@ -57,13 +63,10 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     program = job.program
     classes = param_classes(program)
     layouts = {name: lay for cls, lay in zip(classes, decisions.params, strict=True) for name in cls.params}
-    choices = tuple(
-        KindChoice(kind=index, ops=ops, input_grads=grads)
-        for index, (ops, grads) in enumerate(zip(decisions.ops, decisions.input_grads, strict=True))
-    )
+    choices, chosen = _choices(program, decisions)
     stage = Stage(
         first=0, stop=len(program.segments), mesh=decisions.mesh, choices=choices,
-        segment_choice=tuple(segment.kind for segment in program.segments), batch=decisions.batch,
+        segment_choice=chosen, batch=decisions.batch,
         params={name: layouts[name] for name in program.params if name in layouts},
     )  # fmt: skip
     kinds = job.cluster.device_kinds()
@@ -73,9 +76,32 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     )
     return Plan(
         made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
-        num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, stages=(stage,),
-        schedule=schedule, notes=_notes(program),
+        num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, bundle_bytes=decisions.bundle_bytes,
+        stages=(stage,), schedule=schedule, notes=(*_notes(program), *_routing(program, choices)),
     )  # fmt: skip
+
+
+def _routing(program: Program, choices: tuple[KindChoice, ...]) -> tuple[str, ...]:
+    """What is assumed of mixtures whose tokens go to the ranks of their experts."""
+    pairs = (pair for c in choices for pair in zip(c.ops, program.kinds[c.kind].graph.ops, strict=True))
+    if not any(KEY in [part.split(">")[0] for part in key.split("|")] for key, op in pairs if op.target in ROUTED):
+        return ()
+    return ("tokens go to the ranks of their experts: time is that of even routing, memory that of the worst case",)
+
+
+def _choices(program: Program, decisions: Decisions) -> tuple[tuple[KindChoice, ...], tuple[int, ...]]:
+    """The distinct choices, and which one each segment takes."""
+    fates = decisions.activations or ({},) * len(program.segments)
+    found: dict[tuple[int, tuple[tuple[str, str], ...]], int] = {}
+    chosen = tuple(
+        found.setdefault((segment.kind, tuple(fate.items())), len(found))
+        for segment, fate in zip(program.segments, fates, strict=True)
+    )
+    choices = tuple(
+        KindChoice(kind=kind, ops=decisions.ops[kind], input_grads=decisions.input_grads[kind], activations=dict(fate))
+        for kind, fate in found
+    )
+    return choices, chosen
 
 
 def _notes(program: Program) -> tuple[str, ...]:

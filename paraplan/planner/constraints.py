@@ -7,6 +7,10 @@ import math
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.struct import Value
 
+PRESETS = ("none", "selective", "full")
+"""`none`: every activation is kept. `full`: segments keep their inputs alone (Chen et al. 2016). `selective`: results
+of matrix products, convolutions and attention are kept, what is cheap is recomputed (Korthikanti et al. 2022, as
+practised today)."""
 CP_MODES = ("gather", "alltoall", "ring")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -21,9 +25,13 @@ class Constraints(Value, frozen=True, kw_only=True):
         sp: with tp: activations between the split layers lie sharded along the sequence on the tp axis.
         cp: size of a context-parallel axis: the sequence lies sharded there, from the batch to the loss.
         cp_mode: how attention deals with that: "gather", "alltoall" or "ring"; None lets the planner choose.
+        ep: how many of the data-parallel ranks share one set of experts: on an axis of that size, part of dp, stacks of
+            expert matrices lie by expert and all else by batch.
         zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).
         microbatches: how many microbatches a step takes.
+        memory_bytes: what a device may hold at most; None: its memory.
         memory_reserve_bytes: device memory to leave free.
+        recompute: "none", "selective" or "full" (see `PRESETS`); None: what pays where memory is short.
         params: layouts of named parameters, "stored/grad/state" texts.
     """
 
@@ -33,9 +41,12 @@ class Constraints(Value, frozen=True, kw_only=True):
     sp: bool = False
     cp: int | None = None
     cp_mode: str | None = None
+    ep: int | None = None
     zero: int | None = None
     microbatches: int | None = None
+    memory_bytes: int | None = None
     memory_reserve_bytes: int = 0
+    recompute: str | None = None
     params: dict[str, str] = {}
 
 
@@ -44,11 +55,11 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
 
     Raises:
         ConstraintError: a size below 1, degrees that do not multiply to the devices, zero without dp, sp without tp,
-            an unknown cp_mode or one without cp.
+            an unknown cp_mode or one without cp, an ep that does not divide dp.
     """
     c = constraints
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
-    for name, size in (*degrees.items(), ("microbatches", c.microbatches)):
+    for name, size in (*degrees.items(), ("ep", c.ep), ("microbatches", c.microbatches)):
         if size is not None and size < 1:
             raise ConstraintError(f"{name}={size}: must be at least 1")
     if c.zero is not None and c.zero not in (0, 1, 2, 3):
@@ -59,10 +70,17 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         raise ConstraintError(f"cp_mode={c.cp_mode}: one of {', '.join(CP_MODES)}, and cp with it")
     if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
         raise ConstraintError(f"zero={c.zero} shards over a data-parallel axis: give dp as well")
+    if c.recompute is not None and c.recompute not in PRESETS:
+        raise ConstraintError(
+            f"recompute={c.recompute}: one of {', '.join(PRESETS)}, or nothing for the planner's choice"
+        )
+    if c.memory_bytes is not None and c.memory_bytes <= 0:
+        raise ConstraintError(f"memory={c.memory_bytes}: must be more than 0 bytes")
     if c.mesh is not None:
         if any(size < 1 for size in c.mesh):
             raise ConstraintError(f"mesh={c.mesh}: every axis must be at least 1")
-        if degrees:
+        if degrees or c.ep is not None:
+            degrees |= {} if c.ep is None else {"ep": c.ep}
             given = " ".join(f"{name}={size}" for name, size in degrees.items())
             raise ConstraintError(f"mesh={c.mesh} together with {given}: give the mesh or the degrees, not both")
         product = math.prod(c.mesh)
@@ -75,6 +93,9 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     for name, size in degrees.items():
         if num_devices % size:
             raise ConstraintError(f"{name}={size} does not divide the cluster's {num_devices} devices")
+    dp = c.dp if c.dp is not None else num_devices // math.prod(degrees.values())
+    if c.ep is not None and dp % c.ep:
+        raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
     return c
 
 

@@ -1,8 +1,9 @@
 """Logical meshes worth solving: the devices arranged along one, two or three axes.
 
 Devices are numbered node by node, so an inner axis no longer than a node stays inside it. One axis and every split into
-two are always tried; three axes where the option space stays small, for it grows with the third power of what an
-op may do along an axis.
+two are always tried. The option space grows with the third power of what an op may do along an axis: where it is small,
+all splits into three are tried; else those with an axis boundary at the edge of a node, so that no axis crosses nodes
+that could stay inside one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 
 MOST_OPTIONS = 5_000
-"""Op strategies (about) up to which three axes are tried."""
+"""Op strategies (about) up to which every split into three axes is tried."""
 
 
 def candidate_meshes(job: Job, constraints: Constraints) -> tuple[Mesh, ...]:
@@ -30,8 +31,9 @@ def candidate_meshes(job: Job, constraints: Constraints) -> tuple[Mesh, ...]:
     shapes[n,] = None
     divisors = [a for a in range(2, n) if n % a == 0]
     shapes.update(dict.fromkeys((a, n // a) for a in divisors))
-    if num_options(job.program, 3) <= MOST_OPTIONS:
-        shapes.update(dict.fromkeys((a, b, n // a // b) for a in divisors for b in divisors if a * b in divisors))
+    threes = [(a, b, n // a // b) for a in divisors for b in divisors if a * b in divisors]
+    small = num_options(job.program, 3) <= MOST_OPTIONS
+    shapes.update(dict.fromkeys(shape for shape in threes if small or inner in (shape[2], shape[1] * shape[2])))
     return tuple(make_mesh(shape, tuple(f"axis{i}" for i in range(len(shape)))) for shape in shapes)
 
 
@@ -50,10 +52,10 @@ def num_options(program: Program, num_axes: int) -> int:
 def _pinned(n: int, c: Constraints) -> Mesh | None:
     if c.mesh is not None:
         return make_mesh(c.mesh, tuple(f"axis{i}" for i in range(len(c.mesh))))
-    if all(degree is None for degree in (c.dp, c.tp, c.cp, c.zero)):
+    if all(degree is None for degree in (c.dp, c.tp, c.cp, c.ep, c.zero)):
         return None
-    tp, cp = c.tp or 1, c.cp or 1
+    tp, cp, ep = c.tp or 1, c.cp or 1, c.ep or 1
     dp = c.dp if c.dp is not None else n // (tp * cp)
-    sizes = (("dp", dp), ("cp", cp), ("tp", tp), ("free", n // (dp * tp * cp)))
+    sizes = (("dp", dp // ep), ("ep", ep), ("cp", cp), ("tp", tp), ("free", n // (dp * tp * cp)))
     named = [(name, size) for name, size in sizes if size > 1] or [("dp", 1)]
     return make_mesh(tuple(size for _, size in named), tuple(name for name, _ in named))

@@ -1,12 +1,15 @@
 """Random legal plans: every op, parameter and gradient takes any layout the rules allow.
 
-They are rarely good; they exist to hold rules, lowering, simulator and runtime against each other.
+They are rarely good; they exist to hold rules, lowering, simulator and runtime against each other. In half of them some
+activations are recomputed.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+from paraplan.ir.lower.remat import RECOMPUTE, recomputable
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh
 from paraplan.ir.micro import program_micro, splittable
 from paraplan.ir.plan import ParamLayouts, Plan
@@ -41,10 +44,17 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2) -> Plan:
     for name, entry in program.batch.items():
         first = micro.values[f"batch:{name}"]
         batch[name] = layout_text(_random_layout(rng, entry.spec.shape, shape, first, m, partial=False))
-    return assemble(job, Decisions(
+    decisions = Decisions(
         mesh=mesh, num_microbatches=m, ops=tuple(ops), input_grads=_input_grads(rng, program, shape, m, micro.values),
         params=_params(rng, program, shape), batch=batch,
-    ))  # fmt: skip
+    )  # fmt: skip
+    share = rng.choice((0.0, 0.0, 0.3, 1.0))
+    fates = [
+        [{name: RECOMPUTE for name in recomputable(kind) if rng.random() < share} for _ in range(2)]
+        for kind in program.kinds
+    ]
+    activations = tuple(rng.choice(fates[segment.kind]) for segment in program.segments)
+    return assemble(job, replace(decisions, activations=activations))
 
 
 def _draw(rng: random.Random, keys: list[str], calm: float) -> str:

@@ -1,10 +1,12 @@
 """The search loop: propose a mesh and a microbatch count, solve, price, keep the best.
 
-Meshes: the pinned one, or those of `meshes.py`. Microbatches: the pinned count, or 1, doubled while nothing fits.
+Meshes: the pinned one, or those of `meshes.py`. Microbatches: the pinned count, or 1, doubled while memory binds and
+the step gets faster.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from paraplan.cost_models.predict import predict
+from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
@@ -19,8 +22,13 @@ from paraplan.ir.micro import splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.memory.joint import solve_with_recomputation
 from paraplan.planner.meshes import candidate_meshes
-from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, solve_mesh
+from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, solve_mesh
+
+HIDDEN = 0.02
+"""How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
+better, though on the meshes measured never by as much."""
 
 Progress = Callable[[str], None]
 
@@ -34,6 +42,7 @@ class Found:
     total_s: float
 
 
+@seldom_collected()
 def search(
     job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None,
     certify: bool = True,
@@ -52,27 +61,76 @@ def search(
     """
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
-    memory = min(group.device.memory_bytes for group in job.cluster.groups) - constraints.memory_reserve_bytes
-    if memory <= 0:
-        raise InfeasibleError(f"the memory reserve of {constraints.memory_reserve_bytes} bytes leaves no device memory")
-    limits = Limits(time_s=time_limit_s, memory_bytes=memory, certify=certify)
+    limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=certify)
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
+    skipped: list[Skipped] = []
     failures: list[InfeasibleError | SolverLimitError] = []
     for mesh in meshes:
-        for count in _microbatch_counts(job, constraints, mesh):
-            named = "x".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
-            progress(f"mesh {named}, {count} microbatch{'es' if count > 1 else ''}")
-            try:
-                found.append(solve_mesh(job, mesh, count, constraints, limits))
-                break
-            except (InfeasibleError, SolverLimitError) as fault:
-                failures.append(fault)
+        here = _on_mesh(job, mesh, constraints, limits, failures, progress, _cutoff_s(mesh, found))
+        if isinstance(here, Skipped):
+            skipped.append(here)
+        else:
+            found += here
     if not found:
         raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
     best = min(found, key=lambda candidate: candidate.simulation.step_s)
-    plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes))
+    plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best)))
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
+
+
+def _on_mesh(
+    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits,
+    failures: list[InfeasibleError | SolverLimitError], progress: Progress, cutoff_s: float,
+) -> list[Candidate] | Skipped:  # fmt: skip
+    """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster."""
+    found: list[Candidate] = []
+    best_s = float("inf")
+    for count in _microbatch_counts(job, constraints, mesh):
+        named = "x".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
+        progress(f"mesh {named}, {count} microbatch{'es' if count > 1 else ''}")
+        here = _solve(job, mesh, count, constraints, limits, failures, cutoff_s)
+        if isinstance(here, Skipped):
+            return found or here
+        found += here
+        step_s = min((candidate.simulation.step_s for candidate in here), default=float("inf"))
+        if here and (step_s >= best_s or not here[0].memory_binds):
+            break
+        best_s = min(best_s, step_s)
+    return found
+
+
+def _budget(job: Job, constraints: Constraints) -> int:
+    """Bytes a plan may hold per device."""
+    device = min(group.device.memory_bytes for group in job.cluster.groups)
+    budget = min(device, constraints.memory_bytes or device) - constraints.memory_reserve_bytes
+    if budget <= 0:
+        raise InfeasibleError(f"the memory reserve of {constraints.memory_reserve_bytes} bytes leaves no device memory")
+    return budget
+
+
+def _solve(
+    job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits,
+    failures: list[InfeasibleError | SolverLimitError], cutoff_s: float,
+) -> list[Candidate] | Skipped:  # fmt: skip
+    """Plans for a mesh: one that keeps every activation, and where memory binds one that may recompute some."""
+    found: list[Candidate] = []
+    if constraints.recompute in (None, "none"):
+        try:
+            solved = solve_mesh(job, mesh, count, constraints, limits, cutoff_s)
+            if isinstance(solved, Skipped):  # recomputing would only add work
+                return solved
+            found.append(solved)
+        except (InfeasibleError, SolverLimitError) as fault:
+            failures.append(fault)
+        if constraints.recompute == "none" or (found and not found[0].memory_binds):
+            return found
+    try:
+        found.append(solve_with_recomputation(job, mesh, count, constraints, limits))
+    except (InfeasibleError, SolverLimitError) as fault:
+        failures.append(fault)
+    return found
 
 
 def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
@@ -90,6 +148,29 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     )
     prediction = predict(best.plan, lower(best.plan), best.simulation)
     return msgspec.structs.replace(best.plan, prediction=prediction, certificate=certificate)
+
+
+def _cutoff_s(mesh: Mesh, found: list[Candidate]) -> float:
+    """The work above which a mesh is skipped; one and two axes never are."""
+    if len(mesh.shape) < 3 or not found:
+        return math.inf
+    return (1 + HIDDEN) * min(candidate.objective_s for candidate in found)
+
+
+def _meshes_note(found: list[Candidate], skipped: list[Skipped], best: Candidate) -> tuple[str, ...]:
+    """What was searched and what was not, where there was a choice."""
+    if len(found) + len(skipped) < 2:
+        return ()
+    solved = ", ".join(dict.fromkeys(_shape(candidate.plan.stages[0].mesh) for candidate in found))
+    text = f"meshes solved: {solved}"
+    if skipped:
+        each = ", ".join(f"{_shape(mesh.mesh)} ({mesh.work_s:.4g} s)" for mesh in skipped)
+        text += f"; skipped, as all plans there take more work than this one's {best.objective_s:.4g} s: {each}"
+    return (text,)
+
+
+def _shape(mesh: Mesh) -> str:
+    return "x".join(map(str, mesh.shape))
 
 
 def _microbatch_counts(job: Job, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:

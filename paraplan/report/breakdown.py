@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+from paraplan.cost_models.collectives import input_bytes_of
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.memory import MemoryWalk
 from paraplan.cost_models.ops import is_free, op_name, work_of
@@ -90,7 +91,8 @@ def time_breakdown(
                 tally.kernels[label] += times if seconds else 0
             elif instr.kind is InstrKind.COLLECTIVE:
                 key = (instr.target, instr.axis, purpose)
-                held = block.values[next(refs(instr.args))].nbytes
+                sent = block.values[next(refs(instr.args))]
+                held = input_bytes_of(instr.target, instr.args, sent.nbytes, (*sent.shape, 1)[0])
                 row = tally.comm.setdefault(key, [0.0, 0.0, 0.0])
                 row[0] += times
                 row[1] += times * held

@@ -85,7 +85,15 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
         *((_stage_name(plan, index), mesh_text(stage)) for index, stage in enumerate(plan.stages)),
         ("schedule", f"{plan.schedule.name}, {micro}"),
         ("parameters", "; ".join(dict.fromkeys(layer_words(plan)))),
+        ("activations", _activation_words(plan)),
     )  # fmt: skip
+
+
+def _activation_words(plan: Plan) -> str:
+    """`kept; recomputed in 12 x h.*: ln_2, mlp: gelu, dropout`."""
+    rows = [row for stage in plan.stages for row in kind_rows(plan.program, stage) if row.recomputed]
+    made = [f"{row.instances} x ({row.label}): {row.recomputed}" for row in rows]
+    return "kept" if not made else "kept but for what is recomputed: " + "; ".join(made)
 
 
 def _devices(cluster: ClusterSpec) -> str:

@@ -7,11 +7,14 @@ in shards but used whole is ZeRO-3, used in shards is tensor parallelism.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from paraplan.ir.graph import Graph, Op, Phase
+from paraplan.ir.lower.remat import RECOMPUTE, recomputable, remat_of
 from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, parse_layout
 from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
-from paraplan.ir.program import Program
+from paraplan.ir.program import Program, SegmentKind
+from paraplan.ir.rules.dims import op_def
 from paraplan.ir.rules.strategies import AxisChoice, dims_of, mesh_choices
 from paraplan.ir.struct import Value
 
@@ -49,6 +52,7 @@ class KindRow(Value, frozen=True, kw_only=True):
         instances: how many segments take this choice.
         params: its parameters.
         outputs: how the values it hands on lie, in words.
+        recomputed: the ops its backward executes again, in words; "" for none.
     """
 
     name: str
@@ -56,6 +60,7 @@ class KindRow(Value, frozen=True, kw_only=True):
     instances: int
     params: tuple[ParamRow, ...]
     outputs: tuple[str, ...]
+    recomputed: str = ""
 
 
 def layout_words(layout: Layout, mesh: Mesh) -> str:
@@ -157,7 +162,23 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     label = _label(tuple(row.name for row in rows)) or ", ".join(
         dict.fromkeys(op.target.split(".")[1] for op in kind.graph.ops[:3])
     )
-    return KindRow(name=kind.name, label=label, instances=len(segments), params=tuple(rows), outputs=outputs)
+    return KindRow(
+        name=kind.name, label=label, instances=len(segments), params=tuple(rows), outputs=outputs,
+        recomputed=_recomputed(kind, choice),
+    )  # fmt: skip
+
+
+def _recomputed(kind: SegmentKind, choice: KindChoice) -> str:
+    """`gelu, layer_norm, dropout` or `all of it`; views are not worth a word."""
+    again = remat_of(kind, choice.activations).again
+    if again and again == remat_of(kind, dict.fromkeys(recomputable(kind), RECOMPUTE)).again:
+        return "all of it"
+    dear = [kind.graph.ops[index].target for index in again]
+    dear = [target for target in dear if (found := op_def(target)) is None or found.strides != "view"]
+    names = Counter(target.split(".")[1].removeprefix("native_").strip("_") for target in dear)
+    return ", ".join(f"{count} {name}" if count > 1 else name for name, count in names.items()) or (
+        "views" if again else ""
+    )
 
 
 def _num_shards(layout: Layout, mesh: Mesh) -> int:

@@ -20,7 +20,7 @@ from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import Mesh
 from paraplan.runtime import ops
 from paraplan.runtime.tracker import Ledger, Tracker
-from paraplan.runtime.transport import Handle
+from paraplan.runtime.transport import Handle, Route
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -73,15 +73,21 @@ class DistributedTransport:
     def _group_name(self, axis: int) -> str:
         return "" if self.mesh.shape[axis] == 1 else str(self._group(axis).group_name)
 
-    def issue(self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False) -> Handle:
+    def issue(
+        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: Route | None = None
+    ) -> Handle:
         """Start a collective on a private copy of x; `in_place`: its result is written into x."""
         size, what = self.mesh.shape[axis], f"{kind} over axis {self.mesh.axes[axis]}"
         if size == 1:
             return Handle(x if in_place else ops.fresh(x), what, done=True)
-        shape = ops.collective_shape(kind, x.shape, size)
+        shape = ops.collective_shape(kind, x.shape, size) if route is None else (route.rows, *x.shape[1:])
         out = x if in_place else torch.empty(shape, dtype=x.dtype, device=x.device)
         with self.tracker.booking(None):
-            pending = self._start(kind, ops.fresh(x), reduction, size, self.groups[axis])
+            pending = (
+                self._start(kind, ops.fresh(x), reduction, size, self.groups[axis])
+                if route is None
+                else ops.route(ops.fresh(x), *route, self.groups[axis])
+            )
         return _Pending(out, what, pending=pending)
 
     def _start(self, kind: str, x: Tensor, reduction: str, size: int, group: str) -> Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from paraplan.ir.rank_program import Block, InstrKind, in_place
-from paraplan.runtime.ops import INSTR, LAYOUT_KERNELS, OFFSET
+from paraplan.runtime.ops import INSTR, LAYOUT_KERNELS, OFFSET, collective
 from paraplan.runtime.torch_private import untracked
 from paraplan.runtime.tracker import Ledger, is_kernel
-from paraplan.runtime.transport import Handle, Port
+from paraplan.runtime.transport import Handle, Port, Route
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,8 @@ def _issue(
     reduction = instr.args[1]
     assert isinstance(reduction, str)
     overwrites = in_place(tape.block, instr)
-    handle = port.issue(instr.target, env[source], reduction.removeprefix(":"), instr.axis, overwrites)  # type: ignore[index]
+    how = head.args[4:7] if head.target is collective else head.args[1:4]  # unbound; bound to a process group
+    route = Route(*map_arg(how, env.__getitem__)) if instr.target == "route" else None
+    handle = port.issue(instr.target, env[source], reduction.removeprefix(":"), instr.axis, overwrites, route)  # type: ignore[index]
     handles[head] = handle
     env[head] = handle.out

@@ -1,23 +1,30 @@
 """Starting ranks: from torchrun's environment, or several on this machine.
 
 `python -m paraplan.runtime.launch MODULE ARGS...` runs a module with its errors recorded for torchrun; `spawn_local`
-starts ranks that way, so that a rank that dies ends the job within seconds and its traceback is printed.
+starts ranks that way, so that a rank that dies ends the job within seconds and its traceback is printed: torchrun's for
+an exception, Python's fault handler's, of whichever rank, where a signal killed it.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from paraplan.ir.errors import RuntimeFailure
+
+FAULTS = "PARAPLAN_FAULTS"
+"""Environment variable: the folder where ranks leave the traceback of a signal that kills them."""
 
 
 def init_distributed(backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:
@@ -81,12 +88,19 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
     command += ["-m", "paraplan.runtime.launch", module, *args]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return subprocess.run(command, env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory(prefix="paraplan-") as folder:
+        code = subprocess.run(command, env={**environment, FAULTS: folder}, check=False).returncode
+        for file in sorted(Path(folder).iterdir()) if code else ():
+            if fault := file.read_text(errors="replace"):
+                sys.stderr.write(f"{file.name}: {fault}\n")
+    return code
 
 
 @record
 def run_recorded() -> None:
     """Run the module or file named on the command line as the main program, its errors recorded for torchrun."""
+    if FAULTS in os.environ:  # torchrun shows nobody's stderr but rank 0's
+        faulthandler.enable((Path(os.environ[FAULTS]) / f"rank {os.environ['RANK']}").open("w"))
     name, sys.argv = sys.argv[1], sys.argv[1:]
     if name.endswith(".py"):
         runpy.run_path(name, run_name="__main__")

@@ -22,7 +22,7 @@ from paraplan.ir.errors import CodegenError
 from paraplan.ir.graph import Arg, decode_float
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.ir.trace import kernels
-from paraplan.runtime.torch_private import rank_in_group
+from paraplan.runtime.torch_private import exchange_rows, rank_in_group
 
 INSTR, LOCAL, OFFSET = "instr", "local", "offset"  # keys of node.meta in emitted graphs, see `codegen.emit`
 
@@ -96,7 +96,7 @@ def constant(
     return kernels.constant(values, dtype, shape).to(device)
 
 
-def collective(x: Tensor, kind: str, reduction: str, axis: int) -> Tensor:
+def collective(x: Tensor, kind: str, reduction: str, axis: int, *more: object) -> Tensor:
     """A collective that no process group is bound to yet; only a transport can run it."""
     raise CodegenError(f"{kind} over axis {axis} was called before it was bound to a process group")
 
@@ -117,6 +117,18 @@ def permute(x: Tensor, size: int, group: str) -> Tensor:
     sends, receives = [0] * size, [0] * size
     sends[(rank + 1) % size] = receives[(rank - 1) % size] = x.shape[0]
     return torch.ops._c10d_functional.all_to_all_single(x, receives, sends, group)  # type: ignore[no-any-return]
+
+
+def route(x: Tensor, sent: Tensor, received: Tensor, rows: int, group: str) -> Tensor:
+    """Starts sending each rank of a process group its rows of x, which lie one after another; they arrive likewise.
+
+    The result has `rows` rows, zeros after those received.
+    """
+    out = x.new_empty((rows, *x.shape[1:]))
+    sends, receives = sent.tolist(), received.tolist()
+    out[sum(receives) :].zero_()
+    exchange_rows(out[: sum(receives)], x[: sum(sends)], receives, sends, group)
+    return out
 
 
 def same(issued: Tensor, *held: Tensor) -> Tensor:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode as AnyDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "rank_in_group", "storage_key", "storage_of", "tree_leaves", "untracked"]
+__all__ = [
+    "TorchDispatchMode", "exchange_rows", "rank_in_group", "storage_key", "storage_of", "tree_leaves", "untracked",
+]  # fmt: skip
 
 
 class TorchDispatchMode(AnyDispatchMode):
@@ -45,3 +49,9 @@ def storage_key(storage: UntypedStorage) -> int:
 def rank_in_group(name: str) -> int:
     """This process' place in a process group, by the group's name."""
     return int(_resolve_process_group(name).rank())  # type: ignore[arg-type]
+
+
+def exchange_rows(out: Tensor, x: Tensor, receives: list[int], sends: list[int], group: str) -> None:
+    """Starts an all-to-all of unequal parts; waiting for any tensor on `out`'s storage waits for it."""
+    work = dist.all_to_all_single(out, x, receives, sends, _resolve_process_group(group), async_op=True)  # type: ignore[arg-type]
+    _register_work(out, work)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,10 +38,20 @@ class Handle:
     done: bool = False
 
 
+class Route(NamedTuple):
+    """How an all-to-all of unequal parts goes: rows sent to and received from each rank, and rows of the result."""
+
+    sent: Tensor
+    received: Tensor
+    rows: int
+
+
 class Port(Protocol):
     """A rank's way out."""
 
-    def issue(self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False) -> Handle:
+    def issue(
+        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: Route | None = None
+    ) -> Handle:
         """Start a collective over a mesh axis; `in_place`: an all-reduce whose result replaces x."""
 
     def ready(self, handle: Handle) -> bool:
@@ -60,6 +70,7 @@ class _Meeting:
     shape: tuple[int, ...]
     dtype: torch.dtype
     inputs: dict[int, Tensor] = field(default_factory=dict)
+    routes: dict[int, Route] = field(default_factory=dict)
     handles: dict[int, Handle] = field(default_factory=dict)
 
 
@@ -84,7 +95,10 @@ class InProcessTransport:
         """The port of a device of the mesh."""
         return InProcessPort(self, rank)
 
-    def issue(self, rank: int, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False) -> Handle:
+    def issue(
+        self, rank: int, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False,
+        route: Route | None = None,
+    ) -> Handle:  # fmt: skip
         """See `Port.issue`.
 
         Raises:
@@ -94,7 +108,7 @@ class InProcessTransport:
         group = self._groups.get((rank, axis)) or self._groups.setdefault((rank, axis), self.mesh.group(rank, axis))
         count = self._issued[rank, axis] = self._issued.get((rank, axis), -1) + 1
         what = f"{kind} {count} over axis {self.mesh.axes[axis]}"
-        handle = Handle(x if in_place else self._result(kind, x, len(group)), what)
+        handle = Handle(x if in_place else self._result(kind, x, len(group), route), what)
         found = _Meeting(kind, reduction, tuple(x.shape), x.dtype)
         meeting = self._meetings.setdefault((axis, group, count), found)
         here, there = (
@@ -107,16 +121,18 @@ class InProcessTransport:
             )
         meeting.inputs[rank] = handle.out if kind == "all_reduce" else x
         meeting.handles[rank] = handle
+        if route is not None:
+            meeting.routes[rank] = route
         if len(meeting.handles) == len(group):
             del self._meetings[axis, group, count]
             with untracked():
                 _complete(meeting, group)
         return handle
 
-    def _result(self, kind: str, x: Tensor, size: int) -> Tensor:
+    def _result(self, kind: str, x: Tensor, size: int, route: Route | None) -> Tensor:
         with untracked():
             empty = kind != "all_reduce"
-            shape = ops.collective_shape(kind, x.shape, size)
+            shape = ops.collective_shape(kind, x.shape, size) if route is None else (route.rows, *x.shape[1:])
             result = torch.empty(shape, dtype=x.dtype, device=x.device) if empty else ops.fresh(x)
         if self.tracker.current is not None:
             self.tracker.current.register(result)
@@ -130,9 +146,11 @@ class InProcessPort:
     transport: InProcessTransport
     rank: int
 
-    def issue(self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False) -> Handle:
+    def issue(
+        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: Route | None = None
+    ) -> Handle:
         """Start a collective."""
-        return self.transport.issue(self.rank, kind, x, reduction, axis, in_place)
+        return self.transport.issue(self.rank, kind, x, reduction, axis, in_place, route)
 
     def ready(self, handle: Handle) -> bool:
         """Whether every peer has issued it."""
@@ -153,12 +171,32 @@ def _complete(meeting: _Meeting, group: tuple[int, ...]) -> None:
         parts = [torch.cat(inputs)] * len(outs)
     elif meeting.kind == "permute":
         parts = inputs[-1:] + inputs[:-1]
+    elif meeting.kind == "route":
+        parts = _routed(inputs, [meeting.routes[rank] for rank in group])
     else:
         parts = [torch.cat([x.chunk(len(group))[index] for x in inputs]) for index in range(len(group))]
     for out, part in zip(outs, parts, strict=True):
         out.copy_(part)
     for handle in meeting.handles.values():
         handle.done = True
+
+
+def _routed(inputs: list[Tensor], routes: list[Route]) -> list[Tensor]:
+    """What each rank has after an all-to-all of unequal parts.
+
+    Raises:
+        RuntimeFailure: ranks disagree on what goes from one to another.
+    """
+    sent = [route.sent.tolist() for route in routes]
+    found = []
+    for index, route in enumerate(routes):
+        if route.received.tolist() != [row[index] for row in sent]:
+            raise RuntimeFailure(f"route: place {index} expects {route.received.tolist()} rows, its peers send {sent}")
+        places = [sum(row[:index]) for row in sent]
+        rows = [x[at : at + row[index]] for x, at, row in zip(inputs, places, sent, strict=True)]
+        short = route.rows - sum(row[index] for row in sent)
+        found.append(torch.cat([*rows, rows[0].new_zeros((short, *rows[0].shape[1:]))]))
+    return found
 
 
 def _reduce(inputs: list[Tensor], reduction: str) -> Tensor:

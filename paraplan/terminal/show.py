@@ -42,7 +42,7 @@ def show_summary(console: Console, plan: Any, saved: Path | None) -> None:
     kept = [
         fact
         for fact in told.facts
-        if fact[0] in ("mesh", "schedule", "parameters", "batch", "model") or fact[0].startswith("stage")
+        if fact[0] in ("mesh", "schedule", "parameters", "activations", "batch", "model") or fact[0].startswith("stage")
     ]
     console.print(_facts((*kept, *told.verdict)))
     console.print(_kinds_in_words(told))

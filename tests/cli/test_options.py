@@ -14,9 +14,9 @@ OPTIONS = {
     "": ["--debug", "--version"],
     "plan": [
         "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
-        "--memory-reserve",
-        "--tp",
-        "--dp", "--sp", "--cp", "--cp-mode", "--zero", "--microbatches", "--time-limit", "--json",
+        "--memory", "--memory-reserve", "--tp",
+        "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--microbatches", "--recompute", "--time-limit",
+        "--json",
     ],
     "show": ["PLAN"],
     "simulate": ["PLAN", "--cluster", "--trace", "--json"],

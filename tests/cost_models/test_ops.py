@@ -1,12 +1,15 @@
 """Op work against hand counts, and the roofline's two sides."""
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from paraplan.cost_models.catalog import catalog_device
 from paraplan.cost_models.constants import GPU
 from paraplan.cost_models.ops import OpWork, is_free, op_cost, op_time_s
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.tensor import TensorSpec
+from paraplan.runtime.ops import resolve
 
 B, S, H, F = 4, 128, 256, 1024
 
@@ -42,6 +45,32 @@ def test_matmul_flops_are_exact(target, args, inputs, outputs, flops) -> None:
     assert (work.kind, work.flops, work.dtype) == ("matmul", flops, "bfloat16")
     assert work.read_bytes == sum(x.nbytes for x in inputs)
     assert work.write_bytes == sum(x.nbytes for x in outputs if x is not None)
+
+
+def _addmm_flops(c: object, a: tuple[int, ...], b: tuple[int, ...], *_: object, **__: object) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+@pytest.mark.parametrize(("train", "start", "held"), [(True, 0, 4), (False, 0, 4), (True, 2, 2)])
+def test_experts_cost_what_their_kernels_compute(train: bool, start: int, held: int) -> None:
+    """Every product that runs, the inner one backward again, and no other; on some experts, with even routing."""
+    tokens, hidden, width, total = 32, 6, 10, 4
+    x, g, weights = torch.randn(tokens, hidden), torch.randn(tokens, 8), torch.rand(tokens, 2)
+    ids = torch.stack([torch.arange(tokens), torch.arange(tokens) + 1], 1) % total
+    w_in, w_out = torch.randn(held, 2, width, hidden), torch.randn(held, 8, width)
+
+    def spec(value: torch.Tensor | None) -> TensorSpec | None:
+        return None if value is None else TensorSpec(str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
+    for target, lead in (("experts", (x,)), ("experts_grad", (g, x))):
+        rest = ("silu", total, start, *((train,) if target == "experts_grad" else ()))
+        inputs = (*lead, ids, weights, w_in, w_out)
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops}) as counter:
+            made = resolve(f"paraplan.{target}")(*inputs, *rest)
+        outs = made if isinstance(made, tuple) else (made,)
+        names = tuple(f"%{index}" for index in range(len(inputs)))
+        work = op_cost(f"paraplan.{target}", (*names, *rest), {}, tuple(map(spec, inputs)), tuple(map(spec, outs)))
+        assert work.flops == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -256,6 +256,13 @@ def _collective(block: Block, instr, given: dict[Dims, dict[str, Tensor]], mesh_
             results[coords] = sum(x.chunk(n, 0)[me] for x in xs)
         elif instr.target == "permute":
             results[coords] = xs[me - 1].clone()
+        elif instr.target == "route":
+            peers = [given[(*coords[:axis], k, *coords[axis + 1 :])] for k in range(n)]
+            sent = [peer[instr.args[2][1:]].tolist() for peer in peers]
+            assert [row[me] for row in sent] == given[coords][instr.args[3][1:]].tolist()
+            rows = [x[sum(row[:me]) : sum(row[: me + 1])] for x, row in zip(xs, sent, strict=True)]
+            results[coords] = xs[0].new_zeros((instr.args[4], *xs[0].shape[1:]))
+            results[coords][: sum(map(len, rows))] = torch.cat(rows)
         else:
             assert instr.target == "all_to_all", instr.target
             results[coords] = torch.cat([x.chunk(n, 0)[me] for x in xs], 0)

@@ -31,17 +31,61 @@ def targets(program: RankProgram) -> list[str]:
     return [instr.target for step in program.steps if step.block for instr in program.blocks[step.block].instrs]
 
 
-def test_a_block_gathers_and_scatters_its_small_parameters_at_once(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
+def spans(program: RankProgram, role: str) -> list[tuple[int, int]]:
+    """Of every bundle of a role, the steps that issue it and wait for it."""
+    begun: dict[str, int] = {}
+    found = []
+    for index, step in enumerate(program.steps):
+        if step.block.startswith(role) and step.block.endswith(".issue"):
+            begun.update(dict.fromkeys((out for out in step.outs if out), index))
+        elif step.block.startswith(role):
+            found.append((min(begun.pop(name) for name in step.args if name in begun), index))
+    assert not begun
+    return found
+
+
+def runs(program: RankProgram, action: str) -> list[int]:
+    return [i for i, step in enumerate(program.steps) if step.segment >= 0 and step.block and step.action == action]
+
+
+def test_small_parameters_are_gathered_and_their_gradients_scattered_at_once(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
     program = lower(planned(tiny_gpt2, 3))[0]
-    called = {step.block for step in program.steps if step.segment >= 0 and step.block}
-    many = 0
-    for name in called:
-        block = program.blocks[name]
-        for target in ("all_gather", "reduce_scatter"):
-            assert len(issued(block, target)) <= 1, (name, target)
-        packs = [instr for instr in block.instrs if instr.target == "paraplan.pack"]
-        many = max([many, *(len(instr.args[0]) for instr in packs)])
-    assert many > 4
+    inside = {instr.target for step in program.steps if step.segment >= 0 and step.block
+              for instr in program.blocks[step.block].instrs}  # fmt: skip
+    assert inside.isdisjoint({"all_gather", "reduce_scatter"})
+    assert targets(program).count("all_gather") == 2, "one in the forward, one in the backward"
+    assert targets(program).count("reduce_scatter") == 1
+    packs = [len(instr.args[0]) for block in program.blocks.values() for instr in block.instrs
+             if instr.target == "paraplan.pack"]  # fmt: skip
+    assert max(packs) > 8
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_bundles_sent_off_early(tiny_gpt2, monkeypatch: pytest.MonkeyPatch, zero: int, microbatches: int) -> None:  # type: ignore[no-untyped-def]
+    """A group of segments is gathered beside the one before it; sums are under way beside the backward, few at once."""
+    monkeypatch.setattr(bundle, "BUNDLE_BYTES", 1)
+    plan = planned(tiny_gpt2, zero, microbatches)
+    program = lower(plan)[0]
+    assert tiny_gpt2.worst_error(*run_plan(plan, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9
+    if zero == 3:
+        forward = runs(program, "0F0")
+        gathers = [span for span in spans(program, "gather") if program.steps[span[0]].action == "0F0"]
+        assert len(gathers) > 2
+        for (issued, _), (_, before) in zip(gathers[1:], gathers, strict=False):
+            assert before < issued, "at most one group is under way"
+        hidden = [span for span in gathers if any(span[0] < at < span[1] for at in forward)]
+        assert len(hidden) == len(gathers) - 1
+    if zero >= 2:
+        sums, backward = spans(program, "sums"), runs(program, "0B0")
+        assert any(issued < at < waited for issued, waited in sums for at in backward)
+        assert all(sum(a < at < b for a, b in sums) <= 3 for at in range(len(program.steps)))
+
+
+def test_the_loss_goes_with_gradients(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
+    """One all-reduce for the denominator, one for everything else; under ZeRO-3 nothing is there to go with."""
+    assert targets(lower(planned(tiny_gpt2, 0))[0]).count("all_reduce") == 2
+    assert targets(lower(planned(tiny_gpt2, 3))[0]).count("all_reduce") == 2
 
 
 def test_gradients_are_summed_at_once_in_place_and_during_the_backward(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
@@ -51,7 +95,7 @@ def test_gradients_are_summed_at_once_in_place_and_during_the_backward(tiny_gpt2
         assert [step.block for step in sums] == ["reduce.0.issue", "reduce.0"]
         first, second = (program.blocks[step.block] for step in sums)
         (collective,) = [instr for instr in first.instrs if instr.kind is InstrKind.COLLECTIVE]
-        assert in_place(first, collective) and len(first.inputs) == len(program.grads)
+        assert in_place(first, collective) and len(first.inputs) == len(program.grads) + 1, "and the loss"
         assert [instr.target for instr in second.instrs] == ["wait", "paraplan.unpack"]
         assert sums[1].action == "0REDUCE_GRAD"
 
@@ -87,8 +131,10 @@ def test_loss_and_denominator_are_summed_beside_the_work(tiny_gpt2) -> None:  # 
     names = [step.block for step in lower(planned(tiny_gpt2, 0))[0].steps if step.block]
     forward = names.index(next(name for name in names if name.endswith(".F")))
     backward = names.index(next(name for name in names if name.endswith(".B")))
-    assert names.index("tangent0.issue") < forward < names.index("loss.issue") < names.index("tangent0") < backward
-    assert backward < names.index("loss")
+    assert names.index("tangent0.issue") < forward < names.index("tangent0") < backward < names.index("loss")
+    names = [step.block for step in lower(planned(tiny_gpt2, 3))[0].steps if step.block]
+    forward = names.index(next(name for name in names if name.endswith(".F")))
+    assert forward < names.index("loss.issue") < names.index("tangent0")
 
 
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, 1, 2)])

@@ -66,7 +66,7 @@ CHOICE = (*STAGE, "choices", 0)
         ((*CHOICE, "ops", 1), "z", r"aten.add.Tensor \(toy.py:1.*'z' is no legal strategy.*legal: -, a"),
         ((*CHOICE, "ops", 2), "a>S0", "no legal strategy"),
         ((*CHOICE, "input_grads"), [], "0 input_grads"),
-        ((*CHOICE, "activations"), {"h": "recompute"}, "not executable by this version"),
+        ((*CHOICE, "activations"), {"h": "forget"}, "no value that its forward makes|can be 'recompute'"),
         ((*STAGE, "mesh", "shape"), [3], "mesh of shape"),
         ((*STAGE, "mesh", "shape"), [2, 1], "mesh of shape"),
         ((*STAGE, "mesh", "shape"), [-2], "mesh of shape"),

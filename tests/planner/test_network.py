@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.planner.milp import Status, solve
+from paraplan.planner.sharding import branch
+from paraplan.planner.sharding import optimise as optimise_module
 from paraplan.planner.sharding.bound import step_bound
+from paraplan.planner.sharding.consistent import consistent
 from paraplan.planner.sharding.ilp import build_ilp
-from paraplan.planner.sharding.lagrangian import evaluate
+from paraplan.planner.sharding.lagrangian import evaluate, scalarised
 from paraplan.planner.sharding.messages import Messages, groupings
 from paraplan.planner.sharding.network import Factor, Network, Row
-from paraplan.planner.sharding.optimise import consistent, least_activity, optimise
+from paraplan.planner.sharding.optimise import least_activity, optimise
 
 STREAMS = 2
 
@@ -151,3 +154,52 @@ def test_impossible_moves_are_seen_first() -> None:
 
 def test_groupings_are_the_bell_numbers() -> None:
     assert [len(groupings(count)) for count in range(1, 6)] == [1, 2, 5, 15, 52]
+
+
+def test_branching_keeps_the_optimum_and_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every node branched on, whatever its size, as with none."""
+    monkeypatch.setattr(branch, "FEW", 0)
+    monkeypatch.setattr(optimise_module, "FEW", 0)
+    monkeypatch.setattr(optimise_module._Search, "_combine", lambda self, points: None)
+    ways = set()
+    for seed in range(24):
+        network = random_network(seed, 1 + seed % 2)
+        wanted = min((float(work.sum()) for _, work in every_choice(network)), default=math.inf)
+        found = optimise(network, small=0)
+        ways.add(found.via)
+        if math.isinf(wanted):
+            assert found.status is Status.INFEASIBLE
+            continue
+        assert found.objective == pytest.approx(wanted, rel=1e-6)
+        assert found.bound <= wanted * (1 + 1e-9)
+        assert found.status is Status.OPTIMAL
+    assert "branching" in ways
+
+
+def test_messages_of_the_whole_are_taken_over_by_a_part() -> None:
+    """The part's bound from them is no worse than the whole's, and no better than the truth."""
+    for seed in range(5):
+        network = random_network(seed, blocked=0.0)
+        weights = np.ones(STREAMS)
+        point = evaluate(network, weights, np.zeros(0), time.perf_counter() + 60)
+        kept = [np.arange(len(price))[-2:] for price in network.prices]
+        part = network.restricted(kept)
+        messages = Messages(part, *scalarised(part, weights, np.zeros(0)))
+        messages.warm(point.messages)
+        least = min(float(work.sum()) for _, work in every_choice(part))
+        assert point.bound - 1e-9 <= messages.bound() <= least + 1e-9
+
+
+def test_a_cutoff_ends_the_search_only_where_all_choices_cost_more() -> None:
+    ended = 0
+    for seed in range(8):
+        network = random_network(seed, blocked=0.0)
+        least = min(float(work.sum()) for _, work in every_choice(network))
+        beaten = optimise(network, small=0, cutoff=0.9 * least)
+        if beaten.choices is None:
+            ended += 1
+            assert 0.9 * least <= beaten.bound <= least + 1e-9
+        else:
+            assert beaten.objective == pytest.approx(least, rel=1e-6)
+        assert optimise(network, small=0, cutoff=least * 1.01).objective == pytest.approx(least, rel=1e-6)
+    assert ended

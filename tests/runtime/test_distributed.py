@@ -25,6 +25,13 @@ def test_a_rank_that_dies_ends_the_job_with_its_reason(tmp_path: Path, capfd: py
     assert "this rank gives up" in "".join(capfd.readouterr())
 
 
+def test_a_signal_that_kills_any_rank_leaves_its_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert spawn_local(2, WORKER, ["crash", str(tmp_path)]) != 0
+    said = capfd.readouterr().err
+    assert "rank 1: Fatal Python error: Segmentation fault" in said
+    assert "in read_nothing" in said
+
+
 def test_torchrun_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RuntimeFailure, match="start this with torchrun"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -121,12 +122,19 @@ def across(folder: Path) -> None:
     assert close(trainer.full_state_dict(), local.params())
 
 
+def read_nothing() -> None:
+    """Dies of a segmentation fault."""
+    ctypes.string_at(0)
+
+
 def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
     rank, _ = init_distributed("gloo", timeout_s=60)
     torch.set_num_threads(1)
     if mode == "die" and rank == 1:
         raise ValueError("this rank gives up")
+    if mode == "crash" and rank == 1:
+        read_nothing()
     transport = DistributedTransport(pair())
     by_hand(transport)
     if mode == "all":

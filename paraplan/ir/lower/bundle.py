@@ -4,15 +4,15 @@ What a small collective takes is mostly latency, so tensors that change their la
 `paraplan.pack` lays their parts for each rank side by side in one buffer, one collective moves it, and the buffer is
 taken apart again, by views where a rank ends with one part of each (`paraplan.unpack`), by copies where it ends with
 all (`paraplan.unpack_stacked`). A tensor above `SMALL_BYTES` goes alone: copying it would cost more than the latency.
-Only what needs no other order is bundled: parameters gathered for a block, and gradients.
+Only what needs no other order is bundled: parameters gathered for segments (`ahead`), and gradients (`reduce`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paraplan.ir.mesh import Layout, local_shape
+from paraplan.ir.mesh import local_shape
 from paraplan.ir.rank_program import LocalValue
 from paraplan.ir.reshard import Move
 from paraplan.ir.strides import contiguous_strides
@@ -28,12 +28,22 @@ SMALL_BYTES = 1 << 20
 """The most bytes, on a rank, of a tensor that travels with others."""
 
 BUNDLE_BYTES = 8 << 20
-"""From how many bytes on a bundle is sent off."""
+"""From how many bytes on any bundle is sent off, where the plan does not say."""
 
 
-def is_small(spec: TensorSpec, layout: Layout, mesh_shape: Dims) -> bool:
-    """Whether a tensor in a layout is worth bundling."""
+def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
+    """Whether a tensor that is moved is worth bundling: by what is left of it on a rank, of a scatter."""
+    layout = move.after if move.kind == "reduce_scatter" else move.before
     return 0 < TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes <= SMALL_BYTES
+
+
+def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES, most_bytes: int = BUNDLE_BYTES) -> bool:
+    """Whether a bundle is sent off: at twice what one segment alone puts in it, but not below `SMALL_BYTES`, and always
+    at `most_bytes`, the plan's bound.
+
+    So what bundles across segments hold stays of the order of what a segment holds anyway.
+    """
+    return nbytes >= min(most_bytes, max(SMALL_BYTES, 2 * widest_bytes))
 
 
 def bundle_key(dtype: str, path: Sequence[Move]) -> Key | None:
@@ -84,48 +94,6 @@ def move_together(
     return _views(emitter, stem, done, values[0].dtype, shapes)
 
 
-def gather_together(emitter: BlockEmitter, wanted: Iterable[tuple[str, Layout]]) -> None:
-    """Gather the small ones among values the block is given, in bundles, ahead of who asks for them.
-
-    Args:
-        emitter: of the block.
-        wanted: the layouts they will be asked for in.
-    """
-    layouts: dict[str, dict[Layout, None]] = {}
-    for name, layout in wanted:
-        if layout != emitter.home(name):
-            layouts.setdefault(name, {})[layout] = None
-    groups: dict[Key, list[tuple[str, Move]]] = {}
-    for name, (layout, *others) in layouts.items():
-        path = emitter.path(name, layout)
-        key = bundle_key(emitter.specs[name].dtype, path[:1])
-        if others or key is None or path[0].kind != "all_gather":
-            continue
-        if is_small(emitter.specs[name], path[0].before, emitter.mesh_shape):
-            groups.setdefault(key, []).append((name, path[0]))
-    for number, group in enumerate(group for group in groups.values() if len(group) > 1):
-        locals_ = [emitter.get(name, move.before) for name, move in group]
-        results = move_together(emitter, f"gathered{number}", locals_, [(move,) for _, move in group])
-        emitter.moved.update(zip(group, results, strict=True))
-
-
-def reduce_together(emitter: BlockEmitter, wanted: Iterable[tuple[str, Layout]]) -> dict[tuple[str, Layout], str]:
-    """Reduce the small ones among values of the block, in bundles; their local names."""
-    groups: dict[Key, list[tuple[str, Layout]]] = {}
-    for name, layout in dict.fromkeys(wanted):
-        path = emitter.path(name, layout)
-        key = bundle_key(emitter.specs[name].dtype, path)
-        if key is not None and path[0].kind != "all_gather":
-            if is_small(emitter.specs[name], path[0].before, emitter.mesh_shape):
-                groups.setdefault(key, []).append((name, layout))
-    found: dict[tuple[str, Layout], str] = {}
-    for number, group in enumerate(group for group in groups.values() if len(group) > 1):
-        locals_ = [emitter.get(name, emitter.home(name)) for name, _ in group]
-        results = move_together(emitter, f"reduced{number}", locals_, [emitter.path(*each) for each in group])
-        found.update(zip(group, results, strict=True))
-    return found
-
-
 def _cut(shape: Dims, dim: int, n: int) -> Dims:
     return tuple(size // n if index == dim else size for index, size in enumerate(shape))
 
@@ -138,7 +106,6 @@ def _views(emitter: BlockEmitter, stem: str, buffer: str, dtype: str, shapes: Se
             dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=base, storage_bytes=0
         )
     emitter.add_many("paraplan.unpack", ("%" + buffer, tuple(shapes)), names)
-    emitter.pieces.update(names)
     return names
 
 

@@ -32,8 +32,7 @@ Dims = tuple[int, ...]
 class BlockEmitter:
     """Collects the instructions of one block on an extended mesh (axis 0: microbatches).
 
-    `overwrites`: nobody else reads what the block is given, so all-reduces work in place. `moved` has the results of
-    moves made ahead of time, `pieces` the results that are parts of one buffer.
+    `overwrites`: nobody else reads what the block is given, so all-reduces work in place.
     """
 
     def __init__(self, name: str, mesh_shape: Dims, overwrites: bool = False) -> None:
@@ -48,8 +47,6 @@ class BlockEmitter:
         self._at: dict[tuple[str, Layout], str] = {}
         self._instrs: list[Instr] = []
         self._origin = -1
-        self.moved: dict[tuple[str, Move], str] = {}
-        self.pieces: set[str] = set()
 
     def give(
         self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = ""
@@ -84,7 +81,7 @@ class BlockEmitter:
             source = self._home[name]
             found = self._use(self._at[name, source])
             for move in self.path(name, layout):
-                found = self.moved.get((name, move)) or self._move(name, found, move)
+                found = self._move(name, found, move)
             self._at[name, layout] = found
         return self._use(found)
 
@@ -328,19 +325,21 @@ class BlockEmitter:
         self._exchange(move.kind, move.axis - 1, local, issued, done, shape, move.reduction, True, in_place)
         return done
 
-    def permute(self, local: str, out: str, axis: int) -> None:
-        """Emit the exchange that gives this rank, as `out`, what the previous rank of a mesh axis calls `local`."""
-        value = self.values[local]
+    def step(self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: Dims,
+             axis: int) -> None:  # fmt: skip
+        """Emit a collective of an expansion: its first source is sent, the others and `more` say how."""
+        value, local = self.values[sources[0]], sources[0]
         if not is_contiguous(value.shape, value.strides):
             args = ("%" + local, value.shape)
             local = self.local("paraplan.reshape_copy", args, self._unique(out), value.dtype, value.shape)
-        self._exchange("permute", axis, local, out + "!", out, value.shape, "", False)
+        how = (*("%" + source for source in sources[1:]), *more)
+        self._exchange(target, axis, local, out + "!", out, shape, "", False, more=how)
 
     def _exchange(
         self, target: str, axis: int, local: str, issued: str, done: str, shape: Dims, reduction: str, change: bool,
-        in_place: bool = False,
+        in_place: bool = False, more: tuple[Arg, ...] = (),
     ) -> None:  # fmt: skip
-        """A collective of a contiguous value and its wait; all but all_reduce read their input until then."""
+        """A collective of a contiguous value and its wait; all but all_reduce read their inputs until then."""
         dtype = self.values[local].dtype
         self.fresh(issued, dtype, shape)
         self.values[done] = LocalValue(
@@ -350,16 +349,13 @@ class BlockEmitter:
             self.values[issued] = msgspec.structs.replace(
                 self.values[issued], base=self.values[local].base, storage_bytes=0
             )
-        held = () if target == "all_reduce" else ("%" + local,)
+        held = () if target == "all_reduce" else ("%" + local, *(arg for arg in more if isinstance(arg, str)))
         for kind, name, args, out in (
-            (InstrKind.COLLECTIVE, target, ("%" + local, ":" + reduction), issued),
+            (InstrKind.COLLECTIVE, target, ("%" + local, ":" + reduction, *more), issued),
             (InstrKind.WAIT, "wait", ("%" + issued, *held), done),
         ):
-            self._add(
-                Instr(
-                    kind=kind, target=name, args=args, outs=(out,), axis=axis, origin=self._origin, layout_change=change
-                )
-            )
+            instr = Instr(kind=kind, target=name, args=args, outs=(out,), axis=axis, origin=self._origin)
+            self._add(msgspec.structs.replace(instr, layout_change=change))
 
     def finish(self, outputs: Sequence[str | None], saved: Sequence[str]) -> Block:
         """The block: collectives issued early and waited late, values freed at their last use."""

@@ -68,7 +68,7 @@ class _Evaluation(StageSteps):
                 self._forward(action.microbatch)
                 for name, output in self.wanted.items():
                     self._output(name, output, action.microbatch)
-        self._loss()()
+        self._loss((), [])()
         names = [name for place in self.places.values() for name in place.names]
         return self._ended({"loss", *self.metrics.values(), *names}, {}, self.places)
 

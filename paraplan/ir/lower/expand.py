@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from paraplan.ir.graph import Arg, Graph, map_refs
-from paraplan.ir.rules.ring import PERMUTE
+from paraplan.ir.rules.ring import EXCHANGES
 from paraplan.ir.tensor import TensorSpec
 
 
@@ -24,8 +24,9 @@ class Emitter(Protocol):
     ) -> None:  # fmt: skip
         """Emit one local op."""
 
-    def permute(self, local: str, out: str, axis: int) -> None:
-        """Emit an exchange with the neighbours along a mesh axis."""
+    def step(self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: tuple[int, ...],
+             axis: int) -> None:  # fmt: skip
+        """Emit a collective of the first source along a mesh axis."""
 
 
 def emit_expansion(
@@ -49,9 +50,10 @@ def emit_expansion(
                 names.setdefault(made, f"{stem}/{made}")
         sources = [names[name] for name in op.tensors]
         made_names = tuple(None if made is None else names[made] for made in op.outs)
-        if op.target == PERMUTE:
-            assert made_names[0] is not None
-            emitter.permute(sources[0], made_names[0], axis)
+        if op.target in EXCHANGES:
+            (out,), (made,) = made_names, op.outs
+            assert out is not None and made is not None
+            emitter.step(op.target, sources, op.args[len(sources) :], out, graph.values[made].shape, axis)
             continue
         args = tuple(map_refs(arg, names.__getitem__) for arg in op.args)
         specs = tuple(None if made is None else graph.values[made] for made in op.outs)

@@ -1,31 +1,35 @@
 """A kind under one choice -> its forward and backward blocks.
 
-Backward values that the forward made are saved in the layout they were produced in; inputs of the segment and
-its outputs are not saved again, for the outer namespace holds them. Parameters are read from their stored
-layout in each phase anew (a sharded one is gathered, used and freed), and every gradient leaves the block in
-the layout the plan gives it.
+Backward values that the forward made are saved in the layout they were produced in, or made again just before the
+backward first reads them (`remat`); inputs of the segment and its outputs are not saved again, for the outer namespace
+holds them. A sharded parameter is gathered in each phase anew, used and freed: a large one inside the block, a small
+one before it, with those of other segments (`early`). A gradient leaves the block in the layout the plan gives it, a
+small one that is a sum over ranks as it was made (`partial`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Op, Phase
-from paraplan.ir.lower.bundle import gather_together, reduce_together
 from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.parcels import travels_with
+from paraplan.ir.lower.remat import NOTHING, Remat, remat_of
 from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
 from paraplan.ir.micro import KindMicro, dual
 from paraplan.ir.plan import KindChoice
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.rank_program import Block
-from paraplan.ir.rules.strategies import AxisChoice, GraphKey, Strategy, graph_strategies
+from paraplan.ir.reshard import Move, reshard_path
+from paraplan.ir.rules.strategies import AxisChoice, Strategy, op_strategies, strategy_named
 from paraplan.ir.strides import is_dense
 
 Dims = tuple[int, ...]
+Path = tuple[Move, ...]
 
 
 @dataclass(frozen=True)
@@ -65,35 +69,44 @@ class LoweredForward:
         outputs: per output, where and how it lies.
         saved: graph name -> (local name in the block, how it lies) of every value saved for the backward.
         strategies: of every op, on the extended mesh.
+        early: per parameter slot, the gather that is made before the block; None where there is none.
+        remat: what the backward executes again.
     """
 
     block: Block
     outputs: tuple[Given, ...]
     saved: dict[str, tuple[str, Given]]
     strategies: tuple[Strategy, ...]
+    early: tuple[Move | None, ...]
+    remat: Remat = NOTHING
 
 
 @dataclass(frozen=True)
 class LoweredBackward:
     """The backward block: inputs are parameters, boundary inputs, seed, saved values (under the forward
     block's local names), outputs and tangents; results are the gradients of the boundary inputs (`grads`
-    says how each lies, None where it has none), then those of the parameters."""
+    says how each lies, None where it has none), then those of the parameters. `early` is as of the forward; `partial`
+    has, per parameter slot, the moves that a gradient has yet to make."""
 
     block: Block
     grads: tuple[Given | None, ...]
+    early: tuple[Move | None, ...]
+    partial: tuple[Path, ...]
 
 
 def extend(strategy: Strategy, micro: AxisChoice) -> Strategy:
     """A mesh strategy with the microbatch axis put in front."""
+    inputs = tuple([(first, *layout) for first, layout in zip(micro.inputs, strategy.inputs, strict=True)])
+    computed = _extended(strategy.computed, micro)
+    outputs = computed if strategy.outputs == strategy.computed else _extended(strategy.outputs, micro)
+    return Strategy(strategy.key, inputs, computed, outputs)
 
-    def outs(layouts: tuple[Layout | None, ...]) -> tuple[Layout | None, ...]:
-        return tuple(
-            None if layout is None or first is None else (first, *layout)
-            for first, layout in zip(micro.outputs, layouts, strict=True)
-        )
 
-    inputs = tuple((first, *layout) for first, layout in zip(micro.inputs, strategy.inputs, strict=True))
-    return Strategy(strategy.key, inputs, outs(strategy.computed), outs(strategy.outputs))
+def _extended(layouts: tuple[Layout | None, ...], micro: AxisChoice) -> tuple[Layout | None, ...]:
+    return tuple([
+        None if layout is None or first is None else (first, *layout)
+        for first, layout in zip(micro.outputs, layouts, strict=True)
+    ])  # fmt: skip
 
 
 def chosen_strategies(
@@ -104,18 +117,18 @@ def chosen_strategies(
     Raises:
         InvalidPlanError: a key names no legal strategy of its op.
     """
-    legal = graph_strategies(GraphKey(kind.graph, mesh_shape, micro.choices, m))
     if len(choice.ops) != len(kind.graph.ops):
         raise InvalidPlanError(
             f"kind {kind.name} has {len(kind.graph.ops)} ops, the plan chooses for {len(choice.ops)}"
         )
     found = []
-    for op, key, options, along in zip(kind.graph.ops, choice.ops, legal, micro.choices, strict=True):
-        strategy = next((option for option in options if option.key == key), None)
+    for op, key, along in zip(kind.graph.ops, choice.ops, micro.choices, strict=True):
+        strategy = strategy_named(op, kind.graph.values, mesh_shape, key, along, m)
         if strategy is None:
+            legal = op_strategies(op, kind.graph.values, mesh_shape, along, m)
             raise InvalidPlanError(
                 f"kind {kind.name}, {op.target} ({kind.graph.source_of(op)}): {key!r} is no legal strategy on "
-                f"mesh {mesh_shape}; legal: {', '.join(option.key for option in options[:12])}"
+                f"mesh {mesh_shape}; legal: {', '.join(option.key for option in legal[:12])}"
             )
         found.append(extend(strategy, along))
     return tuple(found)
@@ -125,23 +138,22 @@ def lower_forward(
     name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext
 ) -> LoweredForward:
     """Lower a kind's forward ops."""
-    m, graph = context.num_microbatches, kind.graph
+    m = context.num_microbatches
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
     emitter = BlockEmitter(name, (m, *context.mesh_shape))
-    _give_sources(emitter, kind, context)
+    early = _early(kind, strategies, _ops_of(kind, Phase.FORWARD), context)
+    _give_sources(emitter, kind, context, early)
     _emit_phase(emitter, kind, strategies, Phase.FORWARD)
+    remat = remat_of(kind, choice.activations)
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in kind.outputs)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(kind.outputs, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
-    made = {out for op in graph.ops if op.phase is Phase.FORWARD for out in op.outs if out is not None}
-    needed = _backward_reads(kind)
     saved = {}
-    for value in graph.values:
-        if value in made and value in needed and value not in kind.outputs:
-            local = emitter.get(value, emitter.home(value))
-            saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
+    for value in remat.saved:
+        local = emitter.get(value, emitter.home(value))
+        saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
     block = emitter.finish(locals_, tuple(local for local, _ in saved.values()))
-    return LoweredForward(block, outputs, saved, strategies)
+    return LoweredForward(block, outputs, saved, strategies, early, remat)
 
 
 def evaluate_forward(
@@ -154,17 +166,16 @@ def evaluate_forward(
     m, graph = context.num_microbatches, kind.graph
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
     emitter = BlockEmitter(name, (m, *context.mesh_shape))
-    _give_sources(emitter, kind, context)
     results = (*kind.outputs, *kind.asides)
     needed = set(results)
     for op in reversed(graph.ops):
         if op.phase is Phase.FORWARD and not needed.isdisjoint(op.outs):
             needed.update(op.tensors)
-    certain = {index for index, op in enumerate(graph.ops) if not needed.isdisjoint(op.outs)}
-    gather_together(emitter, _param_wants(kind, strategies, Phase.FORWARD, certain))
-    for index, (op, strategy) in enumerate(zip(graph.ops, strategies, strict=True)):
-        if op.phase is not Phase.FORWARD or needed.isdisjoint(op.outs):
-            continue
+    taken = [index for index in _ops_of(kind, Phase.FORWARD) if not needed.isdisjoint(graph.ops[index].outs)]
+    early = _early(kind, strategies, taken, context)
+    _give_sources(emitter, kind, context, early)
+    for index in taken:
+        op, strategy = graph.ops[index], strategies[index]
         if op.target == "paraplan.dropout":
             assert op.outs[0] is not None and strategy.computed[0] is not None
             emitter.rename(op.outs[0], op.tensors[0], strategy.inputs[0])
@@ -173,7 +184,7 @@ def evaluate_forward(
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in results)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(results, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
-    return LoweredForward(emitter.finish(locals_, ()), outputs, {}, strategies)
+    return LoweredForward(emitter.finish(locals_, ()), outputs, {}, strategies, early)
 
 
 def _certain(op: Op) -> Op:
@@ -190,7 +201,8 @@ def lower_backward(
     """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
     graph = kind.graph
     emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape))
-    _give_sources(emitter, kind, context)
+    early = _early(kind, forward.strategies, (*_ops_of(kind, Phase.BACKWARD), *forward.remat.again), context)
+    _give_sources(emitter, kind, context, early)
     for value, (local, given) in forward.saved.items():
         emitter.give(local, graph.values[value], given.layout, given.strides, known_as=value)
     for out, given in zip(kind.outputs, forward.outputs, strict=True):
@@ -198,13 +210,13 @@ def lower_backward(
     for tangent, arrives in zip(kind.tangents, tangents, strict=True):
         if tangent is not None and arrives is not None:
             emitter.give(tangent, graph.values[tangent], arrives.layout, arrives.strides)
-    _emit_phase(emitter, kind, forward.strategies, Phase.BACKWARD)
+    _emit_phase(emitter, kind, forward.strategies, Phase.BACKWARD, forward.remat)
     layouts = _input_grad_layouts(kind, choice, micro, emitter)
     grads = tuple(
         None if grad is None or layout is None else emitter.get(grad, layout)
         for grad, layout in zip(kind.input_grads, layouts, strict=True)
     )
-    param_grads = _param_grads(emitter, kind, context, context.num_microbatches)
+    partial, param_grads = _param_grads(emitter, kind, context, context.num_microbatches)
     results = _unshared(emitter, (*grads, *param_grads))
     grads = results[: len(grads)]
     block = emitter.finish(results, ())
@@ -212,18 +224,17 @@ def lower_backward(
         None if local is None or layout is None else Given(layout, emitter.values[local].strides)
         for local, layout in zip(grads, layouts, strict=True)
     )
-    return LoweredBackward(block, lies)
+    return LoweredBackward(block, lies, early, partial)
 
 
 def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """Results that own their storage (or their part of one): gradients are accumulated in place."""
+    """Results that own their storage: gradients are accumulated in place."""
     taken = set(emitter.inputs)
     found: list[str | None] = []
     for local in results:
         if local is not None:
             value = emitter.values[local]
-            owner = local if local in emitter.pieces else value.base
-            if owner in taken or not is_dense(value.shape, value.strides):
+            if value.base in taken or not is_dense(value.shape, value.strides):
                 local = emitter.local(
                     "paraplan.reshape_copy",
                     ("%" + local, value.shape),
@@ -232,44 +243,76 @@ def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...]) -> tuple[s
                     value.shape,
                 )
                 value = emitter.values[local]
-            taken.add(local if local in emitter.pieces else value.base)
+            taken.add(value.base)
         found.append(local)
     return tuple(found)
 
 
-def _give_sources(emitter: BlockEmitter, kind: SegmentKind, context: KindContext) -> None:
+def _give_sources(
+    emitter: BlockEmitter, kind: SegmentKind, context: KindContext, early: tuple[Move | None, ...]
+) -> None:
     values = kind.graph.values
-    for name, layout in zip(kind.params, context.params, strict=True):
-        emitter.give(name, values[name], (R, *layout))
+    for name, layout, move in zip(kind.params, context.params, early, strict=True):
+        emitter.give(name, values[name], (R, *layout) if move is None else move.after)
     for name, given in zip(kind.inputs, context.inputs, strict=True):
         emitter.give(name, values[name], given.layout, given.strides)
     if kind.seed is not None:
         emitter.give(kind.seed, values[kind.seed], (R,) * (1 + len(context.mesh_shape)))
 
 
-def _emit_phase(emitter: BlockEmitter, kind: SegmentKind, strategies: tuple[Strategy, ...], phase: Phase) -> None:
-    gather_together(emitter, _param_wants(kind, strategies, phase, range(len(strategies))))
-    for index, (op, strategy) in enumerate(zip(kind.graph.ops, strategies, strict=True)):
-        if op.phase is phase:
-            emitter.op(op, kind.graph, strategy, index)
+def _emit_phase(
+    emitter: BlockEmitter,
+    kind: SegmentKind,
+    strategies: tuple[Strategy, ...],
+    phase: Phase,
+    remat: Remat = NOTHING,
+) -> None:
+    """A phase's ops in order, each after what it reads that is to be made again."""
+    ops = kind.graph.ops
+    makers = {out: index for index in remat.again for out in ops[index].outs if out is not None}
+    emitted: set[int] = set()
+
+    def emit(index: int) -> None:
+        emitted.add(index)
+        for name in ops[index].tensors:
+            ensure(name)
+        emitter.op(ops[index], kind.graph, strategies[index], index)
+
+    def ensure(name: str) -> None:
+        if name in makers and makers[name] not in emitted:
+            emit(makers[name])
+
+    for index in _ops_of(kind, phase):
+        emit(index)
+    if phase is Phase.BACKWARD:
+        for grad in (*kind.input_grads, *kind.param_grads):
+            if grad is not None:
+                ensure(grad)
 
 
-def _param_wants(
-    kind: SegmentKind, strategies: tuple[Strategy, ...], phase: Phase, which: Container[int]
-) -> list[tuple[str, Layout]]:
-    """The layouts a phase's ops, those of some numbers, want parameters in."""
-    return [
-        (name, layout)
-        for index, (op, strategy) in enumerate(zip(kind.graph.ops, strategies, strict=True))
-        if op.phase is phase and index in which
-        for name, layout in zip(op.tensors, strategy.inputs, strict=True)
-        if name in kind.params
-    ]
+def _ops_of(kind: SegmentKind, phase: Phase) -> list[int]:
+    return [index for index, op in enumerate(kind.graph.ops) if op.phase is phase]
 
 
-def _backward_reads(kind: SegmentKind) -> set[str]:
-    reads = {name for op in kind.graph.ops if op.phase is Phase.BACKWARD for name in op.tensors}
-    return reads | {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
+def _early(
+    kind: SegmentKind, strategies: tuple[Strategy, ...], ops: Iterable[int], context: KindContext
+) -> tuple[Move | None, ...]:
+    """Per parameter slot, the gather that can be made before the block whose ops these are, with other segments'.
+
+    Only of a small parameter that all its readers want in one layout other than its own.
+    """
+    extended = (context.num_microbatches, *context.mesh_shape)
+    wanted: dict[str, dict[Layout, None]] = {}
+    for index in ops:
+        for name, layout in zip(kind.graph.ops[index].tensors, strategies[index].inputs, strict=True):
+            wanted.setdefault(name, {})[layout] = None
+    found: list[Move | None] = []
+    for name, stored in zip(kind.params, context.params, strict=True):
+        spec, layouts = kind.graph.values[name], tuple(wanted.get(name, ()))
+        path = reshard_path(spec.shape, (R, *stored), layouts[0], extended, frozen=1) if len(layouts) == 1 else ()
+        gathers = bool(path) and path[0].kind == "all_gather" and travels_with(spec, path[:1], extended) is not None
+        found.append(path[0] if gathers else None)
+    return tuple(found)
 
 
 def _output_layout(home: Layout, out: str, kind: SegmentKind, m: int) -> Layout:
@@ -294,16 +337,24 @@ def _input_grad_layouts(
     return tuple(found)
 
 
-def _param_grads(backward: BlockEmitter, kind: SegmentKind, context: KindContext, m: int) -> tuple[str | None, ...]:
-    targets = [(P if m > 1 else R, *layout) for layout in context.param_grads]
-    wanted = zip(kind.param_grads, targets, strict=True)
-    together = reduce_together(backward, [(grad, layout) for grad, layout in wanted if grad is not None])
+def _param_grads(
+    backward: BlockEmitter, kind: SegmentKind, context: KindContext, m: int
+) -> tuple[tuple[Path, ...], tuple[str | None, ...]]:
+    """The gradients of the parameters, and the moves left to those that leave the block as they were made."""
     found: list[str | None] = []
-    for grad, layout in zip(kind.param_grads, targets, strict=True):
+    left: list[Path] = []
+    for grad, placements in zip(kind.param_grads, context.param_grads, strict=True):
         if grad is None:
             found.append(None)
+            left.append(())
             continue
-        local = together.get((grad, layout)) or backward.get(grad, layout)
+        layout = (P if m > 1 else R, *placements)
+        path = backward.path(grad, layout)
+        if path and path[0].kind != "all_gather" and travels_with(backward.specs[grad], path, backward.mesh_shape):
+            found.append(backward.get(grad, backward.home(grad)))
+            left.append(path)
+            continue
+        local = backward.get(grad, layout)
         dtype = backward.values[local].dtype
         if context.grad_dtype and dtype != context.grad_dtype:
             value = backward.values[local]
@@ -316,4 +367,5 @@ def _param_grads(backward: BlockEmitter, kind: SegmentKind, context: KindContext
                 {"dtype": ":" + context.grad_dtype},
             )
         found.append(local)
-    return tuple(found)
+        left.append(())
+    return tuple(left), tuple(found)

@@ -3,18 +3,22 @@
 Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what the optimizer updates),
 `batch:<name>@<m>`, `buffer:<name>`, `seed:<segment>`, `<output>@<m>`, `d:<output>@<m>` (its gradient),
 `<segment>/<value>@<m>` (saved), `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads
-it), `sum:<i>` (under way), `den<i>`, `tangent<i>`, `num<i>`, `loss`.
+it), `sum:<i>` (under way), `whole:<segment>/<slot>@<action>` (a parameter gathered ahead), `den<i>`, `tangent<i>`,
+`num<i>`, `loss`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.lower.ahead import Gathers, Visit
+from paraplan.ir.lower.kind import LoweredBackward
 from paraplan.ir.lower.outer import outer_values, with_drops
+from paraplan.ir.lower.parcels import Parcel, local_bytes
 from paraplan.ir.lower.parted import PartedCalls
-from paraplan.ir.lower.reduce import Reductions
+from paraplan.ir.lower.reduce import Partials, Reductions
 from paraplan.ir.lower.stage import StageBlocks, lower_stage
 from paraplan.ir.lower.updates import (
     buffer_block,
@@ -24,10 +28,11 @@ from paraplan.ir.lower.updates import (
     tangent_block,
     zero_block,
 )
-from paraplan.ir.mesh import Layout, Partial
+from paraplan.ir.mesh import Layout, Partial, R
 from paraplan.ir.plan import Optimizer, Plan, Stage
 from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, Step, StepKind
+from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.schedule import ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
 
@@ -65,6 +70,8 @@ class StageSteps:
         specs = {name: self._grad_spec(name) for name in self.trained}
         self.calls = PartedCalls(self._call)
         self.reductions = Reductions(stage.params, specs, stage.mesh.shape, self.calls)
+        self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
+        self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
 
     def _grad_spec(self, name: str) -> TensorSpec:
         spec = self.program.params[name].spec
@@ -82,12 +89,16 @@ class StageSteps:
             if action.kind is ActionKind.F:
                 self._forward(action.microbatch)
                 if index == last[ActionKind.F]:
-                    end_loss = self._loss()
+                    joined = self._joining()
+                    end_loss = self._loss(joined, waits)
             elif action.kind is ActionKind.B:
                 while waits:
                     waits.pop(0)()
                 self._backward(action.microbatch, index == last[ActionKind.B])
             elif action.kind is ActionKind.REDUCE_GRAD:
+                self.partials.end()
+                for parcel in joined:
+                    self.reductions.send(parcel)
                 self.reductions.end()
                 grads = {name: self.reductions.grads[name] for name in self.trained}
                 end_loss()
@@ -169,11 +180,27 @@ class StageSteps:
     def _at(self, value: str, m: int) -> str:
         return value if value.startswith("buffer:") else f"{value}@{m}"
 
-    def _sources(self, index: int, m: int) -> dict[str, str]:
+    def _visit(self, index: int, early: Sequence[Move | None]) -> Visit:
+        """What is gathered for a segment before its block is called."""
+        segment = self.program.segments[index]
+        parcels = (
+            Parcel(f"param:{name}", self._whole(index, slot), self.program.params[name].spec, (move,))
+            for slot, (name, move) in enumerate(zip(segment.params, early, strict=True))
+            if move is not None
+        )
+        return Visit(index, tuple(parcels))
+
+    def _whole(self, index: int, slot: int) -> str:
+        return f"whole:{index}/{slot}@{self.action}"
+
+    def _sources(self, index: int, m: int, early: Sequence[Move | None]) -> dict[str, str]:
         """Local name in a segment's blocks -> outer name."""
         segment = self.program.segments[index]
         kind = self.program.kinds[segment.kind]
-        names = {local: f"param:{outer}" for local, outer in zip(kind.params, segment.params, strict=True)}
+        names = {
+            local: f"param:{outer}" if early[slot] is None else self._whole(index, slot)
+            for slot, (local, outer) in enumerate(zip(kind.params, segment.params, strict=True))
+        }
         names |= {local: self._at(outer, m) for local, outer in zip(kind.inputs, segment.inputs, strict=True)}
         if kind.seed is not None:
             names[kind.seed] = f"seed:{index}"
@@ -181,9 +208,12 @@ class StageSteps:
 
     def _forward(self, m: int) -> None:
         numerators = {term.numerator: index for index, term in enumerate(self.program.loss)}
-        for index in range(self.stage.first, self.stage.stop):
+        order = range(self.stage.first, self.stage.stop)
+        self.gathers.start([self._visit(index, self.parts.forwards[index].early) for index in order])
+        for index in order:
             segment, lowered = self.program.segments[index], self.parts.forwards[index]
-            names = self._sources(index, m)
+            self.gathers.reach(index)
+            names = self._sources(index, m, lowered.early)
             asides = segment.asides if self.evaluates else ()
             outs = tuple(f"{out}@{m}" for out in (*segment.outputs, *asides))
             saved = tuple(f"{index}/{local}@{m}" for local in lowered.block.saved)
@@ -198,10 +228,14 @@ class StageSteps:
     def _backward(self, m: int, last: bool) -> None:
         """One microbatch's backward; after the last one, gradients are final as their first user is passed."""
         final = self._final() if last else {}
-        for index in reversed(range(self.stage.first, self.stage.stop)):
+        order = tuple(reversed(range(self.stage.first, self.stage.stop)))
+        self.gathers.start([self._visit(index, self.parts.backwards[index].early) for index in order])
+        self.partials.start(max((self._partial_bytes(index) for index in order), default=0))
+        for index in order:
             segment, lowered = self.program.segments[index], self.parts.backwards[index]
             kind = self.program.kinds[segment.kind]
-            names = self._sources(index, m)
+            self.gathers.reach(index)
+            names = self._sources(index, m, lowered.early)
             names |= {local: f"{index}/{local}@{m}" for local in self.parts.forwards[index].block.saved}
             names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
             for tangent, local, out in zip(kind.tangents, kind.outputs, segment.outputs, strict=True):
@@ -209,8 +243,10 @@ class StageSteps:
                     names[tangent] = self.tangent_of.get(out, f"d:{out}@{m}")
                     if out in self.parts.zeros and tangent in lowered.block.inputs:
                         self._zero(kind.graph.values[local], out, m, index)
-            self._call_backward(index, m, lowered.block, names)
-            self.reductions.final(final.get(index, ()))
+            self._call_backward(index, m, lowered, names)
+            self.partials.passed(final.get(index, ()))
+        if not last:
+            self.partials.end()
 
     def _final(self) -> dict[int, list[str]]:
         """Segment -> the parameters whose gradients it is the last to add to."""
@@ -230,30 +266,66 @@ class StageSteps:
         block = zero_block(f"zero.{out}", spec, self.parts.grads[out].layout, self.extended)
         self._add(StepKind.CALL, block, args=(), outs=(f"d:{out}@{m}",), microbatch=m, segment=index)
 
-    def _call_backward(self, index: int, m: int, block: Block, names: dict[str, str]) -> None:
-        segment = self.program.segments[index]
+    def _call_backward(self, index: int, m: int, lowered: LoweredBackward, names: dict[str, str]) -> None:
+        segment, block = self.program.segments[index], lowered.block
+        first = len(segment.inputs)
         targets = [f"d:{outer}@{m}" for outer in segment.inputs] + [f"acc:{outer}" for outer in segment.params]
-        present = [(local, target) for local, target in zip(block.outputs, targets, strict=True) if local is not None]
-        if not present:
+        if not any(local is not None for local in block.outputs):
             return
-        outs: list[str | None] = [None] * len(targets)
-        adds = []
-        for position, (local, target) in enumerate(zip(block.outputs, targets, strict=True)):
-            if local is not None:
-                outs[position] = f"{target}+{index}.{position}"
-                adds.append((target, f"{target}+{index}.{position}"))
+        outs = tuple(
+            None if local is None else f"{target}+{index}.{position}"
+            for position, (local, target) in enumerate(zip(block.outputs, targets, strict=True))
+        )
         args = tuple(names[local] for local in block.inputs)
-        self._add(StepKind.CALL, block, args=args, outs=tuple(outs), microbatch=m, segment=index)
-        for pair in adds:
-            self._add(StepKind.ACCUMULATE, args=pair, microbatch=m, segment=index)
+        self._add(StepKind.CALL, block, args=args, outs=outs, microbatch=m, segment=index)
+        for position, (out, target) in enumerate(zip(outs, targets, strict=True)):
+            path = lowered.partial[position - first] if position >= first else ()
+            if out is not None and not path:
+                self._add(StepKind.ACCUMULATE, args=(target, out), microbatch=m, segment=index)
+            elif out is not None:
+                self._send(segment.params[position - first], out, path)
 
-    def _loss(self) -> Callable[[], None]:
-        """The loss from what the microbatches say, begun; what ends it."""
+    def _partial_bytes(self, index: int) -> int:
+        """Bytes of the gradients that a segment's backward leaves as they were made."""
+        params, paths = self.program.segments[index].params, self.parts.backwards[index].partial
+        found = zip((self.program.params[name].spec for name in params), paths, strict=True)
+        return sum(local_bytes(spec, path[0].before, self.extended) for spec, path in found if path)
+
+    def _send(self, name: str, out: str, path: tuple[Move, ...]) -> None:
+        param = self.program.params[name]
+        dtype = self._grad_spec(name).dtype
+        self.partials.send(name, Parcel(out, f"{out}^", param.spec, path, dtype))
+
+    def _accumulate(self, name: str, addend: str) -> None:
+        self._add(StepKind.ACCUMULATE, args=(f"acc:{name}", addend))
+
+    def _joining(self) -> tuple[Parcel, ...]:
+        """Numerators of the loss that are summed along with gradients rather than by themselves."""
+        whole = (R,) * len(self.extended)
+        parcels = []
+        for index, term in enumerate(self.program.loss):
+            spec, layout = self._scalar(term.numerator), (R, *self.parts.given[term.numerator].layout[1:])
+            path = reshard_path(spec.shape, layout, whole, self.extended, frozen=1)
+            if self.reductions.takes(spec, path):
+                parcels.append(Parcel(f"num{index}", f"whole:num{index}", spec, path))
+        return tuple(parcels)
+
+    def _loss(self, joined: Sequence[Parcel], waits: list[Callable[[], None]]) -> Callable[[], None]:
+        """The loss from what the microbatches say, begun; what ends it. `joined` are whole by then.
+
+        Of several terms one may be divided before another's sum is begun: `waits`, which end denominators, come first.
+        """
         terms = self.program.loss
         specs = tuple(self._scalar(term.numerator) for term in terms)
-        layouts = tuple(self.parts.given[term.numerator].layout for term in terms)
+        came = {parcel.source: parcel.result for parcel in joined}
+        layouts = tuple(
+            (R,) * len(self.extended) if f"num{i}" in came else self.parts.given[term.numerator].layout
+            for i, term in enumerate(terms)
+        )
         block = loss_block("loss", terms, specs, layouts, self.extended)
-        names = {f"numerator{i}": f"num{i}" for i in range(len(terms))} | {
+        while waits and block[0] is not None and any(name.startswith("denominator") for name in block[0].inputs):
+            waits.pop(0)()
+        names = {f"numerator{i}": came.get(f"num{i}", f"num{i}") for i in range(len(terms))} | {
             f"denominator{i}": f"total{i}" for i in range(len(terms))
         }
         self.metrics = {name: f"loss:{name}" for name in dict.fromkeys(term.name for term in terms) if name}

@@ -1,35 +1,26 @@
-"""Bringing gradients to the layout the optimizer updates in: begun inside the backward, small ones together.
+"""Bringing gradients to where they accumulate and to the layout the optimizer updates in, while the backward goes on.
 
-A gradient is final when the last microbatch's backward has passed the first segment that uses its parameter. Its
-reduction is issued there and waited for after the backward. Small gradients wait for others that move alike (see
-`bundle`); large ones are reduced in place, as nobody else reads the accumulator any more. What is scattered holds its
-input until it is done, so of those at most `IN_FLIGHT` are under way.
+`Partials` takes the gradients that blocks leave as they are made (see `kind`), small and in need of a sum over ranks,
+brings those of several segments to the accumulator's layout at once, and adds them up. `Reductions` follows: a gradient
+is final when the last microbatch's backward has passed the first segment that uses its parameter, and everything has
+been added. Its reduction is issued there and waited for after the backward; large ones are reduced in place, as nobody
+else reads the accumulator any more.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paraplan.ir.lower.bundle import BUNDLE_BYTES, Key, bundle_key, is_small, move_together
-from paraplan.ir.lower.emit import BlockEmitter
-from paraplan.ir.lower.parted import Parted, PartedCalls
-from paraplan.ir.mesh import Layout, R, local_shape, parse_layout
+from paraplan.ir.lower.parcels import Parcel, Parcels, travels_with
+from paraplan.ir.lower.parted import PartedCalls
+from paraplan.ir.mesh import Layout, R, parse_layout
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.tensor import TensorSpec
 
 Dims = tuple[int, ...]
-
-IN_FLIGHT = 2
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A reduction under way: what ends it, and whether it holds its input until then."""
-
-    end: Callable[[], None]
-    holds: bool
 
 
 @dataclass
@@ -49,72 +40,95 @@ class Reductions:
     mesh_shape: Dims
     calls: PartedCalls
     grads: dict[str, str] = field(default_factory=dict)
-    _waiting: dict[Key, list[str]] = field(default_factory=dict)
-    _flying: list[_Flight] = field(default_factory=list)
-    _made: dict[object, Parted] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._parcels = Parcels("reduce", self._extended, self.calls)
 
     def final(self, names: Iterable[str]) -> None:
         """These parameters' gradients are complete: begin what can begin."""
         for name in names:
-            path = self._path(name)
-            if not path:
-                self.grads[name] = f"acc:{name}"
-                continue
-            spec, key = self.specs[name], bundle_key(self.specs[name].dtype, path)
-            if key is None or not is_small(spec, self._layout(name), self._extended):
-                self._send((name,))
-                continue
-            group = self._waiting.setdefault(key, [])
-            group.append(name)
-            if sum(self._nbytes(each) for each in group) >= BUNDLE_BYTES:
-                self._send(tuple(self._waiting.pop(key)))
+            spec, path = self.specs[name], self._path(name)
+            self.grads[name] = f"grad:{name}" if path else f"acc:{name}"
+            if path:
+                self._parcels.send(Parcel(f"acc:{name}", f"grad:{name}", spec, path))
+
+    def takes(self, spec: TensorSpec, path: tuple[Move, ...]) -> bool:
+        """Whether small gradients are reduced that something else can go with."""
+        key = travels_with(spec, path, self._extended)
+        return key is not None and any(
+            path and travels_with(each, path, self._extended) == key
+            for each, path in ((spec, self._path(name)) for name, spec in self.specs.items())
+        )
+
+    def send(self, parcel: Parcel) -> None:
+        """Take something else that goes with gradients."""
+        self._parcels.send(parcel)
 
     def end(self) -> None:
         """Begin the rest, and wait for all."""
-        for group in self._waiting.values():
-            self._send(tuple(group))
-        self._waiting.clear()
-        for flight in self._flying:
-            flight.end()
-        self._flying.clear()
+        self._parcels.end()
+
+    def _path(self, name: str) -> tuple[Move, ...]:
+        layouts = self.layouts[name]
+        source, target = _extend(layouts.grad), _extend(layouts.state)
+        return reshard_path(self.specs[name].shape, source, target, self._extended, frozen=1)
 
     @property
     def _extended(self) -> Dims:
         return (1, *self.mesh_shape)
 
-    def _layout(self, name: str) -> Layout:
-        return (R, *parse_layout(self.layouts[name].grad))
 
-    def _path(self, name: str) -> tuple[Move, ...]:
-        target = (R, *parse_layout(self.layouts[name].state))
-        return reshard_path(self.specs[name].shape, self._layout(name), target, self._extended, frozen=1)
+class Partials:
+    """Gradients on the way to their accumulators.
 
-    def _nbytes(self, name: str) -> int:
-        spec = self.specs[name]
-        return TensorSpec(spec.dtype, local_shape(spec.shape, self._layout(name), self._extended)).nbytes
+    Args:
+        mesh_shape: extended.
+        calls: writes steps.
+        add: writes the step that adds a value to a parameter's gradient.
+        final: told of parameters whose gradients are complete.
+        most_bytes: the plan's bound on bundles.
+    """
 
-    def _send(self, names: tuple[str, ...]) -> None:
-        key = tuple((self.specs[name], self.layouts[name].grad, self.layouts[name].state) for name in names)
-        if key not in self._made:
-            self._made[key] = self._blocks(f"reduce.{len(self._made)}", names)
-        given = {f"grad{index}": f"acc:{name}" for index, name in enumerate(names)}
-        end = self.calls.begin(self._made[key], given, tuple(f"grad:{name}" for name in names))
-        self.grads.update({name: f"grad:{name}" for name in names})
-        holds = any(move.kind != "all_reduce" for move in self._path(names[0]))
-        self._flying.append(_Flight(end, holds))
-        flying = [flight for flight in self._flying if flight.holds]
-        if len(flying) > IN_FLIGHT:
-            self._flying.remove(flying[0])
-            flying[0].end()
+    def __init__(
+        self, mesh_shape: Dims, calls: PartedCalls, add: Callable[[str, str], None],
+        final: Callable[[Iterable[str]], None], most_bytes: int,
+    ) -> None:  # fmt: skip
+        self._parcels = Parcels("sums", mesh_shape, calls, self._arrived, all_hold=True, most_bytes=most_bytes)
+        self._add, self._final = add, final
+        self._under_way: Counter[str] = Counter()
+        self._passed: set[str] = set()
+        self._params: dict[str, str] = {}
 
-    def _blocks(self, name: str, names: tuple[str, ...]) -> Parted:
-        """Issue and wait of one reduction; inputs `grad<i>`."""
-        emitter = BlockEmitter(name, self._extended, overwrites=True)
-        given = [f"grad{index}" for index in range(len(names))]
-        for local, param in zip(given, names, strict=True):
-            emitter.give(local, self.specs[param], self._layout(param))
-        if len(names) == 1:
-            target = (R, *parse_layout(self.layouts[names[0]].state))
-            return emitter.parted([emitter.get("grad0", target)])
-        locals_ = [emitter.get(local, self._layout(param)) for local, param in zip(given, names, strict=True)]
-        return emitter.parted(move_together(emitter, "grads", locals_, [self._path(param) for param in names]))
+    def start(self, widest_bytes: int) -> None:
+        """A backward begins, no segment of which sends more than this."""
+        self._parcels.widest_bytes = widest_bytes
+
+    def send(self, param: str, parcel: Parcel) -> None:
+        """Take a part of a parameter's gradient."""
+        self._under_way[param] += 1
+        self._params[parcel.result] = param
+        self._parcels.send(parcel)
+
+    def passed(self, params: Iterable[str]) -> None:
+        """Nothing more will be sent for these parameters."""
+        for name in params:
+            if self._under_way[name]:
+                self._passed.add(name)
+            else:
+                self._final((name,))
+
+    def end(self) -> None:
+        """Wait for all that is under way."""
+        self._parcels.end()
+
+    def _arrived(self, parcel: Parcel) -> None:
+        param = self._params.pop(parcel.result)
+        self._add(param, parcel.result)
+        self._under_way[param] -= 1
+        if param in self._passed and not self._under_way[param]:
+            self._passed.discard(param)
+            self._final((param,))
+
+
+def _extend(text: str) -> Layout:
+    return (R, *parse_layout(text))

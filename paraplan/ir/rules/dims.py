@@ -28,18 +28,21 @@ Specs = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True)
 class Ring:
-    """What a ring along an axis shards: work on pairs of blocks, where one block of each pair is passed round.
+    """What a strategy of several instructions shards along an axis: a ring's work on pairs of blocks, where one block
+    of each pair is passed round; an exchange of tokens with the ranks of their experts.
 
     Attributes:
         inputs: per tensor input, the letter sharded; "" where the input must be whole.
         outputs: per output, the letter sharded; "" where it is a partial sum; None for an absent one.
-        turns: the letter whose blocks are passed round; no other axis may shard it, for inputs that stay are held
-            in whole rows of it.
+        turns: the letter whose blocks are passed round (or whose ranks are visited); no other axis may shard it, for
+            inputs that stay are held in whole rows of it.
+        key: what the strategy is called.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str | None, ...]
     turns: str
+    key: str = "ring"
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,9 @@ class OpDef:
         strides: how fresh outputs lie: "contiguous", "elementwise", "elementwise_reversed" (the last input
             decides first), "joined" (channels last if all inputs are), "attention"; "view" for views.
         workspace: (input local specs, output local specs, args) -> bytes allocated and dropped inside.
-        expand: (op, context, axis of the extended mesh) -> the local ops and neighbour exchanges ("permute") that a
-            ring along that axis consists of, as a graph of local shapes: its inputs are the op's tensors in order
-            (`ring_inputs`), its outputs the op's outputs.
+        expand: (op, context, axis of the extended mesh) -> the local ops and exchanges (`ring.EXCHANGES`) that
+            its strategy of several instructions along that axis consists of, as a graph of local shapes: its inputs are
+            the op's tensors in order (`ring_inputs`), its outputs the op's outputs.
     """
 
     dims: Callable[[Op, Specs, tuple[TensorSpec | None, ...]], OpDims]

@@ -53,6 +53,21 @@ def experts_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
     return _mixture(x, ids, weights, w_in, w_in.shape[3] + (w_in.shape[1] + 3) * width + w_out.shape[1])
 
 
+def route_plan(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """Who goes where (a byte per token and rank), and sorting it; or the ids turned into ranks."""
+    ids, n = inputs[0], int(args[1])
+    assert ids is not None
+    count, chosen = ids.shape[0], math.prod(ids.shape)
+    return (n + 1) * count + max(9 * chosen + 8 * chosen, 9 * n * count)
+
+
+def route_here(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """The tests of every choice, then one per token and their sorting."""
+    ids = inputs[0]
+    assert ids is not None
+    return max(3 * math.prod(ids.shape), 10 * ids.shape[0])
+
+
 def embedding_tables(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
     """Row numbers and the tests for lying outside."""
     return math.prod(inputs[1].shape) * 11 + _copied(inputs[0])  # type: ignore[union-attr]

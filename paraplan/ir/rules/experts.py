@@ -1,8 +1,9 @@
 """Mixtures of experts and stacks of embedding tables: experts and tables are dims like any other.
 
 Experts held by different ranks (expert parallelism): every rank of the axis sees the same tokens, computes those rows
-that chose its own experts, and the results add up, as over a split vocabulary. Tables on different ranks (table-wise
-sharding) is their dim sharded; row-wise and column-wise are the other two.
+that chose its own experts, and the results add up, as over a split vocabulary; or tokens are sharded as well and go to
+the ranks of their experts (`ir.rules.route`). Tables on different ranks (table-wise sharding) is their dim sharded;
+row-wise and column-wise are the other two.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
 from paraplan.ir.rules import expert_workspace as workspace
-from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Specs, letters, register, sizes_of
+from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Ring, Specs, letters, register, sizes_of
+from paraplan.ir.rules.route import KEY, route_experts, route_experts_grad
 
 _TOKENS: Letters = ("t", WHOLE)
 _IN: Letters = ("e", WHOLE, "f", WHOLE)
@@ -28,16 +30,31 @@ def _sizes(tokens: int, w_in: tuple[int, ...], w_out: tuple[int, ...]) -> dict[s
     return {"t": tokens, "e": w_in[0], "f": w_in[2], "n": w_out[1]}
 
 
-@register("paraplan.experts", localise=lambda args, ctx: _start(args, ctx, 7, 3, 0), workspace=workspace.experts)
+def _route(outputs: tuple[str | None, ...], tokens: int, experts: int, before: int) -> Ring | None:
+    """Tokens and experts sharded over one axis; `before`: inputs before the tokens, which lie as they do."""
+    inputs = ("t",) * (before + 3) + ("e", "e")
+    return Ring(inputs, outputs, "e", KEY) if min(tokens, experts) > 1 else None
+
+
+@register(
+    "paraplan.experts",
+    localise=lambda args, ctx: _start(args, ctx, 7, 3, 0),
+    workspace=workspace.experts,
+    expand=route_experts,
+)
 def experts(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`t _, t _, t _, e _ f _, e n f -> t n`: each row is one expert's, so sums over e are exact; f is contracted."""
     sizes = _sizes(inputs[0].shape[0], inputs[3].shape, inputs[4].shape)
     dims = (_TOKENS, _TOKENS, _TOKENS, _IN, _OUT)
-    return OpDims(dims, (("t", "n"),), sizes, {"e": "sum", "f": "sum"}, ((2,), (4,)))
+    route = _route(("t",), sizes["t"], sizes["e"], 0)
+    return OpDims(dims, (("t", "n"),), sizes, {"e": "sum", "f": "sum"}, ((2,), (4,)), ring=route)
 
 
 @register(
-    "paraplan.experts_grad", localise=lambda args, ctx: _start(args, ctx, 8, 4, 0), workspace=workspace.experts_grad
+    "paraplan.experts_grad",
+    localise=lambda args, ctx: _start(args, ctx, 8, 4, 0),
+    workspace=workspace.experts_grad,
+    expand=route_experts_grad,
 )
 def experts_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`t n, t _, t _, t _, e _ f _, e n f -> t _, t _, e _ f _, e n f`."""
@@ -47,7 +64,9 @@ def experts_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
         None if spec is None else names
         for spec, names in zip(outputs, (_TOKENS, _TOKENS, _IN, _OUT), strict=True)
     )  # fmt: skip
-    return OpDims(dims, outs, sizes, dict.fromkeys("tefn", "sum"), ((0,),))
+    lie = tuple(None if spec is None else letter for spec, letter in zip(outputs, "ttee", strict=True))
+    route = _route(lie, sizes["t"], sizes["e"], 1)
+    return OpDims(dims, outs, sizes, dict.fromkeys("tefn", "sum"), ((0,),), ring=route)
 
 
 @register(

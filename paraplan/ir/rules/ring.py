@@ -24,6 +24,8 @@ from paraplan.ir.rules.localise import axis_key, op_arguments
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 PERMUTE = "permute"
+EXCHANGES = frozenset({PERMUTE, "all_gather", "route"})
+"""What in an expansion is communication, along the axis it runs over."""
 
 
 def ring_inputs(op: Op) -> tuple[str, ...]:
@@ -31,7 +33,7 @@ def ring_inputs(op: Op) -> tuple[str, ...]:
     return tuple(f"in{index}" for index in range(len(op.tensors)))
 
 
-class _Steps:
+class Steps:
     """Collects the ops of an expansion."""
 
     def __init__(self, op: Op, context: LocalContext, axis: int) -> None:
@@ -93,7 +95,7 @@ def sum_dtype(dtype: str) -> str:
 
 def ring_attention(op: Op, context: LocalContext, axis: int) -> Graph:
     """The steps of `paraplan.attention` on a ring; see `OpDef.expand`."""
-    steps = _Steps(op, context, axis)
+    steps = Steps(op, context, axis)
     last = steps.size - 1
     key, value, out, lse = "in1", "in2", "", ""
     shape, rows = context.local_outputs[0], steps.values["in0"].shape[:3]
@@ -115,7 +117,7 @@ def ring_attention(op: Op, context: LocalContext, axis: int) -> Graph:
 
 def ring_attention_grad(op: Op, context: LocalContext, axis: int) -> Graph:
     """The steps of `paraplan.attention_grad` on a ring; see `OpDef.expand`."""
-    steps = _Steps(op, context, axis)
+    steps = Steps(op, context, axis)
     key, value = "in2", "in3"
     names = ("dq", "dk", "dv", "dmask")
     totals = dict.fromkeys(name for name, out in zip(names, op.outs, strict=True) if out is not None)

@@ -8,6 +8,7 @@ of it at once: kept, reduced, or reduced and scattered over a dim. Its key spell
     letter     shard it              +0.2   inputs 0 and 2 partial        -   replicated
     >R, >S<d>  reduce the partial result to replicated, or scattered over dim d
     ring       shard both sides of a product of blocks and pass one of them round the axis, where the op can
+    route      shard tokens and experts, and send each token to the ranks of its experts
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from paraplan.ir.rules.dims import WHOLE, OpDims, replicated
 from paraplan.ir.tensor import TensorSpec
 
 RING = "ring"
+EXPANDED = (RING, "route")
+
+AxisKeys = tuple[frozenset[str] | None, ...]
+"""Per mesh axis, what an op may do there, by key without the reduction; None for everything."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,9 @@ class Strategy:
 
     @property
     def ring_axis(self) -> int:
-        """The mesh axis a ring runs along; -1 for none. Such an op is lowered to the instructions of its expansion."""
+        """The axis a ring or a route runs along; -1 for none. Such an op is lowered to its expansion's instructions."""
         parts = [part.split(">")[0] for part in self.key.split("|")]
-        return parts.index(RING) if RING in parts else -1
+        return next((axis for axis, part in enumerate(parts) if part in EXPANDED), -1)
 
 
 def dims_of(op: Op, values: dict[str, TensorSpec]) -> OpDims:
@@ -103,7 +108,7 @@ def ring_choice(dims: OpDims) -> AxisChoice | None:
         None if names is None or letter is None else S(names.index(letter)) if letter else P
         for names, letter in zip(dims.outputs, ring.outputs, strict=True)
     )
-    return AxisChoice(RING, inputs, outputs)
+    return AxisChoice(ring.key, inputs, outputs)
 
 
 def mesh_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
@@ -133,7 +138,7 @@ def _shard_letter(dims: OpDims, letter: str) -> AxisChoice | None:
 
 
 def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, ...], micro: AxisChoice | None = None,
-                  num_microbatches: int = 1) -> tuple[Strategy, ...]:  # fmt: skip
+                  num_microbatches: int = 1, only: AxisKeys = ()) -> tuple[Strategy, ...]:  # fmt: skip
     """All legal strategies of an op.
 
     Args:
@@ -141,6 +146,7 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
         mesh_shape: axis sizes.
         micro: what the op does along the microbatch axis, which counts for divisibility.
         num_microbatches: that axis' size.
+        only: per axis, the keys of what the op may do there; None, or nothing given, for everything.
     Returns:
         Strategies in a fixed order, the fully replicated one first; keys are unique.
     """
@@ -153,26 +159,59 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
     turns = dims.ring.turns if dims.ring is not None else ""
     choices = [choice for choice in mesh_choices(dims) if not _sums_truths(choice, inputs, outputs)]
     if turns and micro_letter == turns:
-        choices = [choice for choice in choices if choice.key != RING]
-    for combo in itertools.product(choices, repeat=len(mesh_shape)):
+        choices = [choice for choice in choices if choice.key not in EXPANDED]
+    shardable = _Shardable(micro, extended)
+    ends: dict[object, list[tuple[tuple[str, ...], tuple[Layout | None, ...]]]] = {}
+    axes = [[c for c in choices if keys is None or c.key in keys] for keys in only or (None,) * len(mesh_shape)]
+    for combo in itertools.product(*axes):
         if not _divides(dims, combo, mesh_shape, micro_letter, num_microbatches):
             continue
         keys = [choice.key for choice in combo]
-        if RING in keys and keys.count(RING) + keys.count(turns) > 1:
+        expanded = sum(key in EXPANDED for key in keys)
+        if expanded and expanded + keys.count(turns) > 1:
             continue
-        in_layouts = tuple(tuple(choice.inputs[i] for choice in combo) for i in range(len(inputs)))
-        if not _shardable(inputs, _with_micro(micro, in_layouts), extended):
+        in_layouts = (
+            tuple(zip(*(choice.inputs for choice in combo), strict=True)) if mesh_shape else ((),) * len(inputs)
+        )
+        if not shardable(inputs, in_layouts):
             continue
         computed: tuple[Layout | None, ...] = tuple(
             None if spec is None else tuple(choice.outputs[i] or R for choice in combo)
             for i, spec in enumerate(outputs)
-        )  # type: tuple[Layout | None, ...]
-        for suffixes, outs in _reductions(computed, outputs, mesh_shape):
-            if not _shardable(outputs, _with_micro(micro, outs, of_outputs=True), extended):
-                continue
-            key = "|".join(choice.key + suffix for choice, suffix in zip(combo, suffixes, strict=True))
+        )
+        if computed not in ends:
+            reduced = _reductions(computed, outputs, mesh_shape)
+            ends[computed] = [end for end in reduced if shardable(outputs, end[1], of_outputs=True)]
+        for suffixes, outs in ends[computed]:
+            key = "|".join(map(str.__add__, keys, suffixes))
             found.setdefault(key, Strategy(key, in_layouts, computed, outs))
     return tuple(found.values())
+
+
+class _Shardable:
+    """Whether tensors may lie so together with the microbatch axis; asked once per layouts."""
+
+    def __init__(self, micro: AxisChoice | None, extended: tuple[int, ...]) -> None:
+        self.micro, self.extended, self.known = micro, extended, dict[object, bool]()
+
+    def __call__(
+        self, specs: Sequence[TensorSpec | None], layouts: tuple[Layout | None, ...], of_outputs: bool = False
+    ) -> bool:
+        key = (layouts, of_outputs)
+        if key not in self.known:
+            self.known[key] = _shardable(specs, _with_micro(self.micro, layouts, of_outputs), self.extended)
+        return self.known[key]
+
+
+def strategy_named(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, ...], key: str,
+                   micro: AxisChoice | None = None, num_microbatches: int = 1) -> Strategy | None:  # fmt: skip
+    """The legal strategy with a key, found without listing the others; None where there is none."""
+    parts = key.split("|")
+    if mesh_shape and len(parts) != len(mesh_shape):
+        return None
+    only = tuple(frozenset({part.split(">")[0]}) for part in parts) if mesh_shape else ()
+    legal = op_strategies(op, values, mesh_shape, micro, num_microbatches, only)
+    return next((strategy for strategy in legal if strategy.key == key), None)
 
 
 def _sums_truths(choice: AxisChoice, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...]) -> bool:
@@ -295,6 +334,7 @@ __all__ = [
     "WHOLE",
     "RING",
     "AxisChoice",
+    "AxisKeys",
     "GraphKey",
     "Strategy",
     "axis_choices",
@@ -305,4 +345,5 @@ __all__ = [
     "mesh_choices",
     "op_strategies",
     "ring_choice",
+    "strategy_named",
 ]

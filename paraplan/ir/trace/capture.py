@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, fx, nn
 
+from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.program import BatchInput, Denominator, LossTerm, ParamSpec, Program, Segment, SegmentKind
 from paraplan.ir.tensor import TensorSpec
@@ -33,6 +34,7 @@ from paraplan.ir.trace.tail import Term, loss_terms
 from paraplan.ir.trace.torch_private import FakeTensorMode, fake_mode
 
 
+@seldom_collected()
 def capture(
     model: nn.Module,
     example_inputs: dict[str, Tensor] | tuple[object, ...],

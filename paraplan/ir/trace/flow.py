@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from paraplan.ir.trace import autograd, losses
+from paraplan.ir.trace import autograd, contractions, losses
 from paraplan.ir.trace.torch_private import OpOverload
 
 _HEAVY_ATEN = frozenset(
@@ -82,6 +82,7 @@ def is_heavy(target: object) -> bool:
         target in autograd.HEAVY
         or target in autograd.RANDOM
         or target in losses.SUMS
+        or target in contractions.HEAVY
         or aten_name(target) in _HEAVY_ATEN
         or (isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", "paraplan"))
     )

@@ -17,6 +17,7 @@ from paraplan.ir.trace.attention_kernels import attention, attention_grad, atten
 from paraplan.ir.trace.expert_kernels import embedding_tables, embedding_tables_grad, experts, experts_grad
 from paraplan.ir.trace.index_kernels import index, index_put
 from paraplan.ir.trace.random_kernels import dropout
+from paraplan.ir.trace.route_kernels import route_add, route_here, route_plan
 from paraplan.ir.trace.vision_kernels import (
     adaptive_avg_pool,
     adaptive_avg_pool_grad,
@@ -46,7 +47,8 @@ __all__ = [
     "bn_running", "bn_squares", "ce_grad", "ce_loss", "ce_max", "ce_sumexp", "ce_target", "constant", "conv",
     "conv_grad_input", "conv_grad_weight", "dropout", "embedding", "embedding_grad", "embedding_tables",
     "embedding_tables_grad", "experts", "experts_grad", "group_norm", "group_norm_grad", "index", "index_put",
-    "linear", "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "upsample", "upsample_grad",
+    "linear", "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "route_add", "route_here",
+    "route_plan", "upsample", "upsample_grad",
 ]  # fmt: skip
 
 CHUNK_ELEMENTS = 1 << 20

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace import autograd, losses
+from paraplan.ir.trace import autograd, contractions, losses
 from paraplan.ir.trace.flow import aten_name, value_of
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.source import line_of_stack
@@ -176,6 +176,14 @@ def _split(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _einsum(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    equation, operands = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    shapes = tuple(tuple(value_of(operand).shape) for operand in operands)
+    if contractions.parse(equation, shapes) is None:
+        return None
+    return rewriter.call(node, contractions.einsum, equation, operands)
+
+
 def _attention(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     return attention(rewriter, node, arguments(node))
 
@@ -190,6 +198,7 @@ def _loss(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
 
 _RULES: dict[str, Rule] = {
     "linear": _linear,
+    "einsum": _einsum,
     "matmul": _matmul,
     "mm": _matmul,
     "addmm": _addmm,

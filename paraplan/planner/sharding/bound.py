@@ -15,9 +15,9 @@ import time
 
 import numpy as np
 
+from paraplan.planner.sharding.consistent import consistent
 from paraplan.planner.sharding.lagrangian import Ascent
 from paraplan.planner.sharding.network import Floats, Network
-from paraplan.planner.sharding.optimise import consistent
 
 GAP = 1e-3
 """How near the best bound is near enough: plans overlap work better or worse by far more."""

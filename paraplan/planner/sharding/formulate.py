@@ -83,9 +83,12 @@ def _twin(end: End, prices: list[Floats], factors: list[Factor]) -> int:
     return len(prices) - 1
 
 
-def memory_rows(space: Space, limit: float) -> tuple[Row, ...]:
-    """Memory at the loss, and at the update of every parameter that needs workspace; in units of the limit."""
-    rows = [Row("loss", 1.0, _sums(space.at_loss, limit))]
+def memory_rows(space: Space, limit: float, activations: bool = True) -> tuple[Row, ...]:
+    """Memory at the loss, and at the update of every parameter that needs workspace; in units of the limit.
+
+    Without `activations` what is saved for the backward does not count.
+    """
+    rows = [Row("loss", 1.0, _sums(space.at_loss if activations else space.kept, limit))]
     update = _sums(space.at_update, limit)
     needy = [(decider, np.array(nbytes, float) / limit) for decider, nbytes in space.update_workspace if any(nbytes)]
     if not needy:

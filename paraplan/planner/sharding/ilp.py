@@ -117,19 +117,22 @@ def _add_factor(ilp: ShardingIlp, factor: Factor, held: bool) -> None:
     ilp.moved.append(moved)
     nothing = np.zeros((1, factor.prices.shape[-1]))
     for reader in readers:
-        flow: dict[tuple[int, int], int] = {}
+        leaving: dict[int, list[int]] = {have: [] for have in source}
+        entering: dict[int, list[int]] = {want: [] for want in reader}
         for have in source:
             for want in reader:
                 if not finite[have, want]:
                     continue
                 shared = int(moved[have, want])
-                flow[have, want] = shared if single else ilp.columns(nothing)
+                flow = shared if single else ilp.columns(nothing)
+                leaving[have].append(flow)
+                entering[want].append(flow)
                 if not single and shared >= 0:
-                    ilp.row([flow[have, want], shared], [1.0, -1.0], -np.inf, 0.0)
+                    ilp.row([flow, shared], [1.0, -1.0], -np.inf, 0.0)
         for have, columns in source.items():
-            _balance(ilp, [column for key, column in flow.items() if key[0] == have], columns)
+            _balance(ilp, leaving[have], columns)
         for want, columns in reader.items():
-            _balance(ilp, [column for key, column in flow.items() if key[1] == want], columns)
+            _balance(ilp, entering[want], columns)
 
 
 def _balance(ilp: ShardingIlp, flows: Sequence[int], columns: Sequence[int]) -> None:

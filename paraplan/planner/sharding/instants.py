@@ -78,9 +78,8 @@ def instant_row(space: Space, program: Program, problem: Formulation, at: Instan
                 hold(decider, nbytes)
     roots = storage_roots(kind)
     for name in _live(kind, at, roots, needed):
-        position = next(p for p, op in enumerate(kind.graph.ops) if name in op.outs)
-        spec, layouts = kind.graph.values[name], space.made[kind_index, name]
-        hold(space.op_decider[kind_index, position], [space.prices.nbytes(spec, layout) for layout in layouts])
+        spec, end = kind.graph.values[name], space.made[kind_index, name]
+        hold(end.decider, [space.prices.nbytes(spec, layout) for layout in end.layouts])
     _copies(space, problem, kind_index, at, limit, moved)
     return Row(f"{kind.name}.{kind.graph.ops[at.position].target}[{at.position}]", 1.0, held, moved)
 

@@ -26,6 +26,10 @@ from paraplan.planner.sharding.network import Floats, Network
 TIGHT = 1e-7
 """Relative difference at which a bound and a cost are one."""
 
+BOX = 0.1
+"""Where multipliers start to be looked for, in units of the work of all streams per limit: far out, messages start from
+nothing; the box grows while it holds them back."""
+
 SWEEPS = 200
 """At most so many an evaluation; a dozen is usual."""
 
@@ -76,7 +80,7 @@ def scalarised(network: Network, weights: Floats, multipliers: Floats) -> tuple[
 
 def evaluate(
     network: Network, weights: Floats, multipliers: Floats, stop: float, warm: Messages | None = None,
-    gap: float = TIGHT,
+    gap: float = TIGHT, enough: float = np.inf,
 ) -> Point:  # fmt: skip
     """q and the choices that attain it, as near as the messages get.
 
@@ -87,6 +91,7 @@ def evaluate(
         stop: `time.perf_counter()` at which to come back with what there is.
         warm: messages to start from.
         gap: relative difference of bound and choices at which to stop.
+        enough: a bound at which to stop.
     """
     messages = Messages(network, *scalarised(network, weights, multipliers))
     if warm is not None:
@@ -103,7 +108,12 @@ def evaluate(
         if best is None or cost < best[0]:
             best = cost, choices
         scale = max(abs(best[0]) if np.isfinite(best[0]) else abs(bound), 1e-300)
-        if best[0] - bound <= gap * scale or bound - last <= max(0.1 * gap, 1e-5) * scale or time.perf_counter() > stop:
+        if (
+            bound >= enough
+            or best[0] - bound <= gap * scale
+            or bound - last <= max(0.1 * gap, 1e-5) * scale
+            or time.perf_counter() > stop
+        ):
             break
         last = bound
     assert best is not None
@@ -126,7 +136,7 @@ class Ascent:
     def __init__(self, network: Network, weights: Floats | None, stop: float, gap: float = TIGHT) -> None:
         self.network, self.weights, self.stop, self.gap = network, weights, stop, gap
         self.points: list[Point] = []
-        self.box = 4.0
+        self.box = BOX
 
     @property
     def best(self) -> Point:
@@ -140,7 +150,7 @@ class Ascent:
         return point
 
     def step(self) -> tuple[Point, float]:
-        """Evaluate where the cuts allow most; the new point, and what no bound can exceed."""
+        """Evaluate where the cuts allow most; the new point, and what no bound can exceed (+inf while not known)."""
         weights, multipliers, ceiling = self._master()
         best = self.best
         mixed = 0.8 * multipliers + 0.2 * best.multipliers
@@ -165,6 +175,7 @@ class Ascent:
         found = solve(builder.build(), relax=True)
         assert found.values is not None
         multipliers = found.values[extra : extra + rows]
+        ceiling = -found.objective * scale
         if (multipliers >= self.box * (1 - 1e-9)).any():
-            self.box *= 4.0
-        return found.values[:streams], multipliers * scale, -found.objective * scale
+            self.box, ceiling = self.box * 4.0, np.inf
+        return found.values[:streams], multipliers * scale, ceiling

@@ -42,9 +42,16 @@ def groupings(count: int) -> tuple[Groups, ...]:
 
 
 class _Factor:
-    """A factor's scalar cost [have, want] and its messages, source first; absent layouts have message -inf."""
+    """A factor's scalar cost [have, want] and its messages, source first; absent layouts have message -inf.
+
+    Only layouts some variable still means are kept: `numbers` says which rows and columns of the network's factor.
+    """
 
     def __init__(self, variables: tuple[int, ...], layouts: tuple[Ints, ...], cost: Floats) -> None:
+        rows, columns = np.unique(layouts[0]), np.unique(np.concatenate(layouts[1:]))
+        self.numbers = rows, columns
+        layouts = (np.searchsorted(rows, layouts[0]), *(np.searchsorted(columns, wants) for wants in layouts[1:]))
+        cost = np.ascontiguousarray(cost[np.ix_(rows, columns)])
         self.variables, self.layouts, self.cost = variables, layouts, cost
         self.groupings = groupings(len(variables) - 1)
         self.messages: list[Floats] = []
@@ -64,6 +71,17 @@ class _Factor:
     def least(self, place: int, costs: Floats) -> Floats:
         """[present layout] the least of a variable's option costs that mean it."""
         return np.minimum.reduceat(costs[self._order[place]], self._starts[place])
+
+    def beside(self, place: int, others: Sequence[int]) -> Floats:
+        """[layout] the factor's cost given the options of all other variables, in their order."""
+        layouts = [numbers for number, numbers in enumerate(self.layouts) if number != place]
+        numbers = [int(layout[choice]) for layout, choice in zip(layouts, others, strict=True)]
+        if place == 0:
+            return np.asarray(self.cost[:, list(dict.fromkeys(numbers))].sum(1))
+        have, wants = numbers[0], list(dict.fromkeys(numbers[1:]))
+        found = self.cost[have].copy()
+        found[wants] = 0.0  # asked for anyway
+        return found + self.cost[have, wants].sum()
 
     def marginal(self, place: int, messages: Sequence[Floats] | None = None) -> Floats:
         """[layout] the factor's least cost, messages taken away, given the layout of one variable."""
@@ -111,11 +129,11 @@ class Messages:
         self._forward = True
 
     def warm(self, other: Messages) -> None:
-        """Take over another's messages: any messages give a bound."""
+        """Take over the messages of a network with these options and perhaps more: any messages give a bound."""
         for factor, known in zip(self.factors, other.factors, strict=True):
             for place, (mine, theirs) in enumerate(zip(factor.messages, known.messages, strict=True)):
-                present = factor.present[place]
-                mine[present] = theirs[present]
+                present, side = factor.present[place], min(place, 1)
+                mine[present] = theirs[np.searchsorted(known.numbers[side], factor.numbers[side][present])]
         for variable, touching in enumerate(self.touching):
             self.costs[variable] = self.unary[variable].copy()
             for factor, place in touching:
@@ -195,6 +213,9 @@ class Messages:
     @staticmethod
     def _given(factor: _Factor, place: int, fixed: Sequence[int | None]) -> Floats:
         """[layout] the factor's cost to one variable: other fixed ones at their layouts, free ones at their best."""
+        others = [fixed[variable] for number, variable in enumerate(factor.variables) if number != place]
+        if None not in others:
+            return factor.beside(place, [choice for choice in others if choice is not None])
         messages: list[Floats] = []
         for other, (variable, layouts, message) in enumerate(
             zip(factor.variables, factor.layouts, factor.messages, strict=True)

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paraplan.planner.milp import Status, solve
+from paraplan.planner.sharding.branch import FEW, Branching, left_over
+from paraplan.planner.sharding.consistent import consistent
 from paraplan.planner.sharding.ilp import build_ilp
 from paraplan.planner.sharding.lagrangian import TIGHT, Ascent, Point, evaluate
 from paraplan.planner.sharding.network import Factor, Floats, Ints, Network
@@ -38,7 +39,7 @@ class Optimum:
         bound: no choices cost less.
         solve_s: seconds.
         multipliers: [row] the multipliers of the best bound.
-        via: "messages", or "milp" where integers were needed.
+        via: "messages", "branching" where options were split, or "milp" where integers were needed.
     """
 
     status: Status
@@ -56,6 +57,7 @@ def optimise(
     relative_gap: float = 1e-6,
     backend: str = "mathopt-highs",
     small: int = 20_000,
+    cutoff: float = np.inf,
 ) -> Optimum:
     """The cheapest choices that fit, by total work over streams.
 
@@ -65,49 +67,23 @@ def optimise(
         relative_gap: (objective - bound) / objective at which to stop.
         backend: who solves what remains as a MILP.
         small: with fewer columns than this the MILP is not put off by multipliers.
+        cutoff: a cost from which choices are of no use: where all cost more, none are returned, and the bound says so.
     """
     started = time.perf_counter()
     kept = consistent(network)
     if kept is None:
         return Optimum(Status.INFEASIBLE, None, np.inf, np.inf, time.perf_counter() - started, np.zeros(0), "messages")
     search = _Search(network.restricted(kept), started + time_limit_s, relative_gap, backend)
-    found = search.run(search.size() < small)
+    found = search.run(search.size() < small, cutoff)
     choices = None if found.choices is None else tuple(int(k[c]) for k, c in zip(kept, found.choices, strict=True))
     return replace(found, choices=choices, solve_s=time.perf_counter() - started)
-
-
-def consistent(network: Network) -> list[Ints] | None:
-    """Options every factor leaves possible, per variable; None where some variable has none left."""
-    kept = [np.arange(len(prices)) for prices in network.prices]
-    reachable = [factor.reachable for factor in network.factors]
-    changed = True
-    while changed:
-        changed = False
-        for factor, finite in zip(network.factors, reachable, strict=True):
-            if finite.all():
-                continue
-            made = np.unique(factor.have[kept[factor.source]])
-            for reader, wants in zip(factor.readers, factor.wants, strict=True):
-                good = _any(finite[made], 0)[wants[kept[reader]]]
-                asked = np.unique(wants[kept[reader]])
-                able = _any(finite[:, asked], 1)[factor.have[kept[factor.source]]]
-                if not good.all() or not able.all():
-                    kept[reader], kept[factor.source] = kept[reader][good], kept[factor.source][able]
-                    changed = True
-            if any(not len(kept[variable]) for variable in factor.variables):
-                return None
-    return kept
-
-
-def _any(flags: NDArray[np.bool_], axis: int) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = np.logical_or.reduce(flags, axis=axis)
-    return found
 
 
 class _Search:
     def __init__(self, network: Network, stop: float, relative_gap: float, backend: str) -> None:
         self.network, self.stop, self.gap, self.backend = network, stop, relative_gap, backend
         self.weights = np.ones(network.num_streams)
+        self.fine = max(TIGHT, 0.05 * relative_gap)  # of one evaluation
         self.best: tuple[float, tuple[int, ...]] | None = None
         self.active: list[int] = []  # rows some choices broke
         self.bound, self.multipliers = -np.inf, np.zeros(len(network.rows))
@@ -117,8 +93,13 @@ class _Search:
         flows = sum(factor.prices[..., 0].size * len(factor.readers) for factor in self.network.factors)
         return flows + sum(map(len, self.network.prices))
 
-    def run(self, small: bool) -> Optimum:
-        point = evaluate(self.network, self.weights, np.zeros(len(self.network.rows)), self.stop)
+    def run(self, small: bool, cutoff: float = np.inf) -> Optimum:
+        point = evaluate(
+            self.network, self.weights, np.zeros(len(self.network.rows)), self.stop, None, self.fine, cutoff
+        )
+        if point.bound >= cutoff:
+            self.bound = point.bound
+            return self._answer("messages")
         self._see(point, self.network)
         if self._closed():
             return self._answer("messages")
@@ -126,10 +107,10 @@ class _Search:
             return self._remainder(point)
         if self.active and (infeasible := self._hopeless()):
             return infeasible
-        last = self._rows(point) if self.active else point
+        ascent = self._rows(point) if self.active else None
         if self._closed() or time.perf_counter() > self.stop:
             return self._answer("messages")
-        return self._remainder(last)
+        return self._remainder(point) if ascent is None else self._branch(ascent)
 
     def _see(self, point: Point, network: Network) -> None:
         """Learn from an evaluation: its bound, its choices where they fit, the rows they break."""
@@ -164,33 +145,34 @@ class _Search:
             self._offer_fitting(least.choices)
         return None
 
-    def _offer_fitting(self, choices: tuple[int, ...] | None) -> None:
+    def _offer_fitting(self, choices: Sequence[int] | None) -> float:
         if choices is not None and self.network.fits(choices):
             self._offer(choices)
+        return np.inf if self.best is None else self.best[0]
 
-    def _rows(self, point: Point) -> Point:
+    def _rows(self, point: Point) -> Ascent:
         """Maximise over the multipliers of the rows that matter."""
         known = -1
-        ascent = Ascent(self.network, self.weights, self.stop)
+        ascent = Ascent(self.network, self.weights, self.stop, self.fine)
         for _ in range(ROUNDS):
             if known != len(self.active):
                 known = len(self.active)
                 rows = tuple(self.network.rows[index] for index in self.active)
                 part = Network(self.network.prices, self.network.factors, rows)
                 old = ascent.points
-                ascent = Ascent(part, self.weights, self.stop)
+                ascent = Ascent(part, self.weights, self.stop, self.fine)
                 for before in old or [point]:
                     before.slack = part.activity(before.choices) - part.limits()
                     before.multipliers = np.r_[before.multipliers, np.zeros(known)][:known] if old else np.zeros(known)
                     ascent.points.append(before)
             at, ceiling = ascent.step()
             self._see(at, part)
-            reach = abs(ceiling) if self.best is None else self.best[0]
+            reach = abs(self.bound) if self.best is None else self.best[0]
             if self._closed() or ceiling - self.bound <= 1e-4 * reach or time.perf_counter() > self.stop:
                 break
         if not self._closed():
             self._combine(ascent.points)
-        return ascent.best
+        return ascent
 
     def _combine(self, points: Sequence[Point]) -> None:
         """The best mixture of the choices seen so far: each variable takes what it took in one of them."""
@@ -221,16 +203,28 @@ class _Search:
         return self._answer("milp")
 
     def _left_over(self, point: Point) -> list[Ints]:
-        """Per variable, the options that may be part of better choices than the best known."""
-        kept = [np.arange(len(prices)) for prices in self.network.prices]
-        if self.best is None:
-            return kept
-        offset = point.bound - point.messages.bound()
-        for variable, bounds in enumerate(point.messages.option_bounds()):
-            keep = bounds + offset <= self.best[0] * (1 + 1e-9)
-            keep[self.best[1][variable]] = True
-            kept[variable] = np.flatnonzero(keep)
-        return kept
+        """Per variable, the options that may be part of better choices than the best known, and its own."""
+        kept = None if self.best is None else left_over(point, self.best[0])
+        if kept is None or self.best is None:
+            return [np.arange(len(prices)) for prices in self.network.prices]
+        return [np.union1d(keep, [choice]).astype(np.int64) for keep, choice in zip(kept, self.best[1], strict=True)]
+
+    def _branch(self, ascent: Ascent) -> Optimum:
+        """What multipliers leave open: split where many options are left."""
+        kept = self._left_over(ascent.best)
+        if sum(map(len, kept)) <= FEW:
+            return self._remainder(ascent.best)
+        search = Branching(
+            ascent.network,
+            self.weights,
+            self.stop,
+            self._offer_fitting,
+            lambda some: self._milp(some, np.inf),
+            self.gap,
+        )
+        bound = search.run(kept, ascent.points)
+        self.bound = max(self.bound, min(bound, np.inf if self.best is None else self.best[0]))
+        return self._answer("branching" if bound < np.inf or self.best is not None else "milp")
 
     def _answer(self, via: str) -> Optimum:
         if self.best is None:

@@ -59,10 +59,15 @@ def param_options(precision: str, cls: ParamClass, mesh_shape: Dims) -> tuple[Pa
     return tuple(found)
 
 
-def grad_options(spec: TensorSpec, extended: Dims, num_microbatches: int) -> tuple[Layout, ...]:
-    """Layouts a boundary gradient may be handed over in: anything that divides, partial sums too."""
+def grad_options(spec: TensorSpec, extended: Dims, first: Placement) -> tuple[Layout, ...]:
+    """Layouts a boundary gradient may be handed over in: anything that divides, partial sums too.
+
+    Args:
+        spec: of the gradient.
+        extended: mesh shape with the microbatch axis in front.
+        first: where it lies along that axis.
+    """
     per_axis: list[Placement] = [R, P, *(S(dim) for dim in range(len(spec.shape)))]
-    first: Placement = S(0) if num_microbatches > 1 else R
     layouts = itertools.product(per_axis, repeat=len(extended) - 1)
     return tuple(layout for layout in layouts if is_shardable(spec.shape, (first, *layout), extended))
 

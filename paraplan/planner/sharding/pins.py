@@ -3,20 +3,23 @@
 A data-parallel axis runs every op the way the microbatch axis does: the same analysis that finds the batch dim
 of every value in time finds it in space. On a tensor-parallel axis no op touches the batch and every linear
 layer splits its weight; with sequence parallelism the norms between them split the sequence. On a context-parallel
-axis every op splits the sequence (see `sequence`).
+axis every op splits the sequence (see `sequence`), on an expert-parallel one the batch, but for those of the experts
+(see `experts`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.mesh import Layout, P, Placement, R, Shard, layout_text
 from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.program import Program, SegmentKind
-from paraplan.ir.rules.strategies import Strategy
+from paraplan.ir.rules.strategies import AxisKeys, Strategy, dims_of, mesh_choices
 from paraplan.planner.classes import ParamClass
 from paraplan.planner.constraints import Constraints, parse_param_pin
+from paraplan.planner.sharding.experts import ExpertAxis, expert_axis
 from paraplan.planner.sharding.options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
 
@@ -31,10 +34,11 @@ class Pins:
     Attributes:
         program: whose options.
         constraints: what is pinned.
-        dp, tp, cp: axis numbers.
-        dp_size: ranks along dp; 1 where there is none.
-        along: what every op does along a batch axis (for dp and tp).
+        dp, tp, cp, ep: axis numbers.
+        shape: of the mesh.
+        along: what every op does along a batch axis (for dp, ep and tp).
         sequence: what every op of a kind may do along the cp axis.
+        experts: what the experts' ops may do along the ep axis.
     """
 
     program: Program
@@ -42,24 +46,37 @@ class Pins:
     dp: int
     tp: int
     cp: int
-    dp_size: int
+    ep: int
+    shape: tuple[int, ...]
     along: ProgramMicro | None
     sequence: tuple[tuple[Keys, ...], ...]
+    experts: ExpertAxis | None
 
-    def op(self, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
-        """Whether an op's strategy is left over."""
-        parts = strategy.key.split("|")
-        if not _tame(kind, position, parts):
-            return False
+    def keys(self, kind: SegmentKind, position: int) -> AxisKeys:
+        """What an op may do along each axis; partial inputs only where all of them are partial together."""
+        op = kind.graph.ops[position]
+        together = "+" + ".".join(map(str, range(len(op.tensors))))
+        tame = [c.key for c in mesh_choices(dims_of(op, kind.graph.values)) if c.key[:1] != "+" or c.key == together]
+        found = [frozenset(tame)] * len(self.shape)
         if self.cp >= 0:
             index = next(i for i, each in enumerate(self.program.kinds) if each is kind)
-            keys = self.sequence[index][position]
-            if keys is not None and parts[self.cp].split(">")[0] not in keys:
-                return False
+            found[self.cp] &= self.sequence[index][position] or found[self.cp]
+        if self.dp >= 0:
+            # A batch axis runs every op as microbatches do, whatever of its inputs is a sum there.
+            found[self.dp] = frozenset({self._along(kind)[position].split(">")[0]})
+        if self.ep >= 0:
+            found[self.ep] |= {self._along(kind)[position].split(">")[0]}
+        return tuple(found)
+
+    def op(self, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
+        """Whether one of the strategies that `keys` make is left over."""
         if self.along is None:
             return True
-        batch = self._along(kind)[position]
+        parts, batch = strategy.key.split("|"), self._along(kind)[position]
         if self.dp >= 0 and parts[self.dp] != batch:
+            return False
+        index = next(i for i, each in enumerate(self.program.kinds) if each is kind)
+        if self.experts is not None and not self.experts.allows(index, position, parts[self.ep], batch):
             return False
         return self.tp < 0 or self._tensor(kind, position, strategy, parts[self.tp], batch)
 
@@ -102,19 +119,23 @@ class Pins:
             on_tp = (option.stored[self.tp], option.state[self.tp])
             if isinstance(on_tp[1], Shard) and not isinstance(on_tp[0], Shard):
                 return False
-        if self.dp >= 0 and self.constraints.zero is not None and cls.trained:
-            return self._zero(cls, option)
-        return True
+        stack = self.experts is not None and bool(self.experts.slots.intersection(cls.slots))
+        if stack and any(layout[self.ep] != Shard(dim=0) for layout in (option.stored, option.grad, option.state)):
+            return False
+        axes = [axis for axis in (self.dp, self.ep) if axis >= 0 and not (axis == self.ep and stack)]
+        if self.constraints.zero is None or not cls.trained:
+            return True
+        return all(self._zero(cls, option, axis) for axis in axes)
 
-    def _zero(self, cls: ParamClass, option: ParamOption) -> bool:
-        """ZeRO's stages, as layouts on the dp axis; a parameter no dim of which divides stays whole."""
-        triple = (option.stored[self.dp], option.grad[self.dp], option.state[self.dp])
-        return triple in zero_triples(self.constraints.zero or 0, cls, self.dp_size)
+    def _zero(self, cls: ParamClass, option: ParamOption, axis: int) -> bool:
+        """ZeRO's stages, as layouts on a batch axis; a parameter no dim of which divides stays whole."""
+        triple = (option.stored[axis], option.grad[axis], option.state[axis])
+        return triple in zero_triples(self.constraints.zero or 0, cls, self.shape[axis])
 
     def batch(self, name: str, layout: Layout) -> bool:
         """Whether a batch input's layout is left over."""
         dim = self.program.batch[name].batch_dim
-        if self.dp >= 0 and dim is not None and layout[self.dp] != Shard(dim=dim):
+        if dim is not None and any(layout[axis] != Shard(dim=dim) for axis in (self.dp, self.ep) if axis >= 0):
             return False
         if self.cp >= 0 and layout[self.cp] != batch_placement(self.program, name):
             return False
@@ -146,28 +167,22 @@ def make_pins(
             f"params pins {unknown[0]!r}, which the model does not have; "
             f"its first names: {', '.join(list(program.params)[:5])}"
         )
-    dp = axes.index("dp") if "dp" in axes else -1
-    tp = axes.index("tp") if "tp" in axes else -1
+    dp, tp, cp, ep = (axes.index(name) if name in axes else -1 for name in ("dp", "tp", "cp", "ep"))
+    split = math.prod(shape[axis] for axis in (dp, ep) if axis >= 0)
     along = None
-    if dp >= 0:
-        if program.batch_size % (m * shape[dp]):
+    if dp >= 0 or ep >= 0:
+        if program.batch_size % (m * split):
             raise ConstraintError(
-                f"a batch of {program.batch_size} does not divide over {shape[dp]} data-parallel ranks in "
-                f"{m} microbatches; use a multiple of {m * shape[dp]}"
+                f"a batch of {program.batch_size} does not divide over {split} data-parallel ranks in "
+                f"{m} microbatches; use a multiple of {m * split}"
             )
-        along = program_micro(program, m * shape[dp], in_space=True)
+        along = program_micro(program, m * split, in_space=True)
     elif tp >= 0:
         along = program_micro(program, _smallest_divisor(program.batch_size), in_space=True)
-    cp = axes.index("cp") if "cp" in axes else -1
     sequence = sequence_keys(program, shape[cp], constraints.cp_mode) if cp >= 0 else ()
-    return Pins(program, constraints, dp, tp, cp, shape[dp] if dp >= 0 else 1, along, sequence)
+    experts = expert_axis(program, shape[ep]) if ep >= 0 else None
+    return Pins(program, constraints, dp, tp, cp, ep, shape, along, sequence, experts)
 
 
 def _smallest_divisor(n: int) -> int:
     return next((k for k in range(2, n + 1) if n % k == 0), 1)
-
-
-def _tame(kind: SegmentKind, position: int, parts: list[str]) -> bool:
-    """Partial inputs only where all inputs are partial together."""
-    count = len(kind.graph.ops[position].tensors)
-    return all(len(part.split(">")[0].split(".")) == count for part in parts if part.startswith("+"))

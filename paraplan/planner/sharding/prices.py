@@ -7,21 +7,23 @@ per stream (compute first, then one per link level), so that sums and bounds can
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paraplan.cost_models.collectives import input_bytes_of
 from paraplan.cost_models.costs import COMPUTE, Costs
 from paraplan.ir.graph import Graph, Op
-from paraplan.ir.lower.bundle import SMALL_BYTES
+from paraplan.ir.lower.bundle import is_small
 from paraplan.ir.mesh import Layout, local_shape
 from paraplan.ir.reshard import Move, ReshardTable, reshard_table
 from paraplan.ir.rules.carried import registered_work
 from paraplan.ir.rules.dims import op_def
 from paraplan.ir.rules.localise import expansion
-from paraplan.ir.rules.ring import PERMUTE
-from paraplan.ir.rules.strategies import Strategy, op_signature
+from paraplan.ir.rules.ring import EXCHANGES
+from paraplan.ir.rules.strategies import Strategy
 from paraplan.ir.tensor import TensorSpec
 
 Price = tuple[float, ...]
@@ -51,7 +53,7 @@ class Prices:
     costs: Costs
     extended: Dims
     _moves: dict[object, Price | None] = field(default_factory=dict, repr=False, compare=False)
-    _alike: dict[object, dict[str, Price]] = field(default_factory=dict, repr=False, compare=False)
+    _locals: dict[object, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
     _totals: dict[object, tuple[Floats, ReshardTable]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -68,45 +70,71 @@ class Prices:
         return tuple(seconds if name == stream else 0.0 for name in self.streams)
 
     def _local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
-        return TensorSpec(spec.dtype, local_shape(spec.shape, layout, self.extended))
+        key = (spec, layout)
+        if key not in self._locals:
+            self._locals[key] = TensorSpec(spec.dtype, local_shape(spec.shape, layout, self.extended))
+        return self._locals[key]
 
-    def op(self, op: Op, graph: Graph, strategy: Strategy) -> Price:
-        """An op under a strategy on the extended mesh, with the reduction the strategy asks for."""
-        inputs = tuple(self._local(graph.values[n], lay) for n, lay in zip(op.tensors, strategy.inputs, strict=True))
-        outputs = tuple(
-            None if n is None or lay is None else self._local(graph.values[n], lay)
-            for n, lay in zip(op.outs, strategy.computed, strict=True)
-        )
-        definition = op_def(op.target)
-        total = self.zero
-        steps = expansion(op, graph.values, strategy, self.extended)
-        if steps is not None:
-            total = add(total, *(self._step(step, steps, strategy.ring_axis) for step in steps.ops))
-        elif definition is None or definition.strides != "view":
-            registered = registered_work(op, [spec.shape for spec in inputs])
-            total = self._on(COMPUTE, self.costs.op_s(op.target, op.args, op.kwargs, inputs, outputs, registered))
-        for name, computed, final in zip(op.outs, strategy.computed, strategy.outputs, strict=True):
-            if name is not None and computed is not None and final is not None and computed != final:
-                moved = self.reshard(graph.values[name], computed, final)
-                assert moved is not None
-                total = add(total, moved)
-        return total
+    def ops(self, op: Op, graph: Graph, strategies: Sequence[Strategy]) -> Floats:
+        """[option, stream] an op under strategies on the extended mesh, with the reductions they ask for.
 
-    def alike(self, op: Op, graph: Graph, along: str) -> dict[str, Price]:
-        """Known prices, by strategy key, of all ops that differ from this one in names only.
-
-        Args:
-            op, graph: the op.
-            along: what it does along the microbatch axis.
+        An op's time depends on its local shapes alone, which many strategies share.
         """
-        return self._alike.setdefault((op_signature(op, graph.values), along), {})
+        specs = tuple(graph.values[name] for name in op.tensors)
+        outs = tuple(None if name is None else graph.values[name] for name in op.outs)
+        found = np.zeros((len(strategies), len(self.streams)))
+        known: dict[object, Price] = {}
+        for number, strategy in enumerate(strategies):
+            steps = expansion(op, graph.values, strategy, self.extended)
+            if steps is not None:
+                found[number] = add(self.zero, *(self._step(step, steps, strategy.ring_axis) for step in steps.ops))
+                continue
+            inputs = tuple(map(self._local, specs, strategy.inputs))
+            outputs = tuple(
+                None if spec is None or lay is None else self._local(spec, lay)
+                for spec, lay in zip(outs, strategy.computed, strict=True)
+            )
+            if (inputs, outputs) not in known:
+                known[inputs, outputs] = self._kernel(op, inputs, outputs)
+            found[number] = known[inputs, outputs]
+        for slot, spec in enumerate(outs):
+            moves = [
+                (number, strategy.computed[slot], strategy.outputs[slot]) for number, strategy in enumerate(strategies)
+            ]
+            changed = [
+                (number, now, then)
+                for number, now, then in moves
+                if now is not None and then is not None and now != then
+            ]
+            if spec is not None and changed:
+                numbers, now, then = zip(*changed, strict=True)
+                found[list(numbers)] += self.each(spec, now, then)
+        return found
+
+    def _kernel(self, op: Op, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...]) -> Price:
+        definition = op_def(op.target)
+        if definition is not None and definition.strides == "view":
+            return self.zero
+        registered = registered_work(op, [spec.shape for spec in inputs])
+        return self._on(COMPUTE, self.costs.op_s(op.target, op.args, op.kwargs, inputs, outputs, registered))
+
+    def each(
+        self, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout], bundled: bool = False
+    ) -> Floats:
+        """[pair, stream] the first source to the first target, the second to the second, and so on."""
+        rows = {layout: number for number, layout in enumerate(dict.fromkeys(sources))}
+        columns = {layout: number for number, layout in enumerate(dict.fromkeys(targets))}
+        table = self.transfers(spec, tuple(rows), tuple(columns), bundled)
+        found: Floats = table[[rows[layout] for layout in sources], [columns[layout] for layout in targets]]
+        assert np.isfinite(found).all()
+        return found
 
     def _step(self, step: Op, steps: Graph, axis: int) -> Price:
         """One op of a ring's expansion, whose values are local."""
         inputs = tuple(steps.values[name] for name in step.tensors)
-        if step.target == PERMUTE:
-            sent = self.costs.collective_s(PERMUTE, axis, inputs[0].nbytes)
-            return self._on(self.costs.comm_streams[axis], sent)
+        if step.target in EXCHANGES:
+            size = input_bytes_of(step.target, step.args, inputs[0].nbytes, inputs[0].shape[0])
+            return self._on(self.costs.comm_streams[axis], self.costs.collective_s(step.target, axis, size))
         outputs = tuple(None if name is None else steps.values[name] for name in step.outs)
         return self._on(COMPUTE, self.costs.op_s(step.target, step.args, step.kwargs, inputs, outputs))
 
@@ -148,7 +176,7 @@ class Prices:
         if move.kind == "first_only":
             return self._copy("paraplan.first_only", before, after)
         stream = self.costs.comm_streams[move.axis - 1]
-        if bundled and before.nbytes <= SMALL_BYTES:
+        if bundled and is_small(spec, move, self.extended):
             return self._on(stream, self.costs.collective_share_s(move.kind, move.axis - 1, before.nbytes))
         sent = self._on(stream, self.costs.collective_s(move.kind, move.axis - 1, before.nbytes))
         extra = self.zero

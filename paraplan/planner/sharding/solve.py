@@ -6,20 +6,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
-from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh, layout_text
 from paraplan.ir.plan import Plan
-from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.classes import grad_classes
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
+from paraplan.planner.realise import realise
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
-from paraplan.planner.sharding.formulate import Formulation, formulate, memory_rows, network_of, with_rows
+from paraplan.planner.sharding.formulate import Formulation, formulate, memory_rows, with_rows
 from paraplan.planner.sharding.instants import Instant, instant_row, peak_instant
 from paraplan.planner.sharding.network import Row
 from paraplan.planner.sharding.optimise import Optimum, least_activity, optimise
@@ -30,7 +31,7 @@ from paraplan.planner.sharding.space import Space, build_space
 ROUNDS = 12
 """Plans tried before giving up on memory between the loss and the update."""
 
-SCOPE = "one choice per segment kind, this mesh and microbatch count, captured op order"
+SCOPE = "one sharding per segment kind, this mesh and microbatch count, captured op order"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Candidate:
         bound_s: no plan in scope has a faster step.
         status: "optimal" or "feasible".
         solve_s: seconds the solver took.
+        memory_binds: whether more memory might have given a faster plan.
     """
 
     plan: Plan
@@ -71,17 +73,33 @@ class Candidate:
     bound_s: float
     status: str
     solve_s: float
+    memory_binds: bool = False
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A mesh not solved, since the work of every plan there is above a cutoff.
+
+    Attributes:
+        mesh: which.
+        work_s: no plan's total work over streams is less.
+    """
+
+    mesh: Mesh
+    work_s: float
 
 
 def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints) -> Space:
     """The option space of a mesh under constraints."""
     prices = Prices(Costs(job.cluster, mesh), (num_microbatches, *mesh.shape))
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
-    return build_space(job, prices, num_microbatches, pins.op, pins.param, pins.batch)
+    return build_space(job, prices, num_microbatches, pins)
 
 
-def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits) -> Candidate:
-    """The best plan on a mesh.
+def solve_mesh(
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits, cutoff_s: float = np.inf
+) -> Candidate | Skipped:
+    """The best plan on a mesh; nothing where all its plans take more work than the cutoff.
 
     The problem counts memory at the loss and at the update; where a plan peaks elsewhere, that instant becomes a row
     and the problem is solved again (`instants.py`).
@@ -97,20 +115,20 @@ def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
     solve_s = 0.0
     for _ in range(ROUNDS):
         network = with_rows(problem.network, (*rows, *instants.values()))
-        found = optimise(network, limits.time_s, limits.relative_gap, limits.backend)
+        found = optimise(network, limits.time_s, limits.relative_gap, limits.backend, cutoff=cutoff_s)
         solve_s += found.solve_s
+        if found.choices is None and cutoff_s <= found.bound < np.inf:
+            return Skipped(mesh, found.bound)
         if found.choices is None:
             _fail(job, space, found, limits, proved=rows is base and not instants)
         assert found.choices is not None
         choices = found.choices[: len(space.deciders)]
-        _check_objective(space, choices, found)
-        plan = assemble(job, decisions_of(job, space, mesh, num_microbatches, choices))
-        programs = lower(plan)
-        simulation = simulate_plan(plan, programs)
-        peak = max(simulation.peak_bytes)
+        check_objective(space, choices, found)
+        made = realise(job, decisions_of(job, space, mesh, num_microbatches, choices), limits.memory_bytes)
+        peak = made.peak_bytes
         if peak <= limits.memory_bytes:
             break
-        at = peak_instant(programs, simulation)
+        at = peak_instant(made.programs, made.simulation)
         if at is None:  # outside of segments: every row pays
             lower_limit = min(rows[0].limit, max(held_bytes(space, choices)) / limits.memory_bytes)
             lower_limit -= peak / limits.memory_bytes - 1
@@ -120,8 +138,8 @@ def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
                                     found.choices, peak / limits.memory_bytes, instants.get(at))  # fmt: skip
     else:
         raise SolverLimitError(
-            f"no plan under {_size(limits.memory_bytes)} was found on mesh {mesh.shape} after {ROUNDS} tries; "
-            f"the closest peaks at {_size(peak)}"
+            f"no plan under {say_size(limits.memory_bytes)} was found on mesh {mesh.shape} after {ROUNDS} tries; "
+            f"the closest peaks at {say_size(peak)}"
         )
     work = network.work(found.choices)
     started = time.perf_counter()
@@ -130,7 +148,11 @@ def solve_mesh(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
         bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], limits.time_s)
     solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
-    return Candidate(plan, simulation, float(work.sum()), bound_s, status, solve_s)
+    binds = bool(instants) or rows is not base or any(multiplier > 0 for multiplier in found.multipliers)
+    if not binds and found.via == "milp":  # which tells no multipliers
+        loose = optimise(problem.network, limits.time_s, limits.relative_gap, limits.backend)
+        binds = loose.objective < found.objective * (1 - limits.relative_gap)
+    return Candidate(made.plan, made.simulation, float(work.sum()), bound_s, status, solve_s, binds)
 
 
 def _at_peak(problem: Formulation, row: Row, choices: Sequence[int], peak: float, known: Row | None) -> Row:
@@ -140,7 +162,7 @@ def _at_peak(problem: Formulation, row: Row, choices: Sequence[int], peak: float
     return replace(row, limit=max(min(limit, known.limit if known is not None else 1.0), 1e-9))
 
 
-def _check_objective(space: Space, choices: Sequence[int], found: Optimum) -> None:
+def check_objective(space: Space, choices: Sequence[int], found: Optimum) -> None:
     """The objective a solver reports equals the plan's cost evaluated afresh, always."""
     afresh = sum(work_of_choices(space, choices))
     assert abs(afresh - found.objective) <= 1e-6 * max(afresh, 1e-9), (afresh, found.objective)
@@ -182,23 +204,24 @@ def _fail(job: Job, space: Space, found: Optimum, limits: Limits, proved: bool) 
     missing = need - limits.memory_bytes
     if not proved:  # rows were lowered for what one plan held in passing; another plan's may be less
         raise SolverLimitError(
-            f"no plan under {_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
-            f"{_size(need)} would do at the loss and the update, but what passes in between took more; the largest "
-            f"tensor is {name} {spec} ({_size(spec.nbytes)}); use smaller microbatches or more devices"
+            f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
+            f"{say_size(need)} would do at the loss and the update, but what passes in between took more; the largest "
+            f"tensor is {name} {spec} ({say_size(spec.nbytes)}); use smaller microbatches or more devices"
         )
     raise InfeasibleError(
-        f"no sharding fits {_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
-        f"{_size(need)} are needed, {_size(max(missing, 0.0))} are missing; the largest tensor is {name} {spec} "
-        f"({_size(spec.nbytes)}); use more devices, smaller microbatches, or devices with more memory"
+        f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
+        f"{say_size(need)} are needed, {say_size(max(missing, 0.0))} are missing; the largest tensor is {name} {spec} "
+        f"({say_size(spec.nbytes)}); use more devices, smaller microbatches, or devices with more memory"
     )
 
 
-def least_memory(space: Space, limits: Limits) -> float:
+def least_memory(space: Space, limits: Limits, activations: bool = True) -> float:
     """What any plan in scope holds at least at the loss, or at the update (each row alone: a lower bound)."""
-    network = network_of(space, limits.memory_bytes)
+    network = with_rows(formulate(space).network, memory_rows(space, limits.memory_bytes, activations))
     stop = time.perf_counter() + limits.time_s
     return limits.memory_bytes * max(least_activity(network, row, stop).bound for row in range(len(network.rows)))
 
 
-def _size(nbytes: float) -> str:
+def say_size(nbytes: float) -> str:
+    """Bytes as people read them."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"

@@ -12,15 +12,14 @@ inputs are partial together: both belong to the certificate's scope.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paraplan.ir.graph import Phase
+from paraplan.ir.graph import Op, Phase
 from paraplan.ir.lower.kind import extend
 from paraplan.ir.mesh import Layout, P, R
 from paraplan.ir.micro import KindMicro, ProgramMicro, dual, program_micro
 from paraplan.ir.program import SegmentKind
-from paraplan.ir.rules.strategies import GraphKey, Strategy, graph_strategies
+from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, op_signature, op_strategies
 from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.assemble import Job
 from paraplan.planner.classes import GradClass, ParamClass, grad_classes, param_classes
@@ -32,7 +31,8 @@ from paraplan.planner.sharding.options import (
     param_options,
     saved_roots,
 )
-from paraplan.planner.sharding.prices import Price, Prices, add, scale
+from paraplan.planner.sharding.pins import Pins
+from paraplan.planner.sharding.prices import Floats, Price, Prices, add, scale
 
 Dims = tuple[int, ...]
 
@@ -77,6 +77,29 @@ class Decider:
     prices: tuple[Price, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Alike:
+    """The options of an op.
+
+    Attributes:
+        options: on the mesh.
+        inputs, outputs: per slot, the layout on the extended mesh under each option.
+        prices: [option, stream] of running it once.
+    """
+
+    options: tuple[Strategy, ...]
+    inputs: tuple[tuple[Layout, ...], ...]
+    outputs: tuple[tuple[Layout | None, ...], ...]
+    prices: Floats
+
+    def only(self, kept: list[int]) -> Alike:
+        """With some of the options."""
+        options = tuple(self.options[number] for number in kept)
+        inputs = tuple(tuple(layouts[number] for number in kept) for layouts in self.inputs)
+        outputs = tuple(tuple(layouts[number] for number in kept) for layouts in self.outputs)
+        return Alike(options, inputs, outputs, self.prices[kept])
+
+
 @dataclass
 class Space:
     """A sharding problem.
@@ -89,7 +112,9 @@ class Space:
         kept: per parameter class, what is alive all through the step: (decider, bytes per option).
         grads: per parameter class, bytes of one parameter's gradient per option, and whose: (decider, bytes, class).
         saved: per (kind, value), bytes one microbatch of one instance keeps for the backward: (decider, bytes).
-        made: (kind, value) -> per option of the op that makes it, the layout it has.
+        made: (kind, value) -> the op that makes it, and the layout it has under each option.
+        lies: (kind, op) -> per tensor read, the layout wanted under each option.
+        alike: what ops that differ in names only have in common.
         op_decider: (kind, op) -> decider; likewise for parameter classes, gradient classes and batch inputs.
         strategies: per (kind, op), the options on the mesh.
     """
@@ -104,7 +129,9 @@ class Space:
     kept: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     grads: list[tuple[int, tuple[int, ...], ParamClass]] = field(default_factory=list)
     saved: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    made: dict[tuple[int, str], tuple[Layout, ...]] = field(default_factory=dict)
+    made: dict[tuple[int, str], End] = field(default_factory=dict)
+    lies: dict[tuple[int, int], tuple[tuple[Layout, ...], ...]] = field(default_factory=dict)
+    alike: dict[object, Alike] = field(default_factory=dict, repr=False)
     op_decider: dict[tuple[int, int], int] = field(default_factory=dict)
     strategies: dict[tuple[int, int], tuple[Strategy, ...]] = field(default_factory=dict)
     param_decider: list[int] = field(default_factory=list)
@@ -119,16 +146,11 @@ class Space:
         return len(self.deciders) - 1
 
 
-Allowed = Callable[[SegmentKind, int, Strategy], bool]
-
-
 def build_space(
     job: Job,
     prices: Prices,
     num_microbatches: int,
-    allowed: Allowed,
-    param_allowed: Callable[[ParamClass, ParamOption], bool],
-    batch_allowed: Callable[[str, Layout], bool],
+    pins: Pins,
 ) -> Space:
     """The option space of a program on a mesh.
 
@@ -136,29 +158,22 @@ def build_space(
         job: what is planned.
         prices: on the mesh (extended by the microbatch axis).
         num_microbatches: extent of that axis.
-        allowed, param_allowed, batch_allowed: what constraints leave over.
+        pins: what constraints leave over.
     """
     space = Space(prices, program_micro(job.program, num_microbatches))
     counts = Counter(segment.kind for segment in job.program.segments)
     first_of = {segment.kind: index for index, segment in reversed(list(enumerate(job.program.segments)))}
     classes, gradients = param_classes(job.program), grad_classes(job.program)
     for kind, _ in enumerate(job.program.kinds):
-        _ops(
-            job,
-            space,
-            kind,
-            space.micro.segments[first_of[kind]],
-            counts[kind] * num_microbatches,
-            num_microbatches,
-            allowed,
-        )
+        micro = space.micro.segments[first_of[kind]]
+        _ops(job, space, kind, micro, counts[kind] * num_microbatches, num_microbatches, pins)
     for cls in classes:
-        _param(job, space, cls, num_microbatches, param_allowed)
+        _param(job, space, cls, num_microbatches, pins)
     for gradient in gradients:
         _gradient(job, space, gradient, num_microbatches)
     for name, entry in job.program.batch.items():
         first = space.micro.values[f"batch:{name}"]
-        options = tuple(lay for lay in batch_options(entry, prices.extended, first) if batch_allowed(name, lay))
+        options = tuple(lay for lay in batch_options(entry, prices.extended, first) if pins.batch(name, lay))
         space.batch_options[name] = options
         space.batch_decider[name] = space.decide(f"batch {name}", (prices.zero,) * len(options))
     whole = space.decide("whole", (prices.zero,))
@@ -167,25 +182,43 @@ def build_space(
     return space
 
 
-def _ops(job: Job, space: Space, index: int, micro: KindMicro, count: int, m: int, allowed: Allowed) -> None:
+def _ops(job: Job, space: Space, index: int, micro: KindMicro, count: int, m: int, pins: Pins) -> None:
     kind = job.program.kinds[index]
-    legal = graph_strategies(GraphKey(kind.graph, space.prices.extended[1:], micro.choices, m))
-    for position, (op, options, along) in enumerate(zip(kind.graph.ops, legal, micro.choices, strict=True)):
-        kept = tuple(option for option in options if allowed(kind, position, option))
-        kept = kept or options[:1]
-        space.strategies[index, position] = kept
-        alike = space.prices.alike(op, kind.graph, along.key)
-        for option in kept:
-            if option.key not in alike:
-                alike[option.key] = space.prices.op(op, kind.graph, extend(option, along))
-        priced = tuple(scale(alike[option.key], count) for option in kept)
-        space.op_decider[index, position] = space.decide(f"{kind.name}.{op.target}[{position}]", priced)
+    for position, (op, along) in enumerate(zip(kind.graph.ops, micro.choices, strict=True)):
+        alike = _alike(space, op, kind, along, m, pins.keys(kind, position))
+        kept = [number for number, option in enumerate(alike.options) if pins.op(kind, position, option)]
+        if not kept:
+            alike, kept = _alike(space, op, kind, along, m, (frozenset("-"),) * (len(space.prices.extended) - 1)), [0]
+        if len(kept) < len(alike.options):
+            alike = alike.only(kept)
+        space.strategies[index, position], space.lies[index, position] = alike.options, alike.inputs
+        priced = tuple(map(tuple, (alike.prices * count).tolist()))
+        decider = space.op_decider[index, position] = space.decide(f"{kind.name}.{op.target}[{position}]", priced)
+        for out, layouts in zip(op.outs, alike.outputs, strict=True):
+            if out is not None:
+                space.made[index, out] = End(decider, layouts)  # type: ignore[arg-type]
 
 
-def _param(job: Job, space: Space, cls: ParamClass, m: int, allowed: Callable[[ParamClass, ParamOption], bool]) -> None:
+def _alike(space: Space, op: Op, kind: SegmentKind, along: AxisChoice, m: int, keys: AxisKeys) -> Alike:
+    """What all ops have in common that differ from this one in names only."""
+    values = kind.graph.values
+    key = (op_signature(op, values), along, keys)
+    if key not in space.alike:
+        options = op_strategies(op, values, space.prices.extended[1:], along, m, keys)
+        extended = [extend(option, along) for option in options]
+        space.alike[key] = Alike(
+            options,
+            tuple(tuple(option.inputs[slot] for option in extended) for slot in range(len(op.tensors))),
+            tuple(tuple(option.outputs[slot] for option in extended) for slot in range(len(op.outs))),
+            space.prices.ops(op, kind.graph, extended),
+        )
+    return space.alike[key]
+
+
+def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
     """A parameter class: what it holds, and what a step's reduction, update and restoration cost."""
     prices, n = space.prices, len(cls.params)
-    options = tuple(o for o in param_options(job.program.precision, cls, prices.extended[1:]) if allowed(cls, o))
+    options = tuple(o for o in param_options(job.program.precision, cls, prices.extended[1:]) if pins.param(cls, o))
     master = TensorSpec(options[0].state_dtype, cls.spec.shape)
     slots = job.optimizer.state_slots
     costs, loss, update, work, grads = [], [], [], [], []
@@ -222,7 +255,10 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, allowed: Callable[[P
 
 
 def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:
-    options = grad_options(cls.spec, space.prices.extended, m)
+    kind, slot = cls.readers[0]
+    segment = next(index for index, each in enumerate(job.program.segments) if each.kind == kind)
+    place = space.micro.segments[segment].placements[job.program.kinds[kind].inputs[slot]]
+    options = grad_options(cls.spec, space.prices.extended, dual(place) if m > 1 else R)
     space.grad_options.append(options)
     space.grad_decider.append(space.decide("gradient", (space.prices.zero,) * len(options)))
 
@@ -257,13 +293,9 @@ class _KindTransfers:
         made: dict[str, End] = {}
         for position, op in enumerate(self.kind.graph.ops):
             decider = self.space.op_decider[self.index, position]
-            options = [extend(o, self.micro.choices[position]) for o in self.space.strategies[self.index, position]]
-            for slot, name in enumerate(op.tensors):
-                readers.setdefault((name, op.phase), []).append(End(decider, tuple(o.inputs[slot] for o in options)))
-            for slot, out in enumerate(op.outs):
-                if out is not None:
-                    made[out] = End(decider, tuple(o.outputs[slot] for o in options))  # type: ignore[misc]
-        self.space.made.update({(self.index, name): end.layouts for name, end in made.items()})
+            for name, layouts in zip(op.tensors, self.space.lies[self.index, position], strict=True):
+                readers.setdefault((name, op.phase), []).append(End(decider, layouts))
+            made |= {out: self.space.made[self.index, out] for out in op.outs if out is not None}
         self._grad_readers(readers)
         for (name, phase), ends in readers.items():
             for source, count in self._sources(name, made):
@@ -327,7 +359,7 @@ class _KindTransfers:
     def _producer(self, source: str | tuple[int, int], name: str) -> End:
         if isinstance(source, tuple):
             kind, slot = source
-            return producer_end(self.job, self.space, kind, slot)
+            return self.space.made[kind, self.job.program.kinds[kind].outputs[slot]]
         if source.startswith("batch:"):
             batch = source.removeprefix("batch:")
             first = self.space.micro.values[source]
@@ -348,17 +380,3 @@ class _KindTransfers:
             held = tuple(self.space.prices.nbytes(spec, layout) for layout in end.layouts)
             self.space.saved[self.index, root] = end.decider, held
             self.space.at_loss.append((end.decider, tuple(nbytes * self.count for nbytes in held)))
-
-
-def producer_end(job: Job, space: Space, kind_index: int, slot: int) -> End:
-    """The end that makes an output of a kind."""
-    kind = job.program.kinds[kind_index]
-    name = kind.outputs[slot]
-    segment = next(i for i, s in enumerate(job.program.segments) if s.kind == kind_index)
-    micro = space.micro.segments[segment]
-    for position, op in enumerate(kind.graph.ops):
-        if name in op.outs:
-            options = space.strategies[kind_index, position]
-            layouts = tuple(extend(o, micro.choices[position]).outputs[op.outs.index(name)] for o in options)
-            return End(space.op_decider[kind_index, position], layouts)  # type: ignore[arg-type]
-    raise AssertionError(f"{kind.name}: no op makes output {name}")

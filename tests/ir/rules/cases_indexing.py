@@ -111,7 +111,14 @@ def expert_cases() -> dict[str, list[Case]]:
         forward.append(case([x, ids, weights, w_in, w_out], "%a", "%b", "%c", "%d", "%e", *rest, fixed="abcde"))
         given = [randn(12, 8), x, ids, weights, w_in, w_out]
         backward.append(case(given, "%a", "%b", "%c", "%d", "%e", "%f", *rest, True, fixed="abcdef"))
-    return {"paraplan.experts": forward, "paraplan.experts_grad": backward}
+    chosen, shares = _distinct(12, 6, 2), positive(12, 2)
+    return {
+        "paraplan.experts": forward,
+        "paraplan.experts_grad": backward,
+        "paraplan.route_plan": [case([chosen], "%a", 3, 2, 6, fixed="a"), case([chosen], "%a", 2, 2, 4, fixed="a")],
+        "paraplan.route_here": [case([chosen, shares], "%a", "%b", 3, 2, 2, fixed="ab")],
+        "paraplan.route_add": [case([randn(12, 6), ints(4, 12)], "%a", "%b", 4, fixed="b")],
+    }
 
 
 def table_cases() -> dict[str, list[Case]]:

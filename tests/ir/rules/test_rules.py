@@ -18,7 +18,7 @@ from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import extend
 from paraplan.ir.mesh import P, Partial, R, local_shape
 from paraplan.ir.rules import known_targets
-from paraplan.ir.rules.strategies import AxisChoice, Strategy, axis_choices, dims_of, op_strategies
+from paraplan.ir.rules.strategies import AxisChoice, Strategy, axis_choices, dims_of, op_strategies, strategy_named
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.reference import run_op
 
@@ -259,3 +259,12 @@ def test_partial_maxima_are_reduced_at_once() -> None:
 )
 def test_the_strategies_of_well_known_ops(target: str, key: list[str]) -> None:
     assert [s.key for s in Example(target, CASES[target][0]).strategies((2,))] == key
+
+
+def test_a_strategy_is_found_by_its_key_alone() -> None:
+    example = Example("paraplan.linear", CASES["paraplan.linear"][0])
+    listed = example.strategies((2, 2))
+    for strategy in listed:
+        assert strategy_named(example.op, example.graph.values, (2, 2), strategy.key) == strategy
+    for key in ("nonsense|-", "-", "-|->R", f"{listed[0].key}|-"):
+        assert strategy_named(example.op, example.graph.values, (2, 2), key) is None

@@ -85,6 +85,10 @@ def expert_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
     rest = (draw(B * S, 2), draw(8, 2, 48, 96), draw(8, 96, 48), "silu", 8, 0)
     yield "paraplan.experts", (x, ids, *rest)
     yield "paraplan.experts_grad", (g, x, ids, *rest, True)
+    for n, held in ((4, 2), (8, 1), (2, 4)):
+        yield "paraplan.route_plan", (ids, n, held, 8)
+        yield "paraplan.route_here", (ids, rest[0], n, held, held)
+        yield "paraplan.route_add", (x, torch.arange(B * S), B * S)
     tables, numbers = draw(4, V, 96), torch.randint(0, V, (B * S, 4))
     yield "paraplan.embedding_tables", (tables, numbers, 0)
     yield "paraplan.embedding_tables_grad", (draw(B * S, 4, 96), numbers, V, 0)

@@ -1,0 +1,1 @@
+"""Training within a byte budget: what to keep, recompute or move away, op by op."""

@@ -1,0 +1,113 @@
+"""Layouts and recomputation together: shard more or recompute more, whichever costs least.
+
+Layouts are chosen as if activations took no memory, for any of them may be recomputed; then the segments recompute as
+little as makes the plan fit (`stage.fit`). Where recomputing everything inside segments is not enough, layouts get that
+much less memory and are chosen again. The search puts the outcome beside the best plan that keeps every activation, so
+a plan is never worse for having been offered recomputation.
+
+What is proved: activations left out, the sharding problem is a relaxation of the joint one, so its bound on the step
+holds for every plan that keeps or recomputes. The layouts chosen for free activations need not be the best for those
+kept in part: that is a heuristic, whose distance from the bound the certificate's gap includes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.lower.remat import RECOMPUTE
+from paraplan.ir.mesh import Mesh
+from paraplan.planner.assemble import Decisions, Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.memory.stage import Fitted, fit, preset
+from paraplan.planner.milp import Status
+from paraplan.planner.realise import realise
+from paraplan.planner.sharding.bound import step_bound
+from paraplan.planner.sharding.formulate import formulate, memory_rows, with_rows
+from paraplan.planner.sharding.optimise import optimise
+from paraplan.planner.sharding.solve import (
+    Candidate,
+    Limits,
+    check_objective,
+    decisions_of,
+    least_memory,
+    problem_of,
+    say_size,
+)
+from paraplan.planner.sharding.space import Space
+
+ROUNDS = 6
+"""Layouts tried with less and less memory."""
+
+
+def solve_with_recomputation(
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits
+) -> Candidate:
+    """The best plan found on a mesh that may recompute activations.
+
+    Raises:
+        InfeasibleError: proved: parameters, gradients and states alone do not fit.
+        SolverLimitError: nothing was found.
+    """
+    space = problem_of(job, mesh, num_microbatches, constraints)
+    network = formulate(space).network
+    base = memory_rows(space, limits.memory_bytes, activations=False)
+    rows, solve_s, least = base, 0.0, float("inf")
+    for attempt in range(ROUNDS):
+        problem = with_rows(network, rows)
+        found = optimise(problem, limits.time_s, limits.relative_gap, limits.backend)
+        solve_s += found.solve_s
+        if found.choices is None:
+            if found.status is Status.INFEASIBLE and attempt == 0:
+                raise _too_small(space, mesh, limits)
+            raise _not_found(mesh, limits, least)
+        choices = found.choices[: len(space.deciders)]
+        check_objective(space, choices, found)
+        decisions = decisions_of(job, space, mesh, num_microbatches, choices)
+        fitted = _recomputing(job, decisions, constraints.recompute, limits.memory_bytes)
+        if isinstance(fitted, Fitted):
+            break
+        least = min(least, fitted)
+        over = fitted / limits.memory_bytes - 1
+        rows = tuple(replace(row, limit=max(row.limit - over, 1e-9)) for row in rows)
+    else:
+        raise _not_found(mesh, limits, least)
+    work = problem.work(found.choices)
+    started = time.perf_counter()
+    bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], limits.time_s)
+    solve_s += time.perf_counter() - started
+    return Candidate(
+        fitted.plan, fitted.simulation, float(work.sum()) + fitted.extra_s, bound_s, "feasible", solve_s, True
+    )
+
+
+def _recomputing(job: Job, decisions: Decisions, pinned: str | None, limit_bytes: float) -> Fitted | float:
+    """As little recomputation as fits, or the pinned one; the peak in bytes where that does not fit."""
+    if pinned is None:
+        return fit(job, decisions, limit_bytes)
+    fates = [dict.fromkeys(preset(kind, pinned), RECOMPUTE) for kind in job.program.kinds]
+    activations = tuple(fates[segment.kind] for segment in job.program.segments)
+    made = realise(job, replace(decisions, activations=activations), limit_bytes)
+    if made.peak_bytes > limit_bytes:
+        return float(made.peak_bytes)
+    again, kept = made.simulation, realise(job, replace(decisions, bundle_bytes=made.plan.bundle_bytes)).simulation
+    extra = again.compute_s + sum(again.comm_s.values()) - kept.compute_s - sum(kept.comm_s.values())
+    return Fitted(made.plan, again, extra)
+
+
+def _too_small(space: Space, mesh: Mesh, limits: Limits) -> InfeasibleError:
+    need = least_memory(space, limits, activations=False)
+    return InfeasibleError(
+        f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, gradients and "
+        f"optimizer states alone take at least {say_size(need)}, whatever is recomputed; use more devices, or devices "
+        "with more memory"
+    )
+
+
+def _not_found(mesh: Mesh, limits: Limits, least: float) -> SolverLimitError:
+    seen = f"; the closest peaks at {say_size(least)}" if least < float("inf") else ""
+    return SolverLimitError(
+        f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {mesh.shape} even with every "
+        f"activation inside segments recomputed{seen}; use smaller microbatches or more devices"
+    )

@@ -1,0 +1,45 @@
+"""Decisions made a plan, lowered and simulated; where that is over a budget, without bundles across segments.
+
+Bundles of several segments' small parameters save latency and hold a few MiB more (`ir.lower.bundle`): a plan that does
+not fit with them is tried without before anything dearer is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.simulate import Simulation
+from paraplan.ir.lower import lower
+from paraplan.ir.plan import Plan
+from paraplan.ir.rank_program import RankProgram
+from paraplan.planner.assemble import Decisions, Job, assemble
+
+
+@dataclass(frozen=True)
+class Realised:
+    """A plan, its programs per rank class, and what the simulator says of them."""
+
+    plan: Plan
+    programs: tuple[RankProgram, ...]
+    simulation: Simulation
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most any rank holds."""
+        return max(self.simulation.peak_bytes)
+
+
+def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -> Realised:
+    """The plan of these decisions, with bundles across segments where it fits so; else the leaner of the two."""
+    found = _realise(job, decisions)
+    if found.peak_bytes <= limit_bytes:
+        return found
+    lean = _realise(job, replace(decisions, bundle_bytes=0))
+    return lean if lean.peak_bytes < found.peak_bytes else found
+
+
+def _realise(job: Job, decisions: Decisions) -> Realised:
+    plan = assemble(job, decisions)
+    programs = lower(plan)
+    return Realised(plan, programs, simulate_plan(plan, programs))

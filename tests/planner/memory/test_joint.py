@@ -1,0 +1,74 @@
+"""Plans under a budget: they fit, run as predicted, and give the single device's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.zoo import build
+from paraplan.codegen import build_modules
+from paraplan.cost_models.memory import entries
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.trace import capture
+from paraplan.ir.trace.reference import run_step
+from paraplan.ir.verify import verify_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.search import search
+from paraplan.runtime.local import InProcessTrainer
+from tests.numerics import relative_error
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def gpt2():  # type: ignore[no-untyped-def]
+    small = build("gpt2", 0.1)
+    program = capture(small.model, small.batch, precision="fp64")
+    tensors = dict(small.model.named_parameters(remove_duplicate=False))
+    params = {key: tensors[key].detach() for key in program.params}
+    buffers = {key: b.double() if b.is_floating_point() else b for key, b in small.model.named_buffers()}
+    wanted = run_step(program, params, buffers, small.batch, 0)
+    free = search(job_of(program, 1), Constraints(mesh=(1,))).plan
+    return small, program, wanted, free
+
+
+def job_of(program, ranks: int) -> Job:  # type: ignore[no-untyped-def]
+    return Job(program, ClusterSpec.local(ranks), OPTIMIZERS["sgd"], ModelRef(display="gpt2"), {})
+
+
+@pytest.mark.parametrize(("share", "recompute"), [(0.8, None), (0.5, None), (1.0, "full"), (1.0, "selective")])
+def test_a_budget_is_kept_and_nothing_else_changes(gpt2, share: float, recompute: str | None) -> None:  # type: ignore[no-untyped-def]
+    small, program, (loss, grads, _), free = gpt2
+    budget = int(free.prediction.peak_bytes[0] * share)
+    plan = search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=budget, recompute=recompute)).plan
+    assert any(choice.activations for choice in plan.stages[0].choices)
+    assert free.prediction.step_s < plan.prediction.step_s and plan.certificate.bound_s <= plan.prediction.step_s
+    programs = verify_plan(plan)
+    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
+    assert float(abs(trainer.step(small.batch) - loss) / abs(loss)) <= 1e-9
+    assert relative_error(trainer.grads(), grads) <= 1e-9
+    trainer.apply_optimizer(torch.optim.SGD, lr=1e-3)
+    assert [entry.key for entry in trainer.entries(0)] == [entry.key for entry in entries(programs[0])]
+    assert trainer.peak_bytes(0) <= plan.prediction.peak_bytes[0] <= 1.02 * trainer.peak_bytes(0)
+    assert trainer.peak_bytes(0) <= budget
+
+
+def test_recomputing_beats_what_keeps_everything(gpt2) -> None:  # type: ignore[no-untyped-def]
+    _, program, _, free = gpt2
+    budget = int(free.prediction.peak_bytes[0] * 0.6)
+    constraints = Constraints(mesh=(1,), memory_bytes=budget)
+    chosen = search(job_of(program, 1), constraints).plan.prediction
+    kept = search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=budget, recompute="none")).plan.prediction
+    assert chosen.step_s < kept.step_s
+
+
+def test_what_cannot_fit_says_what_it_would_take(gpt2) -> None:  # type: ignore[no-untyped-def]
+    _, program, _, _ = gpt2
+    states = sum(param.spec.nbytes for param in program.params.values())
+    with pytest.raises(InfeasibleError, match="whatever is recomputed"):
+        search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=states // 2, recompute="full"))
+    with pytest.raises(SolverLimitError, match="the closest peaks at"):
+        search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=states * 5 // 2, microbatches=1))

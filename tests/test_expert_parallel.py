@@ -1,0 +1,242 @@
+"""Expert parallelism as a layout: mixtures of fixed capacity and dropless ones, pinned, routed and as planned.
+
+Values in float64 against the single device (the balancing loss is part of the loss), every rank's record against the
+prediction, and the measured peak of live bytes against the predicted one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.zoo import Small, build
+from examples.models.switch import Mixture, Switch
+from paraplan.codegen import build_modules
+from paraplan.cost_models.catalog import catalog_cluster
+from paraplan.cost_models.memory import entries
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.program import Program
+from paraplan.ir.rank_program import Instr, InstrKind, RankProgram
+from paraplan.ir.rules.route import expected_rows
+from paraplan.ir.struct import to_json
+from paraplan.ir.trace import capture
+from paraplan.ir.trace.reference import Step, run_step
+from paraplan.ir.trace.route_kernels import route_plan
+from paraplan.ir.verify import verify_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.sampling import random_plan
+from paraplan.planner.search import search
+from paraplan.planner.sharding import pins
+from paraplan.runtime.launch import spawn_local
+from paraplan.runtime.local import InProcessTrainer
+from tests.numerics import relative_error
+
+torch.set_num_threads(1)
+PRODUCTS = ("aten.bmm.default", "paraplan.experts", "paraplan.experts_grad")
+
+
+@cache
+def captured(name: str) -> tuple[Small, Program, Step]:
+    """A model, its program, and one step of it on one device."""
+    small = build(name, 0.0)
+    program = capture(small.model, small.batch, precision="fp64")
+    tensors = dict(small.model.named_parameters(remove_duplicate=False))
+    params = {key: tensors[key].detach() for key in program.params}
+    buffers = {key: b.double() if b.is_floating_point() else b for key, b in small.model.named_buffers()}
+    return small, program, run_step(program, params, buffers, small.batch, 0)
+
+
+def planned(name: str, ranks: int, constraints: Constraints) -> tuple[Plan, tuple[RankProgram, ...]]:
+    job = Job(captured(name)[1], ClusterSpec.local(ranks), OPTIMIZERS["adamw"], ModelRef(display=name), {})
+    plan = search(job, constraints, 30.0).plan
+    return plan, verify_plan(plan)
+
+
+def keys_of(plan: Plan, targets: tuple[str, ...]) -> set[str]:
+    pairs = zip(plan.stages[0].choices, plan.program.kinds, strict=True)
+    ops = [pair for choice, kind in pairs for pair in zip(choice.ops, kind.graph.ops, strict=True)]
+    return {key for key, op in ops if op.target in targets}
+
+
+def collectives(program: RankProgram, keep: Callable[[Instr], bool]) -> Counter[str]:
+    """Collectives in one call of every block."""
+    every = (instr for block in program.blocks.values() for instr in block.instrs)
+    return Counter(i.target for i in every if i.kind is InstrKind.COLLECTIVE and keep(i))
+
+
+def routed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves dropless experts no other way than to exchange tokens."""
+    allowed = pins.ExpertAxis.allows
+
+    def only(self: pins.ExpertAxis, kind: int, position: int, part: str, batch: str) -> bool:
+        return part == "route" if self.must.get((kind, position)) == "e" else allowed(self, kind, position, part, batch)
+
+    monkeypatch.setattr(pins.ExpertAxis, "allows", only)
+
+
+def check(name: str, plan: Plan, programs: tuple[RankProgram, ...]) -> None:
+    """Loss, gradients and two updates against one device; records against the prediction."""
+    small, _, expected = captured(name)
+    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
+    assert float(abs(trainer.step(small.batch) - expected.loss) / abs(expected.loss)) <= 1e-12
+    assert relative_error(trainer.grads(), expected.grads) <= 1e-9
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+    trainer.step(small.batch)
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+    predicted = [entry.key for entry in entries(programs[0])]
+    peak = max(simulate_plan(plan, programs).peak_bytes)
+    for rank in range(plan.stages[0].mesh.size):
+        assert [entry.key for entry in trainer.entries(rank)] == predicted
+        assert 1.0 <= peak / trainer.peak_bytes(rank) <= 1.02
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "given"),
+    [
+        ("switch", 2, {"ep": 2}),
+        ("switch", 4, {"ep": 2, "microbatches": 2}),
+        ("gshard", 4, {"ep": 4, "zero": 3}),
+        ("gshard", 4, {"ep": 2, "dp": 2, "tp": 2}),
+        ("mixtral", 2, {"ep": 2}),
+        ("qwen3_moe", 4, {"ep": 4}),
+    ],
+)
+def test_pinned(name: str, ranks: int, given: dict[str, int]) -> None:
+    plan, programs = planned(name, ranks, Constraints(**given))  # type: ignore[arg-type]
+    axis = plan.stages[0].mesh.axes.index("ep")
+    assert plan.stages[0].mesh.shape[axis] == given["ep"]
+    stacks = [at for key, at in plan.stages[0].params.items() if "experts" in key]
+    assert stacks
+    assert {text.split(",")[axis] for at in stacks for text in (at.stored, at.grad, at.state)} == {"S0"}
+    assert {layout.split(",")[axis] for layout in plan.stages[0].batch.values()} == {"S0"}
+    check(name, plan, programs)
+
+
+@pytest.mark.parametrize(("name", "ranks", "ep"), [("mixtral", 2, 2), ("qwen3_moe", 4, 4), ("qwen3_moe", 4, 2)])
+def test_dropless_tokens_go_to_their_experts(name: str, ranks: int, ep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    routed(monkeypatch)
+    plan, programs = planned(name, ranks, Constraints(ep=ep))
+    axis = plan.stages[0].mesh.axes.index("ep")
+    assert {key.split("|")[axis] for key in keys_of(plan, PRODUCTS[1:])} == {"route"}
+    assert any("even routing" in note for note in plan.notes)
+    check(name, plan, programs)
+    layers = len({segment.kind for segment in plan.program.segments if _has_experts(plan, segment.kind)})
+    # tokens there and results back; backward tokens and gradients there, gradients of tokens and of weights back
+    assert collectives(programs[0], lambda i: i.target == "route") == {"route": 6 * layers}
+
+
+def _has_experts(plan: Plan, kind: int) -> bool:
+    return any(op.target == "paraplan.experts" for op in plan.program.kinds[kind].graph.ops)
+
+
+def test_terms_of_the_loss_wait_for_the_denominators_they_divide_by() -> None:
+    """A plan where the balancing loss is a partial sum and the labels were counted whole: one term is divided first."""
+    job = Job(captured("qwen3_moe")[1], ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="qwen3_moe"), {})
+    for seed in range(12):
+        for program in verify_plan(random_plan(job, seed, max_microbatches=4)):
+            assert list(entries(program))  # every step reads what exists
+
+
+def test_capacity_needs_four_all_to_alls_a_layer_and_moves_no_weights() -> None:
+    """There and back in each phase: nothing is exchanged twice, and no stack is gathered or reduced."""
+    _, programs = planned("switch", 2, Constraints(ep=2))
+    assert collectives(programs[0], lambda i: i.target == "all_to_all") == {"all_to_all": 4 * 2}
+    stacks = {value.shape for value in programs[0].outer.values() if value.source.endswith(("w_in", "w_out"))}
+    assert stacks == {(4, 32, 48), (4, 48, 32)}
+    blocks = programs[0].blocks.values()
+    moved = [block.values[out].shape for block in blocks for i in block.instrs for out in i.outs if _moves(i) and out]
+    assert max(map(math.prod, moved)) < 8 * 32 * 48
+
+
+def _moves(instr: Instr) -> bool:
+    return instr.kind is InstrKind.COLLECTIVE and instr.target in ("all_gather", "reduce_scatter", "all_to_all")
+
+
+def test_the_planner_exchanges_tokens_where_experts_are_many() -> None:
+    """64 experts of 25 M parameters on two nodes: gathering or reducing them costs more than sending tokens to them."""
+    with torch.device("meta"):
+        model = Switch(vocabulary=512, hidden=1024, width=4096, heads=8, layers=1, experts=64, group=256)
+    batch = {name: torch.zeros(16, 512, dtype=torch.int64) for name in ("tokens", "labels")}
+    program = capture(model, batch, precision="bf16")
+    job = Job(program, catalog_cluster("H100", 8), OPTIMIZERS["adamw"], ModelRef(display="switch"), {})
+    plan = search(job, Constraints(mesh=(8,)), 60.0).plan
+    assert {at.stored for key, at in plan.stages[0].params.items() if "experts.w" in key} == {"S0"}
+    assert collectives(verify_plan(plan)[0], lambda i: i.target == "all_to_all")["all_to_all"] >= 4
+
+
+def test_rows_expected_are_those_of_even_routing() -> None:
+    """Against every way to choose 3 of 8 experts, of which a rank has 2."""
+    draws = torch.combinations(torch.arange(8), 3)
+    tokens, sent = route_plan(draws, 4, 2, 8)
+    assert sent.tolist() == [expected_rows(8, 2, 3, len(draws))] * 4
+    for rank, rows in enumerate(tokens[: int(sent.sum())].split(sent.tolist())):
+        chosen = [any(expert // 2 == rank for expert in draw) for draw in draws.tolist()]
+        assert rows.tolist() == [index for index, comes in enumerate(chosen) if comes]
+
+
+def test_tokens_beyond_the_capacity_are_dropped_in_their_order() -> None:
+    """Against a loop over tokens: first choices before second ones, earlier tokens before later ones."""
+    torch.manual_seed(0)
+    mixture = Mixture(4, 2, 8, 16, 0.5, 12).double()
+    x = torch.randn(3, 12, 8, dtype=torch.float64)
+    combine, balance = mixture.route(x)
+    probs = torch.softmax(mixture.router(x).float(), -1)
+    gates, chosen = probs.topk(2, -1)
+    gates = gates / gates.sum(-1, keepdim=True)
+    wanted = torch.zeros(3, 12, 4, mixture.capacity)
+    for group in range(3):
+        taken = [0] * 4
+        for choice in range(2):
+            for token in range(12):
+                expert = int(chosen[group, token, choice])
+                if taken[expert] < mixture.capacity:
+                    wanted[group, token, expert, taken[expert]] = gates[group, token, choice]
+                taken[expert] += 1
+    torch.testing.assert_close(combine, wanted)
+    assert (wanted.sum((2, 3)) == 0).any()
+    share = torch.nn.functional.one_hot(chosen[:, :, 0], 4).float().mean(1)
+    torch.testing.assert_close(balance, (share * probs.mean(1)).sum(-1).mean() * 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ep": 0}, "must be at least 1"),
+        ({"ep": 3}, "ep=3 does not divide the 4 data-parallel ranks"),
+        ({"ep": 4, "tp": 2}, "ep=4 does not divide the 2 data-parallel ranks"),
+        ({"ep": 2, "mesh": (2, 2)}, "give the mesh or the degrees"),
+    ],
+)
+def test_pins_that_make_no_sense_are_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConstraintError, match=message):
+        check_constraints(Constraints(**given), 4)  # type: ignore[arg-type]
+
+
+def test_experts_that_do_not_divide_or_do_not_exist_are_named() -> None:
+    with pytest.raises(ConstraintError, match=r"the 4 experts of model\.layers\.0.* do not divide over 8 ranks"):
+        pins.expert_axis(captured("mixtral")[1], 8)
+    small = build("mlp", 0.0)
+    with pytest.raises(ConstraintError, match="the model has no experts"):
+        pins.expert_axis(capture(small.model, small.batch), 2)
+
+
+@pytest.mark.parametrize("name", ["gshard", "mixtral"])
+def test_two_processes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over Gloo, fast and recorded: tokens exchanged as in one process."""
+    routed(monkeypatch)
+    plan, _ = planned(name, 2, Constraints(ep=2))
+    file = tmp_path / "plan.json"
+    file.write_bytes(to_json(plan))
+    worker = str(Path(__file__).with_name("expert_worker.py"))
+    assert spawn_local(2, worker, [name, str(file)]) == 0
+    assert {path.name for path in tmp_path.glob("done*")} == {"done0", "done1"}
