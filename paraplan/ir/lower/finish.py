@@ -84,7 +84,7 @@ def _overlap(
 
     def issue(made: Iterable[str]) -> None:
         """The collectives that lacked nothing but these, in the order they were written."""
-        due = set()
+        due: set[int] = set()
         for source in made:
             for index in readers.pop(source, ()):
                 lacks[index].discard(source)
