@@ -18,6 +18,7 @@ from paraplan.cost_models.ops import (
     is_free,
     op_time_s,
     registered_work_of,
+    tail_bytes,
     variant,
     work_of,
 )
@@ -138,6 +139,8 @@ class Costs:
             return self.collective_s(instr.target, instr.axis, sent)
         outputs = tuple([None if name is None else values[name] for name in instr.outs])
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
+        if instr.target == "paraplan.fill_tail_":
+            return self.memory_s(0, tail_bytes(instr.args, inputs[0]))
         if all(_is_view(name, out) for name, out in made):
             return 0.0
         if is_free(instr.target):

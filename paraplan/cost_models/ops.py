@@ -271,6 +271,13 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
     return OpWork(kind="memory", flops=0, read_bytes=read, write_bytes=write, dtype=_dtype(inputs, outputs))
 
 
+def tail_bytes(args: tuple[Arg, ...], value: Spec) -> int:
+    """What `paraplan.fill_tail_` (value, dim, size, ...) writes on the rank whose block ends in padding."""
+    dim, size = int(args[1]), int(args[2])
+    block = value.shape[dim]
+    return nbytes(value) // block * (-size % block or block)
+
+
 def copy_work(outputs: Outs) -> OpWork:
     """The work of a view op that had to copy: its output is read and written once."""
     size = sum(nbytes(out) for out in outputs if out is not None)

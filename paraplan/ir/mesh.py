@@ -3,6 +3,10 @@
 Axis means mesh, dim means tensor, always. A `Layout` is one `Placement` per mesh axis. Where two axes
 shard the same dim, the earlier axis is the outer one (blocks of blocks), as in DTensor.
 
+A dim that one axis alone shards need not divide: of n elements on k ranks every rank holds a block of ceil(n / k), and
+what lies past the end in the last ranks' blocks is padding, of any value. So all ranks have one shape, and a block
+starts at coordinate * ceil(n / k). Padding may be `PADDED_SHARE` of the dim at most; more is not worth its work.
+
 Text forms, used in plan files: `R`, `S0`, `P` (partial sum), `Pmax`; a layout joins them with commas.
 """
 
@@ -13,6 +17,9 @@ from functools import cache
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.struct import Value
+
+PADDED_SHARE = 8
+"""At most one element of padding for so many of a dim."""
 
 
 class Placement(Value, frozen=True, kw_only=True):
@@ -27,7 +34,7 @@ class Replicate(Placement, frozen=True, kw_only=True):
 
 
 class Shard(Placement, frozen=True, kw_only=True):
-    """Each rank holds one contiguous block of dim `dim`, equal in size."""
+    """Each rank holds one contiguous block of dim `dim`, equal in size, the last ones padded where need be."""
 
     dim: int
 
@@ -126,35 +133,61 @@ def layout_text(layout: Layout) -> str:
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape one rank holds.
+    """The shape one rank holds, padding included.
 
     Args:
         shape: global shape.
         layout: one placement per axis.
         mesh_shape: axis sizes.
     Raises:
-        InvalidPlanError: a dim does not divide by the axes that shard it.
+        InvalidPlanError: a dim neither divides by the axes that shard it nor may be padded.
     """
     local = list(shape)
     for placement, size in zip(layout, mesh_shape, strict=True):
         if isinstance(placement, Shard):
-            if placement.dim >= len(local) or local[placement.dim] % size:
+            divides = placement.dim < len(local) and local[placement.dim] % size == 0
+            if not divides and not is_shardable(shape, layout, mesh_shape):
                 raise InvalidPlanError(
                     f"shape {shape} cannot lie as {layout_text(layout)} on a mesh of shape {mesh_shape}"
                 )
-            local[placement.dim] //= size
+            local[placement.dim] = -(-local[placement.dim] // size)
     return tuple(local)
 
 
-def is_shardable(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether `local_shape` would succeed."""
+def is_shardable(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...], frozen: int = 0) -> bool:
+    """Whether a tensor may lie so.
+
+    Args:
+        shape, layout, mesh_shape: as for `local_shape`.
+        frozen: leading axes (microbatches) along which dims must divide.
+    """
     factor = [1] * len(shape)
     for placement, size in zip(layout, mesh_shape, strict=True):
         if isinstance(placement, Shard):
             if placement.dim >= len(shape):
                 return False
             factor[placement.dim] *= size
-    return all(n % k == 0 for n, k in zip(shape, factor, strict=True))
+    uneven = [dim for dim, (n, k) in enumerate(zip(shape, factor, strict=True)) if n % k]
+    return not uneven or all(_paddable(shape[dim], dim, layout, mesh_shape, frozen) for dim in uneven)
+
+
+def _paddable(n: int, dim: int, layout: Layout, mesh_shape: tuple[int, ...], frozen: int) -> bool:
+    axes = [axis for axis, place in enumerate(layout) if place == S(dim) and mesh_shape[axis] > 1]
+    return len(axes) == 1 and axes[0] >= frozen and pads_little(n, mesh_shape[axes[0]])
+
+
+def pads_little(n: int, size: int) -> bool:
+    """Whether n elements may be sharded over so many ranks: they divide, or need little padding."""
+    return PADDED_SHARE * (-n % size) <= n
+
+
+def padded_dims(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The (dim, axis) pairs of dims whose shards are padded, in order of axes."""
+    found = []
+    for axis, (placement, size) in enumerate(zip(layout, mesh_shape, strict=True)):
+        if isinstance(placement, Shard) and shape[placement.dim] % size:
+            found.append((placement.dim, axis))
+    return tuple(found)
 
 
 def cuts_further(outer: Layout, inner: Layout) -> bool:
@@ -165,3 +198,9 @@ def cuts_further(outer: Layout, inner: Layout) -> bool:
         if not isinstance(a, Replicate) or not isinstance(b, Shard) or b in outer[axis + 1 :]:
             return False
     return True
+
+
+def is_view_of(shape: tuple[int, ...], outer: Layout, inner: Layout, mesh_shape: tuple[int, ...]) -> bool:
+    """Whether a rank's inner shard is a slice of its outer one, padding included."""
+    padded = padded_dims(shape, inner, mesh_shape)
+    return cuts_further(outer, inner) and set(padded) <= set(padded_dims(shape, outer, mesh_shape))

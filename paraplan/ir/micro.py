@@ -151,7 +151,9 @@ def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: st
             continue
         specs = [graph.values[name] for name in (*op.tensors, *(n for n in op.outs if n))]
         places = [*choice.inputs, *(p for p in choice.outputs if p is not None)]
-        if not all(is_shardable(spec.shape, (place,), (m,)) for spec, place in zip(specs, places, strict=True)):
+        if not all(
+            is_shardable(spec.shape, (place,), (m,), frozen=1) for spec, place in zip(specs, places, strict=True)
+        ):
             continue
         effort = sum(each or 0 for each in efforts)
         if best is None or effort < best[0]:

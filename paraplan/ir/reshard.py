@@ -12,6 +12,9 @@ and runtime agree on every path without consulting each other.
 
 All pairs of layouts are solved at once (Bellman-Ford over the graph of layouts), and once for all shapes that divide
 alike and are of like size.
+
+Where a dim does not divide, its blocks are padded (see `mesh`): a move that shards it pads with zeros first, one that
+gathers it drops the padding afterwards. Padding counts for nothing in a path's cost.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.mesh import Layout, P, Partial, Placement, R, S, Shard, is_shardable, layout_text, local_shape
+from paraplan.ir.mesh import Layout, P, Partial, Placement, R, S, Shard, layout_text, padded_dims, pads_little
 
 MOVE_ELEMENTS, COPY_ELEMENTS = 2.0**16, 2.0**14
 """What a collective and a local copy cost beside the elements they touch."""
@@ -140,21 +143,37 @@ def reshard_table(shape: Dims, mesh_shape: Dims, frozen: int, ends: tuple[Layout
     """
     devices = math.prod(mesh_shape)
     divides = tuple(math.gcd(size, devices) for size in shape)
+    padded = tuple(_padded_axes(size, mesh_shape, frozen) for size in shape)
     along = tuple(
         tuple(sorted({R, *(layout[axis] for layout in ends)}, key=str)) if axis < frozen else ()
         for axis in range(frozen)
     )
     maxima = any(isinstance(p, Partial) and p.op != "sum" for layout in ends for p in layout)
-    return _table(divides, math.prod(shape).bit_length(), mesh_shape, along, maxima)
+    return _table(divides, padded, math.prod(shape).bit_length(), mesh_shape, along, maxima)
+
+
+@lru_cache(maxsize=4096)
+def _padded_axes(size: int, mesh_shape: Dims, frozen: int) -> Dims:
+    """The axes that may shard a dim with padding."""
+    return tuple(axis for axis, n in enumerate(mesh_shape) if axis >= frozen and size % n and pads_little(size, n))
+
+
+def _may_lie(shape: Dims, padded: tuple[Dims, ...], layout: Layout, mesh_shape: Dims) -> bool:
+    for dim, size in enumerate(shape):
+        axes = [axis for axis, place in enumerate(layout) if place == S(dim) and mesh_shape[axis] > 1]
+        if size % math.prod(mesh_shape[axis] for axis in axes) and (len(axes) > 1 or axes[0] not in padded[dim]):
+            return False
+    return True
 
 
 @lru_cache(maxsize=1024)
 def _table(
-    shape: Dims, size: int, mesh_shape: Dims, along: tuple[tuple[Placement, ...], ...], maxima: bool
-) -> ReshardTable:
+    shape: Dims, padded: tuple[Dims, ...], size: int, mesh_shape: Dims, along: tuple[tuple[Placement, ...], ...],
+    maxima: bool,
+) -> ReshardTable:  # fmt: skip
     free: tuple[Placement, ...] = (R, P, *((Partial(op="max"),) if maxima else ()), *(S(d) for d in range(len(shape))))
     options = (*along, *((free,) * (len(mesh_shape) - len(along))))
-    layouts = tuple(lay for lay in itertools.product(*options) if is_shardable(shape, lay, mesh_shape))
+    layouts = tuple(lay for lay in itertools.product(*options) if _may_lie(shape, padded, lay, mesh_shape))
     index = {layout: number for number, layout in enumerate(layouts)}
     moves = tuple(move for layout in layouts for move in _moves(layout, options, len(along)) if move.after in index)
     scale = 2.0**size / math.prod(shape)
@@ -165,7 +184,8 @@ def _table(
 
 def _cost(shape: Dims, move: Move, mesh_shape: Dims, scale: float) -> float:
     """What a move costs, in elements sent over the innermost axis."""
-    count = math.prod(local_shape(shape, move.before, mesh_shape)) * scale
+    parts = math.prod(size for place, size in zip(move.before, mesh_shape, strict=True) if isinstance(place, Shard))
+    count = math.prod(shape) / parts * scale
     n = mesh_shape[move.axis]
     if move.kind in ("slice", "first_only"):
         return 0.02 * count / (n if move.kind == "slice" else 1) + COPY_ELEMENTS
@@ -222,6 +242,13 @@ def _moves(layout: Layout, options: tuple[tuple[Placement, ...], ...], frozen: i
             if move is not None and (axis >= frozen or move.kind in ("slice", "first_only")):
                 found.append(move)
     return found
+
+
+def pads(shape: Dims, move: Move, mesh_shape: Dims) -> bool:
+    """Whether a move of a tensor adds padding or drops some."""
+    return any(
+        axis == move.axis for layout in (move.before, move.after) for _, axis in padded_dims(shape, layout, mesh_shape)
+    )
 
 
 def _name(now: Placement, then: Placement, axis: int, before: Layout, after: Layout) -> Move | None:

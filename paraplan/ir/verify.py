@@ -10,7 +10,7 @@ from paraplan.ir.errors import ClusterError, InvalidPlanError
 from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.remat import remat_of
-from paraplan.ir.mesh import Mesh, Partial, is_shardable, parse_layout
+from paraplan.ir.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, parse_layout
 from paraplan.ir.plan import PLAN_VERSION, ParamLayouts, Plan, Stage
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rank_program import RankProgram
@@ -260,4 +260,7 @@ def _verify_layout(text: str, shape: tuple[int, ...], mesh_shape: tuple[int, ...
     if any(isinstance(placement, Partial) and placement.op != "sum" for placement in layout):
         raise InvalidPlanError(f"{where}: {text!r}: gradients can be partial sums only")
     if not is_shardable(shape, layout, mesh_shape):
-        raise InvalidPlanError(f"{where}: shape {shape} does not divide as {text!r} on mesh {mesh_shape}")
+        raise InvalidPlanError(
+            f"{where}: shape {shape} cannot lie as {text!r} on mesh {mesh_shape}; a dim must divide or be sharded by "
+            f"one axis with one element of padding for {PADDED_SHARE} at most"
+        )

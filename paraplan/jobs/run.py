@@ -23,7 +23,7 @@ from paraplan.jobs.check import Errors, SingleDevice
 from paraplan.jobs.data import RandomBatches, TextBatches
 from paraplan.jobs.models import Made, plan_model
 from paraplan.jobs.trainers import check_devices, check_model, make_trainer
-from paraplan.runtime.params import join_over
+from paraplan.runtime.params import join_over, pad
 from paraplan.runtime.scaling import Scaler
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.weights import fill, parameters_on_meta, values_of
@@ -220,7 +220,9 @@ def full_grads(trainer: Trainer) -> dict[str, Tensor]:
         layout = parse_layout(state.program.outer[f"state:{name}"].layout)
         if param.grad is not None:
             # a copy: what is held here must not keep the program's own gradients alive
-            found[name] = join_over(layout, param.grad, trainer.transport.gather).cpu().clone()
+            grad = pad(param.grad, state.program.outer[f"state:{name}"].shape)
+            shape = trainer.plan.program.params[name].spec.shape
+            found[name] = join_over(shape, layout, grad, trainer.transport.gather).cpu().clone()
     return found
 
 

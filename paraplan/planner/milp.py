@@ -10,7 +10,7 @@ What a caller may rely on, whatever the backend:
 
 Backends: OR-Tools MathOpt ("mathopt-highs", "mathopt-highs-ipm", "mathopt-scip", "mathopt-cpsat" for pure integer
 problems, "mathopt-glop" and "mathopt-pdlp" for LPs) and PuLP ("pulp-cbc", or "pulp-<NAME>" for any solver of
-`pulp.listSolvers()` installed here).
+`pulp.listSolvers()` installed here). Programs with intervals have a door of their own, `milp_intervals.py`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _random_layout(
     options: list[Placement] = [R, *(S(dim) for dim in range(len(shape)))] + ([P] if partial else [])
     while True:
         layout = tuple(rng.choice(options) for _ in mesh_shape)
-        if is_shardable(shape, (first, *layout), (m, *mesh_shape)):
+        if is_shardable(shape, (first, *layout), (m, *mesh_shape), frozen=1):
             return layout
 
 

@@ -22,8 +22,8 @@ from paraplan.ir.micro import splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
-from paraplan.planner.memory.joint import solve_with_recomputation
 from paraplan.planner.meshes import candidate_meshes
+from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, solve_mesh
 
 HIDDEN = 0.02

@@ -11,12 +11,13 @@ from collections import Counter
 
 from paraplan.ir.graph import Graph, Op, Phase
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable, remat_of
-from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, parse_layout
+from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, local_shape, parse_layout
 from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.dims import op_def
 from paraplan.ir.rules.strategies import AxisChoice, dims_of, mesh_choices
 from paraplan.ir.struct import Value
+from paraplan.ir.tensor import TensorSpec
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -148,11 +149,11 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     for slot, local in enumerate(kind.params):
         names = tuple(dict.fromkeys(program.segments[index].params[slot] for index in segments))
         layouts, spec = stage.params[names[0]], program.params[names[0]].spec
-        shards = _num_shards(parse_layout(layouts.stored), stage.mesh)
+        held = TensorSpec(spec.dtype, local_shape(spec.shape, parse_layout(layouts.stored), stage.mesh.shape))
         rows.append(
             ParamRow(
                 name=generic_name(names[0]) if len(names) > 1 else names[0], count=len(names), shape=spec.shape,
-                nbytes=len(names) * spec.nbytes // shards, words=param_words(layouts, used.get(local), stage.mesh),
+                nbytes=len(names) * held.nbytes, words=param_words(layouts, used.get(local), stage.mesh),
                 stored=layouts.stored, grad=layouts.grad, state=layouts.state,
             )
         )  # fmt: skip
@@ -179,13 +180,6 @@ def _recomputed(kind: SegmentKind, choice: KindChoice) -> str:
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in names.items()) or (
         "views" if again else ""
     )
-
-
-def _num_shards(layout: Layout, mesh: Mesh) -> int:
-    count = 1
-    for placement, size in zip(layout, mesh.shape, strict=True):
-        count *= size if isinstance(placement, Shard) else 1
-    return count
 
 
 def _label(names: tuple[str, ...]) -> str:

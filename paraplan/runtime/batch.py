@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.mesh import Layout, R, S, parse_layout
+from paraplan.ir.mesh import Layout, R, S, local_shape, parse_layout
 from paraplan.ir.plan import Plan, Stage
-from paraplan.runtime.params import Dims, cut
-from paraplan.runtime.ragged import pad
+from paraplan.runtime import ragged
+from paraplan.runtime.params import Dims, cut, pad
 
 
 class ShardedBatch(dict[str, Tensor]):
@@ -32,14 +32,15 @@ def shard_batch(
         PlanMismatchError: inputs are missing or unknown, or have another shape than the plan was made for.
     """
     _check_names(plan, batch)
-    batch = pad(plan, batch)
+    batch = ragged.pad(plan, batch)
     _check_shapes(plan, batch)
     found = ShardedBatch()
     for name, text in stage.batch.items():
         layout: Layout = (_along(plan, name), *parse_layout(text))
         shape = (plan.num_microbatches, *stage.mesh.shape)
         dtype = getattr(torch, plan.program.batch[name].spec.dtype)
-        parts = [cut(batch[name], layout, shape, (m, *coordinates)) for m in range(plan.num_microbatches)]
+        local = local_shape(plan.program.batch[name].spec.shape, layout, shape)
+        parts = [pad(cut(batch[name], layout, shape, (m, *coordinates)), local) for m in range(plan.num_microbatches)]
         found[name] = torch.stack(parts).to(device, dtype)
     return found
 

@@ -35,15 +35,16 @@ class Checkpointing:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The stored copies ops read, as DTensors that share their storage."""
         for name in self.state.stage.params:
-            outer = self.state.program.outer[f"param:{name}"]
-            yield name, self._dtensor(name, self.state.tensors[f"param:{name}"], parse_layout(outer.layout))
+            layout = parse_layout(self.state.program.outer[f"param:{name}"].layout)
+            stored = self.state.without_padding(name, self.state.tensors[f"param:{name}"], layout)
+            yield name, self._dtensor(name, stored, layout)
 
     def state_dict(self) -> dict[str, Tensor]:
         """DTensors by name, sharing storage with the trainer; after loading into them, `load_state_dict`.
 
         Parameters, and the buffers the model writes (running statistics).
         """
-        return {name: self._dtensor(name, *self.state.held(name)) for name in self._names()}
+        return {name: self._dtensor(name, *self.state.held_part(name)) for name in self._names()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers by name, whole, as the last step left them."""
@@ -60,7 +61,7 @@ class Checkpointing:
         """
         with torch.no_grad():
             for name, value in state.items():
-                mine = self.state.held(self._known(name))[0]
+                mine = self.state.held_part(self._known(name))[0]
                 local = value.to_local() if isinstance(value, DTensor) else value
                 if local.shape != mine.shape:
                     raise PlanMismatchError(
@@ -79,7 +80,7 @@ class Checkpointing:
         found: dict[str, Tensor] = {}
         for name in self._names():
             local, layout = self.state.held(name)
-            full = join_over(layout, local.detach(), self.transport.gather)
+            full = join_over(self._shape(name), layout, local.detach(), self.transport.gather)
             if not rank0_only or self.transport.rank == 0:
                 kept = full.cpu().clone()
                 param = self.plan.program.params.get(name)
@@ -154,12 +155,15 @@ class Checkpointing:
             if self.transport.mesh.size > 1:
                 raise RuntimeFailure("DTensors need torch.distributed")
             return local.detach()
-        program = self.plan.program
-        shape = program.buffers[name].shape if name in program.buffer_updates else program.params[name].spec.shape
+        shape = self._shape(name)
         return DTensor.from_local(
             local.detach(), self.transport.device_mesh, [_placement(p) for p in layout], run_check=False,
             shape=torch.Size(shape), stride=contiguous_strides(shape),
         )  # fmt: skip
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        program = self.plan.program
+        return program.buffers[name].shape if name in program.buffer_updates else program.params[name].spec.shape
 
     def _refresh(self) -> None:
         self.state.executor.run(step for step in self.state.after if step.kind is StepKind.CALL)

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
 from paraplan.ir.lower import lower_evaluation
-from paraplan.ir.mesh import Layout, Shard, parse_layout
+from paraplan.ir.mesh import Layout, Shard, local_shape, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import OutputPlace, RankProgram
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.executor import Executor, Modules
+from paraplan.runtime.params import Dims, own_part
 from paraplan.runtime.ragged import row_dims, rows_of
 from paraplan.runtime.rank import Rank
 
@@ -100,14 +101,14 @@ def begin_account(executor: Executor, optimizers: Sequence[torch.optim.Optimizer
 
 
 def collect(
-    executors: Sequence[Executor], wanted: Wanted, whole: Callable[[Layout, Sequence[Tensor]], Tensor]
+    executors: Sequence[Executor], wanted: Wanted, whole: Callable[[Dims, Layout, Sequence[Tensor]], Tensor]
 ) -> Evaluation:
     """What an evaluation left, taken from the ranks of this process (the first one's parts where they are local).
 
     Args:
         executors: after their last step; emptied.
         wanted: how outputs are given.
-        whole: joins the ranks' parts (one per executor), which lie in a layout.
+        whole: joins the ranks' parts (one per executor) of a tensor of some shape, which lie in a layout.
     """
     first = executors[0]
     program = first.program
@@ -116,8 +117,11 @@ def collect(
     for name, place in program.outputs.items():
         along, *layout = parse_layout(place.layout)
         layouts[name] = tuple(layout)
+        shape = local_shape(place.spec.shape, (along,), (program.num_microbatches,))
         parts = [
-            first.outer[local] if wanted == "local" else whole(tuple(layout), [e.outer[local] for e in executors])
+            own_part(first.outer[local], shape, tuple(layout), program.mesh_shape, first.coordinates)
+            if wanted == "local"
+            else whole(shape, tuple(layout), [e.outer[local] for e in executors])
             for local in place.names
         ]
         outputs[name] = _joined(parts, along, place)

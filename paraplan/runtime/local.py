@@ -86,7 +86,7 @@ class InProcessTrainer:
         places = [rank.executor.coordinates for rank in self.ranks]
         found = collect(
             self.evaluators, outputs,
-            lambda layout, parts: join(layout, self.mesh.shape, lambda at: parts[places.index(at)]),
+            lambda shape, layout, parts: join(shape, layout, self.mesh.shape, lambda at: parts[places.index(at)]),
         )  # fmt: skip
         return found if outputs != "global" else without_padding(self.plan, found, missing_rows(self.plan, batch))
 
@@ -136,7 +136,8 @@ class InProcessTrainer:
     def _join(self, name: str, local: Any) -> Tensor:
         by_coordinates = {rank.executor.coordinates: rank for rank in self.ranks}
         layout = self.ranks[0].held(name)[1]
-        return join(layout, self.mesh.shape, lambda coords: local(by_coordinates[coords])).clone()
+        shape = self.plan.program.params[name].spec.shape
+        return join(shape, layout, self.mesh.shape, lambda coords: local(by_coordinates[coords])).clone()
 
     def entries(self, rank: int) -> list[Entry]:
         """What a rank did since the step began."""
@@ -150,12 +151,11 @@ class InProcessTrainer:
         """As torch's, over the gradients of the last step."""
         shares = []
         for rank in self.ranks:
-            grads = {name: rank.executor.outer[outer] for name, outer in rank.program.grads.items()}
-            shares.append(norm_share(grads, rank.layouts, rank.executor.coordinates, norm_type))
+            shares.append(norm_share(rank.grads(), rank.layouts, rank.executor.coordinates, norm_type))
         total = torch.stack(shares).max() if norm_type == float("inf") else torch.stack(shares).sum()
         norm = norm_of(total, norm_type)
         for rank in self.ranks:
-            clip([rank.executor.outer[outer] for outer in rank.program.grads.values()], norm, max_norm)
+            clip(rank.grads().values(), norm, max_norm)
         return norm
 
     def apply_optimizer(

@@ -33,18 +33,59 @@ def fresh(x: Tensor) -> Tensor:
 
 
 def shard(x: Tensor, dim: int, length: int, start: int) -> Tensor:
-    """x[..., start : start + length, ...] along `dim`."""
-    return fresh(x.narrow(dim, start, length))
+    """x[..., start : start + length, ...] along `dim`; zeros past the end."""
+    return fresh(x.narrow(dim, start, length)) if start + length <= x.shape[dim] else _padded(x, dim, length, start)
 
 
-def stack(x: Tensor, n: int, dim: int) -> Tensor:
-    """The n chunks of x along `dim`, one after another along dim 0."""
-    return fresh(x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)).flatten(0, 1)
+def _padded(x: Tensor, dim: int, length: int, start: int = 0) -> Tensor:
+    start = min(start, x.shape[dim])
+    there = min(length, x.shape[dim] - start)
+    out = x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+    out.narrow(dim, 0, there).copy_(x.narrow(dim, start, there))
+    out.narrow(dim, there, length - there).zero_()
+    return out
 
 
-def unstack(x: Tensor, n: int, dim: int) -> Tensor:
-    """The n chunks of x along dim 0, side by side along `dim`: the inverse of `stack`."""
-    return fresh(x.unflatten(0, (n, x.shape[0] // n)).movedim(0, dim)).flatten(dim, dim + 1)
+def stack(x: Tensor, n: int, dim: int, block: int = 0) -> Tensor:
+    """The n chunks of x along `dim`, one after another along dim 0; `block`: chunks so long, then zeros."""
+    if not block:
+        return fresh(x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)).flatten(0, 1)
+    if dim == 0:
+        return _padded(x, 0, n * block)
+    first, *rest = (block if index == dim else size for index, size in enumerate(x.shape))
+    out = x.new_empty((n, first, *rest))
+    for index in range(n):
+        start = min(index * block, x.shape[dim])
+        there = min(block, x.shape[dim] - start)
+        out[index].narrow(dim, 0, there).copy_(x.narrow(dim, start, there))
+        out[index].narrow(dim, there, block - there).zero_()
+    return out.flatten(0, 1)
+
+
+def unstack(x: Tensor, n: int, dim: int, size: int = 0) -> Tensor:
+    """The n chunks of x along dim 0, side by side along `dim`: the inverse of `stack`; `size`: the first so many."""
+    parts = x.unflatten(0, (n, x.shape[0] // n))
+    if not size:
+        return fresh(parts.movedim(0, dim)).flatten(dim, dim + 1)
+    block = parts.shape[dim + 1]
+    out = x.new_empty((*parts.shape[1 : dim + 1], size, *parts.shape[dim + 2 :]))
+    for index, part in enumerate(parts):
+        start = min(index * block, size)
+        there = min(block, size - start)
+        out.narrow(dim, start, there).copy_(part.narrow(dim, 0, there))
+    return out
+
+
+def fill_tail_(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> Tensor:
+    """x with padding overwritten: x is the block from `start` on of a dim of `size` elements."""
+    there = min(max(size - start, 0), x.shape[dim])
+    x.narrow(dim, there, x.shape[dim] - there).fill_(value)
+    return x.view_as(x)
+
+
+def fill_tail(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> Tensor:
+    """A copy of x with its padding overwritten."""
+    return fill_tail_(fresh(x), dim, size, start, value)
 
 
 def first_only(x: Tensor, coordinate: int) -> Tensor:
@@ -144,6 +185,7 @@ def copy_alone(x: Tensor) -> Tensor:
 _OWN: dict[str, Callable[..., Any]] = {
     "shard": shard, "stack": stack, "unstack": unstack, "first_only": first_only, "reshape_copy": reshape_copy,
     "write": write, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
+    "fill_tail": fill_tail, "fill_tail_": fill_tail_,
 }  # fmt: skip
 
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())

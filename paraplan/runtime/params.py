@@ -1,20 +1,20 @@
 """Tensors and their shards: cutting a full tensor by its layout, joining shards again, filling a rank's namespace.
 
 Where several axes shard one dim, the earlier axis is outer: cutting goes over the axes in order, joining
-in reverse.
+in reverse. A rank's tensors have the padding of an uneven dim; what leaves it has not.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
-from paraplan.ir.mesh import Layout, Replicate, Shard, parse_layout
+from paraplan.ir.mesh import Layout, Replicate, Shard, is_shardable, layout_text, parse_layout
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
 
@@ -28,23 +28,55 @@ class Values(Protocol):
         """A rank's part of a tensor; may be a view, of another dtype, on another device."""
 
 
-def cut(full: Tensor, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
-    """The shard of a full tensor, as a view.
+def slices(shape: Dims, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> tuple[slice, ...]:
+    """Where a rank's part lies in a whole tensor, per dim; padding is no part of it, so the last may be short or empty.
 
     Raises:
-        PlanMismatchError: a dim does not divide.
+        PlanMismatchError: a dim can be sharded neither evenly nor with little padding.
     """
+    if not is_shardable(shape, layout, mesh_shape):
+        raise PlanMismatchError(
+            f"a tensor of shape {shape} cannot lie as {layout_text(layout)} on a mesh of shape {mesh_shape}"
+        )
+    bounds = [(0, size) for size in shape]
     for placement, size, coordinate in zip(layout, mesh_shape, coordinates, strict=True):
         if isinstance(placement, Shard):
-            whole = full.shape[placement.dim]
-            if whole % size:
-                raise PlanMismatchError(f"dim {placement.dim} of size {whole} does not divide into {size} shards")
-            full = full.narrow(placement.dim, coordinate * (whole // size), whole // size)
-    return full
+            start, stop = bounds[placement.dim]
+            block = -(-(stop - start) // size)
+            begin = start + coordinate * block
+            bounds[placement.dim] = (min(begin, stop), min(begin + block, stop))
+    return tuple(slice(*each) for each in bounds)
 
 
-def join(layout: Layout, mesh_shape: Dims, shard_at: Callable[[Dims], Tensor]) -> Tensor:
-    """The full tensor of shards; `shard_at` gives the one at some coordinates."""
+def cut(full: Tensor, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
+    """The shard of a full tensor, without padding, as a view; see `slices`."""
+    return full[slices(tuple(full.shape), layout, mesh_shape, coordinates)]
+
+
+def own_part(shard: Tensor, shape: Dims, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
+    """A rank's shard of a tensor of some shape without its padding, as a view: what a DTensor's local tensor is."""
+    return inside(shard, [at.stop - at.start for at in slices(shape, layout, mesh_shape, coordinates)])
+
+
+def inside(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first elements of every dim, as a view."""
+    for dim, size in enumerate(shape):
+        if size != x.shape[dim]:
+            x = x.narrow(dim, 0, size)
+    return x
+
+
+def pad(shard: Tensor, shape: Dims) -> Tensor:
+    """A shard with zeros past the end of every dim that is shorter than the shape says; itself where none is."""
+    if tuple(shard.shape) == shape:
+        return shard
+    padded = shard.new_zeros(shape)
+    inside(padded, shard.shape).copy_(shard)
+    return padded
+
+
+def join(shape: Dims, layout: Layout, mesh_shape: Dims, shard_at: Callable[[Dims], Tensor]) -> Tensor:
+    """The full tensor, of some shape, of shards with or without padding; `shard_at` gives the one at coordinates."""
     parts = {coords: shard_at(coords) for coords in itertools.product(*map(_needed, layout, mesh_shape))}
     for axis in reversed(range(len(layout))):
         placement = layout[axis]
@@ -54,20 +86,23 @@ def join(layout: Layout, mesh_shape: Dims, shard_at: Callable[[Dims], Tensor]) -
         parts = {
             c: torch.cat(row, placement.dim) if isinstance(placement, Shard) else row[0] for c, row in rows.items()
         }
-    return parts[()]
+    return inside(parts[()], shape)
 
 
 def _needed(placement: object, size: int) -> range:
     return range(size if isinstance(placement, Shard) else 1)
 
 
-def join_over(layout: Layout, shard: Tensor, gather: Callable[[Tensor, int], list[Tensor]]) -> Tensor:
-    """The full tensor on every rank: gathers over one axis after the other, innermost first."""
+def join_over(shape: Dims, layout: Layout, shard: Tensor, gather: Callable[[Tensor, int], list[Tensor]]) -> Tensor:
+    """The full tensor, of some shape, on every rank: gathers over one axis after the other, innermost first.
+
+    The shard has its padding, so that all ranks give as much.
+    """
     for axis in reversed(range(len(layout))):
         placement = layout[axis]
         if isinstance(placement, Shard):
             shard = torch.cat(gather(shard, axis), placement.dim)
-    return shard
+    return inside(shard, shape)
 
 
 def owned_here(layout: Layout, coordinates: Dims) -> bool:
@@ -159,8 +194,10 @@ def local_tensors(
     def fill(name: str, source: str) -> None:
         value = program.outer[name]
         layout = parse_layout(value.layout)
-        own = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
-        found[name] = own.copy_(values.shard(source, layout, program.mesh_shape, coordinates))
+        part = values.shard(source, layout, program.mesh_shape, coordinates)
+        blank = torch.empty if tuple(part.shape) == value.shape else torch.zeros  # padding is zero
+        found[name] = blank(value.shape, dtype=getattr(torch, value.dtype), device=device)
+        inside(found[name], part.shape).copy_(part)
 
     for name, value in program.outer.items():
         if name in found:

@@ -19,7 +19,7 @@ from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.executor import Executor, Locate
-from paraplan.runtime.params import Nothing, Values, cut, local_tensors
+from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part
 
 
 class Rank:
@@ -33,7 +33,8 @@ class Rank:
         device: where tensors live.
 
     Attributes:
-        params: the state tensors the optimizer updates, by parameter name; they share the outer values' storage.
+        params: the state tensors the optimizer updates, by parameter name; they share the outer values' storage, and
+            have none of its padding.
         layouts: of the states (and of the gradients the optimizer reads).
     """
 
@@ -48,11 +49,14 @@ class Rank:
         self.tensors = local_tensors(self.program, source, executor.coordinates, device, held)
         executor.bind(self.tensors)
         states = {value.source: name for name, value in self.program.outer.items() if value.role == "state"}
-        params = {name: nn.Parameter(self.tensors[outer]) for name, outer in states.items()}
-        self.params = params if shared is None else shared.params
         self.layouts: dict[str, Layout] = {
             name: parse_layout(self.program.outer[outer].layout) for name, outer in states.items()
         }
+        params = {
+            name: nn.Parameter(self.without_padding(name, self.tensors[outer], self.layouts[name]))
+            for name, outer in states.items()
+        }
+        self.params = params if shared is None else shared.params
 
     def start(self, batch: ShardedBatch) -> None:
         """Bind a batch and fresh seeds; what the last step left behind is dropped."""
@@ -80,8 +84,8 @@ class Rank:
 
     def take_grads(self) -> None:
         """Hand the gradients to the optimizer's parameters; added where one is there already."""
-        for name, outer in self.program.grads.items():
-            grad, param = self.executor.outer[outer], self.params[name]
+        for name, grad in self.grads().items():
+            param = self.params[name]
             if param.grad is None:
                 param.grad = grad
             else:
@@ -105,9 +109,8 @@ class Rank:
             for name, value in self.program.outer.items():
                 source = full.get(f"{'buffer' if value.role == 'buffer' else 'param'}:{value.source}")
                 if value.role in ("param", "state", "buffer") and source is not None:
-                    self.tensors[name].copy_(
-                        cut(source, parse_layout(value.layout), self.program.mesh_shape, self.executor.coordinates)
-                    )
+                    part = cut(source, parse_layout(value.layout), self.program.mesh_shape, self.executor.coordinates)
+                    inside(self.tensors[name], part.shape).copy_(part)
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers by name, whole; what the model writes (running statistics) is as the last step left it."""
@@ -115,10 +118,29 @@ class Rank:
         return {name: self.tensors[outer].clone() for name, outer in named.items()}
 
     def held(self, name: str) -> tuple[Tensor, Layout]:
-        """The authoritative local copy of a parameter (the state where it trains) or buffer, and its layout."""
+        """The authoritative local copy of a parameter (the state where it trains) or buffer, padding included, and its
+        layout."""
         written = name in self.plan.program.buffer_updates
         outer = f"buffer:{name}" if written else f"state:{name}" if name in self.params else f"param:{name}"
         return self.tensors[outer], parse_layout(self.program.outer[outer].layout)
+
+    def held_part(self, name: str) -> tuple[Tensor, Layout]:
+        """As `held`, without padding."""
+        local, layout = self.held(name)
+        return self.without_padding(name, local, layout), layout
+
+    def without_padding(self, name: str, local: Tensor, layout: Layout) -> Tensor:
+        """A shard of a parameter or buffer, or of its gradient, without padding: a view."""
+        program = self.plan.program
+        shape = program.buffers[name].shape if name in program.buffer_updates else program.params[name].spec.shape
+        return own_part(local, shape, layout, self.program.mesh_shape, self.executor.coordinates)
+
+    def grads(self) -> dict[str, Tensor]:
+        """The step's gradients by parameter name, without padding, as the optimizer reads them."""
+        outer = self.executor.outer
+        return {
+            name: self.without_padding(name, outer[at], self.layouts[name]) for name, at in self.program.grads.items()
+        }
 
 
 def split_steps(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:

@@ -141,7 +141,9 @@ class Trainer(Checkpointing):
         if self.record:
             begin_account(executor, self._optimizers)
         self._take(executor.program.steps, executor)
-        found = collect([executor], outputs, lambda layout, parts: join_over(layout, parts[0], self.transport.gather))
+        found = collect(
+            [executor], outputs, lambda shape, layout, parts: join_over(shape, layout, parts[0], self.transport.gather)
+        )
         return found if outputs != "global" else without_padding(self.plan, found, rows)
 
     def _take(self, steps: Iterable[Step], executor: Executor | None = None) -> None:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.mesh import Layout, Shard
+from paraplan.ir.mesh import Layout
 from paraplan.ir.program import Program
-from paraplan.runtime.params import Dims, Values, Whole, cut, full_tensors
+from paraplan.runtime.params import Dims, Values, Whole, cut, full_tensors, slices
 
 
 def values_of(program: Program, model: nn.Module, weights: str | Path | None = None, seed: int = 0) -> Values:
@@ -231,17 +231,6 @@ class FileValues:
                     f"{name.replace(':', ' ')}: the plan says {self.shapes[name]}, {file} has {shape}"
                 )
             return part[slices(shape, layout, mesh_shape, coordinates)] if shape else opened.get_tensor(key)  # type: ignore[no-any-return]
-
-
-def slices(shape: Dims, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> tuple[slice, ...]:
-    """Where a rank's part lies in a whole tensor, per dim."""
-    bounds = [(0, size) for size in shape]
-    for placement, size, coordinate in zip(layout, mesh_shape, coordinates, strict=True):
-        if isinstance(placement, Shard):
-            start, stop = bounds[placement.dim]
-            length = (stop - start) // size
-            bounds[placement.dim] = (start + coordinate * length, start + (coordinate + 1) * length)
-    return tuple(slice(*each) for each in bounds)
 
 
 def safe_open(file: Path) -> Any:

@@ -45,6 +45,16 @@ def _contenders(full: Tensor, n: int, generator: torch.Generator) -> list[Tensor
     return [torch.where(winner == rank, full, full - 1 - rank) for rank in range(n)]
 
 
+def blocks(x: Tensor, dim: int, n: int, length: int = 0, padding: float | None = None) -> list[Tensor]:
+    """Equal parts along a dim, the last ones padded: by default with what would be noticed."""
+    length = length or -(-x.shape[dim] // n)
+    if padding is None:
+        padding = float("nan") if x.is_floating_point() else 1 if x.dtype == torch.bool else 10**6
+    missing = n * length - x.shape[dim]
+    more = torch.full((*x.shape[:dim], missing, *x.shape[dim + 1 :]), padding, dtype=x.dtype)
+    return list(torch.cat([x, more], dim).split(length, dim)) if missing else list(x.split(length, dim))
+
+
 def scatter(full: Tensor, layout: Layout, mesh_shape: Dims, seed: int = 0) -> Pieces:
     """What every rank holds; partial sums are random addends."""
     generator = torch.Generator().manual_seed(seed)
@@ -54,7 +64,7 @@ def scatter(full: Tensor, layout: Layout, mesh_shape: Dims, seed: int = 0) -> Pi
             return [((), x)]
         place, n = layout[axis], mesh_shape[axis]
         if isinstance(place, Shard):
-            parts = list(x.chunk(n, place.dim))
+            parts = blocks(x, place.dim, n)
         elif isinstance(place, Replicate):
             return [((k, *coords), y) for coords, y in cut(x, axis + 1) for k in range(n)]
         else:
@@ -66,8 +76,8 @@ def scatter(full: Tensor, layout: Layout, mesh_shape: Dims, seed: int = 0) -> Pi
     return {coords: x.clone(memory_format=torch.contiguous_format) for coords, x in cut(full, 0)}
 
 
-def gather(pieces: Pieces, layout: Layout, mesh_shape: Dims) -> Tensor:
-    """The whole tensor; ranks that should agree are held to it."""
+def gather(pieces: Pieces, layout: Layout, mesh_shape: Dims, shape: Dims | None = None) -> Tensor:
+    """The whole tensor, of a shape where there is padding to drop; ranks that should agree are held to it."""
     done = pieces
     for axis in reversed(range(len(mesh_shape))):
         place, n = layout[axis], mesh_shape[axis]
@@ -76,6 +86,8 @@ def gather(pieces: Pieces, layout: Layout, mesh_shape: Dims) -> Tensor:
             parts = [done[(*coords, k)] for k in range(n)]
             if isinstance(place, Shard):
                 joined[coords] = torch.cat(parts, place.dim)
+                if shape is not None:
+                    joined[coords] = joined[coords][(slice(None),) * place.dim + (slice(shape[place.dim]),)]
             elif isinstance(place, Replicate):
                 for other in parts[1:]:
                     assert_close(other, parts[0], "ranks that hold the same value")
@@ -113,9 +125,11 @@ def function(target: str):  # type: ignore[no-untyped-def]
         return getattr(getattr(torch.ops.aten, name), target.split(".")[2])
     fresh = {"memory_format": torch.contiguous_format}
     own = {
-        "shard": lambda x, dim, length, start: x.narrow(dim, start, length).clone(**fresh),
-        "stack": lambda x, n, dim: torch.cat(x.chunk(n, dim), 0),
-        "unstack": lambda x, n, dim: torch.cat(x.chunk(n, 0), dim),
+        "shard": lambda x, dim, length, start: _block(x, dim, length, start).clone(**fresh),
+        "stack": lambda x, n, dim, block=0: torch.cat(blocks(x, dim, n, block, 0), 0),
+        "unstack": lambda x, n, dim, size=None: _first(torch.cat(x.chunk(n, 0), dim), dim, size),
+        "fill_tail": lambda x, *args: _set_tail(x.clone(**fresh), *args),
+        "fill_tail_": lambda x, *args: _set_tail(x, *args),
         "first_only": lambda x, c: x.clone(**fresh) if c == 0 else torch.zeros(x.shape, dtype=x.dtype),
         "reshape_copy": lambda x, shape: x.clone(**fresh).view(shape),
         "write": lambda dst, src: dst.copy_(src),
@@ -130,6 +144,23 @@ def function(target: str):  # type: ignore[no-untyped-def]
         "unpack_stacked": _joined,
     }
     return own.get(name) or getattr(kernels, name)
+
+
+def _block(x: Tensor, dim: int, length: int, start: int) -> Tensor:
+    assert start % length == 0
+    parts = blocks(x, dim, max(start // length + 1, -(-x.shape[dim] // length)), length, 0)
+    return parts[start // length]
+
+
+def _first(x: Tensor, dim: int, size: int | None) -> Tensor:
+    return x if size is None else x[(slice(None),) * dim + (slice(size),)].clone(memory_format=torch.contiguous_format)
+
+
+def _set_tail(x: Tensor, dim: int, size: int, start: int, value: float) -> Tensor:
+    for index in range(x.shape[dim]):
+        if start + index >= size:
+            x.select(dim, index).copy_(torch.tensor(value, dtype=x.dtype))
+    return x
 
 
 def _views(buffer: Tensor, shapes: list[list[int]]) -> list[Tensor]:

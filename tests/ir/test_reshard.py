@@ -11,7 +11,19 @@ import pytest
 import torch
 
 from paraplan.ir.lower.emit import BlockEmitter
-from paraplan.ir.mesh import Layout, P, Partial, Placement, R, S, Shard, is_shardable, layout_text, local_shape
+from paraplan.ir.mesh import (
+    Layout,
+    P,
+    Partial,
+    Placement,
+    R,
+    S,
+    Shard,
+    is_shardable,
+    layout_text,
+    local_shape,
+    padded_dims,
+)
 from paraplan.ir.reshard import NoPath, reshard_path
 from paraplan.ir.tensor import TensorSpec
 
@@ -28,6 +40,15 @@ SMALL = [
     ((2, 2), (4, 4)),
     ((2, 3), (6, 12)),
     ((2, 2), (1, 4)),
+]
+UNEVEN = [
+    ((2,), (9,)),
+    ((2,), (9, 11)),
+    ((4,), (15, 2, 3)),
+    ((2,), (1, 9, 2)),
+    ((3,), (8, 9)),
+    ((2, 2), (9, 4)),
+    ((2, 4), (15, 11)),
 ]
 LARGE = [((2, 2), (4, 2, 4)), ((2, 3), (6, 6, 6)), ((2, 2, 2), (8, 4))]
 
@@ -48,7 +69,7 @@ def run(mesh: Dims, shape: Dims, source: Layout, target: Layout, order: Dims | N
     pieces = scatter(full, source, mesh)
     left = run_block(block, {c: {"x": placed(pieces[c], strides)} for c in everywhere(mesh)}, mesh)
     assert_close(
-        gather({c: env[out] for c, env in left.items()}, target, mesh),
+        gather({c: env[out] for c, env in left.items()}, target, mesh, shape),
         full,
         f"{layout_text(source)} to {layout_text(target)}",
     )
@@ -58,6 +79,39 @@ def run(mesh: Dims, shape: Dims, source: Layout, target: Layout, order: Dims | N
 def test_every_pair_moves_the_right_data(mesh: Dims, shape: Dims) -> None:
     for source, target in itertools.product(layouts(mesh, shape), repeat=2):
         run(mesh, shape, source, target)
+
+
+@pytest.mark.parametrize(("mesh", "shape"), UNEVEN)
+def test_padding_is_added_and_dropped(mesh: Dims, shape: Dims) -> None:
+    """It holds NaN at first, and zeros wherever a move has put it."""
+    pairs = list(itertools.product(layouts(mesh, shape), repeat=2))
+    assert any(padded_dims(shape, target, mesh) for _, target in pairs)
+    for source, target in random.Random(0).sample(pairs, min(len(pairs), 300)):
+        run(mesh, shape, source, target)
+
+
+def test_a_move_pads_with_zeros() -> None:
+    full = torch.ones(9, 4, dtype=torch.float64)
+    for source in ((R,), (P,), (S(1),)):
+        emitter = BlockEmitter("move", (1, 2))
+        emitter.give("x", TensorSpec("float64", (9, 4)), (R, *source))
+        out = emitter.get("x", (R, S(0)))
+        assert (out, 0) in emitter.zeroed
+        pieces = scatter(full, source, (2,))
+        left = run_block(emitter.finish((out,), ()), {c: {"x": pieces[c]} for c in everywhere((2,))}, (2,))
+        assert left[(1,)][out].sum(1).tolist() == pytest.approx([4.0] * 4 + [0.0])
+
+
+def test_an_uneven_dim_is_sharded_by_one_axis_of_the_mesh() -> None:
+    """And not at all where more than an eighth would be padding, or over microbatches."""
+    assert is_shardable((9,), (S(0),), (2,)) and local_shape((9,), (S(0),), (2,)) == (5,)
+    assert local_shape((50257, 768), (S(0), R), (8, 2)) == (6283, 768)
+    for shape, layout, mesh in (((7,), (S(0),), (2,)), ((9,), (S(0),), (4,)), ((18,), (S(0), S(0)), (2, 2))):
+        assert not is_shardable(shape, layout, mesh)
+    assert is_shardable((9,), (S(0), R), (2, 2)) and not is_shardable((9,), (S(0), R), (2, 2), frozen=1)
+    assert is_shardable((9,), (R, S(0)), (2, 2), frozen=1)
+    with pytest.raises(NoPath):
+        reshard_path((9,), (R, R), (S(0), R), (2, 2), frozen=1)
 
 
 @pytest.mark.parametrize(("mesh", "shape"), LARGE)

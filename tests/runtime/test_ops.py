@@ -42,9 +42,12 @@ def test_every_op_of_lowering_returns_fresh_contiguous_storage() -> None:
 
 
 MADE_BY = {
-    "shard": lambda x: ops.shard(x, 0, 2, 2), "stack": lambda x: ops.stack(x.t(), 2, 1),
-    "unstack": lambda x: ops.unstack(x.contiguous(), 2, 1), "first_only": lambda x: ops.first_only(x, 1),
+    "shard": lambda x: (ops.shard(x, 0, 2, 2), ops.shard(x, 0, 3, 3)),
+    "stack": lambda x: (ops.stack(x.t(), 2, 1), ops.stack(x, 2, 1, 2)),
+    "unstack": lambda x: (ops.unstack(x.contiguous(), 2, 1), ops.unstack(x.contiguous(), 2, 1, 5)),
+    "first_only": lambda x: ops.first_only(x, 1),
     "reshape_copy": lambda x: ops.reshape_copy(x, (2, 6)), "write": lambda x: ops.write(x, x + 1),
+    "fill_tail": lambda x: ops.fill_tail(x, 0, 7, 4), "fill_tail_": lambda x: ops.fill_tail_(x, 0, 7, 4),
     "constant": lambda x: ops.constant([1.0, 2.0], torch.float64, (2,)),
     "pack": lambda x: ops.pack([x, x.contiguous()], 2, [0, 0]),
     "unpack": lambda x: ops.unpack(x.reshape(-1), [(3,), (9,)]),
@@ -73,7 +76,7 @@ def test_a_change_of_layout_makes_its_results_alone(function: Callable[..., obje
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, function.__name__, watched)
         MADE_BY[function.__name__](x)
-    assert len(calls) == 1
+    assert calls
 
 
 def _is_among(tensor: Tensor, args: object) -> bool:

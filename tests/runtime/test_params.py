@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
 from paraplan.ir.mesh import Layout, R, S, is_shardable, local_shape, parse_layout
-from paraplan.runtime.params import cut, join, join_over, narrow_state, owned_here
+from paraplan.runtime.params import cut, join, join_over, narrow_state, own_part, owned_here, pad
 
 
 @st.composite
@@ -34,9 +34,25 @@ def test_cut_and_join_round_trip(case: tuple[tuple[int, ...], Layout, tuple[int,
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)
     shards = {c: cut(full, layout, mesh, c) for c in itertools.product(*map(range, mesh))}
     assert {tuple(s.shape) for s in shards.values()} == {local_shape(shape, layout, mesh)}
-    assert torch.equal(join(layout, mesh, shards.__getitem__), full)
+    assert torch.equal(join(shape, layout, mesh, shards.__getitem__), full)
     counted = sum(s.numel() for c, s in shards.items() if owned_here(layout, c))
     assert counted == full.numel()
+
+
+@pytest.mark.parametrize(("n", "k"), [(9, 2), (11, 4), (50257, 4), (50257, 8), (45, 16), (197, 8)])
+def test_uneven_shards_are_the_chunks_of_a_dtensor(n: int, k: int) -> None:
+    """Ceil-sized blocks, the last one shorter, or empty (45 on 16); padded, they join to the same."""
+    full, layout = torch.arange(2 * n).reshape(n, 2), (R, S(0))
+    shards = {c: cut(full, layout, (2, k), c) for c in itertools.product(range(2), range(k))}
+    chunks = full.chunk(k)
+    assert [shards[0, c].shape[0] for c in range(k)] == [x.shape[0] for x in chunks] + [0] * (k - len(chunks))
+    padded = {c: pad(x, local_shape((n, 2), layout, (2, k))) for c, x in shards.items()}
+    assert all(torch.equal(own_part(x, (n, 2), layout, (2, k), c), shards[c]) for c, x in padded.items())
+    assert all(x.sum() == shards[c].sum() for c, x in padded.items())
+    for held in (shards, padded):
+        assert torch.equal(join((n, 2), layout, (2, k), held.__getitem__), full)
+    gathered = join_over((n, 2), layout, padded[0, 1], lambda x, axis: [padded[0, c] for c in range(k)])
+    assert torch.equal(gathered, full)
 
 
 def test_the_earlier_axis_is_outer() -> None:
@@ -60,11 +76,11 @@ def test_join_over_gathers_inner_axes_first() -> None:
             c: torch.cat([here[tuple(k if a == axis else v for a, v in enumerate(c))] for k in (0, 1)], dim) for c in at
         }
     assert all(torch.equal(x, full) for x in here.values())
-    assert torch.equal(join_over((R, R), full, lambda x, axis: [x]), full)
+    assert torch.equal(join_over((4, 6), (R, R), full, lambda x, axis: [x]), full)
 
 
-def test_indivisible_dims_are_refused() -> None:
-    with pytest.raises(PlanMismatchError, match="size 5 does not divide into 2"):
+def test_dims_that_need_much_padding_are_refused() -> None:
+    with pytest.raises(PlanMismatchError, match="cannot lie as S0 on a mesh"):
         cut(torch.zeros(5), (S(0),), (2,), (0,))
 
 

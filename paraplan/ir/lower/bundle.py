@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from paraplan.ir.mesh import local_shape
 from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.reshard import Move
+from paraplan.ir.reshard import Move, pads
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
@@ -32,9 +32,13 @@ BUNDLE_BYTES = 8 << 20
 
 
 def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
-    """Whether a tensor that is moved is worth bundling: by what is left of it on a rank, of a scatter."""
+    """Whether a tensor that is moved is worth bundling: by what is left of it on a rank, of a scatter.
+
+    Padding is neither added to a bundle nor dropped from one.
+    """
     layout = move.after if move.kind == "reduce_scatter" else move.before
-    return 0 < TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes <= SMALL_BYTES
+    nbytes = TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes
+    return 0 < nbytes <= SMALL_BYTES and not pads(spec.shape, move, mesh_shape)
 
 
 def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES, most_bytes: int = BUNDLE_BYTES) -> bool:

@@ -1,4 +1,4 @@
-"""Building one block: local ops, layout changes, and their memory.
+"""Building one block: local ops and their memory; changes of layout are emitted by `moves`.
 
 A `BlockEmitter` holds values by (name, layout). Asking for a value in a layout it is not in emits the moves
 of `ir.reshard` once; later requests reuse the result. Shapes follow from layouts, strides from
@@ -10,29 +10,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import msgspec
-
 from paraplan.ir.graph import Arg, Graph, Op, map_refs
 from paraplan.ir.lower.carried import emit_carried, row_major
 from paraplan.ir.lower.expand import emit_expansion
 from paraplan.ir.lower.finish import finish_block, split_block
-from paraplan.ir.mesh import Layout, layout_text, local_shape
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.lower.moves import LayoutMoves
+from paraplan.ir.lower.padding import fill_padding, keep_zeros
+from paraplan.ir.mesh import Layout, layout_text, local_shape, padded_dims
+from paraplan.ir.rank_program import Block, Instr, LocalValue
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.rules.carried import local_args
 from paraplan.ir.rules.dims import op_def
-from paraplan.ir.rules.localise import axis_key, expansion, local_context
+from paraplan.ir.rules.localise import expansion, local_context
 from paraplan.ir.rules.strategies import Strategy
-from paraplan.ir.strides import contiguous_strides, elementwise_strides, is_contiguous, joined_strides, view_strides
+from paraplan.ir.strides import contiguous_strides, elementwise_strides, joined_strides, view_strides
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 Dims = tuple[int, ...]
 
 
-class BlockEmitter:
+class BlockEmitter(LayoutMoves):
     """Collects the instructions of one block on an extended mesh (axis 0: microbatches).
 
-    `overwrites`: nobody else reads what the block is given, so all-reduces work in place.
+    `overwrites`: nobody else reads what the block is given, so all-reduces work in place. `zeroed` has (local value,
+    dim) where padding is zero, `filled` the values whose padding was set.
     """
 
     def __init__(self, name: str, mesh_shape: Dims, overwrites: bool = False) -> None:
@@ -47,13 +48,16 @@ class BlockEmitter:
         self._at: dict[tuple[str, Layout], str] = {}
         self._instrs: list[Instr] = []
         self._origin = -1
+        self.filled: dict[tuple[str, int, float], str] = {}
+        self.zeroed: set[tuple[str, int]] = set()
 
     def give(
-        self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = ""
-    ) -> None:
+        self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = "",
+        zeros: bool = False,
+    ) -> None:  # fmt: skip
         """A value the caller can bind as `name`; it becomes an input of the block only if read.
 
-        Ops ask for it as `known_as` where that differs.
+        Ops ask for it as `known_as` where that differs. `zeros`: its padding is zero.
         """
         shape = local_shape(spec.shape, layout, self.mesh_shape)
         nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
@@ -63,6 +67,8 @@ class BlockEmitter:
         self.specs[known] = spec
         self._home[known] = layout
         self._at[known, layout] = name
+        if zeros:
+            self.zeroed.update((name, dim) for dim, _ in padded_dims(spec.shape, layout, self.mesh_shape))
 
     def rename(self, name: str, source: str, layout: Layout) -> None:
         """Declare that a value is another one, which is brought to a layout."""
@@ -81,9 +87,15 @@ class BlockEmitter:
             source = self._home[name]
             found = self._use(self._at[name, source])
             for move in self.path(name, layout):
-                found = self._move(name, found, move)
+                found = self.move(name, found, move)
             self._at[name, layout] = found
         return self._use(found)
+
+    def move(self, name: str, local: str, move: Move) -> str:
+        """Emit one move of a value; returns the local name of the result."""
+        result = self._move(name, local, move)
+        keep_zeros(self, name, local, move, result)
+        return result
 
     def path(self, name: str, layout: Layout) -> tuple[Move, ...]:
         """The moves that bring a value from where it was given or made to a layout."""
@@ -100,6 +112,7 @@ class BlockEmitter:
         self._origin = origin
         wanted = tuple(zip(op.tensors, strategy.inputs, strict=True))
         names = row_major(self, op, {key: self.get(*key) for key in wanted})
+        names = fill_padding(self, op, graph, strategy, names)
         locals_: list[str | None] = []
         for out, layout, final in zip(op.outs, strategy.computed, strategy.outputs, strict=True):
             if out is None or layout is None or final is None:
@@ -126,7 +139,7 @@ class BlockEmitter:
             if out is None or computed is None or final is None or local is None:
                 continue
             for move in reshard_path(self.specs[out].shape, computed, final, self.mesh_shape, frozen=1):
-                local = self._move(out, local, move)
+                local = self.move(out, local, move)
             self._at[out, final] = local
 
     def _local_spec(self, name: str, layout: Layout) -> TensorSpec:
@@ -252,110 +265,6 @@ class BlockEmitter:
         while f"{stem}~{count}" in self.values:
             count += 1
         return f"{stem}~{count}"
-
-    def _move(self, name: str, local: str, move: Move) -> str:
-        """Emit one move; returns the local name of the result."""
-        stem = f"{name}@{layout_text(move.after)}"
-        value = self.values[local]
-        after = local_shape(self.specs[name].shape, move.after, self.mesh_shape)
-        n = self.mesh_shape[move.axis]
-        if move.kind == "slice":
-            start = f"#{axis_key(move.axis)}:{after[move.dim]}"
-            return self.local(
-                "paraplan.shard",
-                ("%" + local, move.dim, after[move.dim], start),
-                self._unique(stem),
-                value.dtype,
-                after,
-            )
-        if move.kind == "first_only":
-            return self.local(
-                "paraplan.first_only",
-                ("%" + local, f"#{axis_key(move.axis)}:1"),
-                self._unique(stem),
-                value.dtype,
-                after,
-            )
-        if not is_contiguous(value.shape, value.strides):
-            local = self.local(
-                "paraplan.reshape_copy", ("%" + local, value.shape), self._unique(stem), value.dtype, value.shape
-            )
-        if move.kind == "all_reduce":
-            return self.exchange(move, local, stem, value.shape, self.overwrites)
-        if move.kind == "all_gather":
-            stacked = self.exchange(move, local, stem, (n * value.shape[0], *value.shape[1:]))
-            return self._unstack(stacked, stem, n, move.dim, after)
-        split = move.dim if move.kind == "reduce_scatter" else move.to_dim
-        local = self._stack(local, stem, n, split)
-        shape = self.values[local].shape
-        if move.kind == "reduce_scatter":
-            return self.exchange(move, local, stem, (shape[0] // n, *shape[1:]))
-        exchanged = self.exchange(move, local, stem, shape)
-        return self._unstack(exchanged, stem, n, move.dim, after)
-
-    def _stack(self, local: str, stem: str, n: int, dim: int) -> str:
-        """Chunks along `dim` laid one after another along dim 0; a view where nothing but ones leads."""
-        value = self.values[local]
-        if dim == 0:
-            return local
-        shape = (n * value.shape[0], *(size // n if i == dim else size for i, size in enumerate(value.shape) if i > 0))
-        out = self._unique(stem)
-        if math.prod(value.shape[:dim]) == 1:
-            self.view("aten.view.default", ("%" + local, shape), local, out, shape, change=True)
-            return out
-        return self.local("paraplan.stack", ("%" + local, n, dim), out, value.dtype, shape)
-
-    def _unstack(self, local: str, stem: str, n: int, dim: int, after: Dims) -> str:
-        """The inverse: blocks along dim 0 laid side by side along `dim`."""
-        if dim == 0:
-            return local
-        out = self._unique(stem)
-        if math.prod(after[:dim]) == 1:
-            self.view("aten.view.default", ("%" + local, after), local, out, after, change=True)
-            return out
-        return self.local("paraplan.unstack", ("%" + local, n, dim), out, self.values[local].dtype, after)
-
-    def exchange(self, move: Move, local: str, stem: str, shape: Dims, in_place: bool = False) -> str:
-        """Emit a move's collective of a contiguous value; returns the local name of its result.
-
-        `in_place`: an all-reduce may overwrite the value.
-        """
-        done = self._unique(stem)
-        issued = self._unique(stem + "!")
-        self._exchange(move.kind, move.axis - 1, local, issued, done, shape, move.reduction, True, in_place)
-        return done
-
-    def step(self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: Dims,
-             axis: int) -> None:  # fmt: skip
-        """Emit a collective of an expansion: its first source is sent, the others and `more` say how."""
-        value, local = self.values[sources[0]], sources[0]
-        if not is_contiguous(value.shape, value.strides):
-            args = ("%" + local, value.shape)
-            local = self.local("paraplan.reshape_copy", args, self._unique(out), value.dtype, value.shape)
-        how = (*("%" + source for source in sources[1:]), *more)
-        self._exchange(target, axis, local, out + "!", out, shape, "", False, more=how)
-
-    def _exchange(
-        self, target: str, axis: int, local: str, issued: str, done: str, shape: Dims, reduction: str, change: bool,
-        in_place: bool = False, more: tuple[Arg, ...] = (),
-    ) -> None:  # fmt: skip
-        """A collective of a contiguous value and its wait; all but all_reduce read their inputs until then."""
-        dtype = self.values[local].dtype
-        self.fresh(issued, dtype, shape)
-        self.values[done] = LocalValue(
-            dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=issued, storage_bytes=0
-        )
-        if in_place and target == "all_reduce":
-            self.values[issued] = msgspec.structs.replace(
-                self.values[issued], base=self.values[local].base, storage_bytes=0
-            )
-        held = () if target == "all_reduce" else ("%" + local, *(arg for arg in more if isinstance(arg, str)))
-        for kind, name, args, out in (
-            (InstrKind.COLLECTIVE, target, ("%" + local, ":" + reduction, *more), issued),
-            (InstrKind.WAIT, "wait", ("%" + issued, *held), done),
-        ):
-            instr = Instr(kind=kind, target=name, args=args, outs=(out,), axis=axis, origin=self._origin)
-            self._add(msgspec.structs.replace(instr, layout_change=change))
 
     def finish(self, outputs: Sequence[str | None], saved: Sequence[str]) -> Block:
         """The block: collectives issued early and waited late, values freed at their last use."""

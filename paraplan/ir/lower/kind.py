@@ -253,7 +253,7 @@ def _give_sources(
 ) -> None:
     values = kind.graph.values
     for name, layout, move in zip(kind.params, context.params, early, strict=True):
-        emitter.give(name, values[name], (R, *layout) if move is None else move.after)
+        emitter.give(name, values[name], (R, *layout) if move is None else move.after, zeros=True)
     for name, given in zip(kind.inputs, context.inputs, strict=True):
         emitter.give(name, values[name], given.layout, given.strides)
     if kind.seed is not None:

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from paraplan.ir.lower.stage import StageBlocks
-from paraplan.ir.mesh import Layout, R, cuts_further, layout_text, local_shape, parse_layout
+from paraplan.ir.mesh import Layout, R, is_view_of, layout_text, local_shape, parse_layout
 from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.rank_program import OuterValue, Step, StepKind
@@ -25,7 +25,8 @@ def outer_values(plan: Plan, stage: Stage, parts: StageBlocks) -> dict[str, Oute
         found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.stored), shape, True)
         if name in trained:
             dtype = master_dtype(program.precision, spec.dtype)
-            own = dtype != spec.dtype or not cuts_further(parse_layout(layouts.stored), parse_layout(layouts.state))
+            stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
+            own = dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
             found[f"state:{name}"] = _value(
                 "state", name, TensorSpec(dtype, spec.shape), parse_layout(layouts.state), shape, own
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import extend
 from paraplan.ir.lower.parted import Parted
-from paraplan.ir.mesh import Layout, P, R, cuts_further, local_shape, parse_layout
+from paraplan.ir.mesh import Layout, P, R, is_view_of, local_shape, parse_layout
 from paraplan.ir.micro import KindMicro
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import Denominator, LossTerm, ParamSpec
@@ -147,7 +147,9 @@ def restore_block(name: str, param: ParamSpec, state_dtype: str, layouts: ParamL
     stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
     emitter.give("stored", param.spec, (R, *stored))
     strides = None
-    if state_dtype == param.spec.dtype and cuts_further(stored, state):  # a view of the stored copy
+    if state_dtype == param.spec.dtype and is_view_of(
+        param.spec.shape, stored, state, mesh_shape
+    ):  # a view of the stored copy
         strides = contiguous_strides(local_shape(param.spec.shape, stored, mesh_shape))
     emitter.give("state", TensorSpec(state_dtype, param.spec.shape), (R, *state), strides)
     source = "state"

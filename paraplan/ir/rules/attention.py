@@ -5,6 +5,8 @@
 A rank may hold some of the queries (`s`) and all keys; backward, also all queries and some of the keys (`t`), for
 given the whole rows' out and lse the gradients of blocks add up. Forward, shards of the keys make partial softmaxes,
 which no sum joins: there a ring shards queries and keys both, and passes the keys round (`ir.rules.ring`).
+
+Uneven are only dims whose rows of scores are whole: padding of the keys would take part in the softmax.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
 from paraplan.ir.rules import workspace
-from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Ring, Specs, register
+from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Ring, Specs, register, uneven
 from paraplan.ir.rules.ring import ring_attention, ring_attention_grad
 from paraplan.ir.tensor import TensorSpec
 
@@ -31,6 +33,11 @@ def _mask_letters(mask: TensorSpec, query: TensorSpec, key: TensorSpec) -> Lette
 def _extras(specs: Specs, query: TensorSpec, key: TensorSpec) -> list[Letters]:
     """Letters of the mask and the seed, where they are."""
     return [_mask_letters(spec, query, key) if spec.shape else () for spec in specs]
+
+
+def _grouped(query: TensorSpec, key: TensorSpec) -> tuple[str, ...]:
+    """Heads, where they come in groups: those must stay whole."""
+    return () if query.shape[1] == key.shape[1] else ("h",)
 
 
 def _ring_inputs(dims: list[Letters]) -> tuple[str, ...]:
@@ -64,7 +71,7 @@ def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     outs = tuple(None if spec is None else names for spec, names in zip(outputs, (_QUERY, _STATS), strict=True))
     sizes = {"b": query.shape[0], "h": key.shape[1], "s": query.shape[2]}
     ring = Ring(_ring_inputs(dims), ("s", "s"), "t") if min(query.shape[2], key.shape[2]) > 1 else None
-    return OpDims(tuple(dims), outs, sizes, ring=ring)
+    return uneven(OpDims(tuple(dims), outs, sizes, ring=ring), *_grouped(query, key))
 
 
 @register(
@@ -84,7 +91,7 @@ def attention_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     sizes = {"b": query.shape[0], "h": key.shape[1], "s": query.shape[2], "t": key.shape[2]}
     onto = ("s", "t", "t", "s" if mask is not None and "s" in mask else "")
     ring = Ring(_ring_inputs(dims), onto, "t") if min(query.shape[2], key.shape[2]) > 1 else None
-    return OpDims(tuple(dims), outs, sizes, dict.fromkeys("bhst", "sum"), ring=ring)
+    return uneven(OpDims(tuple(dims), outs, sizes, dict.fromkeys("bhst", "sum"), ring=ring), "t", *_grouped(query, key))
 
 
 @register("paraplan.attention_merge", strides="attention", workspace=workspace.attention_merge)

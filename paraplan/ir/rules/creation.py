@@ -5,14 +5,14 @@ from __future__ import annotations
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
 from paraplan.ir.rules import workspace
-from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of
+from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of, uneven
 
 
 @register("aten.full.default", localise=lambda args, ctx: (ctx.local_outputs[0], *args[1:]))
 def full(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`-> a b`: each rank makes its share."""
     names = letters(len(outputs[0].shape))
-    return OpDims((), (names,), sizes_of((names, outputs[0].shape)))
+    return uneven(OpDims((), (names,), sizes_of((names, outputs[0].shape))))
 
 
 @register("aten.arange.start_step", "aten.arange.default", "aten.arange.start", "aten.eye.default", "paraplan.constant")
@@ -34,4 +34,4 @@ def _starts(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
 def dropout(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b, () -> a b`, linear in x: the mask is keyed by the global element index, so any shard knows its own."""
     names = letters(len(inputs[0].shape))
-    return OpDims((names, ()), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),))
+    return uneven(OpDims((names, ()), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),)))

@@ -8,13 +8,18 @@ follows mechanically (`ir.rules.strategies`).
 Multi-factor dims: where a dim is several letters merged, (b s), sharding the leading one shards the dim,
 and a letter's `size` is what must divide.
 
+A letter that does not divide may be sharded where its op says so (`uneven`): the last blocks are then padded, with
+anything. Where the letter is in every output the op computes padding from padding, and nobody minds. Where it is
+contracted the op must not see it: lowering zeroes the padding of the inputs that carry the letter, which is neutral
+in products and sums, and only there.
+
 Source: the idea is einsum-like annotations as in nnScaler's `dimops` and Tofu; partial sums as DTensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paraplan.ir.graph import Arg, Graph, Op
@@ -58,6 +63,9 @@ class OpDims:
         addends: inputs added once (a bias): where a contracted letter is sharded they must be partial sums,
             so that one rank alone adds them.
         ring: what a ring shards, for an op that has an expansion (`OpDef.expand`); None: no ring.
+        uneven: letters whose shards may be padded; each is a whole dim wherever it stands.
+        fills: letter -> (input, value) pairs: what padding must be set to before the op, where that is not zero in
+            every input that carries a contracted letter, and nothing for the other letters.
     """
 
     inputs: tuple[Letters, ...]
@@ -67,6 +75,16 @@ class OpDims:
     linear: tuple[tuple[int, ...], ...] = ()
     addends: tuple[int, ...] = ()
     ring: Ring | None = None
+    uneven: frozenset[str] = frozenset()
+    fills: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+
+    def fills_of(self, letter: str) -> tuple[tuple[int, float], ...]:
+        """What the padding of an uneven letter is set to before the op: (input, value) pairs."""
+        if letter in self.fills:
+            return self.fills[letter]
+        if all(names is None or letter in names for names in self.outputs):
+            return ()
+        return tuple((index, 0) for index, names in enumerate(self.inputs) if letter in names)
 
 
 @dataclass(frozen=True)
@@ -161,3 +179,8 @@ def sizes_of(*pairs: tuple[Letters, tuple[int, ...]]) -> dict[str, int]:
             if name != WHOLE:
                 found.setdefault(name, size)
     return found
+
+
+def uneven(dims: OpDims, *but: str) -> OpDims:
+    """The same dims, all letters but some of which may be padded."""
+    return replace(dims, uneven=frozenset(dims.sizes) - {*but})

@@ -23,7 +23,7 @@ def offset_text(spec: TensorSpec, layout: Layout, dim: int, mesh_shape: Dims) ->
     block, terms = spec.shape[dim], []
     for axis, (placement, size) in enumerate(zip(layout, mesh_shape, strict=True)):
         if placement == Shard(dim=dim):
-            block //= size
+            block = -(-block // size)
             terms.append(f"{axis_key(axis)}:{block}")
     return "#" + ",".join(terms)
 

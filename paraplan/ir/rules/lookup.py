@@ -1,15 +1,16 @@
 """Embedding and cross-entropy: the vocabulary is a dim like any other.
 
 Over a split vocabulary each rank looks up or scores its own rows, shifted by its offset, and the partial
-results add up (the maximum for `ce_max`): Megatron-LM's vocabulary parallelism (Shoeybi et al. 2019, 3).
+results add up (the maximum for `ce_max`): Megatron-LM's vocabulary parallelism (Shoeybi et al. 2019, 3). It need not
+divide: no id is a padded row, and what runs over all columns is told where they end.
 """
 
 from __future__ import annotations
 
 from paraplan.ir.graph import Arg, Op
-from paraplan.ir.mesh import Shard
+from paraplan.ir.mesh import Shard, padded_dims
 from paraplan.ir.rules import workspace
-from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of
+from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of, uneven
 
 
 def _start(
@@ -28,7 +29,8 @@ def embedding(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`v h, a b -> a b h`, v contracted."""
     ids = letters(len(inputs[1].shape), skip="vh")
     sizes = sizes_of((("v", "h"), inputs[0].shape), (ids, inputs[1].shape))
-    return OpDims((("v", "h"), ids), ((*ids, "h"),), sizes, {"v": "sum"}, ((0,),))
+    dims = OpDims((("v", "h"), ids), ((*ids, "h"),), sizes, {"v": "sum"}, ((0,),), fills={"v": ()})
+    return uneven(dims)
 
 
 def _grad_local(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
@@ -41,7 +43,7 @@ def embedding_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b h, a b -> v h`: positions contracted; each rank may hold its own rows."""
     ids = letters(len(inputs[1].shape), skip="vh")
     sizes = sizes_of((("v", "h"), outputs[0].shape), (ids, inputs[1].shape))
-    return OpDims(((*ids, "h"), ids), (("v", "h"),), sizes, dict.fromkeys(ids, "sum"), ((0,),))
+    return uneven(OpDims(((*ids, "h"), ids), (("v", "h"),), sizes, dict.fromkeys(ids, "sum"), ((0,),)))
 
 
 def _rows(inputs: Specs, logits: int) -> tuple[tuple[str, ...], dict[str, int]]:
@@ -50,18 +52,27 @@ def _rows(inputs: Specs, logits: int) -> tuple[tuple[str, ...], dict[str, int]]:
     return rows, sizes_of(((*rows, "v"), shape))
 
 
-@register("paraplan.ce_max", workspace=workspace.ce_max)
+def _columns(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
+    """How many columns there are in all and where this rank's begin, where the last ones are padding."""
+    spec, layout = ctx.inputs[0], ctx.in_layouts[0]
+    last = len(spec.shape) - 1
+    if all(dim != last for dim, _ in padded_dims(spec.shape, layout, ctx.mesh_shape)):
+        return args
+    return (*args, spec.shape[last], ctx.offset(spec, layout, last))
+
+
+@register("paraplan.ce_max", localise=_columns, workspace=workspace.ce_max)
 def ce_max(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b v -> a b`, a maximum over v."""
+    """`a b v -> a b`, a maximum over v; the kernel leaves padded columns out."""
     rows, sizes = _rows(inputs, 0)
-    return OpDims(((*rows, "v"),), (rows,), sizes, {"v": "max"})
+    return uneven(OpDims(((*rows, "v"),), (rows,), sizes, {"v": "max"}, fills={"v": ()}))
 
 
-@register("paraplan.ce_sumexp", workspace=workspace.ce_rows)
+@register("paraplan.ce_sumexp", localise=_columns, workspace=workspace.ce_rows)
 def ce_sumexp(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b v, a b -> a b`, a sum over v."""
+    """`a b v, a b -> a b`, a sum over v; the kernel leaves padded columns out."""
     rows, sizes = _rows(inputs, 0)
-    return OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"})
+    return uneven(OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"}, fills={"v": ()}))
 
 
 @register(
@@ -70,16 +81,19 @@ def ce_sumexp(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     workspace=workspace.ce_target,
 )
 def ce_target(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b v, a b -> a b`: the label's logit, found by the rank that has it."""
+    """`a b v, a b -> a b`: the label's logit, found by the rank that has it; no label is a padded column."""
     rows, sizes = _rows(inputs, 0)
-    return OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"})
+    return uneven(OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"}, fills={"v": ()}))
 
 
 @register("paraplan.ce_loss", workspace=workspace.ce_loss)
 def ce_loss(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b, a b, a b, a b -> `: the sum over positions."""
+    """`a b, a b, a b, a b -> `: the sum over positions; padded ones are ignored labels."""
     rows = letters(len(inputs[0].shape))
-    return OpDims((rows,) * 4, ((),), sizes_of((rows, inputs[0].shape)), dict.fromkeys(rows, "sum"))
+    fills: dict[str, tuple[tuple[int, float], ...]] = dict.fromkeys(rows, ((3, int(op.args[4])),))
+    return uneven(
+        OpDims((rows,) * 4, ((),), sizes_of((rows, inputs[0].shape)), dict.fromkeys(rows, "sum"), fills=fills)
+    )
 
 
 @register(
@@ -90,7 +104,7 @@ def ce_loss(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def ce_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`(), a b v, a b, a b, a b -> a b v`."""
     rows, sizes = _rows(inputs, 1)
-    return OpDims(((), (*rows, "v"), rows, rows, rows), ((*rows, "v"),), sizes)
+    return uneven(OpDims(((), (*rows, "v"), rows, rows, rows), ((*rows, "v"),), sizes))
 
 
 @register("aten.gather.default")

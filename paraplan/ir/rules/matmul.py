@@ -1,30 +1,42 @@
 """Products of matrices: rules in einsum form.
 
 `paraplan.linear*` keep the leading dims apart (no batch*seq flattening), so batch and sequence stay dims.
-Products accumulate no workspace that torch's allocator sees.
+Products accumulate no workspace that torch's allocator sees. Any dim may be uneven: a contracted one is padded with
+zeros.
 """
 
 from __future__ import annotations
 
 from paraplan.ir.graph import Op
 from paraplan.ir.rules import workspace
-from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, register, sizes_of
+from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, register, sizes_of, uneven
 
 
 @register("aten.mm.default")
 def mm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`m k, k n -> m n`."""
     m, k, n = inputs[0].shape[0], inputs[0].shape[1], inputs[1].shape[1]
-    return OpDims((("m", "k"), ("k", "n")), (("m", "n"),), {"m": m, "k": k, "n": n}, {"k": "sum"}, ((0,), (1,)))
+    return uneven(OpDims((("m", "k"), ("k", "n")), (("m", "n"),), {"m": m, "k": k, "n": n}, {"k": "sum"}, ((0,), (1,))))
 
 
 @register("aten.addmm.default")
 def addmm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`n, m k, k n -> m n`; the bias is one of the addends, so with k sharded only one rank may hold it."""
     (m, k), n = inputs[1].shape, inputs[2].shape[1]
-    bias = ("n",) if len(inputs[0].shape) == 1 else ("m", "n")
-    return OpDims(
-        (bias, ("m", "k"), ("k", "n")), (("m", "n"),), {"m": m, "k": k, "n": n}, {"k": "sum"}, ((0, 1), (0, 2)), (0,)
+    lead = 2 - len(inputs[0].shape)
+    bias = tuple(
+        name if size == full else WHOLE
+        for name, size, full in zip("mn"[lead:], inputs[0].shape, (m, n)[lead:], strict=True)
+    )
+    return uneven(
+        OpDims(
+            (bias, ("m", "k"), ("k", "n")),
+            (("m", "n"),),
+            {"m": m, "k": k, "n": n},
+            {"k": "sum"},
+            ((0, 1), (0, 2)),
+            (0,),
+        )
     )
 
 
@@ -33,7 +45,7 @@ def bmm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`b m k, b k n -> b m n`."""
     (b, m, k), n = inputs[0].shape, inputs[1].shape[2]
     sizes = {"b": b, "m": m, "k": k, "n": n}
-    return OpDims((("b", "m", "k"), ("b", "k", "n")), (("b", "m", "n"),), sizes, {"k": "sum"}, ((0,), (1,)))
+    return uneven(OpDims((("b", "m", "k"), ("b", "k", "n")), (("b", "m", "n"),), sizes, {"k": "sum"}, ((0,), (1,))))
 
 
 def _weight(transposed: bool) -> tuple[str, str]:
@@ -48,7 +60,7 @@ def linear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     dims = ((*lead, "k"), weight) + ((("n",),) if len(inputs) == 3 else ())
     sizes = sizes_of((dims[0], inputs[0].shape), (weight, inputs[1].shape))
     partial = ((0,), (1,)) if len(inputs) == 2 else ((0, 2), (1, 2))
-    return OpDims(dims, ((*lead, "n"),), sizes, {"k": "sum"}, partial, (2,) if len(inputs) == 3 else ())
+    return uneven(OpDims(dims, ((*lead, "n"),), sizes, {"k": "sum"}, partial, (2,) if len(inputs) == 3 else ()))
 
 
 @register("paraplan.linear_grad_input")
@@ -57,7 +69,7 @@ def linear_grad_input(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     lead = letters(len(inputs[0].shape) - 1, skip="kn")
     weight = _weight(bool(op.args[2]))
     sizes = sizes_of(((*lead, "n"), inputs[0].shape), (weight, inputs[1].shape))
-    return OpDims(((*lead, "n"), weight), ((*lead, "k"),), sizes, {"n": "sum"}, ((0,), (1,)))
+    return uneven(OpDims(((*lead, "n"), weight), ((*lead, "k"),), sizes, {"n": "sum"}, ((0,), (1,))))
 
 
 @register("paraplan.linear_grad_weight", workspace=workspace.linear_grad_weight)
@@ -65,9 +77,9 @@ def linear_grad_weight(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b n, a b k -> n k`: the leading dims are contracted."""
     lead = letters(len(inputs[0].shape) - 1, skip="kn")
     sizes = sizes_of(((*lead, "n"), inputs[0].shape), ((*lead, "k"), inputs[1].shape))
-    return OpDims(
+    return uneven(OpDims(
         ((*lead, "n"), (*lead, "k")), (_weight(bool(op.args[2])),), sizes, dict.fromkeys(lead, "sum"), ((0,), (1,))
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 @register("aten.baddbmm.default")
@@ -80,18 +92,18 @@ def baddbmm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     )
     sizes = {"b": b, "m": m, "k": k, "n": n}
     dims = (bias, ("b", "m", "k"), ("b", "k", "n"))
-    return OpDims(dims, (("b", "m", "n"),), sizes, {"k": "sum"}, ((0, 1), (0, 2)), (0,))
+    return uneven(OpDims(dims, (("b", "m", "n"),), sizes, {"k": "sum"}, ((0, 1), (0, 2)), (0,)))
 
 
 @register("aten.mv.default")
 def mv(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`m k, k -> m`."""
     m, k = inputs[0].shape
-    return OpDims((("m", "k"), ("k",)), (("m",),), {"m": m, "k": k}, {"k": "sum"}, ((0,), (1,)))
+    return uneven(OpDims((("m", "k"), ("k",)), (("m",),), {"m": m, "k": k}, {"k": "sum"}, ((0,), (1,))))
 
 
 @register("aten.dot.default")
 def dot(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`k, k -> `."""
     partial = () if op.tensors[0] == op.tensors[1] else ((0,), (1,))
-    return OpDims((("k",), ("k",)), ((),), {"k": inputs[0].shape[0]}, {"k": "sum"}, partial)
+    return uneven(OpDims((("k",), ("k",)), ((),), {"k": inputs[0].shape[0]}, {"k": "sum"}, partial))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.rules import vision_workspace as workspace
-from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Specs, letters, register, sizes_of
+from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Specs, letters, register, sizes_of, uneven
 
 
 def _split(shape: tuple[int, ...], normalised: int) -> tuple[Letters, Letters]:
@@ -21,7 +21,7 @@ def layer_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     names, _ = _split(inputs[0].shape, normalised)
     affine = ((WHOLE,) * normalised,) * (len(inputs) - 1)
     outs = tuple(None if spec is None else names for spec in outputs)
-    return OpDims((names, *affine), outs, sizes_of((names, inputs[0].shape)))
+    return uneven(OpDims((names, *affine), outs, sizes_of((names, inputs[0].shape))))
 
 
 @register("aten.native_layer_norm_backward.default")
@@ -32,10 +32,8 @@ def layer_norm_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     affine: Letters = (WHOLE,) * normalised
     outs = tuple(None if spec is None else (names if index == 0 else affine) for index, spec in enumerate(outputs))
     lead = names[: len(names) - normalised]
-    return OpDims(
-        (names, names, names, names, *(affine,) * (len(inputs) - 4)), outs, sizes_of((names, inputs[0].shape)),
-        dict.fromkeys(lead, "sum"),
-    )  # fmt: skip
+    given = (names, names, names, names, *(affine,) * (len(inputs) - 4))
+    return uneven(OpDims(given, outs, sizes_of((names, inputs[0].shape)), dict.fromkeys(lead, "sum")))
 
 
 def _group_affine(count: int) -> tuple[Letters, ...]:

@@ -1,13 +1,15 @@
 """Elementwise ops: every dim of the output is a letter; a broadcast dim has none.
 
 Which inputs may be partial sums follows from linearity: a sum in all its addends together, a product in
-one factor at a time, a quotient in its numerator.
+one factor at a time, a quotient in its numerator. Any dim may be uneven: padding makes padding.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paraplan.ir.graph import Op
-from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, register, replicated, sizes_of
+from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, register, replicated, sizes_of, uneven
 
 SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
 PRODUCTS = ("aten.mul.Tensor",)
@@ -84,6 +86,7 @@ NONLINEAR = (
     "aten.atan2.default",
     "aten.xlogy.Tensor",
 )
+DIVISIONS = ("aten.floor_divide.default",)
 ROW_MAJOR = (
     "aten.pow.Scalar",
     "aten.masked_fill.Scalar",
@@ -107,7 +110,7 @@ def _broadcast(inputs: Specs, outputs: Specs) -> tuple[tuple[tuple[str, ...], ..
 
 def _dims(inputs: Specs, outputs: Specs, linear: tuple[tuple[int, ...], ...]) -> OpDims:
     per_input, names, sizes = _broadcast(inputs, outputs)
-    return OpDims(inputs=per_input, outputs=(names,) * len(outputs), sizes=sizes, linear=linear)
+    return uneven(OpDims(inputs=per_input, outputs=(names,) * len(outputs), sizes=sizes, linear=linear))
 
 
 @register(*SUMS, strides="elementwise")
@@ -153,8 +156,9 @@ def mse_loss_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register(*ROW_MAJOR)
 @register(*NONLINEAR, strides="elementwise")
 def nonlinear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """Elementwise and linear in nothing."""
-    return _dims(inputs, outputs, ())
+    """Elementwise and linear in nothing; integers are not divided by padding."""
+    dims = _dims(inputs, outputs, ())
+    return replace(dims, uneven=frozenset()) if op.target in DIVISIONS and len(inputs) == 2 else dims
 
 
 @register("aten.threshold_backward.default", "aten.leaky_relu_backward.default", strides="elementwise_reversed")

@@ -1,9 +1,9 @@
-"""Reductions, scans and softmaxes."""
+"""Reductions, scans and softmaxes. Zero is neutral in sums alone, so only there may a reduced dim be uneven."""
 
 from __future__ import annotations
 
 from paraplan.ir.graph import Op
-from paraplan.ir.rules.dims import WHOLE, Letters, OpDims, Specs, letters, register, sizes_of
+from paraplan.ir.rules.dims import WHOLE, Letters, OpDims, Specs, letters, register, sizes_of, uneven
 
 
 def _reduced(op: Op, rank: int) -> set[int]:
@@ -21,7 +21,8 @@ def _reduction(op: Op, inputs: Specs, outputs: Specs, how: str) -> OpDims:
     else:
         out = tuple(name for index, name in enumerate(names) if index not in gone)
     contracted = {names[index]: how for index in sorted(gone)}
-    return OpDims((names,), (out,), sizes_of((names, inputs[0].shape)), contracted, ((0,),) if how == "sum" else ())
+    dims = OpDims((names,), (out,), sizes_of((names, inputs[0].shape)), contracted, ((0,),) if how == "sum" else ())
+    return uneven(dims, *(() if how == "sum" else contracted))
 
 
 @register("aten.sum.dim_IntList", "aten.sum.default")
@@ -39,7 +40,7 @@ def amax(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def _along(op: Op, inputs: Specs, outputs: Specs, dim: int, linear: tuple[tuple[int, ...], ...]) -> OpDims:
     shape = outputs[0].shape
     names = tuple(WHOLE if index == dim % len(shape) else name for index, name in enumerate(letters(len(shape))))
-    return OpDims((names,) * len(inputs), (names,), sizes_of((names, shape)), {}, linear)
+    return uneven(OpDims((names,) * len(inputs), (names,), sizes_of((names, shape)), {}, linear))
 
 
 @register("aten._softmax.default", "aten._log_softmax.default")

@@ -14,12 +14,13 @@ of it at once: kept, reduced, or reduced and scattered over a dim. Its key spell
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from paraplan.ir.graph import Graph, Op, map_refs
-from paraplan.ir.mesh import Layout, P, Partial, Placement, R, S, is_shardable
+from paraplan.ir.mesh import Layout, P, Partial, Placement, R, S, is_shardable, padded_dims, pads_little
 from paraplan.ir.rules.carried import definition_of
 from paraplan.ir.rules.dims import WHOLE, OpDims, replicated
 from paraplan.ir.tensor import TensorSpec
@@ -173,6 +174,8 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
         in_layouts = (
             tuple(zip(*(choice.inputs for choice in combo), strict=True)) if mesh_shape else ((),) * len(inputs)
         )
+        if expanded and any(map(padded_dims, (x.shape for x in inputs), in_layouts, itertools.repeat(mesh_shape))):
+            continue
         if not shardable(inputs, in_layouts):
             continue
         computed: tuple[Layout | None, ...] = tuple(
@@ -223,11 +226,26 @@ def _sums_truths(choice: AxisChoice, inputs: tuple[TensorSpec, ...], outputs: tu
 def _divides(
     dims: OpDims, combo: tuple[AxisChoice, ...], mesh_shape: tuple[int, ...], micro_letter: str, count: int
 ) -> bool:
-    shards: dict[str, int] = {micro_letter: count} if micro_letter else {}
+    """Whether every letter divides by the axes that shard it, or may be padded."""
+    shards: dict[str, list[int]] = {micro_letter: [count]} if micro_letter else {}
     for choice, size in zip(combo, mesh_shape, strict=True):
         if choice.letter:
-            shards[choice.letter] = shards.get(choice.letter, 1) * size
-    return all(dims.sizes[letter] % parts == 0 for letter, parts in shards.items())
+            shards.setdefault(choice.letter, []).append(size)
+    for letter, parts in shards.items():
+        if dims.sizes[letter] % math.prod(parts) == 0:
+            continue
+        several = [size for size in parts if size > 1]
+        in_time = letter == micro_letter and count > 1
+        if in_time or len(several) != 1 or not fits_letter(dims, letter, several[0]):
+            return False
+    return True
+
+
+def fits_letter(dims: OpDims, letter: str, size: int) -> bool:
+    """Whether so many ranks may shard a letter ("" for none): it divides, or may be padded."""
+    if not letter or dims.sizes[letter] % size == 0:
+        return True
+    return letter in dims.uneven and pads_little(dims.sizes[letter], size)
 
 
 def _with_micro(
@@ -246,8 +264,9 @@ def _with_micro(
 def _shardable(
     specs: Sequence[TensorSpec | None], layouts: Sequence[Layout | None], mesh_shape: tuple[int, ...]
 ) -> bool:
+    """Whether tensors may lie so on the extended mesh."""
     return all(
-        spec is None or layout is None or is_shardable(spec.shape, layout, mesh_shape)
+        spec is None or layout is None or is_shardable(spec.shape, layout, mesh_shape, frozen=1)
         for spec, layout in zip(specs, layouts, strict=True)
     )
 
@@ -339,6 +358,7 @@ __all__ = [
     "Strategy",
     "axis_choices",
     "dims_of",
+    "fits_letter",
     "graph_strategies",
     "kept_whole",
     "op_signature",

@@ -3,7 +3,8 @@
 A reshape maps groups of input dims to groups of output dims with equal products (factor groups). Inside a
 group dims are cut into common factors; only the leading factor of a dim may be sharded, and only where it
 leads on both sides, for only then are the shards contiguous blocks on both. Sharded sizes are always those
-of the local output, never matched by number.
+of the local output, never matched by number. A dim that is merged or split must divide: its blocks would begin
+elsewhere than those of what it becomes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 
 from paraplan.ir.graph import Arg, Op
-from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of
+from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of, uneven
 
 
 def factor_letters(
@@ -54,8 +55,13 @@ def factor_letters(
           localise=lambda args, ctx: (args[0], ctx.local_outputs[0]))  # fmt: skip
 def view(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`(a x) b -> a (x b)` and the like."""
-    left, right, sizes = factor_letters(inputs[0].shape, outputs[0].shape)
-    return OpDims((left,), (right,), sizes, {}, ((0,),))
+    source, target = inputs[0].shape, outputs[0].shape
+    left, right, sizes = factor_letters(source, target)
+    merged = [
+        name for name, size in sizes.items()
+        if not source[left.index(name)] == target[right.index(name)] == size
+    ]  # fmt: skip
+    return uneven(OpDims((left,), (right,), sizes, {}, ((0,),)), *merged)
 
 
 @register("aten.permute.default", strides="view")
@@ -63,7 +69,9 @@ def permute(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b c -> b c a`."""
     names = letters(len(inputs[0].shape))
     order = [int(dim) % len(names) for dim in op.args[1]]
-    return OpDims((names,), (tuple(names[dim] for dim in order),), sizes_of((names, inputs[0].shape)), {}, ((0,),))
+    return uneven(
+        OpDims((names,), (tuple(names[dim] for dim in order),), sizes_of((names, inputs[0].shape)), {}, ((0,),))
+    )
 
 
 @register("aten.expand.default", strides="view", localise=lambda args, ctx: (args[0], ctx.local_outputs[0]))
@@ -75,7 +83,7 @@ def expand(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
         name if size == out else WHOLE
         for name, size, out in zip(names[lead:], inputs[0].shape, outputs[0].shape[lead:], strict=True)
     )
-    return OpDims((left,), (names,), sizes_of((names, outputs[0].shape)), {}, ((0,),))
+    return uneven(OpDims((left,), (names,), sizes_of((names, outputs[0].shape)), {}, ((0,),)))
 
 
 def _all_but(shape: tuple[int, ...], dim: int) -> tuple[str, ...]:
@@ -87,7 +95,7 @@ def _all_but(shape: tuple[int, ...], dim: int) -> tuple[str, ...]:
 def slice_(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _ -> a _`: the sliced dim is whole."""
     names = _all_but(inputs[0].shape, int(op.args[1]))
-    return OpDims((names,), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),))
+    return uneven(OpDims((names,), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),)))
 
 
 @register("aten.select.int", strides="view")
@@ -95,7 +103,7 @@ def select(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _ b -> a b`."""
     dim = int(op.args[1]) % len(inputs[0].shape)
     names = _all_but(inputs[0].shape, dim)
-    return OpDims((names,), (names[:dim] + names[dim + 1 :],), sizes_of((names, inputs[0].shape)), {}, ((0,),))
+    return uneven(OpDims((names,), (names[:dim] + names[dim + 1 :],), sizes_of((names, inputs[0].shape)), {}, ((0,),)))
 
 
 def _local_sizes(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
@@ -106,7 +114,7 @@ def _local_sizes(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
 def slice_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _ -> a _`: the gradient laid into zeros."""
     names = _all_but(outputs[0].shape, int(op.args[2]))
-    return OpDims((names,), (names,), sizes_of((names, outputs[0].shape)), {}, ((0,),))
+    return uneven(OpDims((names,), (names,), sizes_of((names, outputs[0].shape)), {}, ((0,),)))
 
 
 @register("aten.select_backward.default", localise=_local_sizes)
@@ -114,7 +122,7 @@ def select_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b -> a _ b`."""
     dim = int(op.args[2]) % len(outputs[0].shape)
     names = _all_but(outputs[0].shape, dim)
-    return OpDims((names[:dim] + names[dim + 1 :],), (names,), sizes_of((names, outputs[0].shape)), {}, ((0,),))
+    return uneven(OpDims((names[:dim] + names[dim + 1 :],), (names,), sizes_of((names, outputs[0].shape)), {}, ((0,),)))
 
 
 @register("aten.cat.default", strides="joined")
@@ -123,7 +131,7 @@ def cat(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     dim = int(op.args[1]) if len(op.args) > 1 else int(op.kwargs.get("dim", 0))
     names = _all_but(outputs[0].shape, dim)
     everything = tuple(range(len(inputs)))
-    return OpDims((names,) * len(inputs), (names,), sizes_of((names, outputs[0].shape)), {}, (everything,))
+    return uneven(OpDims((names,) * len(inputs), (names,), sizes_of((names, outputs[0].shape)), {}, (everything,)))
 
 
 @register("aten.constant_pad_nd.default", strides="joined")
@@ -133,7 +141,7 @@ def constant_pad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     padded = {rank - 1 - index // 2 for index, pad in enumerate(op.args[1]) if pad != 0}
     kept = tuple(WHOLE if dim in padded else name for dim, name in enumerate(letters(rank)))
     zero = len(op.args) < 3 or op.args[2] == 0
-    return OpDims((kept,), (kept,), sizes_of((kept, inputs[0].shape)), {}, ((0,),) if zero else ())
+    return uneven(OpDims((kept,), (kept,), sizes_of((kept, inputs[0].shape)), {}, ((0,),) if zero else ()))
 
 
 def _reordered(dims: tuple[Arg, ...], inputs: Specs) -> OpDims:
@@ -141,7 +149,7 @@ def _reordered(dims: tuple[Arg, ...], inputs: Specs) -> OpDims:
     rank = len(inputs[0].shape)
     moved = {int(dim) % rank for dim in dims}
     names = tuple(WHOLE if index in moved else name for index, name in enumerate(letters(rank)))
-    return OpDims((names,), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),))
+    return uneven(OpDims((names,), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),)))
 
 
 @register("aten.flip.default", strides="elementwise")

@@ -100,18 +100,33 @@ def _row_chunks(rows: int, columns: int) -> Sequence[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def ce_max(logits: Tensor) -> Tensor:
+def _columns_here(logits: Tensor, columns: int, v_start: int) -> int:
+    """How many of a block's columns are not padding; `columns`: in all, -1 where none is padding."""
+    return logits.shape[-1] if columns < 0 else min(max(columns - v_start, 0), logits.shape[-1])
+
+
+def ce_max(logits: Tensor, columns: int = -1, v_start: int = 0) -> Tensor:
     """m[...] = max over v of logits[..., v]."""
-    return logits.amax(-1).to(accumulate_dtype(logits.dtype))
+    here, dtype = _columns_here(logits, columns, v_start), accumulate_dtype(logits.dtype)
+    if here == 0:
+        return torch.full(logits.shape[:-1], float("-inf"), dtype=dtype, device=logits.device)
+    return logits.narrow(-1, 0, here).amax(-1).to(dtype)
 
 
-def ce_sumexp(logits: Tensor, m: Tensor) -> Tensor:
+def ce_sumexp(logits: Tensor, m: Tensor, columns: int = -1, v_start: int = 0) -> Tensor:
     """s[...] = sum over v of exp(logits − m)."""
+    here = _columns_here(logits, columns, v_start)
     flat, top = logits.reshape(-1, logits.shape[-1]), m.reshape(-1, 1)
     out = torch.empty(flat.shape[0], dtype=m.dtype, device=m.device)
     for rows in _row_chunks(*flat.shape):
-        out[rows] = (flat[rows].to(m.dtype) - top[rows]).exp_().sum(-1)
+        out[rows] = _zero_from((flat[rows].to(m.dtype) - top[rows]).exp_(), here).sum(-1)
     return out.view(m.shape)
+
+
+def _zero_from(x: Tensor, column: int) -> Tensor:
+    if column < x.shape[-1]:
+        x.narrow(-1, column, x.shape[-1] - column).zero_()
+    return x
 
 
 def _local_labels(labels: Tensor, ignore_index: int, v_start: int, v: int) -> tuple[Tensor, Tensor]:

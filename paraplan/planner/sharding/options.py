@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from paraplan.ir.graph import Phase
-from paraplan.ir.mesh import Layout, P, Placement, R, S, cuts_further, is_shardable, layout_text
+from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, is_view_of, layout_text
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import BatchInput, SegmentKind, master_dtype
 from paraplan.ir.rules.dims import op_def
@@ -29,9 +29,9 @@ class ParamOption:
         """Whether the update is followed by a write into the stored copy."""
         return self.stored != self.state or dtype != self.state_dtype
 
-    def owns_state(self, dtype: str) -> bool:
+    def owns_state(self, spec: TensorSpec, mesh_shape: Dims) -> bool:
         """Whether the optimizer's tensor is a storage of its own, not a slice of the stored copy."""
-        return dtype != self.state_dtype or not cuts_further(self.stored, self.state)
+        return spec.dtype != self.state_dtype or not is_view_of(spec.shape, self.stored, self.state, mesh_shape)
 
     def layouts(self) -> ParamLayouts:
         """As a plan writes it."""
@@ -47,7 +47,7 @@ def _axis_options(ndim: int) -> list[tuple[Placement, Placement, Placement]]:
 
 
 def param_options(precision: str, cls: ParamClass, mesh_shape: Dims) -> tuple[ParamOption, ...]:
-    """Every combination of per-axis options that divides; a frozen parameter is only stored."""
+    """Every combination of per-axis options that divides or may be padded; a frozen parameter is only stored."""
     dtype = master_dtype(precision, cls.spec.dtype)
     found: dict[ParamOption, None] = {}
     for combo in itertools.product(_axis_options(len(cls.spec.shape)), repeat=len(mesh_shape)):
@@ -60,7 +60,7 @@ def param_options(precision: str, cls: ParamClass, mesh_shape: Dims) -> tuple[Pa
 
 
 def grad_options(spec: TensorSpec, extended: Dims, first: Placement) -> tuple[Layout, ...]:
-    """Layouts a boundary gradient may be handed over in: anything that divides, partial sums too.
+    """Layouts a boundary gradient may be handed over in: anything that divides or may be padded, partial sums too.
 
     Args:
         spec: of the gradient.
@@ -69,14 +69,14 @@ def grad_options(spec: TensorSpec, extended: Dims, first: Placement) -> tuple[La
     """
     per_axis: list[Placement] = [R, P, *(S(dim) for dim in range(len(spec.shape)))]
     layouts = itertools.product(per_axis, repeat=len(extended) - 1)
-    return tuple(layout for layout in layouts if is_shardable(spec.shape, (first, *layout), extended))
+    return tuple(layout for layout in layouts if is_shardable(spec.shape, (first, *layout), extended, frozen=1))
 
 
 def batch_options(entry: BatchInput, extended: Dims, first: Placement) -> tuple[Layout, ...]:
     """Layouts of a batch input: whole, or cut along any dim."""
     per_axis: list[Placement] = [R, *(S(dim) for dim in range(len(entry.spec.shape)))]
     layouts = itertools.product(per_axis, repeat=len(extended) - 1)
-    return tuple(layout for layout in layouts if is_shardable(entry.spec.shape, (first, *layout), extended))
+    return tuple(layout for layout in layouts if is_shardable(entry.spec.shape, (first, *layout), extended, frozen=1))
 
 
 def saved_roots(kind: SegmentKind, read_later: frozenset[str]) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ import math
 from dataclasses import dataclass
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.mesh import Layout, P, Placement, R, Shard, layout_text
+from paraplan.ir.lower.bundle import SMALL_BYTES
+from paraplan.ir.mesh import Layout, P, Placement, R, Shard, layout_text, pads_little
 from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.strategies import AxisKeys, Strategy, dims_of, mesh_choices
@@ -128,7 +129,7 @@ class Pins:
         return all(self._zero(cls, option, axis) for axis in axes)
 
     def _zero(self, cls: ParamClass, option: ParamOption, axis: int) -> bool:
-        """ZeRO's stages, as layouts on a batch axis; a parameter no dim of which divides stays whole."""
+        """ZeRO's stages, as layouts on a batch axis; a parameter no dim of which can be sharded stays whole."""
         triple = (option.stored[axis], option.grad[axis], option.state[axis])
         return triple in zero_triples(self.constraints.zero or 0, cls, self.shape[axis])
 
@@ -143,14 +144,19 @@ class Pins:
 
 
 def zero_triples(stage: int, cls: ParamClass, size: int) -> list[tuple[Placement, Placement, Placement]]:
-    """(stored, grad, state) on a data-parallel axis of that size at a ZeRO stage; whole where no dim divides."""
+    """(stored, grad, state) on a data-parallel axis of that size at a ZeRO stage.
+
+    A parameter no dim of which can be sharded is whole; a small one no dim of which divides may be, for what is padded
+    is gathered by itself, and latency would cost more than the memory is worth.
+    """
     found: list[tuple[Placement, Placement, Placement]] = []
     for dim, extent in enumerate(cls.spec.shape):
-        if extent % size:
+        if not pads_little(extent, size):
             continue
         cut = Shard(dim=dim)
         found.append({0: (R, P, R), 1: (R, P, cut), 2: (R, cut, cut), 3: (cut, cut, cut)}[stage])
-    return found or [(R, P, R)]
+    small = cls.spec.nbytes <= SMALL_BYTES and all(extent % size for extent in cls.spec.shape)
+    return found if found and not small else [*found, (R, P, R)]
 
 
 def make_pins(

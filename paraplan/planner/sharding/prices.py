@@ -176,21 +176,17 @@ class Prices:
         if move.kind == "first_only":
             return self._copy("paraplan.first_only", before, after)
         stream = self.costs.comm_streams[move.axis - 1]
+        split = {"reduce_scatter": move.dim, "all_to_all": move.to_dim}.get(move.kind, -1)
+        sent = before if split < 0 else _resized(before, split, n * after.shape[split])
+        joined = _resized(sent, 0, n * sent.shape[0]) if move.kind == "all_gather" else sent
         if bundled and is_small(spec, move, self.extended):
             return self._on(stream, self.costs.collective_share_s(move.kind, move.axis - 1, before.nbytes))
-        sent = self._on(stream, self.costs.collective_s(move.kind, move.axis - 1, before.nbytes))
-        extra = self.zero
-        split = {"reduce_scatter": move.dim, "all_to_all": move.to_dim}.get(move.kind, 0)
-        if split > 0 and math.prod(before.shape[:split]) > 1:
-            extra = add(extra, self._copy("paraplan.stack", before, before))
+        total = self._on(stream, self.costs.collective_s(move.kind, move.axis - 1, sent.nbytes))
+        if split >= 0 and (sent != before or math.prod(before.shape[:split]) > 1):
+            total = add(total, self._copy("paraplan.stack", before, sent))
         if move.kind in ("all_gather", "all_to_all") and move.dim > 0 and math.prod(after.shape[: move.dim]) > 1:
-            stacked = (
-                before
-                if move.kind == "all_to_all"
-                else TensorSpec(before.dtype, (n * before.shape[0], *before.shape[1:]))
-            )
-            extra = add(extra, self._copy("paraplan.unstack", stacked, after))
-        return add(sent, extra)
+            total = add(total, self._copy("paraplan.unstack", joined, after))
+        return total
 
     def _copy(self, target: str, before: TensorSpec, after: TensorSpec) -> Price:
         return self._on(COMPUTE, self.costs.op_s(target, ("%x",), {}, (before,), (after,)))
@@ -206,3 +202,7 @@ class Prices:
     def nbytes(self, spec: TensorSpec, layout: Layout) -> int:
         """Local bytes."""
         return self._local(spec, layout).nbytes
+
+
+def _resized(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
+    return TensorSpec(spec.dtype, (*spec.shape[:dim], size, *spec.shape[dim + 1 :]))

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.graph import Graph, Op
-from paraplan.ir.mesh import Placement, R, S, Shard, is_shardable
+from paraplan.ir.mesh import Placement, R, S, Shard, is_shardable, pads_little
 from paraplan.ir.program import Program
-from paraplan.ir.rules.strategies import RING, AxisChoice, axis_choices, dims_of, ring_choice
+from paraplan.ir.rules.strategies import RING, AxisChoice, axis_choices, dims_of, fits_letter, ring_choice
 from paraplan.planner.constraints import CP_MODES
 
 KEYS = {"gather": "s", "alltoall": "h", "ring": RING}
@@ -45,13 +45,21 @@ def sequence_keys(program: Program, size: int, mode: str | None) -> tuple[tuple[
         size: of the axis.
         mode: how attention goes, see the module's head; None: any of them.
     Raises:
-        ConstraintError: the sequence or the heads do not divide.
+        ConstraintError: the sequence cannot be sharded so, or the heads do not divide.
     """
     length = sequence_length(program)
-    if length < 0 or length % size:
+    if length < 0 or not pads_little(length, size):
         has = f"a sequence of {length}" if length >= 0 else "a batch without a sequence dim"
         raise ConstraintError(f"cp={size}: {has} does not divide over {size} context-parallel ranks")
-    walk = _Walk(size, CP_MODES if mode is None else (mode,))
+    modes: tuple[str, ...] = CP_MODES if mode is None else (mode,)
+    if length % size:
+        if modes == ("ring",):
+            raise ConstraintError(
+                f"cp_mode=ring: a sequence of {length} does not divide over {size} ranks, and a ring's blocks are not "
+                "padded; use cp_mode=gather or alltoall, or pad the sequence in the batch"
+            )
+        modes = tuple(each for each in modes if each != "ring")
+    walk = _Walk(size, modes)
     values: dict[str, Placement] = {f"batch:{name}": batch_placement(program, name) for name in program.batch}
     found: dict[int, tuple[Keys, ...]] = {}
     for segment in program.segments:
@@ -99,7 +107,10 @@ class _Walk:
                     f"({graph.source_of(op)}); use cp_mode=gather or ring, or a cp that divides the heads"
                 )
             return frozenset(KEYS[mode] for mode in self.modes), _placed(ring)
-        fitting = [choice for choice in axis_choices(dims) if self._fits(graph, op, choice, have)]
+        fitting = [
+            choice for choice in axis_choices(dims)
+            if fits_letter(dims, choice.letter, self.size) and self._fits(graph, op, choice, have)
+        ]  # fmt: skip
         if not fitting:
             return None, whole
         best = min(fitting, key=lambda choice: sum(h != need for h, need in zip(have, choice.inputs, strict=True)))

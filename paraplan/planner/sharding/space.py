@@ -238,7 +238,12 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
         copy = prices.memory(stored, stored) if option.needs_restore(cls.spec.dtype) else prices.zero
         step = prices.moved(shard * (2 + slots), shard * (1 + slots))  # one kernel updates all parameters
         costs.append(scale(add(reduced, restored, copy, step), n))
-        kept = stored + shard * slots + job.optimizer.scalar_bytes + (shard if option.owns_state(cls.spec.dtype) else 0)
+        kept = (
+            stored
+            + shard * slots
+            + job.optimizer.scalar_bytes
+            + (shard if option.owns_state(cls.spec, prices.extended[1:]) else 0)
+        )
         grad = prices.nbytes(master, (R, *option.grad))
         grads.append(grad if m == 1 else 0)
         loss.append((kept + (grad if m > 1 else 0)) * n)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from paraplan.ir import reshard
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import extend
-from paraplan.ir.mesh import P, Partial, R, local_shape
+from paraplan.ir.mesh import P, Partial, R, local_shape, padded_dims
 from paraplan.ir.rules import known_targets
 from paraplan.ir.rules.strategies import AxisChoice, Strategy, axis_choices, dims_of, op_strategies, strategy_named
 from paraplan.ir.tensor import TensorSpec
@@ -142,7 +144,7 @@ class Example:
                 # a sum of float32 addends is rounded
                 tolerance = 1e-5 if any(spec.dtype == "float32" for spec in self.graph.values.values()) else 1e-12
                 assert_close(
-                    gather(found[out], layout, extended),
+                    gather(found[out], layout, extended, tuple(self.wanted[out].shape)),
                     self.wanted[out],
                     f"{self.op.target} {strategy.key} on {extended}",
                     tolerance,
@@ -217,6 +219,51 @@ def test_strides_in_other_memory_orders(target: str, number: int) -> None:
     for orders in trials:
         for strategy in strategies:
             example.check(_whole_first(strategy), (2,), orders=orders)
+
+
+@pytest.fixture
+def any_padding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Dims of any size are sharded over any number of ranks, some of which hold nothing but padding."""
+    monkeypatch.setattr("paraplan.ir.mesh.PADDED_SHARE", 0)
+    reshard._padded_axes.cache_clear()
+    yield
+    reshard._padded_axes.cache_clear()
+
+
+@pytest.mark.parametrize(("target", "number"), ALL)
+def test_uneven_shards_equal_whole(target: str, number: int, any_padding: None) -> None:
+    """Padding (NaN, integers out of range) changes nothing, whatever an op does with the dim it is in."""
+    example = Example(target, CASES[target][number])
+    dims, shapes = dims_of(example.op, example.graph.values), {n: s.shape for n, s in example.graph.values.items()}
+    for mesh in ((2,), (3,), (4,), (5,), (2, 3)):
+        padded = [s for s in example.strategies(mesh) if _padding(example, s, shapes, mesh)]
+        letters = {part.split(">")[0] for s in padded for part in s.key.split("|")}
+        if len(mesh) == 1:
+            assert {a for a in dims.uneven if 1 < dims.sizes[a] and dims.sizes[a] % mesh[0]} <= letters
+        for strategy in _sample(tuple(padded), 40 if len(mesh) == 1 else 12):
+            example.check(_whole_first(strategy), mesh)
+
+
+def _padding(example: Example, strategy: Strategy, shapes: dict[str, tuple[int, ...]], mesh: tuple[int, ...]) -> bool:
+    names = (*example.op.tensors, *example.op.outs)
+    layouts = (*strategy.inputs, *strategy.outputs)
+    return any(n and lay and padded_dims(shapes[n], lay, mesh) for n, lay in zip(names, layouts, strict=True))
+
+
+def test_which_ops_take_padding() -> None:
+    """Those whose padded dims are free, or contracted where zero is neutral; never a softmax, a maximum or a scan."""
+    taken = {}
+    for target, cases in CASES.items():
+        example = Example(target, cases[0])
+        dims = dims_of(example.op, example.graph.values)
+        taken[target] = "-" if not dims.uneven else "all" if dims.uneven >= set(dims.sizes) else "some"
+    for target in ("aten.mm.default", "paraplan.linear_grad_weight", "paraplan.embedding", "aten.add.Tensor",
+                   "paraplan.ce_max", "paraplan.ce_grad", "aten.native_layer_norm.default"):  # fmt: skip
+        assert taken[target] == "all", target
+    for target in ("paraplan.attention_grad", "aten.amax.default"):
+        assert taken[target] == "some", target
+    for target in ("paraplan.experts", "paraplan.conv", "paraplan.group_norm", "paraplan.index", "aten.gather.default"):
+        assert taken[target] == "-", target
 
 
 def _order(draws: random.Random, case: Case, name: str, rank: int) -> tuple[int, ...]:

@@ -20,9 +20,9 @@ from paraplan.ir.lower.remat import RECOMPUTE
 from paraplan.ir.mesh import Mesh
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.memory.stage import Fitted, fit, preset
 from paraplan.planner.milp import Status
 from paraplan.planner.realise import realise
+from paraplan.planner.recompute.stage import Fitted, fit, preset
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.formulate import formulate, memory_rows, with_rows
 from paraplan.planner.sharding.optimise import optimise

@@ -11,8 +11,8 @@ from paraplan.ir.graph import Graph, Op, Phase
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable, remat_of
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.tensor import TensorSpec
-from paraplan.planner.memory.kinds import RematOption, kind_options
-from paraplan.planner.memory.stage import choose
+from paraplan.planner.recompute.kinds import RematOption, kind_options
+from paraplan.planner.recompute.stage import choose
 
 
 def random_kind(seed: int, num_ops: int = 8) -> SegmentKind:

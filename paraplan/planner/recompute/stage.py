@@ -29,9 +29,9 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.memory.kinds import RematOption, kind_options
 from paraplan.planner.milp import MilpBuilder, solve
 from paraplan.planner.realise import realise
+from paraplan.planner.recompute.kinds import RematOption, kind_options
 
 ROUNDS = 12
 """Plans simulated before giving up."""
