@@ -2,8 +2,8 @@
 
 Nodes carry `cost_cpu` (time, in a unit of the graph's own) and `cost_ram` (bytes of the result), or `duration` and
 `out_cost`; `backward` marks the backward. Links are source → target by node id, `source`/`target` or "0"/"1". Every
-node is an op with one result; results that nobody reads are kept. Ops come in the file's order where that runs, else in
-the nearest that does.
+node is an op with one result; results that nobody reads are kept. Ops come in the order the graph's head names (random
+graphs do), else in the file's where that runs, else in the nearest that does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def read_graph(file: Path) -> MemoryProblem:
         costs = [_costs(node) for node in nodes]
     except (KeyError, json.JSONDecodeError) as fault:
         raise ValueError(f"{file}: not a Checkmate graph ({fault})") from None
-    order = _order(len(nodes), links)
+    named = data.get("graph", {}).get("order")
+    order = [index[name] for name in named] if named else _order(len(nodes), links)
     place = {node: position for position, node in enumerate(order)}
     reads: list[set[int]] = [set() for _ in nodes]
     for source, target in links:

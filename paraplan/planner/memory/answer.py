@@ -37,3 +37,11 @@ class MemoryAnswer:
     bound_s: float | None
     status: MemoryStatus
     notes: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float | None:
+        """(step - bound) / step; None without a bound."""
+        if self.bound_s is None:
+            return None
+        step = self.evaluation.step_s
+        return (step - self.bound_s) / step if step else 0.0

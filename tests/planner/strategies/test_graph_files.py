@@ -38,6 +38,17 @@ def test_numbered_links_in_an_order_that_does_not_run(tmp_path: Path) -> None:
     assert [op.reads for op in problem.ops] == [(), (0,), (1,)]
 
 
+def test_the_order_a_head_names(tmp_path: Path) -> None:
+    data = {
+        "graph": {"order": [0, 2, 1]},
+        "nodes": [{"name": i, "duration": i, "out_cost": 1} for i in range(3)],
+        "links": [{"0": 0, "1": 1}, {"0": 0, "1": 2}],
+    }
+    file = tmp_path / "graph.json"
+    file.write_text(json.dumps(data))
+    assert [op.name for op in read_graph(file).ops] == ["0", "2", "1"]
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no Checkmate graphs"):
         read_folder(tmp_path)

@@ -1,0 +1,89 @@
+"""Models at the sizes papers on memory use, on the meta device, and their memory problems on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from examples.models.mlp import MLP
+from examples.models.resnet import ResNet
+from examples.models.unet import UNet
+from examples.models.vgg import VGG
+from paraplan.cost_models.catalog import parse_cluster
+from paraplan.cost_models.predict import plan_costs
+from paraplan.ir.cluster import ClusterSpec, Device
+from paraplan.ir.lower import lower
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.trace import capture
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.memory.flatten import Flattened, flatten
+from paraplan.planner.search import search
+
+Made = tuple[nn.Module, dict[str, Tensor]]
+
+
+def _images(batch: int, size: int, classes: int, planes: bool = False) -> dict[str, Tensor]:
+    shape = (batch, size, size) if planes else (batch,)
+    return {"pixels": torch.randn(batch, 3, size, size), "labels": torch.zeros(shape, dtype=torch.long)}
+
+
+def _resnet(*blocks: int) -> Made:
+    return ResNet(blocks), _images(32, 224, 1000)
+
+
+def _mlp(depth: int) -> Made:
+    x = torch.randn(32768, 1024)
+    return MLP(1024, 1024, depth), {"x": x, "y": torch.randn(32768, 1024)}
+
+
+def _language(kind: str, layers: int, vocabulary: int, batch: int) -> Made:
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (optional extra)
+
+    sizes: dict[str, dict[str, object]] = {
+        "gpt2": {"n_layer": layers, "n_embd": 768, "n_head": 12, "vocab_size": vocabulary, "n_positions": 1024,
+                 "bos_token_id": None, "eos_token_id": None},
+        "llama": {"num_hidden_layers": layers, "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": vocabulary,
+                  "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 1024},
+    }  # fmt: skip
+    config = AutoConfig.for_model(kind, **sizes[kind], use_cache=False)
+    tokens = torch.zeros(batch, 1024, dtype=torch.long)
+    return AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens}
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "vgg16": lambda: (VGG(pooled=7), _images(32, 224, 1000)),
+    "resnet50": lambda: _resnet(3, 4, 6, 3),
+    "resnet152": lambda: _resnet(3, 8, 36, 3),
+    "unet": lambda: (UNet(), _images(8, 256, 2, planes=True)),
+    "mlp8": lambda: _mlp(8),
+    "mlp32": lambda: _mlp(32),
+    "gpt2-4": lambda: _language("gpt2", 4, 8192, 8),
+    "gpt2-12": lambda: _language("gpt2", 12, 8192, 8),
+    "gpt2-12-50k": lambda: _language("gpt2", 12, 50257, 8),
+    "gpt2-24": lambda: _language("gpt2", 24, 8192, 8),
+    "llama-8": lambda: _language("llama", 8, 32000, 8),
+}
+
+
+def reference_cluster() -> ClusterSpec:
+    """One device of max(flops / 60 T, bytes / 1.2 TB/s) + 3 us per op, with memory for anything."""
+    rates = dict.fromkeys(("float64", "float32", "bfloat16", "float16"), 60e12)
+    device = Device(kind="reference", memory_bytes=1 << 50, memory_bytes_per_s=1.2e12, flops_per_s=rates,
+                    launch_s=3e-6, backend="cpu")  # fmt: skip
+    cluster = parse_cluster("1xH100")
+    return replace(cluster, groups=(replace(cluster.groups[0], device=device),))
+
+
+@cache
+def memory_problem(name: str) -> Flattened:
+    """A model captured, lowered for one device and flattened, at the reference's costs."""
+    with torch.device("meta"):
+        model, batch = MODELS[name]()
+    job = Job(capture(model.train(), batch), reference_cluster(), OPTIMIZERS["adamw"], ModelRef(display=name), {})
+    plan = search(job, Constraints(mesh=(1,), microbatches=1)).plan
+    return flatten(lower(plan)[0], plan_costs(plan)[0])

@@ -1,0 +1,137 @@
+"""Recomputation alone: a schedule and a bound, from a loop of relaxations and repairs.
+
+First what is cheap is squeezed: everything kept, nothing kept, every sqrt(n)-th result kept (Chen et al. 2016). Then
+the relaxation at a few critical instants is solved; its answer is realised just in time, squeezed where it overflows,
+polished and searched around; where the realised plan overflows becomes an instant. It ends when the gap is closed,
+nothing new is learnt, or time is up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from paraplan.planner.memory.improve import improve
+from paraplan.planner.memory.realise import overflowing, realise
+from paraplan.planner.memory.relaxation import build_relaxation
+from paraplan.planner.memory.reruns import Arrays, Profile, profile_of
+from paraplan.planner.memory.squeeze import polish, squeeze
+from paraplan.planner.milp import Status, solve
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """When to stop.
+
+    Attributes:
+        time_s: of the whole search.
+        gap: (step - bound) / step that is good enough.
+        rounds: of local search after each relaxation.
+        instants: the most of them.
+    """
+
+    time_s: float = 60.0
+    gap: float = 1e-4
+    rounds: int = 20
+    instants: int = 40
+
+
+class Recomputation:
+    """The best schedule and bound so far.
+
+    Attributes:
+        best: None until one was found.
+        bound_s: no schedule in the given order without copies takes less.
+        instants: ops memory was looked at.
+        refuted: those of a relaxation without any solution; empty where there was none.
+    """
+
+    def __init__(self, arrays: Arrays, budget_bytes: int, limits: MemoryLimits) -> None:
+        self.arrays, self.budget, self.limits = arrays, budget_bytes, limits
+        self.compute_s = arrays.problem.compute_s
+        self.deadline = time.perf_counter() + limits.time_s
+        self.everything = profile_of(arrays, arrays.diagonal())
+        self.best: Profile | None = None
+        self.bound_s = self.compute_s
+        self.instants: set[int] = set()
+        self.refuted: tuple[int, ...] = ()
+        self._searches = 0
+
+    def run(self) -> None:
+        """Searches."""
+        if self.everything.peak <= self.budget:
+            self.best = self.everything
+            return
+        highest = int(self.everything.stages[int(self.everything.live.argmax())])
+        self.instants = {highest}
+        self._consider(self.everything)
+        for stride in (0, math.isqrt(self.arrays.num_ops)):
+            if self.gap > self.limits.gap:
+                self._consider(_keeping(self.arrays, highest, stride))
+        if self.best is not None:
+            self._improve(self.limits.rounds, self.left_s / 4)
+        while self.gap > self.limits.gap and self.left_s > 0 and self._refine():
+            pass
+        if self.best is not None and self.gap > self.limits.gap:
+            self._improve(5 * self.limits.rounds, self.left_s)
+
+    def _improve(self, rounds: int, seconds: float) -> None:
+        assert self.best is not None
+        until = time.perf_counter() + seconds
+        self.best = improve(self.best, self.budget, rounds, until, self.bound_s - self.compute_s, self._searches)
+        self._searches += 1
+
+    @property
+    def gap(self) -> float:
+        """(step - bound) / step."""
+        if self.best is None:
+            return math.inf
+        step = self.compute_s + self.best.recomputed_s
+        return (step - self.bound_s) / step if step else 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline."""
+        return self.deadline - time.perf_counter()
+
+    def _consider(self, start: Profile) -> None:
+        """Squeezes a schedule until it fits, polishes it and keeps the better."""
+        most = math.inf if self.best is None else 1.5 * self.best.recomputed_s + 0.02 * self.compute_s
+        found = squeeze(start, self.budget, self.deadline, most_s=most)
+        if found is None:
+            return
+        found = polish(found, self.budget)
+        if self.best is None or found.recomputed_s < self.best.recomputed_s:
+            self.best = found
+
+    def _refine(self) -> bool:
+        """One relaxation and what follows from it; says whether another can tell more."""
+        instants = tuple(sorted(self.instants))
+        relaxation = build_relaxation(self.arrays, instants, self.budget)
+        solution = solve(
+            relaxation.milp, time_limit_s=max(0.1, self.left_s / 4), relative_gap=min(self.limits.gap / 2, 1e-3),
+            warm_start=None if self.best is None else relaxation.encode(self.best),
+        )  # fmt: skip
+        if solution.status is Status.INFEASIBLE:
+            self.refuted = instants
+            return False
+        self.bound_s = max(self.bound_s, solution.bound * self.compute_s)
+        if solution.values is None:
+            return False
+        start = realise(self.arrays, instants, relaxation.residents(solution.values))
+        self._consider(start)
+        if self.best is not None and self.gap > self.limits.gap:
+            self._improve(self.limits.rounds, self.left_s / 4)
+        more = overflowing(start, self.budget, self.instants)
+        self.instants |= more
+        return bool(more) and len(self.instants) <= self.limits.instants
+
+
+def _keeping(arrays: Arrays, instant: int, stride: int) -> Profile:
+    """Of what was made by an instant, only every so many ops' results kept (0: none), the rest made again late."""
+    made = arrays.maker <= instant
+    kept = made & (arrays.maker % stride == 0) if stride else np.zeros_like(made)
+    return realise(arrays, (instant,), kept[None])

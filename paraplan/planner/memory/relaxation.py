@@ -1,0 +1,176 @@
+"""The step seen at a few critical instants: a lower bound, and what to keep and what to recompute.
+
+An instant is an op t of the order, at its first execution. Between instants k and k + 1 lies segment k; before the
+first instant everything is there that was made. Columns, for a tensor v and an op j first made or run by instant k:
+
+    resident[k, v]  whether v is resident at instant k          (continuous: integral where `again` is)
+    again[k, j]     whether j is executed again in segment k    (binary)
+
+    minimise  1 + sum_k,j time_j again[k, j]          in units of every op once
+    subject to
+      resident[k, v] + again[k, maker v] >= 1                        v read first-hand in segment k, or kept (needs)
+      resident[k, u] + again[k, maker u] >= again[k, j]              u read by j                             (reruns)
+      resident[k, v] + again[k, maker v] >= resident[k + 1, v]       what is there came from somewhere       (carried)
+      base + workspace_t + sum_v bytes_v resident[k, v] <= budget    instant k at op t
+      resident[k, v] = 1                                             v read or made by t
+
+Where there are tiers, back[k, v], what is brought back, joins again[k, maker v] in all these (`relaxed_copies`).
+
+Every schedule in the given order satisfies this (count a segment's executions of an op once, and look at memory at the
+instants alone), so its bound is one for all of them. Source: Checkmate's ILP (Jain et al. 2020, section 4) with a stage
+per segment instead of one per op.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paraplan.planner.memory.problem import GIVEN, Tier
+from paraplan.planner.memory.relaxed_copies import add_copies
+from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, Profile, gather
+from paraplan.planner.milp import Milp, MilpBuilder
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxation:
+    """The program and where its columns are.
+
+    Attributes:
+        instants: [instant] ops, ascending.
+        milp: in units of the step's compute seconds and the budget's bytes.
+        resident: [instant, tensor] columns; -1 where it is 0 for certain.
+        again: [instant, op] columns; -1 where it is 0 for certain.
+        back: [instant, tensor] columns, likewise.
+    """
+
+    instants: tuple[int, ...]
+    milp: Milp
+    resident: Ints
+    again: Ints
+    back: Ints
+
+    def residents(self, values: Floats) -> Bools:
+        """[instant, tensor] of a solution, minimal for its reruns."""
+        return np.asarray(np.where(self.resident >= 0, values[self.resident], 0.0) > 0.5)
+
+    def reruns(self, values: Floats) -> Bools:
+        """[instant, op] of a solution."""
+        return np.asarray(np.where(self.again >= 0, values[self.again], 0.0) > 0.5)
+
+    def returns(self, values: Floats) -> Bools:
+        """[instant, tensor] of a solution: what is brought back from a tier."""
+        return np.asarray(np.where(self.back >= 0, values[self.back], 0.0) > 0.5)
+
+    def encode(self, profile: Profile) -> Floats:
+        """The columns of a schedule, which satisfy every row where it fits."""
+        values = np.zeros(self.milp.num_columns)
+        values[0] = 1.0
+        n = profile.arrays.num_ops
+        at = np.searchsorted(profile.keys, np.array(self.instants, np.int64) * (n + 1))
+        rerun = profile.rerun
+        for k, position in enumerate(at.tolist()):
+            there = profile.tensor[(profile.start <= position) & (profile.last >= position)]
+            columns = self.resident[k, there]
+            values[columns[columns >= 0]] = 1.0
+            until = at[k + 1] if k + 1 < len(at) else len(profile.keys)
+            runs = profile.ops[position:until][rerun[position:until]]
+            columns = self.again[k, runs]
+            values[columns[columns >= 0]] = 1.0
+        return values
+
+
+def useful(arrays: Arrays, instant: int) -> Bools:
+    """[tensor] what anything after an instant may need, reruns included."""
+    problem = arrays.problem
+    found = arrays.kept.copy()
+    for op in range(instant + 1, arrays.num_ops):
+        found[list(problem.ops[op].reads)] = True
+    for op in range(instant, -1, -1):
+        it = problem.ops[op]
+        if it.repeatable and any(found[tensor] for tensor in it.makes):
+            found[list(it.reads)] = True
+    return found & (arrays.maker <= instant)
+
+
+def build_relaxation(
+    arrays: Arrays, instants: tuple[int, ...], budget_bytes: int, tiers: tuple[Tier, ...] = (), rerun: bool = True
+) -> Relaxation:
+    """The program for some instants (ascending, each once); `rerun`: whether anything may be made again."""
+    builder = MilpBuilder()
+    builder.add_columns(1, lower=1.0, upper=1.0, objective=1.0)  # every op once, so that gaps are of the step
+    shape = (len(instants), arrays.num_tensors), (len(instants), arrays.num_ops)
+    resident, again = np.full(shape[0], -1, np.int64), np.full(shape[1], -1, np.int64)
+    scale_s = float(arrays.time_s.sum()) or 1.0
+    for k, instant in enumerate(instants):
+        wanted = useful(arrays, instant)
+        forced = np.zeros(arrays.num_tensors, bool)
+        forced[[*arrays.problem.ops[instant].reads, *arrays.problem.ops[instant].makes]] = True
+        at = np.flatnonzero(wanted | forced)
+        first = builder.add_columns(len(at), lower=forced[at].astype(float), upper=1.0)
+        resident[k, at] = first + np.arange(len(at))
+        runs = np.unique(arrays.maker[wanted & (arrays.maker != GIVEN)])
+        runs = runs[arrays.repeatable[runs] & (arrays.working[runs] <= budget_bytes) & rerun]
+        first = builder.add_columns(len(runs), upper=1.0, integer=True, objective=arrays.time_s[runs] / scale_s)
+        again[k, runs] = first + np.arange(len(runs))
+    back = np.full(shape[0], -1, np.int64)
+    if tiers:
+        back = add_copies(builder, arrays, instants, again, resident, tiers, budget_bytes)
+    rows = _Rows(arrays, builder, resident, again, back)
+    for k, instant in enumerate(instants):
+        following = instants[k + 1] if k + 1 < len(instants) else arrays.num_ops - 1
+        rows.needs(k, instant, following, last=k + 1 == len(instants))
+        rows.reruns(k)
+        if k + 1 < len(instants):
+            rows.carried(k, instant)
+        at = np.flatnonzero(resident[k] >= 0)
+        room = budget_bytes - arrays.base - int(arrays.workspace[instant])
+        unit = float(max(budget_bytes, 1))
+        builder.add_row(resident[k, at], arrays.nbytes[at] / unit, upper=room / unit)
+    return Relaxation(instants, builder.build(), resident, again, back)
+
+
+class _Rows:
+    """Rows of the program, added in blocks."""
+
+    def __init__(self, arrays: Arrays, builder: MilpBuilder, resident: Ints, again: Ints, back: Ints) -> None:
+        self.arrays, self.builder, self.resident, self.again, self.back = arrays, builder, resident, again, back
+
+    def needs(self, k: int, instant: int, following: int, last: bool) -> None:
+        """What the segment's first executions read is resident at its instant or made again."""
+        arrays = self.arrays
+        _, read = gather(arrays.read_start, arrays.read_tensor, np.arange(instant + 1, following + 1))
+        read = np.unique(np.concatenate([read, np.flatnonzero(arrays.kept)])) if last else np.unique(read)
+        self._at_least(k, read[arrays.maker[read] <= instant], None)
+
+    def reruns(self, k: int) -> None:
+        """What a rerun reads is resident at the instant or made again."""
+        runs = np.flatnonzero(self.again[k] >= 0)
+        owner, read = gather(self.arrays.read_start, self.arrays.read_tensor, runs)
+        self._at_least(k, read, self.again[k, runs[owner]])
+
+    def carried(self, k: int, instant: int) -> None:
+        """What is resident at the next instant was at this one, or is made again."""
+        read = np.flatnonzero((self.resident[k + 1] >= 0) & (self.arrays.maker <= instant))
+        self._at_least(k, read, self.resident[k + 1, read])
+
+    def _at_least(self, k: int, tensors: Ints, other: Ints | None) -> None:
+        """resident[k, v] + again[k, maker v] + back[k, v] >= the other column, or 1."""
+        if not len(tensors):
+            return
+        maker = self.arrays.maker[tensors]
+        again = np.where(maker >= 0, self.again[k, np.maximum(maker, 0)], -1)
+        blocks = [(self.resident[k, tensors], 1.0), (again, 1.0), (self.back[k, tensors], 1.0)]
+        if other is not None:
+            blocks.append((other, -1.0))
+        rows, columns, coefficients = [], [], []
+        for column, coefficient in blocks:
+            there = np.flatnonzero(column >= 0)
+            rows.append(there)
+            columns.append(column[there])
+            coefficients.append(np.full(len(there), coefficient))
+        self.builder.add_rows(
+            len(tensors), np.concatenate(rows), np.concatenate(columns), np.concatenate(coefficients),
+            lower=0.0 if other is not None else 1.0,
+        )  # fmt: skip

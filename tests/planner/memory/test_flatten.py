@@ -1,0 +1,46 @@
+"""A lowered program flattened: its own order has the simulator's time and peak, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.zoo import build
+from paraplan.cost_models.catalog import parse_cluster
+from paraplan.cost_models.predict import plan_costs, simulate_plan
+from paraplan.ir.lower import lower
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.trace import capture
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.memory.flatten import flatten
+from paraplan.planner.memory.problem import verify_problem
+from paraplan.planner.memory.schedule import evaluate, freeing
+from paraplan.planner.search import search
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [("mlp", 1), ("bert", 2), ("gpt2", 1), ("resnet", 1), ("unet", 1), ("gpt2_lora", 2)],
+)
+def test_its_own_order_is_the_simulators(name: str, microbatches: int) -> None:
+    small = build(name, 0.1)
+    job = Job(
+        capture(small.model, small.batch, precision="fp64"),
+        parse_cluster("1xH100"),
+        OPTIMIZERS["adamw"],
+        ModelRef(display=name),
+        {},
+    )
+    plan = search(job, Constraints(mesh=(1,), microbatches=microbatches)).plan
+    programs = lower(plan)
+    trace = simulate_plan(plan, programs).traces[0]
+    flat = flatten(programs[0], plan_costs(plan)[0])
+    verify_problem(flat.problem)
+    found = evaluate(flat.problem, flat.actions)
+    assert found.peak_bytes == trace.peak_bytes
+    assert found.step_s == pytest.approx(trace.step_s, rel=1e-12)
+    assert len(flat.places) == len(flat.problem.ops)
+    soonest = evaluate(flat.problem, freeing(flat.problem, tuple(range(len(flat.problem.ops)))))
+    assert soonest.peak_bytes <= found.peak_bytes and soonest.step_s == pytest.approx(found.step_s)
+    again = [op for op in flat.problem.ops if op.repeatable]
+    assert not any(op.name in ("update", "accumulate", "paraplan.write") for op in again) and len(again) > 5

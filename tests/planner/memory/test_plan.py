@@ -1,0 +1,142 @@
+"""Plans within a budget: the optimum of small steps, true bounds, and infeasible only where nothing exists."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paraplan.ir.errors import InfeasibleError
+from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
+from paraplan.planner.memory.exact import search_states
+from paraplan.planner.memory.improve import improve
+from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
+from paraplan.planner.memory.relaxation import build_relaxation
+from paraplan.planner.memory.reruns import Arrays, profile_of, with_first, without_dead
+from paraplan.planner.memory.schedule import evaluate, freeing
+from paraplan.planner.memory.squeeze import polish, squeeze
+from tests.planner.memory.brute import least
+from tests.planner.memory.graphs import chain, random_step
+
+LIMITS = MemoryLimits(time_s=20.0, rounds=5)
+
+
+def check(problem: MemoryProblem, budget: int, answer: MemoryAnswer) -> None:
+    """What an answer says is so."""
+    again = evaluate(problem, answer.actions)
+    assert again == answer.evaluation and again.peak_bytes <= budget
+    assert answer.bound_s <= again.step_s and 0 <= answer.gap < 1
+
+
+def budgets(problem: MemoryProblem) -> range:
+    """From below what any op needs to all that is ever needed."""
+    ops = range(len(problem.ops))
+    return range(
+        max(map(problem.working_bytes, ops)) - 1, evaluate(problem, freeing(problem, tuple(ops))).peak_bytes + 1
+    )
+
+
+@pytest.mark.parametrize("problem", [chain(2), chain(4), chain(5), *(random_step(seed, 6) for seed in range(8))])
+def test_the_optimum_of_small_steps_at_every_budget(problem: MemoryProblem) -> None:
+    for budget in budgets(problem):
+        best = least(problem, budget, in_order=True) or least(problem, budget)
+        if best is None:
+            with pytest.raises(InfeasibleError, match=str(budget)):
+                plan_memory(problem, budget, LIMITS)
+            continue
+        found = plan_memory(problem, budget, LIMITS)
+        check(problem, budget, found)
+        assert found.evaluation.step_s == pytest.approx(best[0]), budget
+        assert found.status is MemoryStatus.OPTIMAL and found.bound_s <= best[0] + 1e-9
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.integers(3, 6), st.floats(0.4, 1.0))
+def test_a_bound_is_below_the_optimum(seed: int, num_ops: int, share: float) -> None:
+    problem = random_step(seed, num_ops)
+    budget = round(share * budgets(problem).stop)
+    best = least(problem, budget, in_order=True)
+    if best is not None:
+        found = plan_memory(problem, budget, LIMITS)
+        check(problem, budget, found)
+        assert found.bound_s <= best[0] * (1 + 1e-9) <= found.evaluation.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_schedule_is_a_point_of_the_relaxation(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = chain(6) if seed % 3 == 0 else random_step(seed, 12)
+    arrays, n = Arrays(problem), len(problem.ops)
+    pairs = [t * n + j for t in range(n) for j in range(t) if draw.random() < draw.choice((0.02, 0.2))]
+    profile = without_dead(profile_of(arrays, with_first(arrays, np.array(pairs, np.int64))))
+    instants = tuple(sorted(draw.sample(range(n), draw.randint(1, 5))))
+    relaxation = build_relaxation(arrays, instants, profile.peak)
+    point = relaxation.encode(profile)
+    assert relaxation.milp.is_solution(point)
+    assert relaxation.milp.evaluate(point) * problem.compute_s <= problem.compute_s + profile.recomputed_s + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_squeezing_and_polishing_fit(seed: int) -> None:
+    problem = chain(12) if seed % 2 else random_step(seed, 30)
+    arrays = Arrays(problem)
+    whole = profile_of(arrays, arrays.diagonal())
+    for share in (0.9, 0.7, 0.5):
+        budget = max(int(whole.peak * share), int(arrays.working.max()))
+        found = squeeze(whole, budget, deadline=np.inf)
+        if found is not None:
+            leaner = polish(found, budget)
+            check_peak = evaluate(problem, freeing(problem, tuple(leaner.ops.tolist()))).peak_bytes
+            assert check_peak == leaner.peak <= budget
+            assert leaner.recomputed_s <= found.recomputed_s
+            better = improve(leaner, budget, rounds=5, deadline=np.inf)
+            assert better.peak <= budget and better.recomputed_s <= leaner.recomputed_s
+            assert (improve(leaner, budget, rounds=5, deadline=np.inf).keys == better.keys).all()
+
+
+def test_what_fits_is_kept() -> None:
+    problem = chain(6)
+    found = plan_memory(problem, budgets(problem).stop - 1)
+    assert found.evaluation.recomputed_s == 0.0 and found.gap == 0.0
+
+
+def test_an_op_too_large_is_named() -> None:
+    problem = MemoryProblem((MemOp("head", 1.0, (), (0,), 5),), (MemTensor(7, 0, kept=True),), base_bytes=3)
+    with pytest.raises(InfeasibleError, match=r"op 0 \(head\) alone needs 15"):
+        plan_memory(problem, 14)
+    with pytest.raises(InfeasibleError, match="before the first op"):
+        plan_memory(MemoryProblem((), (MemTensor(7, -1),)), 6)
+
+
+def test_what_must_not_be_repeated_is_kept() -> None:
+    ops = (
+        MemOp("a", 1.0, (), (0,), repeatable=False),
+        MemOp("b", 1.0, (0,), (1,)),
+        MemOp("c", 1.0, (1,), (2,)),
+        MemOp("d", 1.0, (0, 2), (3,)),
+    )
+    problem = MemoryProblem(ops, (MemTensor(4, 0), MemTensor(4, 1), MemTensor(1, 2), MemTensor(1, 3, kept=True)))
+    for budget, fits in ((9, True), (8, False)):
+        if fits:
+            assert plan_memory(problem, budget).evaluation.recomputed_s == 0.0
+        else:
+            with pytest.raises(InfeasibleError):
+                plan_memory(problem, budget)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_exhaustion_equals_brute_force(seed: int) -> None:
+    problem = random_step(seed + 50, 5)
+    for budget in budgets(problem):
+        for in_order in (True, False):
+            best = least(problem, budget, in_order)
+            found = search_states(problem, budget, in_order)
+            assert found.complete and (found.ops is None) == (best is None)
+            if best is not None and found.ops is not None:
+                assert found.seconds == pytest.approx(best[0])
+                assert evaluate(problem, freeing(problem, found.ops)).peak_bytes <= budget
+    assert not search_states(problem, 10**6, True, most_states=2).complete
