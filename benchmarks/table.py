@@ -5,7 +5,8 @@ A benchmark is a dict of cases and the columns to show, and ends with
     if __name__ == "__main__":
         raise SystemExit(main("collectives", CASES, columns=("case", "ms")))
 
-where a case is a function without arguments that gives a row, `{"ms": 1.2}`, or a list of them.
+where a case is a function without arguments that gives a row, `{"ms": 1.2}`, or a list of them. The JSON is written
+anew after every case, so a run that is cut off loses the case it was at; `--resume` goes on from what is there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Case = Callable[[], Row | list[Row]]
 
 
 def main(name: str, cases: Mapping[str, Case], columns: Sequence[str], argv: Sequence[str] | None = None) -> int:
-    """Run a benchmark's cases in order; show each one's rows when it is done, and write them all as one JSON list.
+    """Run a benchmark's cases in order; show each one's rows when it is done, and keep them as one JSON list.
 
     Args:
         name: the benchmark's, as in `python -m benchmarks.<name>`.
@@ -37,8 +38,8 @@ def main(name: str, cases: Mapping[str, Case], columns: Sequence[str], argv: Seq
         columns: which keys the table shows, in order. The JSON has every key.
         argv: the command line; None for the process' own.
     Returns:
-        Exit code: 0, or 2 when the pattern is malformed or matches no case. A case that raises ends the run
-        after the rows so far are written.
+        Exit code: 0; 1 when a row has something under "failures"; 2 when the pattern is malformed or matches no case,
+        or the rows to go on from cannot be read. A case that raises ends the run; the rows so far are written.
     """
     options = _parser(name).parse_args(argv)
     try:
@@ -48,21 +49,36 @@ def main(name: str, cases: Mapping[str, Case], columns: Sequence[str], argv: Seq
     chosen = {case: run for case, run in cases.items() if pattern.search(case)}
     if not chosen:
         return _refuse(f"--only {options.only!r} matches none of the cases of {name}: {', '.join(cases)}")
+    if options.resume and options.json is None:
+        return _refuse("--resume goes on from the rows of --json FILE; name the file")
     rows: list[Row] = []
-    try:
-        for row in _shown(name, columns, _run(chosen)):
-            rows.append(row)
-    finally:
+    if options.resume and options.json.exists():
+        try:
+            rows = json.loads(options.json.read_text())
+            done = {row["case"] for row in rows}
+        except (ValueError, TypeError, KeyError) as fault:
+            return _refuse(f"--resume: {options.json} is no JSON list of rows: {fault}")
+        chosen = {case: run for case, run in chosen.items() if case not in done}
+    for row in _shown(name, columns, rows.copy(), _run(chosen)):
+        rows.append(row)
         if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps([_finite(row) for row in rows], indent=1, allow_nan=False) + "\n")
-    return 0
+            _write(options.json, rows)
+    return 1 if any(row.get("failures") for row in rows) else 0
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    """All rows, in one go: a reader sees the old list or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps([_finite(row) for row in rows], indent=1, allow_nan=False) + "\n")
+    beside.replace(path)
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     parser.add_argument("--only", metavar="PATTERN", help="run the cases whose name matches this regular expression")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the rows as a JSON list of objects")
+    parser.add_argument("--resume", action="store_true", help="keep FILE's rows and run the cases that have none there")
     return parser
 
 
@@ -80,14 +96,16 @@ def _run(cases: Mapping[str, Case]) -> Iterable[Row]:
             yield {"case": case, **row}
 
 
-def _shown(name: str, columns: Sequence[str], rows: Iterable[Row]) -> Iterable[Row]:
-    """Pass rows through while a table of them grows; where the output is no terminal, it is printed at the end."""
+def _shown(name: str, columns: Sequence[str], before: Sequence[Row], rows: Iterable[Row]) -> Iterable[Row]:
+    """Pass rows through while a table of them and those before grows; no terminal is shown it at the end."""
     table = Table(title=name)
     for column in columns:
         table.add_column(column)
     console = Console()
     if not console.is_terminal:
         console.width = 160
+    for row in before:
+        table.add_row(*(_text(row.get(column)) for column in columns))
     with Live(table, console=console, vertical_overflow="visible", auto_refresh=False) as live:
         for row in rows:
             table.add_row(*(_text(row.get(column)) for column in columns))

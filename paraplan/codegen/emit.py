@@ -16,6 +16,7 @@ from torch import fx
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.graph import Arg
 from paraplan.ir.rank_program import Block, Instr, InstrKind, parse_offset
+from paraplan.ir.trace.torch_private import lazy_module
 from paraplan.runtime import ops
 from paraplan.runtime.ops import INSTR, LOCAL, OFFSET
 
@@ -42,7 +43,7 @@ def emit_block(block: Block) -> fx.GraphModule:
             raise CodegenError(f"{block.name}[{index}] {instr.target}: reads {missing}, which nothing made") from None
     results = (*block.outputs, *block.saved)
     graph.output(tuple(None if name is None else env[name] for name in results))
-    return fx.GraphModule({}, graph, class_name=_identifier(block.name))
+    return lazy_module(graph, _identifier(block.name))
 
 
 def offset_texts(block: Block) -> tuple[str, ...]:

@@ -1,6 +1,13 @@
 """The single-device check: the same steps of the captured program and of the user's eager model, and the measure.
 
 Per tensor: max|a − b| / max(max|b|, 1e-6 · the largest max|b| among its peers), as docs/design.md section 10 has it.
+
+A step is two functions, and each is held against one device on its own: the gradients at the parameters, and the
+parameters and optimizer states after the gradients. The single device has parameters and states of its own, which it
+updates with the gradients of the run. Updated with its own it would tell of the optimizer as well: Adam divides a
+gradient by its size, so that a parameter whose true gradient is nothing (a key's bias: softmax does not see it) moves
+by the rate times rounding noise over rounding noise. Nothing wrong is forgiven by this: a wrong gradient is a wrong
+gradient in the step it is made in, and a wrong or lost update moves the run off the single device for good.
 """
 
 from __future__ import annotations
@@ -30,7 +37,8 @@ class Errors:
     """The largest errors seen so far.
 
     Attributes:
-        loss, grad, param: against the captured program on one device; written buffers count as parameters.
+        loss, grad: against the captured program on one device.
+        param: likewise, after updates with the same gradients; written buffers count as parameters.
         eager: losses and gradients against the user's eager model; None where dropout makes the comparison
             meaningless.
         worst: the tensor with the largest gradient or parameter error.
@@ -99,8 +107,18 @@ class Captured:
         self.scaler = torch.amp.GradScaler("cpu", enabled=program.precision == "fp16")
         self.done = 0
 
-    def step(self, batch: Tensors, clip: float | None) -> tuple[float, dict[str, Tensor]]:
-        """One training step; returns the loss and the gradients before clipping."""
+    def step(
+        self, batch: Tensors, clip: float | None, update_with: Tensors | None = None
+    ) -> tuple[float, dict[str, Tensor]]:
+        """One training step.
+
+        Args:
+            batch: the global batch.
+            clip: of the gradient norm.
+            update_with: gradients to update with in place of its own, before clipping.
+        Returns:
+            The loss and its own gradients before clipping.
+        """
         program = self.program
         params = {
             name: x.detach().to(getattr(torch, program.params[name].spec.dtype)) for name, x in self.masters.items()
@@ -114,6 +132,8 @@ class Captured:
             self.masters[name].grad = _present(grads[name]).to(self.masters[name].dtype).clone()
         self.scaler.unscale_(self.optimizer)
         found = {name: _present(self.masters[name].grad).clone() for name in self.trained}
+        for name in self.trained if update_with is not None else ():
+            _present(self.masters[name].grad).copy_(update_with[name])  # type: ignore[index]
         if clip is not None:
             nn.utils.clip_grad_norm_([self.masters[name] for name in self.trained], clip)
         self.scaler.step(self.optimizer)
@@ -191,7 +211,7 @@ class SingleDevice:
             buffers: likewise, after the step; those the model writes are compared.
         """
         eager = None if self.eager is None else self.eager.step(batch, self.captured.masters)
-        wanted_loss, wanted = self.captured.step(batch, clip)
+        wanted_loss, wanted = self.captured.step(batch, clip, update_with=grads)
         errors = self.errors
         errors.loss = max(errors.loss, relative(loss, wanted_loss))
         self._note("grad", *max_error(grads, wanted), "gradient of")

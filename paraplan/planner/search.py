@@ -44,8 +44,9 @@ class Found:
 
 @seldom_collected()
 def search(
-    job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None
-) -> Found:
+    job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None,
+    certify: bool = True,
+) -> Found:  # fmt: skip
     """The fastest plan that fits.
 
     Args:
@@ -53,13 +54,14 @@ def search(
         constraints: what the user pins.
         time_limit_s: solver time per mesh.
         progress: told what is being tried.
+        certify: whether to bound the step of every plan in scope; without, the certificate's bound is 0.
     Raises:
         InfeasibleError: proved on every mesh tried.
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
-    limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints))
+    limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=certify)
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
     skipped: list[Skipped] = []

@@ -43,23 +43,26 @@ class Executor:
         port: where collectives go when recording; emitted modules reach their process groups themselves.
         rank: for messages.
         locate: (block, index of the joint graph's op) -> the user's source line.
+        tapes: of the modules, where they are made already.
 
     Attributes:
         entries: what was done, while recording.
         workspaces: (block, instruction) -> the most bytes it was seen to make and drop inside, while recording.
+        noting: whether `record` keeps an account; without, it only goes instruction by instruction.
     """
 
     def __init__(
         self, program: RankProgram, modules: Modules, coordinates: tuple[int, ...], port: Port, rank: int = 0,
-        locate: Locate = no_source,
+        locate: Locate = no_source, tapes: Mapping[str, Tape] | None = None,
     ) -> None:  # fmt: skip
         self.program, self.coordinates, self.port, self.rank = program, coordinates, port, rank
         self.modules: dict[str, Callable[[list[Any]], Any]] = dict(modules)
-        self.tapes: dict[str, Tape] = {name: make_tape(modules[name], block) for name, block in program.blocks.items()}
+        self.tapes = make_tapes(program, modules) if tapes is None else tapes
         self.outer: dict[str, Tensor] = {}
         self.ledger = Ledger()
         self.entries: list[Entry] = []
         self.workspaces: dict[tuple[str, int], int] = {}
+        self.noting = True
         self._locate = locate
         self._pending: dict[int, Handle] = {}
 
@@ -129,7 +132,7 @@ class Executor:
     def record(self, steps: Iterable[Step]) -> Recording:
         """Take steps one instruction at a time, noting each in `entries`; yields while waiting for a peer.
 
-        The caller keeps a `Tracker` entered and booked to `ledger` while this runs.
+        The caller keeps a `Tracker` entered and booked to `ledger` while this runs, unless nothing is noted.
 
         Raises:
             RuntimeFailure: as `run`.
@@ -144,7 +147,7 @@ class Executor:
             except ParaplanError:
                 raise
             except Exception as fault:
-                raise self._failure(step, progress[0] + 1, fault) from fault
+                raise self._failure(step, progress[0], fault) from fault
 
     def _record_call(self, step: Step, progress: list[int]) -> Recording:
         tape = self.tapes[step.block]
@@ -161,9 +164,9 @@ class Executor:
                 f"{instr.target}@{instr.axis}" if instr.kind is InstrKind.COLLECTIVE else "", f"{step.block}[{index}]",
             )  # fmt: skip
             self.workspaces[step.block, index] = max(workspace, self.workspaces.get((step.block, index), 0))
-            progress[0] = index
 
-        results = yield from self._play(tape, given, note)
+        noted = note if self.noting else None
+        results = yield from play(tape, given, self.port, self.ledger, noted, self._pending, progress)
         before = self.ledger.live_bytes
         for name, value in zip(step.outs, results, strict=True):
             if name is not None and value is not None:
@@ -171,10 +174,6 @@ class Executor:
         value = None
         results.clear()
         self._note_drop(step, before)
-
-    def _play(self, tape: Tape, given: list[Any], note: Any) -> Generator[None, None, list[Tensor | None]]:
-        results = yield from play(tape, given, self.port, self.ledger, note, self._pending)
-        return results
 
     def _record_other(self, step: Step) -> None:
         before = self.ledger.live_bytes
@@ -197,6 +196,8 @@ class Executor:
         self, step: Step, target: str, shapes: tuple[tuple[int, ...], ...], allocated: int, freed: int,
         collective: str = "", note: str = "",
     ) -> None:  # fmt: skip
+        if not self.noting:
+            return
         self.entries.append(
             Entry(
                 action=step.action, segment=step.segment, microbatch=step.microbatch, target=target, shapes=shapes,
@@ -211,6 +212,11 @@ class Executor:
         else:
             where += f", {step.kind.value} of {', '.join(step.args or step.drops)}"
         return RuntimeFailure(f"{where}: {type(fault).__name__}: {fault}")
+
+
+def make_tapes(program: RankProgram, modules: Modules) -> dict[str, Tape]:
+    """A program's blocks, ready to be played; executors of equal programs can share them."""
+    return {name: make_tape(modules[name], block) for name, block in program.blocks.items()}
 
 
 def describe(block: Block, index: int, locate: Locate) -> str:

@@ -8,6 +8,7 @@ ranks. It holds nothing but the environment, so that what the account says died 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from paraplan.ir.rank_program import Block, InstrKind, in_place
-from paraplan.runtime.ops import INSTR, OFFSET, collective
-from paraplan.runtime.tracker import Ledger
+from paraplan.runtime.ops import INSTR, LAYOUT_KERNELS, OFFSET, collective
+from paraplan.runtime.torch_private import untracked
+from paraplan.runtime.tracker import Ledger, is_kernel
 from paraplan.runtime.transport import Handle, Port, Route
 
 
@@ -29,12 +31,15 @@ class Line:
         nodes: the node that computes, then one per result of a tuple.
         outs: nodes of the results that exist.
         dead: nodes last read here.
+        plain: whether all it makes are its results, which are then booked without the dispatch mode having to see
+            the call: one kernel of torch's own, or a change of layout.
     """
 
     index: int
     nodes: tuple[fx.Node, ...]
     outs: tuple[fx.Node, ...]
     dead: tuple[fx.Node, ...]
+    plain: bool
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ def make_tape(module: fx.GraphModule, block: Block) -> Tape:
             tuple(nodes),
             _results(nodes, any(out is not None for out in block.instrs[index].outs)),
             tuple(dead[index]),
+            is_kernel(nodes[0].target) or nodes[0].target in LAYOUT_KERNELS,
         )
         for index, nodes in grouped.items()
     )
@@ -101,8 +107,9 @@ Note = Callable[[int, tuple[tuple[int, ...], ...], int, int, int], None]
 
 
 def play(
-    tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note, pending: dict[int, Handle]
-) -> Generator[None, None, list[Tensor | None]]:
+    tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note | None, pending: dict[int, Handle],
+    progress: list[int],
+) -> Generator[None, None, list[Tensor | None]]:  # fmt: skip
     """Run a block.
 
     Args:
@@ -111,9 +118,10 @@ def play(
         port: where collectives go.
         ledger: where memory is booked.
         note: called after each instruction with its index, result shapes, bytes allocated, bytes
-            freed, and bytes made and dropped inside (workspace).
+            freed, and bytes made and dropped inside (workspace); None where nobody asks.
         pending: collectives that earlier blocks issued and left to later ones, by the id of their result; brought up
             to date.
+        progress: its item is set to the index of the instruction under way.
     Returns:
         Outputs, then saved values.
     """
@@ -121,6 +129,7 @@ def play(
     given.clear()
     handles: dict[fx.Node, Handle] = {}
     for line in tape.lines:
+        progress[0] = line.index
         head = line.nodes[0]
         before = ledger.open_window()
         kind = tape.block.instrs[line.index].kind
@@ -134,10 +143,19 @@ def play(
             env[head] = handle.out
             del handle
         else:
-            for node in line.nodes:
-                env[node] = node.target(*map_arg(node.args, env.__getitem__), **map_arg(node.kwargs, env.__getitem__))  # type: ignore[operator]
+            with untracked() if line.plain and note is not None else nullcontext():
+                for node in line.nodes:
+                    env[node] = node.target(  # type: ignore[operator]
+                        *map_arg(node.args, env.__getitem__), **map_arg(node.kwargs, env.__getitem__)
+                    )
+            if line.plain and note is not None:
+                ledger.register_all(env[head])
             if len(line.nodes) > 1:
                 env[head] = None
+        if note is None:
+            for node in line.dead:
+                del env[node]
+            continue
         shapes = tuple(tuple(env[node].shape) for node in line.outs)
         middle = ledger.live_bytes
         workspace = max(0, ledger.window_bytes - max(middle, before))

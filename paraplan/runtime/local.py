@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ class InProcessTrainer:
         seed: base of the random seeds.
         build: emits the modules of another program of this plan; `eval_step` needs it.
         weights: safetensors files with the parameters.
+
+    Attributes:
+        record: whether the next step keeps an account (`entries`, `peak_bytes`); what is computed is the same.
     """
 
     def __init__(
@@ -56,10 +60,10 @@ class InProcessTrainer:
         self.transport, executors = make_executors(
             self.mesh, programs, plan.schedule.rank_class, modules, source_lines(plan.program)
         )  # fmt: skip
-        self.ranks = [
-            Rank(plan, executor, values_of(plan.program, model, weights, seed), seed) for executor in executors
-        ]
+        values = values_of(plan.program, model, weights, seed)
+        self.ranks = [Rank(plan, executor, values, seed) for executor in executors]
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.record = True
         self._evaluations = Evaluations(plan, build)
         self.evaluators: list[Executor] = []
 
@@ -99,7 +103,9 @@ class InProcessTrainer:
         """
         for index, rank in enumerate(self.ranks):
             rank.start(shard_batch(self.plan, self.stage, rank.executor.coordinates, batch))
-            rank.begin_account(self.optimizers[index : index + 1])
+            rank.executor.noting = self.record
+            if self.record:
+                rank.begin_account(self.optimizers[index : index + 1])
         step_together(self.transport, [rank.executor for rank in self.ranks], [rank.before for rank in self.ranks])
         return self.ranks[0].loss()
 
@@ -176,7 +182,8 @@ class InProcessTrainer:
         """One rank's update; whether it was made."""
         made: list[object] = []
         hook = optimizer.register_step_post_hook(lambda *_: made.append(None))
-        with self.transport.tracker, self.transport.tracker.booking(rank.executor.ledger):
+        tracker = self.transport.tracker
+        with tracker if self.record else nullcontext(), tracker.booking(rank.executor.ledger):
             if scaler is None:
                 optimizer.step()
             else:

@@ -188,6 +188,9 @@ _OWN: dict[str, Callable[..., Any]] = {
     "fill_tail": fill_tail, "fill_tail_": fill_tail_,
 }  # fmt: skip
 
+LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
+"""The functions above, which lowering itself adds; all they ever make are their results."""
+
 FACTORIES = frozenset({"full", "arange", "zeros", "ones", "empty", "scalar_tensor", "eye", "linspace", "constant"})
 
 

@@ -6,14 +6,34 @@ fires when the memory is given back; `storage_key` identifies it meanwhile.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as AnyDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "exchange_rows", "rank_in_group", "storage_key", "storage_of", "tree_leaves"]
+__all__ = [
+    "TorchDispatchMode", "exchange_rows", "rank_in_group", "storage_key", "storage_of", "tree_leaves", "untracked",
+]  # fmt: skip
+
+
+class TorchDispatchMode(AnyDispatchMode):
+    """A dispatch mode that only eager code passes: torch's guard against compiling it, a third of the time a small op
+    takes in a mode, is left out."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def untracked() -> AbstractContextManager[None]:
+    """While inside, ops pass no dispatch mode."""
+    keys = DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
+    return _ExcludeDispatchKeyGuard(keys)  # type: ignore[no-any-return]
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paraplan.ir.trace.torch_private import call_within
+from paraplan.ir.trace.torch_private import COMPILED, OpOverload, call_within, is_composite
 from paraplan.runtime.torch_private import TorchDispatchMode, storage_key, storage_of, tree_leaves
 
 
@@ -51,6 +51,12 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.window_bytes = max(self.window_bytes, self.live_bytes)
 
+    def register_all(self, result: Any) -> None:
+        """Book every tensor of an op's result."""
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.register(leaf)
+
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor's storage is booked."""
         return storage_key(storage_of(tensor)) in self._alive
@@ -68,6 +74,18 @@ class Ledger:
         self.peak_bytes = self.live_bytes
 
 
+@cache
+def _has_inside(func: Any) -> bool:
+    """Whether an op's kernel may be Python, whose own ops count too."""
+    return getattr(func, "namespace", "") not in COMPILED
+
+
+@cache
+def is_kernel(func: Any) -> bool:
+    """Whether a call is one kernel of torch's own: the mode would see its results and nothing else."""
+    return isinstance(func, OpOverload) and func.namespace in COMPILED and not is_composite(func)
+
+
 class Tracker(TorchDispatchMode):
     """The dispatch mode; `current` is the ledger of the rank that is running, None while nothing is booked."""
 
@@ -76,11 +94,10 @@ class Tracker(TorchDispatchMode):
         self.current: Ledger | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = call_within(self, func, args, kwargs or {})
+        inside = _has_inside(func)
+        result = call_within(self, func, args, kwargs or {}) if inside else func(*args, **(kwargs or {}))
         if self.current is not None:
-            for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self.current.register(leaf)
+            self.current.register_all(result)
         return result
 
     @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import Mesh
 from paraplan.runtime import ops
+from paraplan.runtime.torch_private import untracked
 from paraplan.runtime.tracker import Ledger, Tracker
 
 
@@ -74,11 +75,19 @@ class _Meeting:
 
 
 class InProcessTransport:
-    """All ranks of a mesh, in this process."""
+    """All ranks of a mesh, in this process.
+
+    Attributes:
+        mesh: whose devices are the ranks.
+        tracker: books what they allocate; the inside of a collective is booked to nobody.
+        num_issued: collectives issued so far, by any rank.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.tracker = Tracker()
+        self.num_issued = 0
+        self._groups: dict[tuple[int, int], tuple[int, ...]] = {}
         self._issued: dict[tuple[int, int], int] = {}
         self._meetings: dict[tuple[int, tuple[int, ...], int], _Meeting] = {}
 
@@ -95,10 +104,11 @@ class InProcessTransport:
         Raises:
             RuntimeFailure: peers issued something else in its place.
         """
-        group = self.mesh.group(rank, axis)
+        self.num_issued += 1
+        group = self._groups.get((rank, axis)) or self._groups.setdefault((rank, axis), self.mesh.group(rank, axis))
         count = self._issued[rank, axis] = self._issued.get((rank, axis), -1) + 1
         what = f"{kind} {count} over axis {self.mesh.axes[axis]}"
-        handle = Handle(x if in_place else _result(kind, x, len(group), route), what)
+        handle = Handle(x if in_place else self._result(kind, x, len(group), route), what)
         found = _Meeting(kind, reduction, tuple(x.shape), x.dtype)
         meeting = self._meetings.setdefault((axis, group, count), found)
         here, there = (
@@ -115,9 +125,18 @@ class InProcessTransport:
             meeting.routes[rank] = route
         if len(meeting.handles) == len(group):
             del self._meetings[axis, group, count]
-            with self.tracker.booking(None):
+            with untracked():
                 _complete(meeting, group)
         return handle
+
+    def _result(self, kind: str, x: Tensor, size: int, route: Route | None) -> Tensor:
+        with untracked():
+            empty = kind != "all_reduce"
+            shape = ops.collective_shape(kind, x.shape, size) if route is None else (route.rows, *x.shape[1:])
+            result = torch.empty(shape, dtype=x.dtype, device=x.device) if empty else ops.fresh(x)
+        if self.tracker.current is not None:
+            self.tracker.current.register(result)
+        return result
 
 
 @dataclass(frozen=True)
@@ -140,14 +159,6 @@ class InProcessPort:
     def booking(self, ledger: Ledger | None) -> AbstractContextManager[None]:
         """Book to a ledger."""
         return self.transport.tracker.booking(ledger)
-
-
-def _result(kind: str, x: Tensor, size: int, route: Route | None) -> Tensor:
-    if route is not None:
-        return x.new_empty((route.rows, *x.shape[1:]))
-    if kind == "all_reduce":
-        return ops.fresh(x)
-    return torch.empty(ops.collective_shape(kind, x.shape, size), dtype=x.dtype, device=x.device)
 
 
 def _complete(meeting: _Meeting, group: tuple[int, ...]) -> None:

@@ -55,8 +55,8 @@ def blocks(x: Tensor, dim: int, n: int, length: int = 0, padding: float | None =
     return list(torch.cat([x, more], dim).split(length, dim)) if missing else list(x.split(length, dim))
 
 
-def scatter(full: Tensor, layout: Layout, mesh_shape: Dims, seed: int = 0) -> Pieces:
-    """What every rank holds; partial sums are random addends."""
+def scatter(full: Tensor, layout: Layout, mesh_shape: Dims, seed: int = 0, padding: float | None = None) -> Pieces:
+    """What every rank holds; partial sums are random addends. For `padding` see `blocks`."""
     generator = torch.Generator().manual_seed(seed)
 
     def cut(x: Tensor, axis: int) -> list[tuple[Dims, Tensor]]:
@@ -64,7 +64,7 @@ def scatter(full: Tensor, layout: Layout, mesh_shape: Dims, seed: int = 0) -> Pi
             return [((), x)]
         place, n = layout[axis], mesh_shape[axis]
         if isinstance(place, Shard):
-            parts = blocks(x, place.dim, n)
+            parts = blocks(x, place.dim, n, padding=padding)
         elif isinstance(place, Replicate):
             return [((k, *coords), y) for coords, y in cut(x, axis + 1) for k in range(n)]
         else:
@@ -323,7 +323,7 @@ def run_plan(
             full, dim = batch[value.source], plan.program.batch[value.source].batch_dim
             if dim is not None and plan.num_microbatches > 1:
                 full = full.chunk(plan.num_microbatches, dim)[int(name.split("@")[1])]
-        for coords, piece in scatter(full, layout, shape).items():
+        for coords, piece in scatter(full, layout, shape, padding=0).items():
             assert tuple(piece.shape) == value.shape, name
             outer[coords][name] = piece
     with torch.no_grad():
@@ -331,10 +331,11 @@ def run_plan(
             if step.kind is StepKind.UPDATE:
                 break
             _run_step(step, program.blocks, outer, shape)
-    grads = {
-        name: gather({coords: env[out] for coords, env in outer.items()}, parse_layout(stage.params[name].state), shape)
-        for name, out in program.grads.items()
-    }
+    grads = {}
+    for name, out in program.grads.items():
+        pieces = {coords: env[out] for coords, env in outer.items()}
+        whole = plan.program.params[name].spec.shape
+        grads[name] = gather(pieces, parse_layout(stage.params[name].state), shape, whole)
     return [env[program.loss].item() for env in outer.values()], grads
 
 

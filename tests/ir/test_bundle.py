@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -62,10 +63,9 @@ def test_small_parameters_are_gathered_and_their_gradients_scattered_at_once(tin
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_bundles_sent_off_early(tiny_gpt2, monkeypatch: pytest.MonkeyPatch, zero: int, microbatches: int) -> None:  # type: ignore[no-untyped-def]
+def test_bundles_sent_off_early(tiny_gpt2, zero: int, microbatches: int) -> None:  # type: ignore[no-untyped-def]
     """A group of segments is gathered beside the one before it; sums are under way beside the backward, few at once."""
-    monkeypatch.setattr(bundle, "BUNDLE_BYTES", 1)
-    plan = planned(tiny_gpt2, zero, microbatches)
+    plan = msgspec.structs.replace(planned(tiny_gpt2, zero, microbatches), bundle_bytes=1)
     program = lower(plan)[0]
     assert tiny_gpt2.worst_error(*run_plan(plan, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9
     if zero == 3:

@@ -148,16 +148,18 @@ def test_peers_that_disagree_are_told_so() -> None:
         _run_two(a, b)
 
 
-def test_ranks_that_wait_forever_are_told_so() -> None:
+@pytest.mark.parametrize("noting", (True, False))
+def test_ranks_that_wait_forever_are_told_so(noting: bool) -> None:
     a = _one_block(issue("all_reduce", "x", "i", reduction="sum"), wait("i", "i'", frees="i i'"), names="i i'")
     b = _one_block(op("aten.mul.Tensor", ("%x", 2.0), ("y",), frees="y"), names="y")
     with pytest.raises(RuntimeFailure, match="wait for each other: rank 0 after"):
-        _run_two(a, b)
+        _run_two(a, b, noting)
 
 
-def _run_two(a: RankProgram, b: RankProgram) -> None:
+def _run_two(a: RankProgram, b: RankProgram, noting: bool = True) -> None:
     transport, executors = make_executors(pair(), [a, b], (0, 1), [build_modules(a), build_modules(b)])
     for executor in executors:
+        executor.noting = noting
         executor.bind(values_of(executor.rank))
     step_together(transport, executors, [a.steps, b.steps])
 

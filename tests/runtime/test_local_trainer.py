@@ -54,6 +54,24 @@ def test_every_rank_does_what_was_predicted(seed: int) -> None:
     assert max(trainer.peak_bytes(rank) for rank in range(2)) <= predicted
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_steps_that_are_not_recorded_change_nothing(seed: int) -> None:
+    always, sometimes = trainer_of(seed), trainer_of(seed)
+    for step in range(3):
+        sometimes.record = step == 2
+        losses = [trainer.step(batch(step)) for trainer in (always, sometimes)]
+        assert torch.equal(*losses)
+        grads = [trainer.grads() for trainer in (always, sometimes)]
+        assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+        if step == 1:
+            assert not sometimes.entries(0)
+        for trainer in (always, sometimes):
+            trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+    for rank in range(2):
+        assert [entry.key for entry in sometimes.entries(rank)] == [entry.key for entry in always.entries(rank)]
+        assert sometimes.peak_bytes(rank) == always.peak_bytes(rank)
+
+
 def test_a_batch_of_another_size_is_refused() -> None:
     trainer = trainer_of(SEEDS[0])
     with pytest.raises(PlanMismatchError, match=r"\(8, 8\), the plan was made for the global batch \(4, 8\)"):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
 from paraplan.runtime import ops
+from paraplan.runtime.torch_private import tree_leaves
+from paraplan.runtime.tracker import Ledger, Tracker
 
 
 def _fresh(result: Tensor, source: Tensor) -> bool:
@@ -34,6 +39,49 @@ def test_every_op_of_lowering_returns_fresh_contiguous_storage() -> None:
         (ops.reshape_copy(x, (2, 6)), x.reshape(2, 6)), (ops.reshape_copy(x, (4, 3)), x), (ops.copy_alone(x), x),
     ):  # fmt: skip
         assert torch.equal(result, wanted) and _fresh(result, x)
+
+
+MADE_BY = {
+    "shard": lambda x: (ops.shard(x, 0, 2, 2), ops.shard(x, 0, 3, 3)),
+    "stack": lambda x: (ops.stack(x.t(), 2, 1), ops.stack(x, 2, 1, 2)),
+    "unstack": lambda x: (ops.unstack(x.contiguous(), 2, 1), ops.unstack(x.contiguous(), 2, 1, 5)),
+    "first_only": lambda x: ops.first_only(x, 1),
+    "reshape_copy": lambda x: ops.reshape_copy(x, (2, 6)), "write": lambda x: ops.write(x, x + 1),
+    "fill_tail": lambda x: ops.fill_tail(x, 0, 7, 4), "fill_tail_": lambda x: ops.fill_tail_(x, 0, 7, 4),
+    "constant": lambda x: ops.constant([1.0, 2.0], torch.float64, (2,)),
+    "pack": lambda x: ops.pack([x, x.contiguous()], 2, [0, 0]),
+    "unpack": lambda x: ops.unpack(x.reshape(-1), [(3,), (9,)]),
+    "unpack_stacked": lambda x: ops.unpack_stacked(x.reshape(-1), 2, [(2,), (4,)], [0, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", sorted(ops.LAYOUT_KERNELS, key=lambda f: f.__name__))
+def test_a_change_of_layout_makes_its_results_alone(function: Callable[..., object]) -> None:
+    """A recording books the results of these without looking inside them."""
+    x = torch.arange(12.0).reshape(3, 4).t()
+    tracker, ledger = Tracker(), Ledger()
+    calls: list[int] = []
+
+    def watched(*args: Any, **kwargs: Any) -> object:
+        with tracker, tracker.booking(ledger):
+            for tensor in [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]:
+                ledger.register(tensor)
+            before = ledger.open_window()
+            result = function(*args, **kwargs)
+        calls.append(ledger.window_bytes - before)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not _is_among(leaf, args)]
+        assert calls[-1] == sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in made}.values())
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, function.__name__, watched)
+        MADE_BY[function.__name__](x)
+    assert calls
+
+
+def _is_among(tensor: Tensor, args: object) -> bool:
+    place = tensor.untyped_storage().data_ptr()
+    return any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() == place for leaf in tree_leaves(args))
 
 
 def test_write_goes_into_the_destination() -> None:

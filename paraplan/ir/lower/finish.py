@@ -6,6 +6,8 @@ other work comes between.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from paraplan.ir.graph import refs
@@ -63,7 +65,11 @@ def _overlap(
     inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]
 ) -> list[Instr]:
     made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}
-    waiting = [instr for instr in instrs if instr.kind is InstrKind.COLLECTIVE]
+    lacks = {index: set(_reads(instr)) for index, instr in enumerate(instrs) if instr.kind is InstrKind.COLLECTIVE}
+    readers: dict[str, list[int]] = {}
+    for index, sources in lacks.items():
+        for source in sources:
+            readers.setdefault(source, []).append(index)
     ready = set(inputs)
     ordered: list[Instr] = []
 
@@ -72,21 +78,27 @@ def _overlap(
             if name not in ready:
                 emit(made_by_wait[name])
         ordered.append(instr)
-        ready.update(out for out in instr.outs if out is not None)
-        issue()
+        made = [out for out in instr.outs if out is not None]
+        ready.update(made)
+        issue(made)
 
-    def issue() -> None:
-        for collective in list(waiting):
-            if ready.issuperset(_reads(collective)) and collective in waiting:
-                waiting.remove(collective)
-                ordered.append(collective)
-                ready.update(out for out in collective.outs if out is not None)
+    def issue(made: Iterable[str]) -> None:
+        """The collectives that lacked nothing but these, in the order they were written."""
+        due: set[int] = set()
+        for source in made:
+            for index in readers.pop(source, ()):
+                lacks[index].discard(source)
+                due.update(() if lacks[index] else (index,))
+        for index in sorted(due):
+            del lacks[index]
+            ordered.append(instrs[index])
+            ready.update(out for out in instrs[index].outs if out is not None)
 
-    issue()
-    for instr in instrs:
+    issue(inputs)
+    for index, instr in enumerate(instrs):
         if instr.kind is InstrKind.OP:
             emit(instr)
-        elif instr.kind is InstrKind.COLLECTIVE and instr in waiting:
+        elif index in lacks:
             for source in _reads(instr):
                 if source not in ready:
                     emit(made_by_wait[source])

@@ -69,7 +69,7 @@ class StageSteps:
         self.metrics: dict[str, str] = {}
         specs = {name: self._grad_spec(name) for name in self.trained}
         self.calls = PartedCalls(self._call)
-        self.reductions = Reductions(stage.params, specs, stage.mesh.shape, self.calls)
+        self.reductions = Reductions(stage.params, specs, stage.mesh.shape, self.calls, plan.bundle_bytes)
         self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
         self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
 

@@ -32,6 +32,7 @@ class Reductions:
         specs: of every gradient as it accumulates.
         mesh_shape: of the stage.
         calls: writes steps.
+        most_bytes: the plan's bound on bundles.
         grads: parameter -> outer name of its reduced gradient.
     """
 
@@ -39,10 +40,11 @@ class Reductions:
     specs: Mapping[str, TensorSpec]
     mesh_shape: Dims
     calls: PartedCalls
+    most_bytes: int
     grads: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._parcels = Parcels("reduce", self._extended, self.calls)
+        self._parcels = Parcels("reduce", self._extended, self.calls, most_bytes=self.most_bytes)
 
     def final(self, names: Iterable[str]) -> None:
         """These parameters' gradients are complete: begin what can begin."""

@@ -1,7 +1,7 @@
 """The only place of capture that touches torch's private or experimental modules.
 
-Names here are ours; everything else in `ir.trace` imports them from this file. Checked on torch 2.13; the
-names exist with the same meaning in 2.11 and 2.12.
+Names here are ours; everything else in `ir.trace` imports them from this file. The tests passed with torch 2.13 and
+2.11.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _dispatch_has_kernel_for_dispatch_key
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Graph
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode", "is_composite", "is_fake",
-    "is_region", "lazy_modules", "recording_graph", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
+    "is_region", "lazy_module", "lazy_modules", "recording_graph", "storage_key", "trace_ops", "tree_leaves",
+    "tree_map_only",
 ]  # fmt: skip
 
 trace_ops = make_fx
@@ -45,6 +46,11 @@ def fake_mode() -> FakeTensorMode:
 def lazy_modules() -> AbstractContextManager[None]:
     """Under it, a graph module writes its Python code when that is first run, not after every pass over its graph."""
     return _use_lazy_graph_module(True)
+
+
+def lazy_module(graph: Graph, name: str) -> GraphModule:
+    """A graph module that writes its Python code when it is first called."""
+    return _LazyGraphModule({}, graph, class_name=name)
 
 
 def is_fake(tensor: object) -> bool:
