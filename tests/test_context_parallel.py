@@ -124,9 +124,9 @@ def test_heads_that_do_not_divide_are_named() -> None:
         planned("llama", 0.0, 4, Constraints(cp=4, cp_mode="alltoall"))
 
 
-def test_a_sequence_that_does_not_divide_is_named() -> None:
+def test_a_ring_over_a_sequence_that_does_not_divide_is_named() -> None:
     with pytest.raises(ConstraintError, match="a sequence of 16 does not divide over 3"):
-        planned("llama", 0.0, 3, Constraints(cp=3))
+        planned("llama", 0.0, 3, Constraints(cp=3, cp_mode="ring"))
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ def _on_mesh(
         step_s = min((candidate.simulation.step_s for candidate in here), default=float("inf"))
         if here and (step_s >= best_s or not here[0].memory_binds):
             break
+        if not here and constraints.recompute != "none" and isinstance(failures[-1], InfeasibleError):
+            break  # what is kept whatever is recomputed does not get less with smaller microbatches
         best_s = min(best_s, step_s)
     return found
 

@@ -31,6 +31,7 @@ from paraplan.planner.sharding.solve import (
     Limits,
     check_objective,
     decisions_of,
+    largest,
     least_memory,
     problem_of,
     say_size,
@@ -60,7 +61,7 @@ def solve_with_recomputation(
         solve_s += found.solve_s
         if found.choices is None:
             if found.status is Status.INFEASIBLE and attempt == 0:
-                raise _too_small(space, mesh, limits)
+                raise _too_small(job, space, mesh, limits)
             raise _not_found(mesh, limits, least)
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
@@ -96,12 +97,12 @@ def _recomputing(job: Job, decisions: Decisions, pinned: str | None, limit_bytes
     return Fitted(made.plan, again, extra)
 
 
-def _too_small(space: Space, mesh: Mesh, limits: Limits) -> InfeasibleError:
+def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> InfeasibleError:
     need = least_memory(space, limits, activations=False)
     return InfeasibleError(
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, gradients and "
-        f"optimizer states alone take at least {say_size(need)}, whatever is recomputed; use more devices, or devices "
-        "with more memory"
+        f"optimizer states alone take at least {say_size(need)}, {say_size(need - limits.memory_bytes)} are missing "
+        f"whatever is recomputed; {largest(job)}; use more devices, or devices with more memory"
     )
 
 

@@ -28,6 +28,7 @@ from paraplan.planner.sharding.pins import make_pins
 from paraplan.planner.sharding.prices import Prices
 from paraplan.planner.sharding.space import Space, build_space
 
+_SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 ROUNDS = 12
 """Plans tried before giving up on memory between the loss and the update."""
 
@@ -200,18 +201,17 @@ def _fail(job: Job, space: Space, found: Optimum, limits: Limits, proved: bool) 
             f"the solver found no plan within {limits.time_s:.0f} s; raise the time limit or pin more"
         )
     need = least_memory(space, limits)
-    name, spec = max(((n, p.spec) for n, p in job.program.params.items()), key=lambda item: item[1].nbytes)
     missing = need - limits.memory_bytes
     if not proved:  # rows were lowered for what one plan held in passing; another plan's may be less
         raise SolverLimitError(
             f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
-            f"{say_size(need)} would do at the loss and the update, but what passes in between took more; the largest "
-            f"tensor is {name} {spec} ({say_size(spec.nbytes)}); use smaller microbatches or more devices"
+            f"{say_size(need)} would do at the loss and the update, but what passes in between took more; "
+            f"{largest(job)}; use smaller microbatches or more devices"
         )
     raise InfeasibleError(
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
-        f"{say_size(need)} are needed, {say_size(max(missing, 0.0))} are missing; the largest tensor is {name} {spec} "
-        f"({say_size(spec.nbytes)}); use more devices, smaller microbatches, or devices with more memory"
+        f"{say_size(need)} are needed, {say_size(max(missing, 0.0))} are missing; {largest(job)}; use more "
+        "devices, smaller microbatches, or devices with more memory"
     )
 
 
@@ -222,6 +222,13 @@ def least_memory(space: Space, limits: Limits, activations: bool = True) -> floa
     return limits.memory_bytes * max(least_activity(network, row, stop).bound for row in range(len(network.rows)))
 
 
+def largest(job: Job) -> str:
+    """The parameter that takes most, for messages."""
+    name, spec = max(((n, p.spec) for n, p in job.program.params.items()), key=lambda item: item[1].nbytes)
+    return f"the largest tensor is {name} {spec} ({say_size(spec.nbytes)})"
+
+
 def say_size(nbytes: float) -> str:
     """Bytes as people read them."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"
+    size, unit = next((size, unit) for size, unit in _SIZES if nbytes >= size / 8 or size == 1)
+    return f"{nbytes / size:.2f} {unit}" if size > 1 else f"{nbytes:.0f} {unit}"

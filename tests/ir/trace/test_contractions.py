@@ -52,7 +52,9 @@ class Combine(nn.Module):
 
 def test_experts_lead_the_merged_dim_whatever_their_letter() -> None:
     """Experts (4) and slots (3) are contracted as one dim of 12, which shards over the experts only where they lead."""
-    program = capture(Combine(), {"mask": torch.rand(2, 5, 4, 3), "rows": torch.rand(4, 2, 3, 6)})
+    program = capture(
+        Combine(), {"mask": torch.rand(2, 5, 4, 3), "rows": torch.rand(4, 2, 3, 6)}, batch_dims={"rows": 1}
+    )
     graph = next(kind.graph for kind in program.kinds if any(op.target == "aten.bmm.default" for op in kind.graph.ops))
     views = [op for op in graph.ops if op.target.startswith("aten.view") and 12 in graph.values[op.outs[0]].shape]  # type: ignore[index]
     assert views
