@@ -1,4 +1,4 @@
-"""The paraplan command: plan, show, simulate, run, cluster.
+"""The paraplan command: plan, show, simulate, compare, run, cluster.
 
 Loads quickly: what plans, prices and runs is imported through `_part` by the command that needs it. A fault is one
 message on stderr and exit code 2; `--debug` shows where it came from. `--json` prints one object as the last line.
@@ -31,6 +31,7 @@ app.add_typer(clusters.app, name="cluster")
 _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
+    "compare_memory": "paraplan.api",
     "make_model": "paraplan.jobs.models",
     "RunOptions": "paraplan.jobs.run",
     "check_run": "paraplan.jobs.run",
@@ -41,9 +42,12 @@ _PARTS = {
     "run_table": "paraplan.terminal.run",
     "check_failure": "paraplan.terminal.run",
     "spawn": "paraplan.terminal.run",
+    "STRATEGIES": "paraplan.planner.compare",
     "show_plan": "paraplan.terminal.show",
     "show_summary": "paraplan.terminal.show",
     "show_simulation": "paraplan.terminal.show",
+    "compare_table": "paraplan.terminal.compare",
+    "compare_json": "paraplan.terminal.compare",
 }
 RESULT_ENV = "PARAPLAN_RESULT"
 """Where the first rank of a locally started run leaves its result for the command that started it."""
@@ -190,6 +194,43 @@ def simulate(
             "exposed_comm_s": simulation.exposed_comm_s, "busy_s": busy, "tokens_per_s": priced.prediction.tokens_per_s,
             "mfu": priced.prediction.mfu,
         })  # fmt: skip
+
+
+@app.command()
+def compare(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, or package.module:factory.")],
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="Of one device: local:1, 1xH100, or a file.")],
+    memory: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE|%", help="A budget, or a share of what is not always there."),
+    ] = None,
+    strategies: Annotated[str, typer.Option(help="Names joined by commas, or all.")] = "all",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of the global batch (hf: models; default 8).")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (hf: models; default 128).")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
+    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For each strategy at each budget.")] = 10.0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare memory strategies on one device: ours and the literature's."""
+    gc.set_threshold(*RARELY)
+    given = parse_settings(settings or [])
+    names = tuple(_part("STRATEGIES")) if strategies == "all" else tuple(strategies.split(","))
+    with Progress() as tell:
+        tell(f"loading {model}")
+        made = _part("make_model")(model, given, meta=True)
+        _check_batch(model, made, batch, seq)
+        found = _part("compare_memory")(
+            made.model, cluster, memory or ["80%", "60%", "50%", "40%"], names, strategy_time_s=time_limit,
+            progress=tell, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer,
+            precision=precision, batch=8 if batch is None else batch, seq=_sequence(made.model, seq),
+        )  # fmt: skip
+    out().print(_part("compare_table")(found))
+    if as_json:
+        _print_json(_part("compare_json")(found))
 
 
 @app.command()

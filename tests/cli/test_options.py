@@ -18,6 +18,10 @@ OPTIONS = {
         "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--microbatches", "--recompute", "--time-limit",
         "--json",
     ],
+    "compare": [
+        "MODEL", "CLUSTER", "--memory", "--strategies", "--set", "--batch", "--seq", "--optimizer", "--precision",
+        "--time-limit", "--json",
+    ],
     "show": ["PLAN"],
     "simulate": ["PLAN", "--cluster", "--trace", "--json"],
     "cluster list": ["--json"],

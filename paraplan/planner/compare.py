@@ -1,0 +1,120 @@
+"""Memory strategies side by side: ours and the named ones, on the program of one device, at some budgets.
+
+The program is flattened into ops and storages (`memory.flatten`), so what is compared is what would be executed, timed
+as the simulator times it. Every schedule is priced by the same evaluation, whatever its method thinks of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from paraplan.cost_models.predict import plan_costs
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.plan import Plan
+from paraplan.ir.rank_program import RankProgram
+from paraplan.planner.memory.answer import MemoryAnswer
+from paraplan.planner.memory.flatten import flatten
+from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.problem import MemoryProblem, Tier
+from paraplan.planner.memory.schedule import evaluate, freeing
+from paraplan.planner.strategies import MEMORY, Limits
+
+OURS = "paraplan"
+STRATEGIES = (OURS, *MEMORY)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One strategy at one budget.
+
+    Attributes:
+        strategy, budget_bytes: which.
+        answer: what it found; None where nothing.
+        why: then, why.
+        solve_s: seconds it took.
+    """
+
+    strategy: str
+    budget_bytes: int
+    answer: MemoryAnswer | None
+    why: str
+    solve_s: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Strategies at budgets, and the step they start from.
+
+    Attributes:
+        step_s, peak_bytes: of every op once, each result freed after its last reader.
+        base_bytes: there all the time (parameters, optimizer states).
+        num_ops: of the step.
+        rows: by budget, then strategy.
+    """
+
+    step_s: float
+    peak_bytes: int
+    base_bytes: int
+    num_ops: int
+    rows: tuple[Compared, ...]
+
+
+def compare(
+    plan: Plan, program: RankProgram, budgets: Callable[[int, int], Sequence[int]], names: Sequence[str], time_s: float,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Comparison:  # fmt: skip
+    """Every strategy at every budget.
+
+    Args:
+        plan, program: of one device.
+        budgets: from the peak without recomputation and what is always there, in bytes, to the budgets.
+        names: of `STRATEGIES`.
+        time_s: for each strategy at each budget.
+        tell: told what is being tried.
+    Raises:
+        ConstraintError: there is no such strategy.
+        InvalidPlanError: the program communicates.
+    """
+    unknown = [name for name in names if name not in STRATEGIES]
+    if unknown:
+        raise ConstraintError(f"strategy {unknown[0]!r} is unknown; choose among {', '.join(STRATEGIES)}")
+    problem = flatten(program, plan_costs(plan)[0]).problem
+    problem = replace(problem, tiers=host_tiers(plan.cluster))
+    alone = replace(problem, tiers=())
+    start = evaluate(alone, freeing(alone, tuple(range(len(problem.ops)))))
+    rows = []
+    for budget in budgets(start.peak_bytes, problem.base_bytes):
+        for name in names:
+            tell(f"{name} within {budget} bytes")
+            rows.append(_row(problem, name, budget, time_s))
+    return Comparison(start.step_s, start.peak_bytes, problem.base_bytes, len(problem.ops), tuple(rows))
+
+
+def host_tiers(cluster: ClusterSpec) -> tuple[Tier, ...]:
+    """The host's memory as one device of the cluster sees it; nothing where none is for offloading."""
+    group = cluster.groups[0]
+    room = group.host_memory_bytes // group.devices_per_node
+    if not room:
+        return ()
+    rate = group.host.bytes_per_s
+    return (Tier("host", room, rate, rate, group.host.latency_s),)
+
+
+def _row(problem: MemoryProblem, name: str, budget: int, time_s: float) -> Compared:
+    started = time.perf_counter()
+    answer, why = None, ""
+    try:
+        if name == OURS:
+            answer = plan_memory(problem, budget, MemoryLimits(time_s=time_s))
+        else:
+            answer = MEMORY[name](problem, budget, Limits(time_s=time_s))
+    except InfeasibleError as fault:
+        why = f"infeasible: {fault}"
+    except SolverLimitError as fault:
+        why = f"none found: {fault}"
+    except ConstraintError as fault:
+        why = f"does not apply: {fault}"
+    return Compared(name, budget, answer, why, time.perf_counter() - started)

@@ -1,0 +1,45 @@
+"""`paraplan compare`: strategies side by side, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_strategies_side_by_side(here: Path, command: Any) -> None:
+    outcome = command(
+        "compare", "zoo:net", "local:1", "--optimizer", "sgd", "--memory", "100%", "--memory", "1%", "--memory", "1MiB",
+        "--strategies", "paraplan,chen-sqrt,dtr", "--json",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome
+    found = json.loads(outcome.out.splitlines()[-1])
+    rows = {(row["strategy"], row["budget_bytes"]): row for row in found["rows"]}
+    assert len(rows) == 9
+    full = found["peak_bytes"]
+    least, roomy = sorted({budget for _, budget in rows} - {full})
+    assert roomy == 1 << 20 and found["base_bytes"] < least < full
+    for budget in (full, roomy):
+        kept = rows["paraplan", budget]
+        assert kept["step_s"] == pytest.approx(found["step_s"]) and kept["status"] == "optimal"
+        assert kept["peak_bytes"] <= budget
+    assert rows["paraplan", least]["why"].startswith("infeasible") and "alone needs" in outcome.out
+    for line in outcome.out.splitlines():
+        if line.startswith("paraplan"):
+            assert "0.0 [0.0]" in line and "∅" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("local:2",), ("2 devices", "local:1")),
+        (("local:1", "--strategies", "paraplan,magic"), ("'magic'", "chen-sqrt")),
+        (("local:1", "--memory", "much"), ("'much'", "2GiB")),
+    ],
+)
+def test_what_is_refused(here: Path, command: Any, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    outcome = command("compare", "zoo:net", *arguments)
+    assert outcome.code == 2
+    assert all(word in outcome.err for word in words), outcome.err
