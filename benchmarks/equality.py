@@ -52,9 +52,10 @@ def paraplan(*args: str) -> dict[str, object]:
     """Run the command; its last line is one JSON object."""
     command = [sys.executable, "-m", "paraplan.cli", *args, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not done.stdout.strip():
-        raise RuntimeError(f"paraplan {' '.join(args)} failed ({done.returncode}): {done.stderr[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if not last.startswith("{"):
+        raise RuntimeError(f"paraplan {' '.join(args)} failed ({done.returncode}): {last}\n{done.stderr[-4000:]}")
+    return dict(json.loads(last))
 
 
 def model_args(name: str, dropout: float) -> list[str]:
