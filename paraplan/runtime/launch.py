@@ -13,6 +13,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from paraplan.ir.errors import RuntimeFailure
+from paraplan.runtime.torch_private import default_store
 
 FAULTS = "PARAPLAN_FAULTS"
 """Environment variable: the folder where ranks leave the traceback of a signal that kills them."""
@@ -58,10 +60,25 @@ def leave_job() -> None:
     """
     if dist.is_initialized():
         dist.barrier()
+        _wait_for_all(default_store(), dist.get_rank(), dist.get_world_size())
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _wait_for_all(store: dist.Store, rank: int, world: int, limit_s: float = 60.0) -> None:
+    """Come back once every rank is through its last barrier; the first rank, who may serve the store, last.
+
+    A barrier lets a rank go while others are still in it, and a rank that closes its connections then fails theirs.
+    """
+    stop = time.monotonic() + limit_s
+    for key in ("paraplan/leaving", "paraplan/gone")[: 2 if rank == 0 else 1]:
+        store.add(key, 1)
+        while store.add(key, 0) < world and time.monotonic() < stop:
+            time.sleep(0.01)
+    if rank:
+        store.add("paraplan/gone", 1)
 
 
 def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None) -> int:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._C._distributed_c10d import _register_work
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode as AnyDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    "TorchDispatchMode", "exchange_rows", "rank_in_group", "storage_key", "storage_of", "tree_leaves", "untracked",
+    "TorchDispatchMode", "default_store", "exchange_rows", "rank_in_group", "storage_key", "storage_of", "tree_leaves",
+    "untracked",
 ]  # fmt: skip
 
 
@@ -55,3 +56,8 @@ def exchange_rows(out: Tensor, x: Tensor, receives: list[int], sends: list[int],
     """Starts an all-to-all of unequal parts; waiting for any tensor on `out`'s storage waits for it."""
     work = dist.all_to_all_single(out, x, receives, sends, _resolve_process_group(group), async_op=True)  # type: ignore[arg-type]
     _register_work(out, work)
+
+
+def default_store() -> dist.Store:
+    """The store through which the job's processes found each other."""
+    return _get_default_store()
