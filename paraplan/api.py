@@ -285,9 +285,8 @@ def compile(
     spec = as_cluster(cluster)
     constraints = _part("Constraints")(
         mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, ep=ep,
-        zero=zero, microbatches=microbatches,
-        memory_bytes=None if memory is None else parse_bytes(memory), recompute=recompute,
-        memory_reserve_bytes=parse_bytes(memory_reserve), params=dict(params or {}),
+        zero=zero, microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory),
+        recompute=recompute, memory_reserve_bytes=parse_bytes(memory_reserve), params=dict(params or {}),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
     inputs = example_inputs if example_inputs is not None else _part("hf_batch")(model, batch, seq)
