@@ -26,7 +26,7 @@ from paraplan.ir.cluster import ClusterSpec, Device
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg, refs
 from paraplan.ir.mesh import Mesh
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import GROW, PUT, ROOM, Block, Instr, InstrKind, LocalValue
 
 COMPUTE = "compute"
 COPY = "copy"
@@ -141,6 +141,11 @@ class Costs:
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
         if instr.target == "paraplan.fill_tail_":
             return self.memory_s(0, tail_bytes(instr.args, inputs[0]))
+        if instr.target in (PUT, GROW):
+            part = inputs[1].nbytes
+            return self.memory_s(part * (1 + (instr.target == GROW)), part)
+        if instr.target == ROOM:
+            return self.memory_s(0, 0)
         if all(_is_view(name, out) for name, out in made):
             return 0.0
         if is_free(instr.target):

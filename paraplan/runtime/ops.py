@@ -130,6 +130,18 @@ def write(dst: Tensor, src: Tensor) -> None:
     dst.copy_(src)
 
 
+def put_(whole: Tensor, part: Tensor, dim: int, start: int) -> Tensor:
+    """whole[..., start : start + length, ...] := part along `dim`, in place."""
+    whole.narrow(dim, start, part.shape[dim]).copy_(part)
+    return whole.view_as(whole)
+
+
+def grow_(total: Tensor, addend: Tensor) -> Tensor:
+    """total := total + addend, in place."""
+    total.add_(addend)
+    return total.view_as(total)
+
+
 def constant(
     values: Sequence[float | int | bool], dtype: torch.dtype, shape: Sequence[int], device: str = "cpu"
 ) -> Tensor:
@@ -185,7 +197,7 @@ def copy_alone(x: Tensor) -> Tensor:
 _OWN: dict[str, Callable[..., Any]] = {
     "shard": shard, "stack": stack, "unstack": unstack, "first_only": first_only, "reshape_copy": reshape_copy,
     "write": write, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
-    "fill_tail": fill_tail, "fill_tail_": fill_tail_,
+    "fill_tail": fill_tail, "fill_tail_": fill_tail_, "put_": put_, "grow_": grow_,
 }  # fmt: skip
 
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())

@@ -65,7 +65,7 @@ class _Evaluation(StageSteps):
             action = parse_action(text)
             if action.kind is ActionKind.F:
                 self.action = text
-                self._forward(action.microbatch)
+                self._forward(action.microbatch, [])
                 for name, output in self.wanted.items():
                     self._output(name, output, action.microbatch)
         self._loss((), [])()

@@ -10,13 +10,17 @@ small one that is a sum over ranks as it was made (`partial`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Op, Phase
+from paraplan.ir.lower.chunks import WHOLE, Chunks, chunks_of
 from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.loops import emit_ops
+from paraplan.ir.lower.order import executed, ops_of, phase_order
 from paraplan.ir.lower.parcels import travels_with
 from paraplan.ir.lower.remat import NOTHING, Remat, remat_of
 from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
@@ -140,17 +144,26 @@ def lower_forward(
     """Lower a kind's forward ops."""
     m = context.num_microbatches
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
-    emitter = BlockEmitter(name, (m, *context.mesh_shape))
-    early = _early(kind, strategies, _ops_of(kind, Phase.FORWARD), context)
-    _give_sources(emitter, kind, context, early)
-    _emit_phase(emitter, kind, strategies, Phase.FORWARD)
+    chunks = _chunks(kind, choice, strategies, context)
+    kind = executed(kind, choice)
     remat = remat_of(kind, choice.activations)
+    emitter = BlockEmitter(name, (m, *context.mesh_shape))
+    early = _early(kind, strategies, ops_of(kind, Phase.FORWARD), context)
+    _give_sources(emitter, kind, context, early)
+    if choice.split is not None and choice.split.at_once:
+        for tangent in filter(None, kind.tangents):
+            emitter.give(tangent, kind.graph.values[tangent], (R,) * (1 + len(context.mesh_shape)))
+    order = phase_order(kind, Phase.FORWARD)
+    emit_ops(emitter, kind.graph, strategies, order, chunks, (*kind.outputs, *remat.saved))
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in kind.outputs)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(kind.outputs, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
     saved = {}
-    for value in remat.saved:
-        local = emitter.get(value, emitter.home(value))
+    kept: tuple[str | None, ...] = tuple(emitter.get(value, emitter.home(value)) for value in remat.saved)
+    if choice.split is not None and choice.split.at_once:
+        kept = _unshared(emitter, kept)
+    for value, local in zip(remat.saved, kept, strict=True):
+        assert local is not None
         saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
     block = emitter.finish(locals_, tuple(local for local, _ in saved.values()))
     return LoweredForward(block, outputs, saved, strategies, early, remat)
@@ -171,16 +184,19 @@ def evaluate_forward(
     for op in reversed(graph.ops):
         if op.phase is Phase.FORWARD and not needed.isdisjoint(op.outs):
             needed.update(op.tensors)
-    taken = [index for index in _ops_of(kind, Phase.FORWARD) if not needed.isdisjoint(graph.ops[index].outs)]
+    taken = [index for index in ops_of(kind, Phase.FORWARD) if not needed.isdisjoint(graph.ops[index].outs)]
     early = _early(kind, strategies, taken, context)
     _give_sources(emitter, kind, context, early)
-    for index in taken:
-        op, strategy = graph.ops[index], strategies[index]
+
+    def calm(to: BlockEmitter, index: int, strategy: Strategy) -> None:
+        op = graph.ops[index]
         if op.target == "paraplan.dropout":
             assert op.outs[0] is not None and strategy.computed[0] is not None
-            emitter.rename(op.outs[0], op.tensors[0], strategy.inputs[0])
+            to.rename(op.outs[0], op.tensors[0], strategy.inputs[0])
         else:
-            emitter.op(_certain(op), graph, strategy, index)
+            to.op(_certain(op), graph, strategy, index)
+
+    emit_ops(emitter, graph, strategies, taken, _chunks(kind, choice, strategies, context), results, emit=calm)
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in results)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(results, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
@@ -199,9 +215,11 @@ def lower_backward(
     tangents: tuple[Given | None, ...],
 ) -> LoweredBackward:  # fmt: skip
     """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
+    chunks = _chunks(kind, choice, forward.strategies, context)
+    kind = executed(kind, choice)
     graph = kind.graph
     emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape))
-    early = _early(kind, forward.strategies, (*_ops_of(kind, Phase.BACKWARD), *forward.remat.again), context)
+    early = _early(kind, forward.strategies, (*ops_of(kind, Phase.BACKWARD), *forward.remat.again), context)
     _give_sources(emitter, kind, context, early)
     for value, (local, given) in forward.saved.items():
         emitter.give(local, graph.values[value], given.layout, given.strides, known_as=value)
@@ -210,16 +228,19 @@ def lower_backward(
     for tangent, arrives in zip(kind.tangents, tangents, strict=True):
         if tangent is not None and arrives is not None:
             emitter.give(tangent, graph.values[tangent], arrives.layout, arrives.strides)
-    _emit_phase(emitter, kind, forward.strategies, Phase.BACKWARD, forward.remat)
+    order = phase_order(kind, Phase.BACKWARD, forward.remat)
+    results = [grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None]
+    emit_ops(emitter, graph, forward.strategies, order, chunks, results, forward.remat.again)
     layouts = _input_grad_layouts(kind, choice, micro, emitter)
     grads = tuple(
         None if grad is None or layout is None else emitter.get(grad, layout)
         for grad, layout in zip(kind.input_grads, layouts, strict=True)
     )
     partial, param_grads = _param_grads(emitter, kind, context, context.num_microbatches)
-    results = _unshared(emitter, (*grads, *param_grads))
-    grads = results[: len(grads)]
-    block = emitter.finish(results, ())
+    own = {local for local, _ in forward.saved.values()} if choice.split is not None and choice.split.at_once else set()
+    handed = _unshared(emitter, (*grads, *param_grads), own)
+    grads = handed[: len(grads)]
+    block = emitter.finish(handed, ())
     lies = tuple(
         None if local is None or layout is None else Given(layout, emitter.values[local].strides)
         for local, layout in zip(grads, layouts, strict=True)
@@ -227,9 +248,11 @@ def lower_backward(
     return LoweredBackward(block, lies, early, partial)
 
 
-def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """Results that own their storage: gradients are accumulated in place."""
-    taken = set(emitter.inputs)
+def _unshared(
+    emitter: BlockEmitter, results: tuple[str | None, ...], own: AbstractSet[str] = frozenset()
+) -> tuple[str | None, ...]:
+    """Results that own their storage: gradients are accumulated in place. `own`: inputs that nobody else holds."""
+    taken = set(emitter.inputs) - own
     found: list[str | None] = []
     for local in results:
         if local is not None:
@@ -260,38 +283,10 @@ def _give_sources(
         emitter.give(kind.seed, values[kind.seed], (R,) * (1 + len(context.mesh_shape)))
 
 
-def _emit_phase(
-    emitter: BlockEmitter,
-    kind: SegmentKind,
-    strategies: tuple[Strategy, ...],
-    phase: Phase,
-    remat: Remat = NOTHING,
-) -> None:
-    """A phase's ops in order, each after what it reads that is to be made again."""
-    ops = kind.graph.ops
-    makers = {out: index for index in remat.again for out in ops[index].outs if out is not None}
-    emitted: set[int] = set()
-
-    def emit(index: int) -> None:
-        emitted.add(index)
-        for name in ops[index].tensors:
-            ensure(name)
-        emitter.op(ops[index], kind.graph, strategies[index], index)
-
-    def ensure(name: str) -> None:
-        if name in makers and makers[name] not in emitted:
-            emit(makers[name])
-
-    for index in _ops_of(kind, phase):
-        emit(index)
-    if phase is Phase.BACKWARD:
-        for grad in (*kind.input_grads, *kind.param_grads):
-            if grad is not None:
-                ensure(grad)
-
-
-def _ops_of(kind: SegmentKind, phase: Phase) -> list[int]:
-    return [index for index, op in enumerate(kind.graph.ops) if op.phase is phase]
+def _chunks(kind: SegmentKind, choice: KindChoice, strategies: tuple[Strategy, ...], context: KindContext) -> Chunks:
+    if choice.split is None:
+        return WHOLE
+    return chunks_of(kind, choice.split, strategies, (context.num_microbatches, *context.mesh_shape))
 
 
 def _early(

@@ -87,7 +87,7 @@ class StageSteps:
         for index, text in enumerate(actions):
             action, self.action = parse_action(text), text
             if action.kind is ActionKind.F:
-                self._forward(action.microbatch)
+                self._forward(action.microbatch, waits)
                 if index == last[ActionKind.F]:
                     joined = self._joining()
                     end_loss = self._loss(joined, waits)
@@ -206,7 +206,8 @@ class StageSteps:
             names[kind.seed] = f"seed:{index}"
         return names
 
-    def _forward(self, m: int) -> None:
+    def _forward(self, m: int, waits: list[Callable[[], None]]) -> None:
+        """One microbatch's forward; `waits`, which end denominators, come before what reads the loss' gradient."""
         numerators = {term.numerator: index for index, term in enumerate(self.program.loss)}
         order = range(self.stage.first, self.stage.stop)
         self.gathers.start([self._visit(index, self.parts.forwards[index].early) for index in order])
@@ -214,6 +215,12 @@ class StageSteps:
             segment, lowered = self.program.segments[index], self.parts.forwards[index]
             self.gathers.reach(index)
             names = self._sources(index, m, lowered.early)
+            kind = self.program.kinds[segment.kind]
+            for tangent, out in zip(kind.tangents, segment.outputs, strict=True):
+                if tangent is not None and tangent in lowered.block.inputs:
+                    names[tangent] = self.tangent_of[out]
+                    while waits:
+                        waits.pop(0)()
             asides = segment.asides if self.evaluates else ()
             outs = tuple(f"{out}@{m}" for out in (*segment.outputs, *asides))
             saved = tuple(f"{index}/{local}@{m}" for local in lowered.block.saved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.lower.chunks import gradients_known
 from paraplan.ir.lower.kind import (
     Given,
     KindContext,
@@ -87,6 +88,12 @@ def _forward(
     micro = blocks.micro.segments[index]
     key = (chosen, context, tuple(micro.placements[name] for name in kind.inputs))
     if key not in done:
+        split = stage.choices[chosen].split
+        if split is not None and split.at_once and not gradients_known(plan.program, index):
+            raise InvalidPlanError(
+                f"segment {index}: its split is at_once, but the gradients of its outputs come from other segments; "
+                "only a segment that makes numerators of the loss and nothing else is differentiated at once"
+            )
         lowering, letter = (evaluate_forward, "E") if evaluate else (lower_forward, "F")
         done[key] = lowering(f"{kind.name}.{len(done)}.{letter}", kind, stage.choices[chosen], micro, context)
     blocks.forwards[index] = done[key]

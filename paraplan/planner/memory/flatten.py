@@ -20,7 +20,7 @@ from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.simulate import RankEngine
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import refs
-from paraplan.ir.rank_program import Instr, InstrKind, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import GROW, PUT, Instr, InstrKind, RankProgram, Step, StepKind
 from paraplan.planner.memory.problem import GIVEN, MemOp, MemoryProblem, MemTensor
 from paraplan.planner.memory.schedule import Actions, MemAction, free, run
 
@@ -171,7 +171,7 @@ class _Walk:
         effect = not any(instr.outs)
         if not makes and not effect and not seconds and not instr.workspace_bytes:
             return  # only views
-        if effect:  # paraplan.write: into its first argument
+        if effect or instr.target in (PUT, GROW):  # written into the first argument, as paraplan.write does
             self.writes.append((len(self.ops), reads[0]))
         self._op(instr.target, seconds, reads, makes, index, instr.workspace_bytes)
 
