@@ -70,7 +70,7 @@ def chunks_of(kind: SegmentKind, split: Split, strategies: Sequence[Strategy], m
     if split.chunks < 2 or not 0 <= split.op < len(ops) or ops[split.op].phase is not Phase.FORWARD:
         raise InvalidPlanError(f"{where}: a split names an op of the forward and at least 2 chunks")
     first = next((c for c in axis_choices(dims_of(ops[split.op], kind.graph.values)) if c.letter == split.letter), None)
-    if first is None or not cut.runs(split.op, first):
+    if first is None or split.letter not in cut.letters(split.op):
         has = ", ".join(cut.letters(split.op)) or "none"
         raise InvalidPlanError(
             f"{where}: {ops[split.op].target} ({kind.graph.source_of(ops[split.op])}) can be cut so along: {has}"

@@ -32,6 +32,7 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.milp import MilpBuilder, solve
 from paraplan.planner.realise import realise
 from paraplan.planner.recompute.kinds import RematOption, kind_options
+from paraplan.planner.sharding.instants import Instant
 
 ROUNDS = 12
 """Plans simulated before giving up."""
@@ -39,11 +40,22 @@ ROUNDS = 12
 
 @dataclass(frozen=True)
 class Fitted:
-    """A plan under its budget, what was simulated of it, and the seconds of recomputation its options say."""
+    """A plan under its budget, what was simulated of it, the seconds of recomputation its options say, and where it
+    peaks."""
 
     plan: Plan
     simulation: Simulation
     extra_s: float
+    peak: Instant | None = None
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A plan over its budget with all recomputed that may be: its peak, and where that is."""
+
+    plan: Plan
+    peak_bytes: float
+    peak: Instant | None
 
 
 def options_of(plan: Plan) -> tuple[tuple[RematOption, ...], ...]:
@@ -53,7 +65,8 @@ def options_of(plan: Plan) -> tuple[tuple[RematOption, ...], ...]:
     extended = (plan.num_microbatches, *stage.mesh.shape)
     found = []
     for index, kind in enumerate(program.kinds):
-        forward = forwards[next(i for i, segment in enumerate(program.segments) if segment.kind == index)]
+        first = next(i for i, segment in enumerate(program.segments) if segment.kind == index)
+        forward, choice = forwards[first], stage.choices[stage.segment_choice[first]]
         seconds = [0.0] * len(kind.graph.ops)
         for instr in forward.block.instrs:
             if instr.origin >= 0:
@@ -67,21 +80,25 @@ def options_of(plan: Plan) -> tuple[tuple[RematOption, ...], ...]:
                     for size in local_shape(spec.shape, layout, extended):
                         count *= size
                     nbytes[out] = count
-        found.append(kind_options(kind, seconds, nbytes))
+        choice = stage.choices[
+            next(c for c, s in zip(stage.segment_choice, program.segments, strict=True) if s.kind == index)
+        ]
+        nothing = choice.split is not None and choice.split.at_once  # what would be saved, or made again
+        found.append((RematOption((), 0, 0.0),) if nothing else kind_options(kind, seconds, nbytes))
     return tuple(found)
 
 
-def fit(job: Job, decisions: Decisions, limit_bytes: float) -> Fitted | float:
-    """A plan with these layouts and as little recomputation as fits.
+def fit(job: Job, decisions: Decisions, limit_bytes: float) -> Fitted | Unfit:
+    """A plan with these layouts and splits, and as little recomputation as fits.
 
     Returns:
-        The plan; or, where recomputing everything inside segments is not enough, the least peak seen, in bytes.
+        The plan; or, where recomputing everything inside segments is not enough, the least that was seen.
     """
     made = realise(job, decisions, limit_bytes)
     if made.peak_bytes <= limit_bytes:
-        return Fitted(made.plan, made.simulation, 0.0)
+        return Fitted(made.plan, made.simulation, 0.0, made.peak)
     options = options_of(made.plan)
-    least = float(made.peak_bytes)
+    least = made
     allowed = float(sum(options[segment.kind][0].saved_bytes for segment in job.program.segments))
     for _ in range(ROUNDS):
         allowed -= made.peak_bytes - limit_bytes
@@ -91,13 +108,13 @@ def fit(job: Job, decisions: Decisions, limit_bytes: float) -> Fitted | float:
         chosen = [options[segment.kind][at] for segment, at in zip(job.program.segments, taken, strict=True)]
         activations = tuple(option.activations for option in chosen)
         made = realise(job, replace(decisions, activations=activations), limit_bytes)
-        least = min(least, made.peak_bytes)
+        least = min(least, made, key=lambda each: each.peak_bytes)
         if made.peak_bytes <= limit_bytes:
             extra = sum(option.extra_s for option in chosen) * decisions.num_microbatches
-            return Fitted(made.plan, made.simulation, extra)
+            return Fitted(made.plan, made.simulation, extra, made.peak)
         if taken == full(job.program, options):
-            return least
-    return least
+            break
+    return Unfit(least.plan, float(least.peak_bytes), least.peak)
 
 
 def full(program: Program, options: Sequence[tuple[RematOption, ...]]) -> tuple[int, ...]:
