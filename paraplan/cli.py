@@ -114,9 +114,7 @@ def plan(
         str | None, typer.Option(help="Activations made again: none, selective or full; chosen if not given.")
     ] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")
-    ] = None,
+    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")] = None,
     profile_any: Annotated[
         bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")
     ] = False,

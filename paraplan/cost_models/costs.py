@@ -151,7 +151,7 @@ class Costs:
     def update_s(self, param_bytes: tuple[int, ...], read_bytes: int, write_bytes: int) -> float:
         """Seconds of the optimizer's update of parameters of these sizes, which reads and writes so much in all.
 
-        Measured on a CPU, where each parameter is updated on its own, or on all at once elsewhere; else one fused kernel.
+        Where measured: one parameter after another on a CPU, all at once elsewhere. Else one fused kernel.
         """
         curve = self._update
         if curve is None:

@@ -1,7 +1,7 @@
 """Profile files: SQLite, read with suspicion, written a measurement at a time.
 
-A file holds times of any number of machines, an op's keyed by machine, target, flag, tensors (dtype, shape, strides where
-they are not row-major) and detail. It is data from anywhere: its tables must be word for word those below, nothing
+A file holds times of any number of machines, an op's keyed by machine, target, flag, tensors (dtype, shape, strides
+where they are not row-major) and detail. It is data from anywhere: its tables must be word for word those below, nothing
 else may be in it (a view or a trigger would run), rows are decoded strictly and every number is checked.
 """
 
@@ -94,7 +94,9 @@ class ProfileWriter:
                     found.target, found.flag, _text(found.inputs), _text(found.outputs), found.detail, found.seconds,
                     found.spread, found.samples, found.workspace_bytes,
                 )  # fmt: skip
-                self._db.execute("INSERT OR REPLACE INTO op VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (self._machine, *row))
+                self._db.execute(
+                    "INSERT OR REPLACE INTO op VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (self._machine, *row)
+                )
             else:
                 row = (
                     found.target, found.size, found.local_size, found.input_bytes, found.seconds, found.spread,
@@ -189,7 +191,8 @@ def _check_schema(database: sqlite3.Connection, path: Path) -> None:
     version = int(database.execute("PRAGMA user_version").fetchone()[0])
     if version > PROFILE_VERSION:
         raise ProfileError(
-            f"{path}: profile version {version}; this paraplan reads up to {PROFILE_VERSION}. Upgrade it, or measure anew"
+            f"{path}: profile version {version}; this paraplan reads up to {PROFILE_VERSION}. Upgrade it, or measure "
+            "anew"
         )
     tables = {name: sql for kind, name, sql in rows if kind == "table"}
     others = [name for kind, name, sql in rows if kind != "table" and not (kind == "index" and sql is None)]
@@ -199,7 +202,9 @@ def _check_schema(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _profiles(database: sqlite3.Connection, path: Path) -> Iterator[tuple[int, Profile]]:
-    for number, device, name, torch, threads, compiled in database.execute("SELECT * FROM machine ORDER BY id").fetchall():
+    for number, device, name, torch, threads, compiled in database.execute(
+        "SELECT * FROM machine ORDER BY id"
+    ).fetchall():
         ops = database.execute(
             "SELECT target, flag, inputs, outputs, detail, seconds, spread, samples, workspace_bytes FROM op "
             "WHERE machine = ? ORDER BY target, flag, inputs, outputs, detail", (number,),
@@ -239,10 +244,13 @@ def _faults(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as fault:
         if "locked" in str(fault):
             raise ProfileError(
-                f"profile file {str(path)!r} is locked: another process writes it; wait for it, or measure into another file"
+                f"profile file {str(path)!r} is locked: another process writes it; wait for it, or measure into "
+                "another file"
             ) from None
         raise ProfileError(f"cannot use profile file {str(path)!r}: {fault}") from None
     except sqlite3.DatabaseError as fault:
-        raise ProfileError(f"{str(path)!r} is no profile file, or a damaged one: {fault}; measure into another") from None
+        raise ProfileError(
+            f"{str(path)!r} is no profile file, or a damaged one: {fault}; measure into another"
+        ) from None
     except (msgspec.DecodeError, TypeError) as fault:
         raise ProfileError(f"profile file {str(path)!r} has a row that is no measurement: {fault}") from None

@@ -154,8 +154,8 @@ def odd_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, 
 def detail_of(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> str:
     """The arguments that may change an op's kernel, as text.
 
-    Of torch's ops all but floats (scales and epsilons); of our own only what chooses a path: truths, probabilities being
-    zero or not. Their integers are shapes, offsets and numbers of random ops.
+    Of torch's ops all but floats (scales and epsilons); of our own only what chooses a path: truths, probabilities
+    being zero or not. Their integers are shapes, offsets and numbers of random ops.
     """
     ours = target.startswith("paraplan.")
     given = [_plain(arg, ours) for arg in args], {key: _plain(arg, ours) for key, arg in sorted(kwargs.items())}

@@ -1,4 +1,4 @@
-"""One rank of `paraplan profile-links`: collectives over groups of consecutive ranks, timed until the slowest has ended.
+"""One rank of `paraplan profile-links`: collectives over groups of consecutive ranks, timed until the slowest is through.
 
 As in a step, all groups of an axis communicate at once. Each measurement begins at a barrier; the median over rounds of
 the slowest rank's time is kept.
@@ -82,7 +82,9 @@ def measure(largest: int, device: str) -> tuple[CollectiveTime, ...]:
 
 def group_sizes(world: int) -> tuple[int, ...]:
     """Powers of two that divide the ranks, and all of them."""
-    return tuple(size for size in range(2, world + 1) if world % size == 0 and (size & (size - 1) == 0 or size == world))
+    return tuple(
+        size for size in range(2, world + 1) if world % size == 0 and (size & (size - 1) == 0 or size == world)
+    )
 
 
 def _rounds(call: Call, x: Tensor, device: str) -> list[float]:

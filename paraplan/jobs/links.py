@@ -66,7 +66,7 @@ def measure_links(
     fit = fit_link([each for each in times if each.local_size == each.size], backend)
     measured = Link(
         bytes_per_s=float(f"{fit.bytes_per_s:.3g}"), latency_s=float(f"{fit.latency_s:.3g}"),
-        source=f"fitted to collectives of {count} ranks here, torch {torch.__version__}; median error {fit.median_error:.0%}",
+        source=f"fitted to collectives of {count} ranks here; median error {fit.median_error:.0%}",
     )  # fmt: skip
     group = msgspec.structs.replace(cluster.groups[0], in_node=measured)
     if profile is not None:

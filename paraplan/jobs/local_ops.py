@@ -153,7 +153,10 @@ def _local_op(block: Block, instr: Instr) -> LocalOp:
     return LocalOp(
         instr.target, args, {key: map_refs(arg, number) for key, arg in instr.kwargs.items()},
         tuple(measured(name) for name in names),
-        tuple(None if name is None else Measured(block.values[name].dtype, block.values[name].shape) for name in instr.outs),
+        tuple(
+            None if name is None else Measured(block.values[name].dtype, block.values[name].shape)
+            for name in instr.outs
+        ),
     )  # fmt: skip
 
 
@@ -185,7 +188,8 @@ def _op_locals(op: Op, graph: Graph, strides: Mapping[str, Dims], ways: int) -> 
     for shape in meshes(ways):
         for strategy in op_strategies(op, graph.values, shape, reduced=False):
             ins = tuple(
-                local_shape(graph.values[n].shape, lay, shape) for n, lay in zip(op.tensors, strategy.inputs, strict=True)
+                local_shape(graph.values[n].shape, lay, shape)
+                for n, lay in zip(op.tensors, strategy.inputs, strict=True)
             )
             outs = tuple(
                 None if n is None or lay is None else local_shape(graph.values[n].shape, lay, shape)
@@ -230,7 +234,10 @@ def _emit(
     emitter.op(renamed, Graph(inputs=tuple(given.values()), outputs=outs, values=values, ops=(renamed,)),
                Strategy(strategy.key, inputs, computed, computed), 0)  # fmt: skip
     return emitter.finish(
-        tuple(None if out is None or lay is None else emitter.get(out, lay) for out, lay in zip(outs, computed, strict=True)),
+        tuple(
+            None if out is None or lay is None else emitter.get(out, lay)
+            for out, lay in zip(outs, computed, strict=True)
+        ),
         (),
     )
 

@@ -28,7 +28,7 @@ SAMPLE_S = 2e-4
 BUDGET_S = 0.02
 LEAST_SAMPLES, FEW_SAMPLES, MOST_SAMPLES = 5, 3, 25
 ROTATED_BYTES = 4 << 20
-"""Sets of inputs rotate over so many bytes: more than the private caches of a core, less than those that cores share."""
+"""Sets of inputs rotate over so many bytes: more than the caches of one core, less than those that cores share."""
 MOST_SETS = 16
 _ROWS_OF = {"paraplan.embedding": 0, "paraplan.embedding_grad": -1}
 

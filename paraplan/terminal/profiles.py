@@ -120,9 +120,12 @@ def profile_links(
     for level, fit in found.links.items():
         console.print(
             f"{level}: {fit.bytes_per_s / 1e9:.3g} GB/s, {fit.latency_s * 1e6:.3g} us; off its measurements by "
-            f"{fit.median_error:.1%} in the median, {fit.worst_error:.1%} at most ({fit.points} points)", highlight=False,
+            f"{fit.median_error:.1%} in the median, {fit.worst_error:.1%} at most ({fit.points} points)",
+            highlight=False,
         )  # fmt: skip
-    console.print(f"saved to {output}" + (f"; {found.collectives} times in {profile}" if profile else ""), highlight=False)
+    console.print(
+        f"saved to {output}" + (f"; {found.collectives} times in {profile}" if profile else ""), highlight=False
+    )
     if as_json:
         _print_json({
             "cluster": json.loads(_part("to_json")(spec)), "collectives": found.collectives,
