@@ -1,8 +1,8 @@
 """Profile files: SQLite, read with suspicion, written a measurement at a time.
 
 A file holds times of any number of machines, an op's keyed by machine, target, flag, tensors (dtype, shape, strides
-where they are not row-major) and detail. It is data from anywhere: its tables must be word for word those below, nothing
-else may be in it (a view or a trigger would run), rows are decoded strictly and every number is checked.
+where they are not row-major) and detail. It is data from anywhere: its tables must be word for word those below,
+nothing else may be in it (a view or a trigger would run), rows are decoded strictly and every number is checked.
 """
 
 from __future__ import annotations

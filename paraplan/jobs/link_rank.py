@@ -1,4 +1,4 @@
-"""One rank of `paraplan profile-links`: collectives over groups of consecutive ranks, timed until the slowest is through.
+"""One rank of `paraplan profile-links`: collectives over groups of consecutive ranks, timed until all are through.
 
 As in a step, all groups of an axis communicate at once. Each measurement begins at a barrier; the median over rounds of
 the slowest rank's time is kept.
