@@ -256,5 +256,10 @@ class Trainer(Checkpointing):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once since the step began (only while recording)."""
+        """The most bytes alive on the device at once since the step began (only while recording)."""
         return self.state.executor.ledger.peak_bytes
+
+    @property
+    def tier_peak_bytes(self) -> dict[str, int]:
+        """Likewise of every tier that was used ("host", "disk")."""
+        return self.state.executor.ledger.tier_peak_bytes
