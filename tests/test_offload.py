@@ -16,10 +16,11 @@ from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.graph import refs
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable, remat_of
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Block, InstrKind, RankProgram, StepKind
+from paraplan.ir.rank_program import Instr, InstrKind, RankProgram, StepKind
 from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
@@ -128,11 +129,16 @@ def test_copies_are_issued_early_and_waited_for_late() -> None:
         for at in issued:
             source = str(block.instrs[at].args[0])[1:]
             made = next(i for i, instr in enumerate(block.instrs) if source in instr.outs)
-            assert all(block.instrs[i].kind is InstrKind.COPY for i in range(made + 1, at)), name
+            assert all(block.instrs[i].issues for i in range(made + 1, at)), name
         waits = [i for i in block.instrs if i.kind is InstrKind.WAIT and i.axis < 0 and name.endswith(".B")]
         for wait in waits:
-            after = block.instrs[block.instrs.index(wait) + 1]
-            assert after.kind is InstrKind.WAIT or f"%{wait.outs[0]}" in str(after.args), "just before its first reader"
+            after = block.instrs[block.instrs.index(wait) + 1 :]
+            reader = next(i for i, instr in enumerate(after) if f"%{wait.outs[0]}" in refs_of(instr))
+            assert all(instr.kind is InstrKind.WAIT or instr.issues for instr in after[:reader]), "not too early"
+
+
+def refs_of(instr: Instr) -> set[str]:
+    return {f"%{name}" for name in refs((instr.args, tuple(instr.kwargs.values())))}
 
 
 def values(program: RankProgram, block: str) -> list[object]:
