@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache
 
@@ -115,11 +116,11 @@ def test_the_step_keeps_less_on_the_device() -> None:
 def test_copies_are_issued_early_and_waited_for_late() -> None:
     (program,) = verify_plan(pinned(kept("gpt2", "tp"), ("host",)))
     calls = [step for step in program.steps if step.kind is StepKind.CALL and step.segment >= 0]
-    names = [step.block.split(".")[0] for step in calls]
     forward = [index for index, step in enumerate(calls) if step.block.endswith(".F")]
-    for first, second in zip(forward[1:], forward[2:], strict=False):
-        between = names[first + 1 : second]
-        assert between == (["away"] if any(b.tier for b in values(program, calls[first - 1].block)) else between)
+    for before, now in itertools.pairwise(forward):
+        if any(instr.target == "offload" for instr in program.blocks[calls[before].block].instrs):
+            following = calls[now + 1]
+            assert (following.block[:4], following.segment) == ("away", calls[before].segment), "a segment later"
     for index, step in enumerate(calls):
         if step.block.startswith("back"):
             behind = next(later for later in calls[index + 1 :] if later.block.endswith(".B"))
@@ -139,10 +140,6 @@ def test_copies_are_issued_early_and_waited_for_late() -> None:
 
 def refs_of(instr: Instr) -> set[str]:
     return {f"%{name}" for name in refs((instr.args, tuple(instr.kwargs.values())))}
-
-
-def values(program: RankProgram, block: str) -> list[object]:
-    return list(program.blocks[block].values.values())
 
 
 def test_a_fate_that_does_not_exist_is_refused() -> None:
