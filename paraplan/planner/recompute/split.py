@@ -3,7 +3,7 @@
 A plan that peaks inside a segment is offered a split of that segment's kind: the run begins with the op that makes the
 kind's largest value, along the first dim of it that divides, in 2 chunks, then 4, 8, ... Each is fitted with as little
 recomputation as it needs (`stage.fit`) and simulated; splits are added where the plan peaks as long as nothing fits or
-the step gets faster. A segment that makes the loss is differentiated at once, chunk by chunk: nothing is computed twice.
+the step gets faster. A segment that makes the loss is differentiated at once, chunk by chunk: no op runs twice.
 
 Limits: a local search; one split a kind, the same for all of its segments.
 Source: TSplit (Nie et al. 2022) splits where memory peaks, as here; it prices splits of single tensors one by one.
