@@ -241,9 +241,10 @@ class Costs:
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
         if instr.target == "paraplan.fill_tail_":
             return self.memory_s(0, tail_bytes(instr.args, inputs[0]))
-        if instr.target in (PUT, GROW):
-            part = inputs[1].nbytes
-            return self.memory_s(part * (1 + (instr.target == GROW)), part)
+        if instr.target == GROW:
+            return self.memory_s(inputs[0].nbytes + inputs[1].nbytes, inputs[0].nbytes)
+        if instr.target == PUT:
+            return self.memory_s(inputs[1].nbytes, inputs[1].nbytes)
         if instr.target == ROOM:
             return self.memory_s(0, 0)
         if all(_is_view(name, out) for name, out in made) and (made or is_free(instr.target)):

@@ -4,8 +4,6 @@ A chunk of a value is cut from it where it is whole already, and what an op made
 something reads whole are written into a buffer as they are made; a sum over the letter grows in the first chunk's
 result, in place, and is reduced over the mesh, if it is to be, once, when whole. Where an op that runs whole lies
 between two that run in chunks (statistics of a batch), there are two loops.
-
-Limits: half-precision sums over chunks are rounded once a chunk.
 """
 
 from __future__ import annotations
@@ -19,10 +17,11 @@ from paraplan.ir.graph import Arg, Graph
 from paraplan.ir.lower.chunks import Chunks
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.mesh import Layout, Partial, Shard
+from paraplan.ir.program import HALVES
 from paraplan.ir.rank_program import GROW, PUT, ROOM, Instr, LocalValue, parse_offset
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.rules.strategies import AxisChoice, Strategy
-from paraplan.ir.strides import is_dense
+from paraplan.ir.strides import is_contiguous, is_dense
 
 EmitOp = Callable[[BlockEmitter, int, Strategy], None]
 """Emits an op of the graph, by its index, under a strategy."""
@@ -132,17 +131,24 @@ class _Loop:
                     )
 
     def _add(self, inside: ChunkEmitter, out: str) -> None:
-        """One more addend of a sum."""
+        """One more addend of a sum; sums of halves are kept in float32."""
         part, home = inside.get(out, inside.home(out)), inside.home(out)[:-1]
         value = self.emitter.values[part]
-        if out not in self.grown:
-            if value.base != part or not is_dense(value.shape, value.strides):
-                args = ("%" + part, value.shape)
-                name = self.emitter._unique(f"{out}^own")
-                part = self.emitter.local("paraplan.reshape_copy", args, name, value.dtype, value.shape)
-            self.grown[out] = _Grown(part, home)
+        if out in self.grown:
+            self.grown[out].local = self._write(GROW, out, ("%" + part,))
             return
-        self.grown[out].local = self._write(GROW, out, ("%" + part,))
+        if value.base != part or not is_contiguous(value.shape, value.strides):
+            args = ("%" + part, value.shape)
+            name = self.emitter._unique(f"{out}^own")
+            part = self.emitter.local("paraplan.reshape_copy", args, name, value.dtype, value.shape)
+        if value.dtype in HALVES.values():
+            part = self._cast(part, out, "float32")
+        self.grown[out] = _Grown(part, home)
+
+    def _cast(self, local: str, out: str, dtype: str) -> str:
+        emitter = self.emitter
+        name, shape = emitter._unique(f"{out}^{dtype}"), emitter.values[local].shape
+        return emitter.local("aten._to_copy.default", ("%" + local,), name, dtype, shape, {"dtype": ":" + dtype})
 
     def _put(self, inside: ChunkEmitter, out: str) -> None:
         """One more chunk of a value that is read whole."""
