@@ -118,8 +118,11 @@ def _largest(plan: Plan, kind: int, strategies: tuple[Strategy, ...]) -> int | N
 def what_splitting_gives(job: Job, decisions: Decisions, found: Unfit) -> tuple[int, float] | None:
     """(chunks, peak bytes) of splits where it peaks, as fine as still lowers the peak; None where none does."""
     seen: list[tuple[int, float]] = []
-    at: Unfit = found
-    tried = decisions
+    (stage,), at = found.plan.stages, found
+    taken = [stage.choices[chosen] for chosen in stage.segment_choice]
+    tried = replace(
+        decisions, activations=tuple(each.activations for each in taken), splits=tuple(each.split for each in taken)
+    )
     while (further := split_where_it_peaks(tried, at)) is not None:
         made = realise(job, further)
         chunks = max(split.chunks for split in further.splits if split is not None)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from paraplan.ir.errors import SolverLimitError
+from paraplan.cost_models.predict import plan_costs, simulate_plan
+from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.lower import lower
+from paraplan.ir.rank_program import GROW, PUT
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.memory.flatten import flatten
+from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.schedule import evaluate
 from paraplan.planner.recompute.split import finer
 from paraplan.planner.search import search
 from tests.conftest import Tiny, captured
@@ -53,3 +60,26 @@ def test_chunks_double_along_the_first_dim_that_divides(wide: Tiny) -> None:
         assert plan.program.kinds[kind].graph.ops[split.op].target == "paraplan.linear"
         split = finer(plan, kind, split)
     assert seen == [("a", 2), ("a", 4), ("a", 8), ("b", 16)]
+
+
+def test_op_by_op_the_chunked_program_is_one_like_any_other(wide: Tiny) -> None:
+    """Its own order has the simulator's peak; what grows in place is not made again; memory goes lower than whole."""
+    plan = search(wide.job(1), Constraints(microbatches=1)).plan
+    kind, (stage,) = plan.program.segments[-1].kind, plan.stages
+    split = finer(plan, kind, finer(plan, kind, None))
+    choices = tuple(replace(choice, split=split) if choice.kind == kind else choice for choice in stage.choices)
+    chunked = replace(plan, stages=(replace(stage, choices=choices),))
+    least = []
+    for each in (plan, chunked):
+        (program,), costs = lower(each), plan_costs(each)[0]
+        flat = flatten(program, costs)
+        simulated = simulate_plan(each, (program,))
+        assert evaluate(flat.problem, flat.actions).peak_bytes == simulated.peak_bytes[0]
+        written = [op for op in flat.problem.ops if op.name in (PUT, GROW)]
+        assert bool(written) == (each is chunked) and not any(op.repeatable for op in written)
+        budget = int(0.65 * simulate_plan(plan, lower(plan)).peak_bytes[0])
+        try:
+            least.append(plan_memory(flat.problem, budget, MemoryLimits(time_s=10.0)).evaluation.peak_bytes <= budget)
+        except (InfeasibleError, SolverLimitError):
+            least.append(False)
+    assert least == [False, True]
