@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from paraplan.cost_models.blocks import ArgState, MemoryBlock, Profile
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.rank_program import InstrKind, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
 from paraplan.ir.tensor import DTYPE_BYTES
 
 
@@ -57,6 +57,7 @@ class StepMemory:
         profile: a CALL's inside.
         moved: whether an ACCUMULATE found no accumulator.
         held: an ACCUMULATE's accumulator.
+        made: bytes a SEND or RECV allocated.
     """
 
     before: int
@@ -67,6 +68,7 @@ class StepMemory:
     profile: Profile | None = None
     moved: bool = False
     held: Held | None = None
+    made: int = 0
 
 
 class MemoryWalk:
@@ -174,6 +176,19 @@ class MemoryWalk:
         died = sum(self._give_up(name) for name in step.drops)
         return StepMemory(before=self.live, after=self.live - died, peak=self.live, dropped=died)
 
+    def _allocate(self, step: Step) -> StepMemory:
+        """SEND and RECV: a copy of what is sent, the room for what is received."""
+        transfer, made, died = self.program.transfers[step.transfer], 0, 0
+        for name in step.args:
+            self.outer[name]  # noqa: B018 - what is sent exists
+        for name in step.outs:
+            if name is not None:
+                made += transfer.nbytes
+                died += self._bind(name, Held(Storage(transfer.nbytes), transfer.dtype, transfer.shape))
+        return StepMemory(
+            before=self.live, after=self.live + made - died, peak=self.live + made, overwritten=died, made=made
+        )  # fmt: skip
+
     def _update(self, step: Step) -> StepMemory:
         died = sum(self._give_up(name) for name in step.drops)
         peak = self.live + self.program.update_workspace_bytes
@@ -185,6 +200,9 @@ _TAKE = {
     StepKind.ACCUMULATE: MemoryWalk._accumulate,
     StepKind.DROP: MemoryWalk._drop,
     StepKind.UPDATE: MemoryWalk._update,
+    StepKind.SEND: MemoryWalk._allocate,
+    StepKind.RECV: MemoryWalk._allocate,
+    StepKind.AWAIT: MemoryWalk._drop,
 }
 
 
@@ -201,6 +219,13 @@ def entries(program: RankProgram) -> Iterator[Entry]:
             yield from _call_entries(step, memory, walk.blocks[step.block])
         elif step.kind is StepKind.DROP:
             yield from _drop_entry(step, memory.dropped)
+        elif step.kind in MESSAGES:
+            transfer = program.transfers[step.transfer]
+            shapes = tuple(transfer.shape for name in step.outs if name is not None)
+            yield _entry(
+                step, step.kind.value, shapes=shapes, allocated_bytes=memory.made,
+                freed_bytes=memory.dropped + memory.overwritten, collective=transfer.message,
+            )  # fmt: skip
         else:
             shapes = (memory.held.shape,) if memory.held is not None else ()
             yield _entry(step, step.kind.value, shapes=shapes, freed_bytes=memory.dropped)
