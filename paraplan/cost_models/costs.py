@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s, input_bytes_of
+from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s, input_bytes_of, p2p_s
 from paraplan.cost_models.ops import (
     OpWork,
     Outs,
@@ -26,7 +26,7 @@ from paraplan.ir.cluster import ClusterSpec, Device
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg, refs
 from paraplan.ir.mesh import Mesh
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, Transfer
 
 COMPUTE = "compute"
 COPY = "copy"
@@ -46,6 +46,7 @@ class Costs:
     mesh: Mesh
     _ops: dict[object, float] = field(default_factory=dict, repr=False, compare=False)
     _collectives: dict[tuple[str, int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _messages: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -123,6 +124,24 @@ class Costs:
         """
         per_byte = (self.collective_s(target, axis, 2 * _MANY) - self.collective_s(target, axis, _MANY)) / _MANY
         return input_bytes * per_byte
+
+    def message_s(self, transfer: Transfer) -> float:
+        """Seconds of a message between this mesh and another: the slowest of the pairs of ranks that exchange it.
+
+        Raises:
+            ClusterError: ranks on different nodes and no link between them described.
+        """
+        key = (transfer.peers, transfer.nbytes)
+        time = self._messages.get(key)
+        if time is None:
+            pairs = [pair for pair in zip(self.mesh.devices, transfer.peers, strict=True) if pair[1] >= 0]
+            time = self._messages[key] = max((self._pair_s(pair, transfer.nbytes) for pair in pairs), default=0.0)
+        return time
+
+    def _pair_s(self, pair: tuple[int, int], nbytes: int) -> float:
+        level, backend = self.cluster.span(pair), self.cluster.group_of(pair[0]).device.backend
+        link = self.cluster.link(level, pair[0]) if level == "in_node" else self.cluster.network(pair)
+        return p2p_s(nbytes, link, backend, level)
 
     def instr_s(self, block: Block, instr: Instr) -> float:
         """Seconds an instruction keeps its stream busy: 0.0 for a wait or a pure view.

@@ -179,12 +179,12 @@ class MemoryWalk:
     def _allocate(self, step: Step) -> StepMemory:
         """SEND and RECV: a copy of what is sent, the room for what is received."""
         transfer, made, died = self.program.transfers[step.transfer], 0, 0
-        for name in step.args:
-            self.outer[name]  # noqa: B018 - what is sent exists
-        for name in step.outs:
-            if name is not None:
+        for source in step.args:
+            self.outer[source]
+        for out in step.outs:
+            if out is not None:
                 made += transfer.nbytes
-                died += self._bind(name, Held(Storage(transfer.nbytes), transfer.dtype, transfer.shape))
+                died += self._bind(out, Held(Storage(transfer.nbytes), transfer.dtype, transfer.shape))
         return StepMemory(
             before=self.live, after=self.live + made - died, peak=self.live + made, overwritten=died, made=made
         )  # fmt: skip

@@ -47,7 +47,8 @@ def model_flops(program: Program) -> int:
 
 def plan_costs(plan: Plan) -> tuple[Costs, ...]:
     """Per rank class of the schedule, what things cost on its stage's mesh."""
-    per_stage = [Costs(plan.cluster, stage.mesh) for stage in plan.stages]
+    per_mesh = {mesh: Costs(plan.cluster, mesh) for mesh in dict.fromkeys(stage.mesh for stage in plan.stages)}
+    per_stage = [per_mesh[stage.mesh] for stage in plan.stages]
     stage_of = {device: index for index, stage in enumerate(plan.stages) for device in stage.mesh.devices}
     first_rank: dict[int, int] = {}
     for rank, rank_class in enumerate(plan.schedule.rank_class):

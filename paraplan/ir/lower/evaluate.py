@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.holding import holder_of
 from paraplan.ir.lower.emit import BlockEmitter
-from paraplan.ir.lower.holding import holder_of
 from paraplan.ir.lower.kind import Given, extend
 from paraplan.ir.lower.messages import in_order
 from paraplan.ir.lower.program import RankSteps

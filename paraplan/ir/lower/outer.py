@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from paraplan.ir.lower.holding import Holding
+from paraplan.ir.holding import Holding
 from paraplan.ir.lower.stage import StageBlocks
 from paraplan.ir.mesh import Layout, R, is_view_of, layout_text, local_shape, parse_layout
 from paraplan.ir.plan import Plan

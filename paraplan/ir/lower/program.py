@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower.holding import holder_of
+from paraplan.ir.holding import holder_of
 from paraplan.ir.lower.losses import LossSteps
 from paraplan.ir.lower.messages import Messages, in_order
 from paraplan.ir.lower.outer import outer_values, with_drops
@@ -29,6 +29,11 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
     Raises:
         InvalidPlanError: the plan does not fit its program.
     """
+    if plan.schedule.num_replicas != 1:
+        raise InvalidPlanError(
+            f"schedule {plan.schedule.name} holds every stage {plan.schedule.num_replicas} times; this version "
+            "executes schedules that hold each once"
+        )
     blocks = PlanBlocks(plan)
     # Classes that differ only in the kind of their device share a program.
     built = {

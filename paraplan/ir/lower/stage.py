@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.holding import Holding, holdings
 from paraplan.ir.lower.backward import LoweredBackward, lower_backward
-from paraplan.ir.lower.holding import Holding, holdings
 from paraplan.ir.lower.kind import Given, KindContext, LoweredForward, evaluate_forward, lower_forward
 from paraplan.ir.lower.transfers import Message, crossing_layouts
 from paraplan.ir.mesh import Layout, R, Shard, parse_layout

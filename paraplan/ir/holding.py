@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.plan import ParamLayouts, Plan, Stage
-from paraplan.ir.program import trained_params
+from paraplan.ir.program import Program, trained_params
 from paraplan.ir.schedule import parse_action
 
 
@@ -25,7 +25,7 @@ class Holding:
         segments: of all of them, ascending.
         stage_of: segment -> its stage.
         params, batch: layouts of what its stages hold and read.
-        buffers: those its segments read or write.
+        buffers, written: those its segments read or write, and those they write.
         trained: parameters that receive a gradient here, in the model's order.
     """
 
@@ -36,6 +36,7 @@ class Holding:
     params: dict[str, ParamLayouts]
     batch: dict[str, str]
     buffers: tuple[str, ...]
+    written: tuple[str, ...]
     trained: tuple[str, ...]
 
 
@@ -72,8 +73,9 @@ def _holding(plan: Plan, mesh: Mesh, stages: tuple[int, ...]) -> Holding:
         for name in program.buffers
         if len(plan.stages) == 1 or f"buffer:{name}" in used or program.buffer_updates.get(name) in made
     )
+    written = tuple(name for name in buffers if program.buffer_updates.get(name) in made)
     return Holding(
-        mesh, stages, segments, stage_of, _agreed(held, "params"), _agreed(held, "batch"), buffers,
+        mesh, stages, segments, stage_of, _agreed(held, "params"), _agreed(held, "batch"), buffers, written,
         tuple(name for name in program.params if name in trained),
     )  # fmt: skip
 
@@ -95,3 +97,29 @@ def holder_of(held: tuple[Holding, ...], actions: tuple[str, ...]) -> int:
     """Which group a class of ranks with these actions belongs to."""
     stage = parse_action(actions[0]).stage if actions else 0
     return next(index for index, holding in enumerate(held) if stage in holding.stages)
+
+
+def holding_of(held: tuple[Holding, ...], rank: int) -> Holding:
+    """The group a rank belongs to.
+
+    Raises:
+        InvalidPlanError: it holds no stage.
+    """
+    for holding in held:
+        if rank in holding.mesh.devices:
+            return holding
+    raise InvalidPlanError(f"rank {rank} holds no stage; give every rank of the cluster one")
+
+
+def counted_here(program: Program, held: tuple[Holding, ...], holding: Holding) -> frozenset[str]:
+    """The parameters and buffers that a group speaks for, of which it has the only or the first copy.
+
+    That is: no group before it holds them, or, of buffers the model writes, it writes them.
+    """
+    before = held[: held.index(holding)]
+    names = {*holding.params, *holding.buffers}.difference(*(each.params for each in before))
+    written = {name for name in program.buffer_updates if name in holding.written}
+    theirs = {name for each in before for name in each.buffers} | {
+        name for each in held if each != holding for name in each.written
+    }
+    return frozenset((names - theirs) | written)
