@@ -158,8 +158,8 @@ class _Walk:
     def _instr(self, step: Step, block: MemoryBlock, instr: Instr, index: int, local: dict[str, _Storage]) -> None:
         if instr.kind is not InstrKind.OP:
             raise InvalidPlanError(
-                f"step {self.index} ({step.action}), block {step.block}[{index}]: {instr.target} communicates; memory "
-                "is planned for the program of one device"
+                f"step {self.index} ({step.action}), block {step.block}[{index}]: {instr.target} communicates "
+                "or copies; memory is planned for the program of one device that keeps everything"
             )
         owners = block.owners
         reads = [local[owners[name]].number for name in refs((instr.args, tuple(instr.kwargs.values())))]
