@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module, metadata
 from pathlib import Path
@@ -27,7 +27,7 @@ from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.schedule import split_classes
 from paraplan.ir.verify import verify_plan
-from paraplan.jobs.files import read_plan, write_plan
+from paraplan.jobs.files import profile_for, read_plan, write_plan
 from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
 from paraplan.report.perfetto import chrome_trace
@@ -56,17 +56,9 @@ _PARTS = {
 _LIBRARIES = ("torch", "transformers", "ortools", "pulp")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?$")
 _UNITS = {
-    "B": 1,
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-    "TiB": 1 << 40,
-    "kB": 10**3,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
+    "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
+    "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
 
 
 def _part(name: str) -> Any:
@@ -149,7 +141,7 @@ class Plan:
         first = [schedule.rank_class.index(index) for index in range(len(schedule.classes))]
         programs = tuple(self.programs[old.rank_class[rank]] for rank in first)
         moved = msgspec.structs.replace(
-            self.data, cluster=other, schedule=schedule, prediction=None, certificate=None
+            self.data, cluster=other, schedule=schedule, prediction=None, certificate=None, profile=None
         )  # fmt: skip
         priced = msgspec.structs.replace(moved, prediction=predict(moved, programs))
         return Plan(priced, programs)
@@ -164,7 +156,7 @@ class Plan:
 
     def executable(
         self, model: nn.Module, *, weights: str | Path | None = None, seed: int = 0, record: bool = False,
-        compile: bool | str = False,
+        compile: bool | str = False, offload_folder: str | Path | None = None, paced: bool = False,
     ) -> Trainer:  # fmt: skip
         """This rank's trainer; joins torchrun's job if this process is part of one.
 
@@ -178,6 +170,9 @@ class Plan:
             compile: run forward and backward blocks through torch.compile, each checked against eager on its first
                 run; where they differ or compiling fails, the block stays eager and a warning says why. A text
                 names torch.compile's backend.
+            offload_folder: where tensors that wait on disk have their files, removed as they go; left out, the
+                system's folder for temporary files.
+            paced: CPU processes only: copies to and from host and disk take the time the plan's cluster says.
         Raises:
             PlanMismatchError: another model, or another number of processes or kind of device than the plan's.
         """
@@ -189,6 +184,8 @@ class Plan:
             record=record,
             compile_blocks=compile,
             weights=weights,
+            offload_folder=offload_folder,
+            paced=paced,
         )
 
     def __str__(self) -> str:
@@ -254,7 +251,8 @@ def compile(
     pp: int | None = None, schedule: str | None = None, stages: Sequence[tuple[int, int]] | None = None,
     microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
     recompute: str | None = None, params: Mapping[str, str] | None = None,
-    loss: str | Sequence[str] | Mapping[str, float] | None = None,
+    loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
+    profile_any: bool = False,
 ) -> Plan:  # fmt: skip
     """Plan how a model trains on a cluster.
 
@@ -278,9 +276,12 @@ def compile(
             left out.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
+        profile: a file of measured times (`paraplan profile`), asked before the analytic model.
+        profile_any: take another device's or torch version's times where it has none that fit; the plan says so.
     Raises:
         CaptureError, ConstraintError: the model cannot be captured; choices contradict each other, batch or cluster.
         InfeasibleError, SolverLimitError: proved that no plan fits; out of time without a plan.
+        ProfileError: the profile cannot be read, or has no times that fit.
     """
     started = time.perf_counter()
     tell = progress or (lambda text: None)
@@ -292,6 +293,7 @@ def compile(
         recompute=recompute, memory_reserve_bytes=parse_bytes(memory_reserve), params=dict(params or {}),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
+    times, warning = (None, "") if profile is None else profile_for(profile, spec, versions()["torch"], profile_any)
     inputs = example_inputs if example_inputs is not None else _part("hf_batch")(model, batch, seq)
     tell(f"capturing {type(model).__name__}")
     program = _part("capture")(
@@ -299,8 +301,12 @@ def compile(
         batch_dims=dict(batch_dims) if batch_dims else None, loss=loss,
     )  # fmt: skip
     reference = _part("model_ref")(model, program, made_here=example_inputs is None and loss_fn is loss is None)
-    job = _part("Job")(program=program, cluster=spec, optimizer=keeper, model=reference, versions=versions())
+    job = _part("Job")(
+        program=program, cluster=spec, optimizer=keeper, model=reference, versions=versions(), profile=times,
+    )  # fmt: skip
     found = _part("search")(job, constraints, time_limit_s, tell)
+    if warning:
+        found = replace(found, plan=msgspec.structs.replace(found.plan, notes=(*found.plan.notes, warning)))
     return Plan(found.plan, verify_plan(found.plan), found.solve_s, time.perf_counter() - started)
 
 

@@ -20,14 +20,16 @@ import typer
 from paraplan import __version__
 from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
-from paraplan.terminal import clusters
+from paraplan.terminal import clusters, profiles
 from paraplan.terminal.progress import Progress, out, print_fault
+from paraplan.terminal.settings import parse_settings
 
 app = typer.Typer(
     name="paraplan", help="Plans how a PyTorch model trains on a cluster, and runs the plan.", no_args_is_help=True,
     add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 app.add_typer(clusters.app, name="cluster")
+profiles.add_to(app)
 _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
@@ -53,6 +55,19 @@ RESULT_ENV = "PARAPLAN_RESULT"
 """Where the first rank of a locally started run leaves its result for the command that started it."""
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
+CpMode = Annotated[
+    str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
+]
+Recompute = Annotated[
+    str | None, typer.Option(help="Activations made again: none, selective or full; chosen if not given.")
+]
+Pipeline = Annotated[int | None, typer.Option(help="Pipeline-parallel degree; other degrees are within a stage.")]
+ScheduleName = Annotated[
+    str | None, typer.Option(help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v or hanayo.")
+]
+StageBounds = Annotated[
+    str | None, typer.Option(metavar="A:B,B:C", help="With --pp: segments of the stages; cut evenly if not given.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
@@ -102,23 +117,19 @@ def plan(
         bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")
     ] = False,
     cp: Annotated[int | None, typer.Option(help="Context-parallel degree: the sequence sharded throughout.")] = None,
-    cp_mode: Annotated[
-        str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
-    ] = None,
+    cp_mode: CpMode = None,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel degree: so many ranks of dp share experts.")] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO level, 0 to 3.")] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree; other degrees are within a stage.")] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="With --pp: 1f1b, gpipe, interleaved, zb-h1, zb-v or hanayo.")
-    ] = None,
-    stages: Annotated[
-        str | None, typer.Option(metavar="A:B,B:C", help="With --pp: segments of the stages; cut evenly if not given.")
-    ] = None,
+    pp: Pipeline = None,
+    schedule: ScheduleName = None,
+    stages: StageBounds = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
-    recompute: Annotated[
-        str | None, typer.Option(help="Activations made again: none, selective or full; chosen if not given.")
-    ] = None,
+    recompute: Recompute = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
+    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")] = None,
+    profile_any: Annotated[
+        bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a model for a cluster."""
@@ -135,7 +146,7 @@ def plan(
         found = _part("compile")(
             made.model, cluster, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer,
             precision=precision, batch=8 if batch is None else batch, seq=_sequence(made.model, seq),
-            time_limit_s=time_limit, progress=tell, **pins,
+            time_limit_s=time_limit, progress=tell, profile=profile, profile_any=profile_any, **pins,
         )  # fmt: skip
         if output is not None:
             found.save(output)
@@ -196,11 +207,12 @@ def simulate(
             raise ConstraintError(f"cannot write --trace {str(trace)!r}: {fault.strerror}") from None
     _part("show_simulation")(out(), priced, simulation, trace)
     if as_json:
-        busy = {"compute": simulation.compute_s, **simulation.comm_s}
+        busy = {"compute": simulation.compute_s, **simulation.comm_s, **simulation.copy_s}
         _print_json({
             "step_s": simulation.step_s, "peak_bytes": max(simulation.peak_bytes), "compute_s": simulation.compute_s,
             "exposed_comm_s": simulation.exposed_comm_s, "busy_s": busy, "tokens_per_s": priced.prediction.tokens_per_s,
-            "mfu": priced.prediction.mfu,
+            "mfu": priced.prediction.mfu, "exposed_copy_s": simulation.exposed_copy_s,
+            "tier_peak_bytes": simulation.tier_peak_bytes,
         })  # fmt: skip
 
 
@@ -306,26 +318,6 @@ def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
         elif as_json:
             _print_json(found)
     _part("leave_job")()
-
-
-def parse_settings(texts: list[str]) -> dict[str, Any]:
-    """`["n_layer=2", "name=x"]` to values: JSON where it is, else text.
-
-    Raises:
-        ConstraintError: no `=`, or a key given twice.
-    """
-    found: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ConstraintError(f"--set {text!r}: write key=value, e.g. --set n_layer=4")
-        if key in found:
-            raise ConstraintError(f"--set {key} is given twice")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
-    return found
 
 
 def parse_mesh(text: str | None) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ in order, each as long as simulated. Memory is what the simulation of the pipeli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -57,7 +58,7 @@ def search_pipeline(job: Job, constraints: Constraints, solve: Solve) -> Plan:
             constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
             memory_reserve_bytes=0, recompute=recompute,
         )  # fmt: skip
-        whole = solve(_on(job, part), inner)
+        whole = solve(replace(job, cluster=part), inner)
         bounds = constraints.stages or even_stages(whole, num_stages)
         plan = pipelined(whole, job.cluster, bounds, complete(name, orders), [at[stage] for stage in range(num_stages)])
         plan = _priced(plan)
@@ -66,11 +67,6 @@ def search_pipeline(job: Job, constraints: Constraints, solve: Solve) -> Plan:
             return plan
         tried.append((recompute, plan.prediction.peak_bytes))
     raise InfeasibleError(_overflow(tried, budget, positions))
-
-
-def _on(job: Job, cluster: ClusterSpec) -> Job:
-    """The job on part of its cluster."""
-    return Job(job.program, cluster, job.optimizer, job.model, job.versions)
 
 
 def _overflow(tried: Sequence[tuple[str | None, tuple[int, ...]]], budget: int, positions: int) -> str:

@@ -15,9 +15,14 @@ OPTIONS = {
     "plan": [
         "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
         "--memory", "--memory-reserve", "--tp",
-        "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages", "--microbatches", "--recompute",
-        "--time-limit", "--json",
+        "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages", "--microbatches",
+        "--recompute", "--time-limit", "--profile", "--profile-any", "--json",
     ],
+    "profile": [
+        "MODEL", "--output -o", "--device", "--devices", "--set", "--batch", "--seq", "--optimizer", "--precision",
+        "--threads", "--json",
+    ],
+    "profile-links": ["--output -o", "--processes", "--profile", "--largest", "--json"],
     "compare": [
         "MODEL", "CLUSTER", "--memory", "--strategies", "--set", "--batch", "--seq", "--optimizer", "--precision",
         "--time-limit", "--json",

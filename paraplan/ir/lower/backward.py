@@ -122,8 +122,11 @@ def _lower_part(
     emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape))
     gathered = early(kind, forward.strategies, sorted(ops), context)
     give_sources(emitter, kind, context, gathered)
-    for value, (local, lies) in (*forward.saved.items(), *given.values.items()):
-        emitter.give(local, kind.graph.values[value], lies.layout, lies.strides, known_as=value)
+    for value, (local, lies) in (forward.saved | given.values).items():
+        if value in forward.away and value not in given.values:
+            emitter.arrive(value, kind.graph.values[value], lies.layout, forward.away[value].returning())
+        else:
+            emitter.give(local, kind.graph.values[value], lies.layout, lies.strides, known_as=value)
     for out, lies in zip(kind.outputs, forward.outputs, strict=True):
         emitter.give(out, kind.graph.values[out], lies.layout, lies.strides)
     for tangent, arrives in zip(kind.tangents, task.tangents, strict=True):
@@ -131,7 +134,7 @@ def _lower_part(
             emitter.give(tangent, kind.graph.values[tangent], arrives.layout, arrives.strides)
     results = (*(kind.input_grads if inputs else ()), *(kind.param_grads if weights else ()))
     _emit_ops(emitter, task, ops, results)
-    kept = _keep(emitter, kind, ops, later)
+    kept = _keep(emitter, task, ops, later)
     layouts = _input_grad_layouts(kind, task.choice, task.micro, emitter)
     grads = tuple(
         None if grad is None or layout is None or not inputs else emitter.get(grad, layout)
@@ -177,11 +180,13 @@ def _emit_ops(emitter: BlockEmitter, task: _Task, taken: Collection[int], result
             emit(index)
 
 
-def _keep(emitter: BlockEmitter, kind: SegmentKind, ops: Collection[int], later: Collection[int]) -> _Kept:
-    """What these ops make and later ones read (or hand on as a parameter's gradient)."""
+def _keep(emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Collection[int]) -> _Kept:
+    """What these ops make, or had brought back from a tier, and later ones read (or hand on as a gradient)."""
     if not later:
         return _Kept({})
+    kind = task.kind
     made = {out for index in ops for out in kind.graph.ops[index].outs if out is not None}
+    made |= {value for value, away in task.forward.away.items() if away.local in emitter.values}
     read = {name for index in later for name in kind.graph.ops[index].tensors}
     read |= {grad for grad in kind.param_grads if grad is not None}
     found = {}

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paraplan.ir.lower.ahead import Gathers, Visit
+from paraplan.ir.lower.away import AwayValue, Copies, at
+from paraplan.ir.lower.away import Visit as CopyVisit
 from paraplan.ir.lower.backward import LoweredBackward
 from paraplan.ir.lower.parcels import Parcel, local_bytes
 from paraplan.ir.lower.parted import PartedCalls
@@ -52,6 +54,7 @@ class SegmentSteps:
         self.reductions = Reductions(params, specs, shape, self.calls, plan.bundle_bytes)
         self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
         self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
+        self.copies = Copies(self._call_for)
         self.numerators = {
             term.numerator: index
             for index, term in enumerate(self.program.loss)
@@ -65,6 +68,11 @@ class SegmentSteps:
 
     def _call(self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...]) -> None:
         self.add(StepKind.CALL, block, args=args, outs=outs)
+
+    def _call_for(
+        self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...], microbatch: int, segment: int
+    ) -> None:
+        self.add(StepKind.CALL, block, args=args, outs=outs, microbatch=microbatch, segment=segment)
 
     def add(self, kind: StepKind, block: Block | None = None, **fields: object) -> None:
         """Write a step."""
@@ -113,7 +121,7 @@ class SegmentSteps:
             names = self._sources(index, m, lowered.early)
             asides = segment.asides if self.evaluates else ()
             outs = tuple(f"{out}@{m}" for out in (*segment.outputs, *asides))
-            saved = tuple(f"{index}/{local}@{m}" for local in lowered.block.saved)
+            saved = tuple(at(index, local, m) for local in lowered.block.saved)
             args = tuple(names[local] for local in lowered.block.inputs)
             self.add(StepKind.CALL, lowered.block, args=args, outs=(*outs, *saved), microbatch=m, segment=index)
             for out in segment.outputs:
@@ -122,6 +130,8 @@ class SegmentSteps:
                         StepKind.ACCUMULATE, args=(f"num{self.numerators[out]}", f"{out}@{m}"), microbatch=m,
                         segment=index,
                     )  # fmt: skip
+            self.copies.passed(CopyVisit(index, tuple(lowered.away.values())), m)
+        self.copies.end()
 
     def backward(self, stage: int, m: int, half: ActionKind, final: dict[int, list[str]]) -> None:
         """Run a stage's backward, or half of it.
@@ -135,13 +145,17 @@ class SegmentSteps:
         order = tuple(reversed(range(held.first, held.stop)))
         lowered_of = {index: self._half(index, half) for index in order}
         self.gathers.start([self._visit(index, lowered_of[index].early) for index in order])
+        self.copies.start([CopyVisit(index, self._returning(index, half)) for index in order], m)
         self.partials.start(max((self._partial_bytes(index) for index in order), default=0))
         for index in order:
             segment, lowered = self.program.segments[index], lowered_of[index]
             kind = self.program.kinds[segment.kind]
             self.gathers.reach(index)
+            self.copies.reach(m)
             names = self._sources(index, m, lowered.early)
-            names |= {local: f"{index}/{local}@{m}" for local in self.parts.forwards[index].block.saved}
+            names |= {local: at(index, local, m) for local in self.parts.forwards[index].block.saved}
+            for value in self._returning(index, half):
+                names |= {each.base: at(index, each.base, m) for each in (value.back, value.there)}
             if half is ActionKind.W:
                 names |= {local: f"{index}^{local}@{m}" for local in self._half(index, ActionKind.I).block.saved}
             names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
@@ -152,6 +166,11 @@ class SegmentSteps:
                         self._zero(kind.graph.values[local], out, m, index)
             self._call_backward(index, m, lowered, names)
             self.partials.passed(final.get(index, ()))
+
+    def _returning(self, index: int, half: ActionKind) -> tuple[AwayValue, ...]:
+        """What a segment's backward, or half of it, reads from tiers."""
+        inputs = self._half(index, half).block.inputs
+        return tuple(value for value in self.parts.forwards[index].away.values() if value.back.base in inputs)
 
     def _half(self, index: int, half: ActionKind) -> LoweredBackward:
         lowered = self.parts.backwards[index]
