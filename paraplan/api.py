@@ -26,6 +26,7 @@ from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.schedule import split_classes
+from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.files import profile_for, read_plan, write_plan
 from paraplan.report.explain import Explanation, explain, summary
@@ -54,11 +55,6 @@ _PARTS = {
     "check_buckets": "paraplan.runtime.buckets",
 }
 _LIBRARIES = ("torch", "transformers", "ortools", "pulp")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?$")
-_UNITS = {
-    "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
-    "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-}  # fmt: skip
 
 
 def _part(name: str) -> Any:
@@ -372,18 +368,6 @@ def _optimizer(name: str) -> ir_plan.Optimizer:
     if found is None:
         raise ConstraintError(f"optimizer {name!r} is unknown; choose one of {', '.join(ir_plan.OPTIMIZERS)}")
     return found
-
-
-def parse_bytes(text: int | str) -> int:
-    """`"2GiB"` to bytes.
-
-    Raises:
-        ConstraintError: no such size.
-    """
-    match = _SIZE.match(str(text).strip())
-    if match is None:
-        raise ConstraintError(f"{text!r} is no size in bytes; write e.g. 2GiB, 512MiB or 1000000")
-    return int(float(match[1]) * _UNITS[match[2] or "B"])
 
 
 def versions() -> dict[str, str]:
