@@ -1,10 +1,9 @@
-"""A kind under one choice -> its forward and backward blocks.
+"""A kind under one choice -> its forward block; what the backward (`backward`) shares with it.
 
 Backward values that the forward made are saved in the layout they were produced in, or made again just before the
 backward first reads them (`remat`), or wait on a tier (`away`); inputs of the segment and its outputs are not saved
 again, for the outer namespace holds them. A sharded parameter is gathered in each phase anew, used and freed: a large
-one inside the block, a small one before it, with those of other segments (`early`). A gradient leaves the block in the
-layout the plan gives it, a small one that is a sum over ranks as it was made (`partial`).
+one inside the block, a small one before it, with those of other segments (`early`).
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from paraplan.ir.lower.away import AwayValue
 from paraplan.ir.lower.chunks import WHOLE, Chunks, chunks_of
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.loops import emit_ops
-from paraplan.ir.lower.order import executed, ops_of, phase_order
 from paraplan.ir.lower.parcels import travels_with
 from paraplan.ir.lower.remat import NOTHING, Remat, remat_of
-from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
-from paraplan.ir.micro import KindMicro, dual
+from paraplan.ir.mesh import Layout, P, R
+from paraplan.ir.micro import KindMicro
 from paraplan.ir.plan import KindChoice
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.rank_program import Block
@@ -88,19 +86,6 @@ class LoweredForward:
     away: dict[str, AwayValue] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class LoweredBackward:
-    """The backward block: inputs are parameters, boundary inputs, seed, saved values (under the forward
-    block's local names), outputs and tangents; results are the gradients of the boundary inputs (`grads`
-    says how each lies, None where it has none), then those of the parameters. `early` is as of the forward; `partial`
-    has, per parameter slot, the moves that a gradient has yet to make."""
-
-    block: Block
-    grads: tuple[Given | None, ...]
-    early: tuple[Move | None, ...]
-    partial: tuple[Path, ...]
-
-
 def extend(strategy: Strategy, micro: AxisChoice) -> Strategy:
     """A mesh strategy with the microbatch axis put in front."""
     inputs = tuple([(first, *layout) for first, layout in zip(micro.inputs, strategy.inputs, strict=True)])
@@ -147,31 +132,28 @@ def lower_forward(
     """Lower a kind's forward ops."""
     m = context.num_microbatches
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
-    chunks = _chunks(kind, choice, strategies, context)
+    chunks = chosen_chunks(kind, choice, strategies, context)
     kind = executed(kind, choice)
     remat = remat_of(kind, choice.activations)
     emitter = BlockEmitter(name, (m, *context.mesh_shape))
-    early = _early(kind, strategies, ops_of(kind, Phase.FORWARD), context)
-    _give_sources(emitter, kind, context, early)
-    if choice.split is not None and choice.split.at_once:
+    gathered = early(kind, strategies, ops_of(kind, Phase.FORWARD), context)
+    give_sources(emitter, kind, context, gathered)
+    if at_once(choice):
         for tangent in filter(None, kind.tangents):
             emitter.give(tangent, kind.graph.values[tangent], (R,) * (1 + len(context.mesh_shape)))
-    order = phase_order(kind, Phase.FORWARD)
-    emit_ops(emitter, kind.graph, strategies, order, chunks, (*kind.outputs, *remat.saved))
+    emit_ops(emitter, kind.graph, strategies, ops_of(kind, Phase.FORWARD), chunks, (*kind.outputs, *remat.saved))
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in kind.outputs)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(kind.outputs, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
     saved = {}
     kept: tuple[str | None, ...] = tuple(emitter.get(value, emitter.home(value)) for value in remat.saved)
-    if choice.split is not None and choice.split.at_once:
-        kept = _unshared(emitter, kept)
-    for value, local in zip(remat.saved, kept, strict=True):
+    for value, local in zip(remat.saved, unshared(emitter, kept) if at_once(choice) else kept, strict=True):
         assert local is not None
         saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
     issued = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.away}
     block = emitter.finish(locals_, (*(local for local, _ in saved.values()), *issued.values()))
     away = {value: AwayValue(saved[value][0], emitter.values[local]) for value, local in issued.items()}
-    return LoweredForward(block, outputs, saved, strategies, early, remat, away)
+    return LoweredForward(block, outputs, saved, strategies, gathered, remat, away)
 
 
 def evaluate_forward(
@@ -190,8 +172,8 @@ def evaluate_forward(
         if op.phase is Phase.FORWARD and not needed.isdisjoint(op.outs):
             needed.update(op.tensors)
     taken = [index for index in ops_of(kind, Phase.FORWARD) if not needed.isdisjoint(graph.ops[index].outs)]
-    early = _early(kind, strategies, taken, context)
-    _give_sources(emitter, kind, context, early)
+    gathered = early(kind, strategies, taken, context)
+    give_sources(emitter, kind, context, gathered)
 
     def calm(to: BlockEmitter, index: int, strategy: Strategy) -> None:
         op = graph.ops[index]
@@ -201,66 +183,48 @@ def evaluate_forward(
         else:
             to.op(_certain(op), graph, strategy, index)
 
-    emit_ops(emitter, graph, strategies, taken, _chunks(kind, choice, strategies, context), results, emit=calm)
+    emit_ops(emitter, graph, strategies, taken, chosen_chunks(kind, choice, strategies, context), results, emit=calm)
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in results)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(results, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
-    return LoweredForward(emitter.finish(locals_, ()), outputs, {}, strategies, early)
+    return LoweredForward(emitter.finish(locals_, ()), outputs, {}, strategies, gathered)
 
 
-def _certain(op: Op) -> Op:
-    """The op without dropout."""
-    if op.target != "paraplan.attention":
-        return op
-    return msgspec.structs.replace(op, args=(*op.args[:5], 0.0, *op.args[6:]))
+def at_once(choice: KindChoice) -> bool:
+    """Whether the backward runs with the forward."""
+    return choice.split is not None and choice.split.at_once
 
 
-def lower_backward(
-    name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext, forward: LoweredForward,
-    tangents: tuple[Given | None, ...],
-) -> LoweredBackward:  # fmt: skip
-    """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
-    chunks = _chunks(kind, choice, forward.strategies, context)
-    kind = executed(kind, choice)
-    graph = kind.graph
-    emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape))
-    early = _early(kind, forward.strategies, (*ops_of(kind, Phase.BACKWARD), *forward.remat.again), context)
-    _give_sources(emitter, kind, context, early)
-    for value, (local, given) in forward.saved.items():
-        if value in forward.away:
-            emitter.arrive(value, graph.values[value], given.layout, forward.away[value].returning())
-        else:
-            emitter.give(local, graph.values[value], given.layout, given.strides, known_as=value)
-    for out, given in zip(kind.outputs, forward.outputs, strict=True):
-        emitter.give(out, graph.values[out], given.layout, given.strides)
-    for tangent, arrives in zip(kind.tangents, tangents, strict=True):
-        if tangent is not None and arrives is not None:
-            emitter.give(tangent, graph.values[tangent], arrives.layout, arrives.strides)
-    order = phase_order(kind, Phase.BACKWARD, forward.remat)
-    results = [grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None]
-    emit_ops(emitter, graph, forward.strategies, order, chunks, results, forward.remat.again)
-    layouts = _input_grad_layouts(kind, choice, micro, emitter)
-    grads = tuple(
-        None if grad is None or layout is None else emitter.get(grad, layout)
-        for grad, layout in zip(kind.input_grads, layouts, strict=True)
-    )
-    partial, param_grads = _param_grads(emitter, kind, context, context.num_microbatches)
-    own = {local for local, _ in forward.saved.values()} if choice.split is not None and choice.split.at_once else set()
-    handed = _unshared(emitter, (*grads, *param_grads), own)
-    grads = handed[: len(grads)]
-    block = emitter.finish(handed, ())
-    lies = tuple(
-        None if local is None or layout is None else Given(layout, emitter.values[local].strides)
-        for local, layout in zip(grads, layouts, strict=True)
-    )
-    return LoweredBackward(block, lies, early, partial)
+def executed(kind: SegmentKind, choice: KindChoice) -> SegmentKind:
+    """The kind as its choice runs it: where forward and backward are one, all of its ops are the forward's."""
+    if not at_once(choice):
+        return kind
+    ops = tuple(msgspec.structs.replace(op, phase=Phase.FORWARD) for op in kind.graph.ops)
+    return msgspec.structs.replace(kind, graph=msgspec.structs.replace(kind.graph, ops=ops))
 
 
-def _unshared(
-    emitter: BlockEmitter, results: tuple[str | None, ...], own: AbstractSet[str] = frozenset()
-) -> tuple[str | None, ...]:
-    """Results that own their storage: gradients are accumulated in place. `own`: inputs that nobody else holds."""
-    taken = set(emitter.inputs) - own
+def chosen_chunks(
+    kind: SegmentKind, choice: KindChoice, strategies: tuple[Strategy, ...], context: KindContext
+) -> Chunks:
+    """What of the kind runs in chunks."""
+    if choice.split is None:
+        return WHOLE
+    return chunks_of(kind, choice.split, strategies, (context.num_microbatches, *context.mesh_shape))
+
+
+def unshared(
+    emitter: BlockEmitter, results: tuple[str | None, ...], saved: tuple[str, ...] = (),
+    own: AbstractSet[str] = frozenset(),
+) -> tuple[str | None, ...]:  # fmt: skip
+    """Results that own their storage: gradients are accumulated in place.
+
+    Args:
+        emitter: of the block.
+        results: local names.
+        saved: local names whose storage is somebody else's.
+        own: inputs of the block that nobody else holds.
+    """
+    taken = (set(emitter.inputs) - own) | {emitter.values[local].base for local in saved}
     found: list[str | None] = []
     for local in results:
         if local is not None:
@@ -279,7 +243,14 @@ def _unshared(
     return tuple(found)
 
 
-def _give_sources(
+def _certain(op: Op) -> Op:
+    """The op without dropout."""
+    if op.target != "paraplan.attention":
+        return op
+    return msgspec.structs.replace(op, args=(*op.args[:5], 0.0, *op.args[6:]))
+
+
+def give_sources(
     emitter: BlockEmitter, kind: SegmentKind, context: KindContext, early: tuple[Move | None, ...]
 ) -> None:
     values = kind.graph.values
@@ -291,13 +262,11 @@ def _give_sources(
         emitter.give(kind.seed, values[kind.seed], (R,) * (1 + len(context.mesh_shape)))
 
 
-def _chunks(kind: SegmentKind, choice: KindChoice, strategies: tuple[Strategy, ...], context: KindContext) -> Chunks:
-    if choice.split is None:
-        return WHOLE
-    return chunks_of(kind, choice.split, strategies, (context.num_microbatches, *context.mesh_shape))
+def ops_of(kind: SegmentKind, phase: Phase) -> list[int]:
+    return [index for index, op in enumerate(kind.graph.ops) if op.phase is phase]
 
 
-def _early(
+def early(
     kind: SegmentKind, strategies: tuple[Strategy, ...], ops: Iterable[int], context: KindContext
 ) -> tuple[Move | None, ...]:
     """Per parameter slot, the gather that can be made before the block whose ops these are, with other segments'.
@@ -323,52 +292,3 @@ def _output_layout(home: Layout, out: str, kind: SegmentKind, m: int) -> Layout:
     if m > 1 and not kind.graph.values[out].shape:
         return (P, *home[1:])
     return home
-
-
-def _input_grad_layouts(
-    kind: SegmentKind, choice: KindChoice, micro: KindMicro, backward: BlockEmitter
-) -> tuple[Layout | None, ...]:
-    found: list[Layout | None] = []
-    for name, grad, text in zip(kind.inputs, kind.input_grads, choice.input_grads, strict=True):
-        if grad is None:
-            found.append(None)
-            continue
-        if text is None:
-            raise InvalidPlanError(f"kind {kind.name}: the gradient of input {name} has no layout in the plan")
-        first = dual(micro.placements[name]) if backward.mesh_shape[0] > 1 else R
-        found.append((first, *parse_layout(text)))
-    return tuple(found)
-
-
-def _param_grads(
-    backward: BlockEmitter, kind: SegmentKind, context: KindContext, m: int
-) -> tuple[tuple[Path, ...], tuple[str | None, ...]]:
-    """The gradients of the parameters, and the moves left to those that leave the block as they were made."""
-    found: list[str | None] = []
-    left: list[Path] = []
-    for grad, placements in zip(kind.param_grads, context.param_grads, strict=True):
-        if grad is None:
-            found.append(None)
-            left.append(())
-            continue
-        layout = (P if m > 1 else R, *placements)
-        path = backward.path(grad, layout)
-        if path and path[0].kind != "all_gather" and travels_with(backward.specs[grad], path, backward.mesh_shape):
-            found.append(backward.get(grad, backward.home(grad)))
-            left.append(path)
-            continue
-        local = backward.get(grad, layout)
-        dtype = backward.values[local].dtype
-        if context.grad_dtype and dtype != context.grad_dtype:
-            value = backward.values[local]
-            local = backward.local(
-                "aten._to_copy.default",
-                ("%" + local,),
-                f"{grad}@{layout_text(layout)}^{context.grad_dtype}",
-                context.grad_dtype,
-                value.shape,
-                {"dtype": ":" + context.grad_dtype},
-            )
-        found.append(local)
-        left.append(())
-    return tuple(left), tuple(found)

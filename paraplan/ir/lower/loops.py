@@ -126,9 +126,10 @@ class _Loop:
             self.emitter.serves(index)
             for out, final in zip(self.graph.ops[index].outs, self.strategies[index].outputs, strict=True):
                 if out in self.grown and out is not None and final is not None:
-                    self.emitter.adopt(
-                        out, self.graph.values[out], self.grown[out].local, self.grown[out].layout, final
-                    )
+                    grown, spec = self.grown[out], self.graph.values[out]
+                    if self.emitter.values[grown.local].dtype != spec.dtype:
+                        grown.local = self._cast(grown.local, out, spec.dtype)
+                    self.emitter.adopt(out, spec, grown.local, grown.layout, final)
 
     def _add(self, inside: ChunkEmitter, out: str) -> None:
         """One more addend of a sum; sums of halves are kept in float32."""
