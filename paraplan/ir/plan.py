@@ -160,6 +160,8 @@ class Plan(Value, frozen=True, kw_only=True):
         bundle_bytes: from how many bytes on small parameters and gradients of several segments set out together;
             0: nothing waits for another segment's.
         stages, schedule: the plan proper.
+        memory_actions: on one device, the order in which the step's ops run, tensors are freed and ops are run again
+            (`ir.memory_actions`); None: as lowered.
         prediction, certificate: what is foretold and proved.
         notes: what the reader should know (ops replicated for want of a rule, times measured or modelled).
     """
@@ -174,6 +176,7 @@ class Plan(Value, frozen=True, kw_only=True):
     bundle_bytes: int = 8 << 20
     stages: tuple[Stage, ...]
     schedule: Schedule
+    memory_actions: str | None = None
     prediction: Prediction | None = None
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.ahead import Gathers, Visit
 from paraplan.ir.lower.kind import LoweredBackward
+from paraplan.ir.lower.ordered import order_program
 from paraplan.ir.lower.outer import outer_values, with_drops
 from paraplan.ir.lower.parcels import Parcel, local_bytes
 from paraplan.ir.lower.parted import PartedCalls
@@ -28,6 +29,7 @@ from paraplan.ir.lower.updates import (
     tangent_block,
     zero_block,
 )
+from paraplan.ir.memory_actions import parse_actions
 from paraplan.ir.mesh import Layout, Partial, R
 from paraplan.ir.plan import Optimizer, Plan, Stage
 from paraplan.ir.program import master_dtype, trained_params
@@ -50,6 +52,11 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
     stage = plan.stages[0]
     # Classes that differ only in the kind of their device share a program.
     built = {actions: StageSteps(plan, stage).build(actions) for actions in dict.fromkeys(plan.schedule.classes)}
+    if plan.memory_actions is not None:
+        if stage.mesh.size > 1:
+            raise InvalidPlanError(f"memory_actions on {stage.mesh.size} devices: a memory schedule is for one")
+        order = parse_actions(plan.memory_actions)
+        built = {actions: order_program(program, order) for actions, program in built.items()}
     return tuple(built[actions] for actions in plan.schedule.classes)
 
 

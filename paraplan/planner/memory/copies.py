@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paraplan.ir.memory_actions import Act, Actions, MemAction, free, run
 from paraplan.planner.memory.problem import Tier
 from paraplan.planner.memory.reruns import Floats, Ints, Profile
-from paraplan.planner.memory.schedule import Act, Actions, MemAction, free, run
 
 Stay = tuple[int, int]
 """A tensor, and the key of the reader it is brought back for."""

@@ -13,13 +13,14 @@ import time
 from typing import NoReturn
 
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.memory_actions import Actions
 from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.exact import search_states
 from paraplan.planner.memory.joint import plan_joint
 from paraplan.planner.memory.problem import MemoryProblem, verify_problem
 from paraplan.planner.memory.recompute import MemoryLimits, Recomputation
 from paraplan.planner.memory.reruns import Arrays
-from paraplan.planner.memory.schedule import Actions, evaluate, freeing
+from paraplan.planner.memory.schedule import evaluate, freeing
 
 __all__ = ["SCOPE", "MemoryAnswer", "MemoryLimits", "plan_memory"]
 
@@ -76,13 +77,13 @@ def _with_copies(alone: Recomputation, limits: MemoryLimits, deadline: float) ->
 
 def _settled(arrays: Arrays, budget_bytes: int, limits: MemoryLimits) -> MemoryAnswer | None:
     """By exhaustion: in the given order, or in any where that one has none; None where there are too many states."""
-    for in_order in (True, False):
+    for in_order in (True,) if arrays.problem.in_order else (True, False):
         found = search_states(arrays.problem, budget_bytes, in_order)
         if not found.complete:
             return None
         if found.ops is not None:
             return _answer(arrays, budget_bytes, freeing(arrays.problem, found.ops), found.seconds, limits)
-    _refuse(arrays, budget_bytes, "in any order of execution")
+    _refuse(arrays, budget_bytes, f"in {'the given' if arrays.problem.in_order else 'any'} order of execution")
 
 
 def _answer(arrays: Arrays, budget_bytes: int, actions: Actions, bound_s: float, limits: MemoryLimits) -> MemoryAnswer:

@@ -91,12 +91,14 @@ class MemoryProblem:
         tensors: all storages.
         base_bytes: always resident beside them.
         tiers: where tensors may be copied to.
+        in_order: whether first executions must keep the given order (ops that write in place tell nobody so).
     """
 
     ops: tuple[MemOp, ...]
     tensors: tuple[MemTensor, ...]
     base_bytes: int = 0
     tiers: tuple[Tier, ...] = ()
+    in_order: bool = False
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
