@@ -2,6 +2,18 @@
 
 An action prints as `2F0`: stage, kind, microbatch (`2SEND_F0`; `2UPDATE` has none). A schedule is one
 list of actions per class of equal ranks.
+
+Messages: `sSEND_Fm` hands stage s's output of microbatch m to the ranks that run stage s + 1 of m, whose action is
+`(s+1)RECV_Fm`; `sSEND_Bm` hands the gradient of its input to stage s - 1, which does `(s-1)RECV_Bm`. Where the same
+rank runs both stages there is no message. Each rank's messages are in such an order that even blocking ones, where
+sender and receiver wait for each other, never deadlock; a receive stands where its message may begin, so that what
+stands between it and its use overlaps.
+
+Replicas: in bidirectional schedules (GEMS, Chimera) every stage is held by `num_replicas` groups of ranks, and each
+microbatch runs in one of them. Who runs a microbatch of a stage is who has its F (`runners`). The stage's parameters
+are then replicated over the groups as they are over data-parallel ranks, each group's gradients are partial sums over
+its own microbatches, and REDUCE_GRAD adds them over all ranks that hold the stage. As a mesh, that is one more axis
+of size `num_replicas`, along which parameters are stored R and gradients accumulate P.
 """
 
 from __future__ import annotations
@@ -69,15 +81,31 @@ class Schedule(Value, frozen=True, kw_only=True):
         name: the generator's name, e.g. "accumulate", "1f1b".
         classes: per rank class, its actions in text form, in order.
         rank_class: class of every rank.
+        num_replicas: groups of ranks that hold each stage and share its microbatches out among them.
     """
 
     name: str
     classes: tuple[tuple[str, ...], ...]
     rank_class: tuple[int, ...]
+    num_replicas: int = 1
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """The actions of one rank."""
         return tuple(parse_action(text) for text in self.classes[self.rank_class[rank]])
+
+    def runners(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Per (stage, microbatch), the ranks that run it: those with its F, ascending."""
+        forwards = [
+            tuple(
+                (action.stage, action.microbatch) for action in map(parse_action, texts) if action.kind is ActionKind.F
+            )
+            for texts in self.classes
+        ]
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank, of in enumerate(self.rank_class):
+            for key in forwards[of]:
+                found.setdefault(key, []).append(rank)
+        return {key: tuple(found[key]) for key in sorted(found)}
 
 
 def accumulate(num_microbatches: int, num_ranks: int) -> Schedule:
@@ -102,4 +130,22 @@ def split_classes(schedule: Schedule, kinds: tuple[Hashable, ...]) -> Schedule:
     found: dict[tuple[tuple[str, ...], Hashable], int] = {}
     pairs = zip(schedule.rank_class, kinds, strict=True)
     rank_class = tuple(found.setdefault((schedule.classes[old], kind), len(found)) for old, kind in pairs)
-    return Schedule(name=schedule.name, classes=tuple(actions for actions, _ in found), rank_class=rank_class)
+    return Schedule(
+        name=schedule.name, classes=tuple(actions for actions, _ in found), rank_class=rank_class,
+        num_replicas=schedule.num_replicas,
+    )  # fmt: skip
+
+
+def spread(schedule: Schedule, positions: tuple[int, ...]) -> Schedule:
+    """A pipeline's schedule on a cluster's ranks.
+
+    Args:
+        schedule: of one rank per position of the pipeline.
+        positions: per rank of the cluster, its position; data- and tensor-parallel ranks share one.
+    Returns:
+        The same actions, every rank doing those of its position.
+    """
+    rank_class = tuple(schedule.rank_class[position] for position in positions)
+    return Schedule(
+        name=schedule.name, classes=schedule.classes, rank_class=rank_class, num_replicas=schedule.num_replicas
+    )

@@ -1,25 +1,59 @@
 """A schedule is complete, ordered and free of deadlock.
 
-Complete: every stage runs F and its backward (B, or I and W) once per microbatch on every rank that holds it, and
-each per-step action once. Ordered: on a rank a microbatch's backward follows its forward, W follows I, a reduction
-follows every backward, an update the reduction; what another rank makes is received before it is used, and sent
-after it is made. Free of deadlock: a simulated run in which a receive waits for its send always ends. The number of
+Complete: every microbatch runs F and its backward (B, or I and W) once on every rank of one group that holds the
+stage, messages have both ends, and every rank does the per-step actions of its stages once. Ordered: on a rank a
+microbatch's backward follows its forward, W follows I, a reduction follows every backward, an update the reduction;
+what another stage makes is there before it is used, and sent after it is made. Free of deadlock: a simulated run ends
+in which every message and every reduction waits until all its ranks have got to it (`rendezvous.py`). The number of
 microbatches in flight is returned, for memory.
+
+Ranks of a class are equal, so a class is verified once; a message names its first rank.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.schedule import Action, ActionKind, Schedule
+from paraplan.ir.rendezvous import MESSAGES, meetings, run_to_end
+from paraplan.ir.schedule import Action, ActionKind, Schedule, parse_action
 
-_NEIGHBOUR = {ActionKind.RECV_F: -1, ActionKind.SEND_B: -1, ActionKind.RECV_B: 1, ActionKind.SEND_F: 1}
-_PARTNER = {ActionKind.RECV_F: (ActionKind.SEND_F, -1), ActionKind.RECV_B: (ActionKind.SEND_B, 1)}
+_BACKWARD = {ActionKind.B: ActionKind.I, ActionKind.I: ActionKind.B}
+_BEFORE_SENDING = {ActionKind.SEND_F: (ActionKind.F,), ActionKind.SEND_B: (ActionKind.B, ActionKind.I)}
+
+
+@dataclass
+class _Rank:
+    """A class on its way through its actions.
+
+    Attributes:
+        rank: its first rank.
+        stages: what it holds.
+        actions: what it does.
+        seen: what it has done.
+        in_flight: (stage, microbatch) whose forward has run and whose backward has not.
+        most: the most of these at once.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    actions: tuple[Action, ...]
+    seen: Counter[tuple[int, ActionKind, int]] = field(default_factory=Counter)
+    in_flight: set[tuple[int, int]] = field(default_factory=set)
+    most: int = 0
+
+    def has(self, stage: int, kinds: tuple[ActionKind, ...], microbatch: int) -> bool:
+        """Whether one of some actions is done."""
+        return any(self.seen[stage, kind, microbatch] for kind in kinds)
 
 
 def verify_schedule(
-    schedule: Schedule, num_stages: int, num_microbatches: int, stages_of_rank: tuple[tuple[int, ...], ...]
+    schedule: Schedule,
+    num_stages: int,
+    num_microbatches: int,
+    stages_of_rank: tuple[tuple[int, ...], ...],
+    max_in_flight: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
     """Check a schedule.
 
@@ -27,131 +61,165 @@ def verify_schedule(
         schedule: what is checked.
         num_stages, num_microbatches: what it must cover.
         stages_of_rank: per rank, the stages it holds.
+        max_in_flight: per rank, the most microbatches it has memory for, over its stages.
     Returns:
         Per rank, the most microbatches whose forward has run and whose backward has not, over its stages.
     Raises:
         InvalidPlanError: naming rank, action and place.
     """
+    classes = _ranks(schedule, stages_of_rank)
+    runners: dict[tuple[int, int], list[int]] = {}
+    for index, each in classes.items():
+        for action in each.actions:
+            if action.kind is ActionKind.F and index not in runners.setdefault((action.stage, action.microbatch), []):
+                runners[action.stage, action.microbatch].append(index)
+    for index, each in classes.items():
+        _verify_rank(index, each, (num_stages, num_microbatches, schedule.num_replicas), runners)
+    _verify_complete(schedule, classes, num_stages, num_microbatches)
+    meeting = meetings({index: each.actions for index, each in classes.items()}, runners)
+    run_to_end(schedule.name, {i: (each.rank, each.actions) for i, each in classes.items()}, meeting)
+    flights = tuple(classes[index].most for index in schedule.rank_class)
+    for rank, (most, limit) in enumerate(zip(flights, max_in_flight or flights, strict=True)):
+        if most > limit:
+            _name_overflow(schedule, classes[schedule.rank_class[rank]], rank, limit)
+    return flights
+
+
+def _ranks(schedule: Schedule, stages_of_rank: tuple[tuple[int, ...], ...]) -> dict[int, _Rank]:
+    """What every class does and holds, by its number, in the order of first ranks."""
     if len(schedule.rank_class) != len(stages_of_rank):
         raise InvalidPlanError(
             f"schedule {schedule.name} has {len(schedule.rank_class)} ranks, the cluster {len(stages_of_rank)}"
         )
-    holders = _holders(stages_of_rank, num_stages)
-    flights = []
-    for rank, stages in enumerate(stages_of_rank):
-        if not 0 <= schedule.rank_class[rank] < len(schedule.classes):
-            raise InvalidPlanError(f"rank {rank}: no schedule class {schedule.rank_class[rank]}")
-        flights.append(_verify_rank(schedule.actions(rank), stages, num_microbatches, rank, holders))
-    _verify_progress(schedule, holders)
-    return tuple(flights)
-
-
-def _holders(stages_of_rank: tuple[tuple[int, ...], ...], num_stages: int) -> dict[int, list[int]]:
-    """Ranks that hold each stage."""
-    return {stage: [rank for rank, held in enumerate(stages_of_rank) if stage in held] for stage in range(num_stages)}
+    classes: dict[int, _Rank] = {}
+    for rank, (index, stages) in enumerate(zip(schedule.rank_class, stages_of_rank, strict=True)):
+        if not 0 <= index < len(schedule.classes):
+            raise InvalidPlanError(f"rank {rank}: no schedule class {index}")
+        if index not in classes:
+            classes[index] = _Rank(rank, stages, tuple(map(parse_action, schedule.classes[index])))
+        elif classes[index].stages != stages:
+            first = classes[index]
+            raise InvalidPlanError(
+                f"schedule class {index}: rank {first.rank} holds stages {first.stages} and rank {rank} {stages}; give "
+                "ranks that hold different stages a class of their own"
+            )
+    return classes
 
 
 def _verify_rank(
-    actions: tuple[Action, ...], stages: tuple[int, ...], m: int, rank: int, holders: dict[int, list[int]]
-) -> int:
-    seen: Counter[tuple[int, ActionKind, int]] = Counter()
-    in_flight: set[tuple[int, int]] = set()
-    most = 0
-    for position, action in enumerate(actions):
-        at = f"rank {rank}, action {position} ({action})"
+    index: int, each: _Rank, sizes: tuple[int, int, int], runners: dict[tuple[int, int], list[int]]
+) -> None:
+    num_stages, m, num_replicas = sizes
+    own = Counter(action.stage for action in each.actions if action.kind is ActionKind.F)
+    for position, action in enumerate(each.actions):
+        at = f"rank {each.rank}, action {position} ({action})"
         key = (action.stage, action.kind, action.microbatch)
-        if action.stage not in stages:
-            raise InvalidPlanError(f"{at}: the rank holds stages {stages}")
+        if action.stage not in each.stages:
+            raise InvalidPlanError(f"{at}: the rank holds stages {each.stages}")
         if action.microbatch >= m:
             raise InvalidPlanError(f"{at}: there are {m} microbatches")
-        if seen[key]:
+        if each.seen[key]:
             raise InvalidPlanError(f"{at}: done twice")
-        _verify_order(action, seen, m, at)
-        _verify_transfer(action, seen, at, rank, holders)
-        seen[key] += 1
+        _verify_order(action, each, m if num_replicas == 1 else own[action.stage], at)
+        _verify_hand_over(action, index, each, num_stages, runners, at)
+        each.seen[key] += 1
         if action.kind is ActionKind.F:
-            in_flight.add((action.stage, action.microbatch))
+            each.in_flight.add((action.stage, action.microbatch))
         elif action.kind in (ActionKind.B, ActionKind.W):
-            in_flight.discard((action.stage, action.microbatch))
-        most = max(most, len(in_flight))
-    for stage in stages:
-        for micro in range(m):
-            whole = seen[stage, ActionKind.B, micro]
-            halves = seen[stage, ActionKind.I, micro] and seen[stage, ActionKind.W, micro]
-            if not seen[stage, ActionKind.F, micro] or not (whole or halves):
-                raise InvalidPlanError(
-                    f"rank {rank}: stage {stage} misses the forward or backward of microbatch {micro}"
-                )
-        if not seen[stage, ActionKind.UPDATE, -1] or not seen[stage, ActionKind.REDUCE_GRAD, -1]:
-            raise InvalidPlanError(f"rank {rank}: stage {stage} misses its REDUCE_GRAD or UPDATE")
-    return most
+            each.in_flight.discard((action.stage, action.microbatch))
+        each.most = max(each.most, len(each.in_flight))
 
 
-def _verify_order(action: Action, seen: Counter[tuple[int, ActionKind, int]], m: int, at: str) -> None:
-    stage, micro = action.stage, action.microbatch
-    if action.kind in (ActionKind.B, ActionKind.I) and not seen[stage, ActionKind.F, micro]:
+def _verify_order(action: Action, each: _Rank, own: int, at: str) -> None:
+    """Among the actions of one stage on one rank."""
+    stage, micro, kind = action.stage, action.microbatch, action.kind
+    if kind in _BACKWARD and not each.has(stage, (ActionKind.F,), micro):
         raise InvalidPlanError(f"{at}: backward before forward")
-    if action.kind is ActionKind.W and not seen[stage, ActionKind.I, micro]:
+    if kind is ActionKind.W and not each.has(stage, (ActionKind.I,), micro):
         raise InvalidPlanError(f"{at}: weight gradient before input gradient")
-    halves = {ActionKind.B: ActionKind.I, ActionKind.I: ActionKind.B}
-    if action.kind in halves and seen[stage, halves[action.kind], micro]:
-        other = halves[action.kind].value
-        raise InvalidPlanError(f"{at}: {action.kind.value} after {other}; the backward is either whole or split")
-    if action.kind is ActionKind.REDUCE_GRAD:
-        done = sum(seen[stage, kind, k] for kind in (ActionKind.B, ActionKind.W) for k in range(m))
-        if done < m:
-            raise InvalidPlanError(f"{at}: only {done} of {m} backwards are done")
-    if action.kind is ActionKind.UPDATE and not seen[stage, ActionKind.REDUCE_GRAD, -1]:
+    if kind in _BACKWARD and each.has(stage, (_BACKWARD[kind],), micro):
+        other = _BACKWARD[kind].value
+        raise InvalidPlanError(f"{at}: {kind.value} after {other}; the backward is either whole or split")
+    if kind is ActionKind.REDUCE_GRAD:
+        done = sum(n for (s, k, _), n in each.seen.items() if s == stage and k in (ActionKind.B, ActionKind.W))
+        if done < own:
+            raise InvalidPlanError(f"{at}: only {done} of {own} backwards are done")
+    if kind is ActionKind.UPDATE and not each.has(stage, (ActionKind.REDUCE_GRAD,), -1):
         raise InvalidPlanError(f"{at}: update before the gradients are reduced")
 
 
-def _verify_transfer(
-    action: Action, seen: Counter[tuple[int, ActionKind, int]], at: str, rank: int, holders: dict[int, list[int]]
+def _verify_hand_over(
+    action: Action, index: int, each: _Rank, num_stages: int, runners: dict[tuple[int, int], list[int]], at: str
 ) -> None:
-    """What crosses ranks: received before it is used, sent after it is made, and only between neighbours."""
-    stage, micro = action.stage, action.microbatch
-    if action.kind in _NEIGHBOUR and stage + _NEIGHBOUR[action.kind] not in holders:
-        raise InvalidPlanError(f"{at}: there is no stage {stage + _NEIGHBOUR[action.kind]}")
-    needs: dict[ActionKind, tuple[int, tuple[ActionKind, ...]]] = {
-        ActionKind.F: (stage - 1, (ActionKind.RECV_F,)),
-        ActionKind.B: (stage + 1, (ActionKind.RECV_B,)),
-        ActionKind.I: (stage + 1, (ActionKind.RECV_B,)),
-        ActionKind.SEND_F: (stage, (ActionKind.F,)),
-        ActionKind.SEND_B: (stage, (ActionKind.B, ActionKind.I)),
-    }
-    if action.kind not in needs:
+    """What another stage makes is there before it is used, what is sent is made, and messages cross ranks."""
+    stage, micro, kind = action.stage, action.microbatch, action.kind
+    if kind in MESSAGES:
+        other = stage + MESSAGES[kind].step
+        if not 0 <= other < num_stages:
+            raise InvalidPlanError(f"{at}: there is no stage {other}")
+        if index in runners.get((other, micro), []):
+            raise InvalidPlanError(f"{at}: the rank runs stage {other} itself, so there is no message; leave it out")
+        if kind in _BEFORE_SENDING and not each.has(stage, _BEFORE_SENDING[kind], micro):
+            raise InvalidPlanError(
+                f"{at}: no {' or '.join(k.value for k in _BEFORE_SENDING[kind])} of microbatch {micro} comes before it"
+            )
+    if kind is ActionKind.F:
+        source, received = stage - 1, ActionKind.RECV_F
+    elif kind in _BACKWARD:
+        source, received = stage + 1, ActionKind.RECV_B
+    else:
         return
-    source, before = needs[action.kind]
-    elsewhere = source in holders and (source == stage or rank not in holders[source])
-    if elsewhere and not any(seen[stage, kind, micro] for kind in before):
-        raise InvalidPlanError(
-            f"{at}: no {' or '.join(kind.value for kind in before)} of microbatch {micro} comes before it"
-        )
+    if not 0 <= source < num_stages:
+        return
+    if (source, micro) not in runners:
+        raise InvalidPlanError(f"{at}: no rank runs stage {source} of microbatch {micro}; add its F and backward")
+    if index not in runners.get((source, micro), []):
+        if not each.has(stage, (received,), micro):
+            raise InvalidPlanError(f"{at}: no {received.value} of microbatch {micro} comes before it")
+    elif not each.has(source, (ActionKind.F,) if kind is ActionKind.F else tuple(_BACKWARD), micro):
+        raise InvalidPlanError(f"{at}: stage {source}, on the same rank, has not run microbatch {micro}; put it before")
 
 
-def _verify_progress(schedule: Schedule, holders: dict[int, list[int]]) -> None:
-    """Run sends and receives only: a receive needs the send of the neighbouring stage, on every rank there."""
-    queues = {rank: list(schedule.actions(rank)) for rank in range(len(schedule.rank_class))}
-    sent: set[tuple[int, int, ActionKind, int]] = set()
-    moving = True
-    while moving:
-        moving = False
-        for rank, queue in queues.items():
-            while queue and _ready(queue[0], sent, holders):
-                action = queue.pop(0)
-                sent.add((rank, action.stage, action.kind, action.microbatch))
-                moving = True
-    stuck = {rank: queue[0] for rank, queue in queues.items() if queue}
-    if stuck:
-        rank, action = next(iter(stuck.items()))
-        raise InvalidPlanError(
-            f"schedule {schedule.name} deadlocks: rank {rank} waits at {action} for a send that never comes"
-        )
+def _verify_complete(schedule: Schedule, classes: dict[int, _Rank], num_stages: int, m: int) -> None:
+    for stage in range(num_stages):
+        groups: dict[frozenset[int], int] = {}
+        for each in classes.values():
+            if stage in each.stages:
+                mine = frozenset(k for (s, kind, k) in each.seen if s == stage and kind is ActionKind.F)
+                groups.setdefault(mine, each.rank)
+                _verify_backwards(schedule, each, stage, mine, m)
+        missing = sorted(set(range(m)) - frozenset().union(*groups))
+        if missing:
+            raise InvalidPlanError(f"stage {stage}: no rank runs microbatch {missing[0]}")
+        if sum(map(len, groups)) > m or len(groups) != schedule.num_replicas:
+            listed = "; ".join(f"rank {rank} runs {sorted(micros)}" for micros, rank in groups.items())
+            raise InvalidPlanError(
+                f"stage {stage}: {schedule.num_replicas} groups of ranks should share {m} microbatches out, each "
+                f"run by one group, and {listed}"
+            )
 
 
-def _ready(action: Action, sent: set[tuple[int, int, ActionKind, int]], holders: dict[int, list[int]]) -> bool:
-    if action.kind not in _PARTNER:
-        return True
-    kind, step = _PARTNER[action.kind]
-    neighbour = action.stage + step
-    return all((rank, neighbour, kind, action.microbatch) in sent for rank in holders.get(neighbour, []))
+def _verify_backwards(schedule: Schedule, each: _Rank, stage: int, mine: frozenset[int], m: int) -> None:
+    """One rank's share of a stage: every backward of its forwards, all microbatches where there is one group."""
+    for micro in range(m) if schedule.num_replicas == 1 else sorted(mine):
+        if micro not in mine or not each.has(stage, (ActionKind.B, ActionKind.W), micro):
+            raise InvalidPlanError(
+                f"rank {each.rank}: stage {stage} misses the forward or backward of microbatch {micro}"
+            )
+    if not each.has(stage, (ActionKind.UPDATE,), -1) or not each.has(stage, (ActionKind.REDUCE_GRAD,), -1):
+        raise InvalidPlanError(f"rank {each.rank}: stage {stage} misses its REDUCE_GRAD or UPDATE")
+
+
+def _name_overflow(schedule: Schedule, each: _Rank, rank: int, limit: int) -> None:
+    """Raise at the first forward that is one too many."""
+    flying: set[tuple[int, int]] = set()
+    for position, action in enumerate(each.actions):
+        if action.kind is ActionKind.F:
+            flying.add((action.stage, action.microbatch))
+        elif action.kind in (ActionKind.B, ActionKind.W):
+            flying.discard((action.stage, action.microbatch))
+        if len(flying) > limit:
+            raise InvalidPlanError(
+                f"schedule {schedule.name}, rank {rank}, action {position} ({action}): {len(flying)} microbatches "
+                f"are in flight and there is memory for {limit}; run a backward before it"
+            )

@@ -1,0 +1,96 @@
+"""The schedules by name, and which of them a pipeline of so many stages and positions can take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.schedule import Schedule
+from paraplan.planner.schedules.bidirectional import chimera, gems
+from paraplan.planner.schedules.interleaved import interleaved
+from paraplan.planner.schedules.problem import Orders, StageCosts
+from paraplan.planner.schedules.synchronous import gpipe, one_f_one_b
+from paraplan.planner.schedules.transfers import complete
+from paraplan.planner.schedules.wave import hanayo
+from paraplan.planner.schedules.zero_bubble import zb_h1, zb_v
+
+
+class Named(NamedTuple):
+    """A schedule of the literature.
+
+    Attributes:
+        make: its orders, from positions, microbatches and stages a position.
+        stages: stages a position it takes: that number, or any multiple of `step` from there on.
+        step: 0 where only `stages` will do.
+        num_replicas: groups of positions that hold each stage.
+    """
+
+    make: Callable[[int, int, int], Orders]
+    stages: int = 1
+    step: int = 0
+    num_replicas: int = 1
+
+    def takes(self, stages_per_position: int) -> bool:
+        """Whether it can be made for so many stages a position."""
+        more = stages_per_position - self.stages
+        return not more if not self.step else more >= 0 and more % self.step == 0
+
+
+NAMED: dict[str, Named] = {
+    "gpipe": Named(lambda p, m, _: gpipe(p, m)),
+    "1f1b": Named(lambda p, m, _: one_f_one_b(p, m)),
+    "zb-h1": Named(lambda p, m, _: zb_h1(p, m)),
+    "gems": Named(lambda p, m, _: gems(p, m), num_replicas=2),
+    "chimera": Named(lambda p, m, _: chimera(p, m), num_replicas=2),
+    "interleaved": Named(interleaved, stages=2, step=1),
+    "zb-v": Named(lambda p, m, _: zb_v(p, m), stages=2),
+    "hanayo": Named(lambda p, m, v: hanayo(p, m, v // 2), stages=2, step=2),
+}
+
+
+def named_orders(
+    name: str, num_positions: int, num_microbatches: int, stages_per_position: int | None = None
+) -> Orders:
+    """The orders of a schedule of `NAMED`.
+
+    Args:
+        name: which.
+        num_positions, num_microbatches: sizes.
+        stages_per_position: None for the fewest the schedule takes.
+    Raises:
+        ConstraintError: no such schedule, or one that cannot take these sizes.
+    """
+    if name not in NAMED:
+        raise ConstraintError(f"no schedule {name!r}; there are {', '.join(NAMED)}")
+    kind = NAMED[name]
+    v = kind.stages if stages_per_position is None else stages_per_position
+    if not kind.takes(v):
+        fits = f"{kind.stages}, {kind.stages + kind.step}, ..." if kind.step else str(kind.stages)
+        raise ConstraintError(f"schedule {name}: {v} stages a position; it takes {fits}")
+    return kind.make(num_positions, num_microbatches, v)
+
+
+def named_schedule(
+    name: str,
+    num_positions: int,
+    num_microbatches: int,
+    stages_per_position: int | None = None,
+    stages: tuple[StageCosts, ...] | None = None,
+) -> Schedule:
+    """A schedule of `NAMED` with its messages, one rank per position (see `named_orders`, `transfers.complete`)."""
+    orders = named_orders(name, num_positions, num_microbatches, stages_per_position)
+    return complete(name, orders, stages, NAMED[name].num_replicas)
+
+
+def applicable(num_stages: int, num_positions: int, num_microbatches: int) -> dict[str, Orders]:
+    """Every named schedule these sizes can take, by name."""
+    if num_positions < 1 or num_stages % num_positions:
+        return {}
+    found = {}
+    for name in NAMED:
+        try:
+            found[name] = named_orders(name, num_positions, num_microbatches, num_stages // num_positions)
+        except ConstraintError:
+            continue
+    return found

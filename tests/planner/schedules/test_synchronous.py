@@ -1,0 +1,41 @@
+"""GPipe and 1F1B: bubbles and microbatches in flight as in the papers, for any sizes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paraplan.ir.schedule import spread
+from paraplan.ir.verify_schedule import verify_schedule
+from paraplan.planner.schedules.evaluate import evaluate
+from paraplan.planner.schedules.problem import StageCosts, stages_of
+from paraplan.planner.schedules.synchronous import gpipe, one_f_one_b
+from paraplan.planner.schedules.transfers import complete, orders_of
+
+
+@given(p=st.integers(1, 8), m=st.integers(1, 12), forward_s=st.floats(0.5, 2), backward_s=st.floats(0.5, 4))
+def test_bubble_and_flight(p: int, m: int, forward_s: float, backward_s: float) -> None:
+    costs = (StageCosts(forward_s=forward_s, backward_s=backward_s),) * p
+    for orders, flights in ((gpipe(p, m), (m,) * p), (one_f_one_b(p, m), tuple(min(m, p - i) for i in range(p)))):
+        found = evaluate(orders, costs)
+        assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
+        assert found.step_s == pytest.approx((m + p - 1) * (forward_s + backward_s))
+        assert found.peak_in_flight == found.peak_bytes == flights
+        made = complete("x", orders)
+        assert verify_schedule(made, p, m, stages_of(orders)) == flights
+        assert orders_of(made) == orders
+
+
+def test_written_out() -> None:
+    made = complete("1f1b", one_f_one_b(2, 3))
+    assert [" ".join(actions) for actions in made.classes] == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2 0REDUCE_GRAD 0UPDATE",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1F2 1B2 1SEND_B2 1REDUCE_GRAD 1UPDATE",
+    ]
+
+
+def test_ranks_of_a_position_do_the_same() -> None:
+    made = spread(complete("gpipe", gpipe(2, 2)), (0, 0, 1, 1))
+    assert made.rank_class == (0, 0, 1, 1)
+    assert verify_schedule(made, 2, 2, ((0,), (0,), (1,), (1,))) == (2, 2, 2, 2)
