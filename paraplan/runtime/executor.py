@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import ParaplanError, RuntimeFailure
 from paraplan.ir.rank_program import Block, InstrKind, RankProgram, Step, StepKind, offset_value
+from paraplan.ir.sources import Locate, no_source
 from paraplan.runtime.interpret import Tape, make_tape, play
 from paraplan.runtime.ops import INSTR
 from paraplan.runtime.tracker import Ledger
@@ -25,12 +26,6 @@ from paraplan.runtime.transport import Handle, Port
 
 Modules = Mapping[str, fx.GraphModule]
 Recording = Generator[None, None, None]
-Locate = Callable[[str, int], str]
-
-
-def no_source(block: str, origin: int) -> str:
-    """Where an op comes from, when nobody knows."""
-    return "unknown line"
 
 
 class Executor:

@@ -103,10 +103,11 @@ def check_runs(actions: Actions) -> None:
 
 def random_schedule(draw: random.Random) -> Actions:
     """First executions in order, random ops again between them, and some frees put off."""
-    problem = planned()[2].problem
+    problem, ops = planned()[2].problem, planned()[2].flat.ops
     order: list[int] = []
     for op in range(len(problem.ops)):
-        earlier = [again for again in range(op) if problem.ops[again].repeatable]
+        written = {storage for done in ops[:op] for storage in done.writes}
+        earlier = [a for a in range(op) if problem.ops[a].repeatable and written.isdisjoint(ops[a].reads)]
         order += sorted(draw.sample(earlier, min(len(earlier), draw.choice((0, 0, 1, 3)))))
         order.append(op)
     actions = list(freeing(problem, tuple(order)))
@@ -143,6 +144,8 @@ def test_what_the_check_accepts_of_swapped_actions_is_right() -> None:
             at = draw.randrange(len(actions) - 1)
             to = min(len(actions) - 1, at + draw.choice((1, 2, 5, 20)))
             actions.insert(to, actions.pop(at))
+        if draw.random() < 0.3:  # again, late: perhaps after what it reads was overwritten
+            actions.insert(len(actions) - draw.randrange(20), run(draw.randrange(12)))
         try:
             evaluate(problem, tuple(actions))
             possible = True

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Arg, map_refs, refs
 from paraplan.ir.lower.finish import with_frees
 from paraplan.ir.lower.flat import FlatOp, FlatProgram, flatten
@@ -194,12 +193,12 @@ class _Order:
         self._close(frozenset(values))
         return [self.held[value].name for value in values]
 
-    def _close(self, wanted: frozenset[int] = frozenset()) -> None:
+    def _close(self, wanted: frozenset[int] = frozenset(), extra: Sequence[str] = ()) -> None:
         """Call the block under way; views nobody asked for are forgotten."""
         done, self.open = self.open, _Open(self.open.step)
         if not done.instrs:
             return
-        outs = []
+        outs = [*extra]
         for value in done.made:
             if value not in self.held:
                 continue
@@ -240,18 +239,34 @@ class _Order:
         total, addend = names[step.args[0]], names[step.args[1]]
         outer = self._to_outer((total, addend))
         storage = self.flat.values[addend].storage
+        kept = "" if self._freed_next(storage, position) else self._alias(addend, index)
         self._step(StepKind.ACCUMULATE, index, args=tuple(outer))
         self.open.step = index
-        if not self._freed_next(storage, position):
-            raise InvalidPlanError(
-                f"memory schedule, action {position}: {self.flat.values[addend].label} is added to an accumulator, "
-                "which gives it up; free it there"
-            )
+        if kept:
+            self.held[addend] = _Held(kept, True)
+            return
         others = [self.held.pop(value) for value in self.in_storage.pop(storage)]
         rest = tuple(name for name, outside in others if outside and name != outer[1])
         if rest:
             self._step(StepKind.DROP, index, drops=rest)
         self.consumed.add(storage)
+
+    def _alias(self, value: int, index: int) -> str:
+        """Another outer name of a value that has one: a view of all of it, made by a block of its own."""
+        name, block = self.held[value].name, self.open
+        local = self.flat.values[value].local
+        assert local is not None
+        self.used[name] = self.used.get(name, 0) + 1
+        alias = f"{name}'{self.used[name]}"
+        block.step = index
+        block.inputs[name] = None
+        block.values = {
+            name: msgspec.structs.replace(local, base=name),
+            alias: msgspec.structs.replace(local, base=name, storage_bytes=0),
+        }
+        block.instrs.append(Instr(target="aten.view.default", args=("%" + name, local.shape), outs=(alias,)))
+        self._close(extra=(alias,))
+        return alias
 
     def _freed_next(self, storage: int, position: int) -> bool:
         for action in self.actions[position + 1 :]:

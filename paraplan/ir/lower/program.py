@@ -97,7 +97,11 @@ class StageSteps:
                 self._forward(action.microbatch)
                 if index == last[ActionKind.F]:
                     joined = self._joining()
-                    end_loss = self._loss(joined, waits)
+                    ends = [self._loss(joined, waits)]
+                    if self.stage.mesh.size == 1:  # nothing to wait for: the loss is known before its gradients
+                        while waits:
+                            waits.pop(0)()
+                        ends.pop()()
             elif action.kind is ActionKind.B:
                 while waits:
                     waits.pop(0)()
@@ -108,7 +112,8 @@ class StageSteps:
                     self.reductions.send(parcel)
                 self.reductions.end()
                 grads = {name: self.reductions.grads[name] for name in self.trained}
-                end_loss()
+                for end in ends:
+                    end()
                 self._buffers()
             elif action.kind is ActionKind.UPDATE:
                 self._update()

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.simulate import RankEngine
-from paraplan.ir.lower.flat import FlatProgram
+from paraplan.ir.lower.flat import FlatOp, FlatProgram
 from paraplan.ir.lower.flat import flatten as flat_program
 from paraplan.ir.memory_actions import Actions
 from paraplan.ir.rank_program import RankProgram, StepKind
+from paraplan.ir.sources import UNKNOWN, Locate
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
 
 
@@ -34,9 +35,13 @@ class Flattened:
         return self.flat.actions
 
 
-def flatten(program: RankProgram, costs: Costs) -> Flattened:
+def flatten(program: RankProgram, costs: Costs, locate: Locate | None = None) -> Flattened:
     """The memory problem of a rank's program.
 
+    Args:
+        program: of one device.
+        costs: of its mesh.
+        locate: where ops come from (`ir.sources`).
     Raises:
         InvalidPlanError: the program communicates.
     """
@@ -45,11 +50,20 @@ def flatten(program: RankProgram, costs: Costs) -> Flattened:
     tensor = [storage.tensor for storage in flat.storages]
     ops = tuple(
         MemOp(op.name, time_s, tuple(tensor[s] for s in op.reads if tensor[s] >= 0),
-              tuple(tensor[s] for s in op.makes), op.workspace_bytes, op.repeatable, op.backward)
+              tuple(tensor[s] for s in op.makes), op.workspace_bytes, op.repeatable, op.backward,
+              _source(program, op, locate))
         for op, time_s in zip(flat.ops, seconds, strict=True)
     )  # fmt: skip
     tensors = tuple(MemTensor(s.nbytes, s.maker, s.kept) for s in (flat.storages[number] for number in flat.tensors))
     return Flattened(MemoryProblem(ops, tensors, flat.base_bytes, in_order=True), flat)
+
+
+def _source(program: RankProgram, op: FlatOp, locate: Locate | None) -> str:
+    if locate is None or op.instr < 0:
+        return ""
+    block = program.steps[op.step].block
+    line = locate(block, program.blocks[block].instrs[op.instr].origin)
+    return "" if line == UNKNOWN else line
 
 
 def _seconds(program: RankProgram, costs: Costs, flat: FlatProgram) -> list[float]:

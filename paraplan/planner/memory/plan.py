@@ -98,8 +98,8 @@ def _answer(arrays: Arrays, budget_bytes: int, actions: Actions, bound_s: float,
 
 def _give_up(alone: Recomputation) -> NoReturn:
     if alone.refuted and not alone.arrays.problem.tiers:
-        names = [alone.arrays.problem.ops[op].name for op in alone.refuted]
-        _refuse(alone.arrays, alone.budget, f"at ops {', '.join(names[:8])} taken together")
+        names = [alone.arrays.problem.ops[op].label for op in alone.refuted]
+        _refuse(alone.arrays, alone.budget, f"at ops {'; '.join(names[:4])} taken together")
     raise SolverLimitError(
         f"no schedule within {alone.budget} bytes was found in {alone.limits.time_s:g} s, nor proved impossible; give "
         f"more time, or more memory ({alone.everything.peak} bytes need no recomputation)"
@@ -118,7 +118,7 @@ def _refuse_impossible(arrays: Arrays, budget_bytes: int) -> None:
 
 def _refuse(arrays: Arrays, budget_bytes: int, where: str) -> NoReturn:
     op = int(arrays.working.argmax())
-    need, name = int(arrays.working[op]), arrays.problem.ops[op].name
+    need, name = int(arrays.working[op]), arrays.problem.ops[op].label
     if need > budget_bytes:
         raise InfeasibleError(
             f"no schedule fits in {budget_bytes} bytes: op {op} ({name}) alone needs {need}, with what it reads and "

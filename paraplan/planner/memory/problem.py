@@ -45,6 +45,7 @@ class MemOp:
         workspace_bytes: the most it allocates and drops inside.
         repeatable: whether it may be executed more than once (an update of running statistics may not).
         backward: whether it belongs to the backward.
+        source: the user's line it comes from; "" where that is not known.
     """
 
     name: str
@@ -54,6 +55,12 @@ class MemOp:
     workspace_bytes: int = 0
     repeatable: bool = True
     backward: bool = False
+    source: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name, and where it comes from."""
+        return f"{self.name}, {self.source}" if self.source else self.name
 
 
 @dataclass(frozen=True)
