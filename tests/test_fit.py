@@ -243,7 +243,7 @@ def test_faults_are_told() -> None:
     trained = fitted(made(), 1.0)
     with pytest.raises(PlanMismatchError, match="captured with"):
         trained(**{name: x[:, :5] for name, x in batch().items()})
-    with pytest.raises(PlanMismatchError, match="scale=2.0"):
+    with pytest.raises(PlanMismatchError, match=r"scale=2\.0"):
         trained(**batch(), scale=2.0)
     loss = trained(**batch())["loss"]
     loss.backward(retain_graph=True)

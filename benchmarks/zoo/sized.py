@@ -63,9 +63,11 @@ MODELS: dict[str, Callable[[], Made]] = {
     "mlp8": lambda: _mlp(8),
     "mlp32": lambda: _mlp(32),
     "gpt2-4": lambda: _language("gpt2", 4, 8192, 8),
+    "gpt2-4-50k": lambda: _language("gpt2", 4, 50257, 8),
     "gpt2-12": lambda: _language("gpt2", 12, 8192, 8),
     "gpt2-12-50k": lambda: _language("gpt2", 12, 50257, 8),
     "gpt2-24": lambda: _language("gpt2", 24, 8192, 8),
+    "gpt2-48": lambda: _language("gpt2", 48, 8192, 8),
     "llama-8": lambda: _language("llama", 8, 32000, 8),
 }
 

@@ -1,7 +1,8 @@
 """A block as an fx graph: one node per instruction, collectives still unbound.
 
 Placeholders are the block's inputs, then one integer per distinct offset text ("#0:256,m:1024"), whose value
-depends on rank and microbatch; results are the outputs followed by the saved values (None where absent).
+depends on rank and microbatch, then the rank's copier where the block copies to or from a tier; results are the outputs
+followed by the saved values (None where absent).
 Instructions with several results get one `getitem` node per result that exists.
 """
 
@@ -18,14 +19,14 @@ from paraplan.ir.graph import Arg
 from paraplan.ir.rank_program import Block, Instr, InstrKind, parse_offset
 from paraplan.ir.trace.torch_private import lazy_module
 from paraplan.runtime import ops
-from paraplan.runtime.ops import INSTR, LOCAL, OFFSET
+from paraplan.runtime.ops import COPIER, INSTR, LOCAL, OFFSET
 
 
 def emit_block(block: Block) -> fx.GraphModule:
     """The block's graph.
 
     node.meta: "instr" is the index of the instruction a node belongs to, "local" the block's name for its
-    value, "offset" the text of an offset placeholder.
+    value, "offset" the text of an offset placeholder; "copier" marks the copier.
 
     Raises:
         CodegenError: an argument names nothing, or an op does not exist.
@@ -36,6 +37,8 @@ def emit_block(block: Block) -> fx.GraphModule:
         env[name] = _placeholder(graph, name, LOCAL)
     for text in offset_texts(block):
         env[text] = _placeholder(graph, text, OFFSET)
+    if any(map(_copies, block.instrs)):
+        env[COPIER] = _placeholder(graph, COPIER, COPIER)
     for index, instr in enumerate(block.instrs):
         try:
             _emit_instr(graph, env, instr, index)
@@ -44,6 +47,11 @@ def emit_block(block: Block) -> fx.GraphModule:
     results = (*block.outputs, *block.saved)
     graph.output(tuple(None if name is None else env[name] for name in results))
     return lazy_module(graph, _identifier(block.name))
+
+
+def _copies(instr: Instr) -> bool:
+    """Whether it begins a copy or waits for one."""
+    return instr.kind is InstrKind.COPY or (instr.kind is InstrKind.WAIT and instr.axis < 0)
 
 
 def offset_texts(block: Block) -> tuple[str, ...]:
@@ -93,6 +101,9 @@ def _emit_instr(graph: fx.Graph, env: dict[str, fx.Node], instr: Instr, index: i
     function: Callable[..., Any]
     if instr.kind is InstrKind.COLLECTIVE:
         function, args = ops.collective, (args[0], instr.target, args[1], instr.axis, *args[2:])
+    elif _copies(instr):
+        function = ops.COPIES[instr.target] if instr.kind is InstrKind.COPY else ops.wait_copy
+        args = (*args, env[COPIER])
     elif instr.kind is InstrKind.WAIT:
         function = ops.wait
     else:

@@ -1,8 +1,8 @@
 """What must hold of a block's graph after every pass.
 
-Every collective is waited for exactly once, here or in a later block, and read by nothing else (an early read gives
-stale data without an error); the wait holds the collective's input where the instruction says so; and each value's last
-use in the graph, which is where generated code frees it, is where the instruction frees it.
+Every collective and copy is waited for exactly once, here or in a later block, and read by nothing else (an early read
+gives stale data without an error); the wait holds its input where the instruction says so; and each value's last use in
+the graph, which is where generated code frees it, is where the instruction frees it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def verify_program(program: RankProgram) -> None:
             ended = {outer for local, outer in zip(block.inputs, step.args, strict=True) if local in waited}
             found = (unfinished & {*step.args}) - ended
             unfinished -= ended
-            issued = {instr.outs[0] for instr in block.instrs if instr.kind is InstrKind.COLLECTIVE} - waited
+            issued = {instr.outs[0] for instr in block.instrs if instr.issues} - waited
             results = zip((*block.outputs, *block.saved), step.outs, strict=True)
             left = {local: outer for local, outer in results if local in issued}
             if None in left.values():
-                raise CodegenError(f"step {index} ({step.block}): a collective it leaves unfinished is dropped")
+                raise CodegenError(f"step {index} ({step.block}): a collective or copy it leaves unfinished is dropped")
             unfinished |= {outer for outer in left.values() if outer is not None}
         if found:
             raise CodegenError(f"step {index} ({step.action}): reads {sorted(found)} before waiting for it")
@@ -57,7 +57,7 @@ def verify_program(program: RankProgram) -> None:
 def _check_waits(graph: fx.Graph, block: Block) -> None:
     for node in graph.nodes:
         index = node.meta.get(INSTR)
-        if index is None or block.instrs[index].kind is not InstrKind.COLLECTIVE:
+        if index is None or not block.instrs[index].issues:
             continue
         readers = list(node.users)
         waits = [user for user in readers if _is_wait_of(user, node, block) or user.op == "output"]

@@ -8,7 +8,7 @@ which results it takes. So each block is read once, and each such situation ("si
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paraplan.cost_models.costs import Costs
@@ -32,6 +32,7 @@ class Profile:
         net: bytes alive after the call minus before.
         peak: the most bytes alive inside the call, above those alive before it.
         peak_instr: the instruction that reaches it (-1: the block has none).
+        tiers: the same of every tier the block has values on, by name.
     """
 
     begin_drop: int
@@ -41,6 +42,11 @@ class Profile:
     net: int
     peak: int
     peak_instr: int
+    tiers: tuple[tuple[str, Profile], ...] = ()
+
+
+NO_EFFECT = Profile(begin_drop=0, allocated=(), freed=(), end_drop=0, net=0, peak=0, peak_instr=-1)
+"""Of a block on a tier it has no values on."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,11 @@ class MemoryBlock(BlockStorages):
     """A block's storages, and what calls of it do to memory."""
 
     _profiles: dict[object, Profile] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def tiers(self) -> tuple[str, ...]:
+        """Tiers the block has values on, by name."""
+        return tuple(sorted({value.tier for value in self.block.values.values()} - {""}))
 
     @cached_property
     def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -59,10 +70,11 @@ class MemoryBlock(BlockStorages):
         """The effect on memory of a call whose arguments are in state `args`, taking the results in `taken`."""
         key = (args, taken)
         if key not in self._profiles:
-            self._profiles[key] = self._make_profile(args, taken)
+            away = tuple((tier, self._make_profile(args, taken, tier)) for tier in self.tiers)
+            self._profiles[key] = replace(self._make_profile(args, taken, ""), tiers=away)
         return self._profiles[key]
 
-    def _make_profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...]) -> Profile:
+    def _make_profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...], tier: str) -> Profile:
         block, owners = self.block, self.owners
         count = len(block.instrs)
         kept = {owners[name] for name, take in zip(self.results, taken, strict=True) if take and name is not None}
@@ -71,10 +83,10 @@ class MemoryBlock(BlockStorages):
         freed = [0] * (count + 1)
         begin_drop = 0
         for owner, size in self.storage_bytes.items():
-            if owner not in kept:
+            if owner not in kept and block.values[owner].tier == tier:
                 freed[count if owner in held else min(self.last_hold[owner], count)] += size
         for index, (first, orphan, size) in enumerate(args):
-            if first != index or not orphan:
+            if first != index or not orphan or block.values[block.inputs[index]].tier != tier:
                 continue
             same = [name for name, state in zip(block.inputs, args, strict=True) if state[0] == index]
             if any(name in kept for name in same):
@@ -84,15 +96,17 @@ class MemoryBlock(BlockStorages):
                 begin_drop += size
             else:
                 freed[min(last, count)] += size
-        return self._walk(begin_drop, freed)
+        return self._walk(begin_drop, freed, tier)
 
-    def _walk(self, begin_drop: int, freed: list[int]) -> Profile:
+    def _walk(self, begin_drop: int, freed: list[int], tier: str) -> Profile:
         live, peak, peak_instr = -begin_drop, 0, -1
-        allocated = tuple(sum(size for _, size in made) for made in self.fresh)
+        values = self.block.values
+        allocated = tuple(sum(size for name, size in made if values[name].tier == tier) for made in self.fresh)
         for index, instr in enumerate(self.block.instrs):
             live += allocated[index]
-            if peak_instr < 0 or live + instr.workspace_bytes > peak:
-                peak, peak_instr = live + instr.workspace_bytes, index
+            workspace = 0 if tier else instr.workspace_bytes
+            if peak_instr < 0 or live + workspace > peak:
+                peak, peak_instr = live + workspace, index
             live -= freed[index]
         return Profile(
             begin_drop=begin_drop, allocated=allocated, freed=tuple(freed[:-1]), end_drop=freed[-1],
@@ -100,7 +114,7 @@ class MemoryBlock(BlockStorages):
         )  # fmt: skip
 
 
-# Events of a block on streams: run compute for a while; issue a collective; wait for one.
+# Events of a block on streams: run compute for a while; issue a collective or a copy; wait for one.
 @dataclass(frozen=True)
 class Run:
     """Compute busy for `seconds`."""
@@ -110,7 +124,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Issue:
-    """A collective put on `stream` once compute gets here; its end is known as `name`."""
+    """A collective or copy put on `stream` once compute gets here; its end is known as `name`."""
 
     stream: str
     seconds: float
@@ -120,7 +134,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class Wait:
-    """Compute stands still until the collective behind `name` has ended."""
+    """Compute stands still until the collective or copy behind `name` has ended."""
 
     name: str
 
@@ -135,7 +149,7 @@ class TimeBlock:
     Attributes:
         events: in program order.
         work: seconds per stream.
-        exported: (result index, name) of issued collectives that leave the block unfinished.
+        exported: (result index, name) of issued collectives and copies that leave the block unfinished.
         imported: (argument index, name) of values the block waits for but did not issue.
     """
 
@@ -165,7 +179,7 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
         if run:
             events.append(Run(run))
             run = 0.0
-        if instr.kind is InstrKind.COLLECTIVE:
+        if instr.issues:
             name = instr.outs[0] or ""
             issued.add(name)
             events.append(Issue(stream, seconds, name, instr.target))

@@ -30,6 +30,7 @@ from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
 
 COMPUTE = "compute"
 COPY = "copy"
+OUT, IN = "out", "in"
 _MANY = 1 << 50  # bytes of a collective beside which no latency counts
 
 
@@ -124,11 +125,26 @@ class Costs:
         per_byte = (self.collective_s(target, axis, 2 * _MANY) - self.collective_s(target, axis, _MANY)) / _MANY
         return input_bytes * per_byte
 
+    def copy_s(self, tier: str, nbytes: int) -> float:
+        """Seconds of one copy to or from a tier (see `ClusterSpec.copy_s`).
+
+        Raises:
+            ClusterError: the cluster describes no such link.
+        """
+        key = (tier, -1, nbytes)
+        time = self._collectives.get(key)
+        if time is None:
+            time = self._collectives[key] = max(
+                self.cluster.copy_s(tier, device, nbytes) for device in self.mesh.devices
+            )
+        return time
+
     def instr_s(self, block: Block, instr: Instr) -> float:
         """Seconds an instruction keeps its stream busy: 0.0 for a wait or a pure view.
 
         Raises:
             CostModelError: see `op_s` and `collective_s`.
+            ClusterError: see `copy_s`.
         """
         if instr.kind is InstrKind.WAIT:
             return 0.0
@@ -137,6 +153,8 @@ class Costs:
         if instr.kind is InstrKind.COLLECTIVE:
             sent = input_bytes_of(instr.target, instr.args, inputs[0].nbytes, (*inputs[0].shape, 1)[0])
             return self.collective_s(instr.target, instr.axis, sent)
+        if instr.kind is InstrKind.COPY:
+            return self.copy_s(instr.tier, inputs[0].nbytes)
         outputs = tuple([None if name is None else values[name] for name in instr.outs])
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
         if instr.target == "paraplan.fill_tail_":
@@ -148,8 +166,15 @@ class Costs:
         return self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs, instr.work)
 
     def stream(self, instr: Instr) -> str:
-        """The stream an instruction runs on: "compute", "comm:in_node" or "comm:between_nodes"."""
+        """The stream an instruction runs on: "compute", "comm:in_node", "comm:between_nodes", or a copy's."""
+        if instr.kind is InstrKind.COPY:
+            return copy_stream(instr.tier, OUT if instr.target == "offload" else IN)
         return self.comm_streams[instr.axis] if instr.kind is InstrKind.COLLECTIVE else COMPUTE
+
+
+def copy_stream(tier: str, way: str) -> str:
+    """The stream of copies to (`OUT`) or from (`IN`) a tier: "copy:host:out"."""
+    return f"{COPY}:{tier}:{way}"
 
 
 def _is_view(name: str | None, value: LocalValue) -> bool:

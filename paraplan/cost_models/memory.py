@@ -3,15 +3,16 @@
 Storages are counted as `ir.rank_program` says: one lives while an outer name or a name of the running block
 holds it. Block calls are replayed from profiles (see `blocks`), so a step costs little however many
 instructions it has. Limits: the allocator's rounding and fragmentation are not modelled here; a storage has
-the bytes its `LocalValue` or `OuterValue` says.
+the bytes its `LocalValue` or `OuterValue` says. Tiers (host, disk) are accounts of their own beside the device's.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from paraplan.cost_models.blocks import ArgState, MemoryBlock, Profile
+from paraplan.cost_models.blocks import NO_EFFECT, ArgState, MemoryBlock, Profile
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.rank_program import InstrKind, RankProgram, Step, StepKind
@@ -19,13 +20,18 @@ from paraplan.ir.tensor import DTYPE_BYTES
 
 
 class Storage:
-    """Bytes on the device and how many outer names hold them."""
+    """Bytes on the device or a tier, and how many outer names hold them."""
 
-    __slots__ = ("names", "nbytes")
+    __slots__ = ("names", "nbytes", "tier")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, tier: str = "") -> None:
         self.nbytes = nbytes
+        self.tier = tier
         self.names = 0
+
+
+Bytes = Counter[str]
+"""Bytes by tier; "" is the device."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class StepMemory:
         profile: a CALL's inside.
         moved: whether an ACCUMULATE found no accumulator.
         held: an ACCUMULATE's accumulator.
+        tiers: the same of every tier in use.
     """
 
     before: int
@@ -67,6 +74,7 @@ class StepMemory:
     profile: Profile | None = None
     moved: bool = False
     held: Held | None = None
+    tiers: dict[str, StepMemory] = field(default_factory=dict)
 
 
 class MemoryWalk:
@@ -76,11 +84,16 @@ class MemoryWalk:
         self.program = program
         self.blocks = {name: MemoryBlock(block) for name, block in program.blocks.items()}
         self.outer: dict[str, Held] = {}
-        self.live = program.optimizer_bytes
+        self.levels = Bytes({"": program.optimizer_bytes})
         for name, value in program.outer.items():
-            self._bind(name, Held(Storage(value.nbytes), value.dtype, value.shape))
-            self.live += value.nbytes
+            self._bind(name, Held(Storage(value.nbytes, value.tier), value.dtype, value.shape), Bytes())
+            self.levels[value.tier] += value.nbytes
         self.taken = 0
+
+    @property
+    def live(self) -> int:
+        """Bytes alive on the device."""
+        return self.levels[""]
 
     def advance(self, step: Step) -> StepMemory:
         """Take one step.
@@ -94,21 +107,31 @@ class MemoryWalk:
             where = f"step {self.taken} ({step.action}, {step.kind.value})"
             raise CostModelError(f"{where}: nothing is called {fault}") from None
         self.taken += 1
-        self.live = result.after
+        for tier, part in (("", result), *result.tiers.items()):
+            self.levels[tier] = part.after
         return result
 
-    def _bind(self, name: str, held: Held) -> int:
-        """Give a name to a value; returns the bytes that die because the name meant something else."""
+    def _bind(self, name: str, held: Held, died: Bytes) -> None:
+        """Give a name to a value; what dies because the name meant something else is added to `died`."""
         held.storage.names += 1
-        died = self._give_up(name) if name in self.outer else 0
+        if name in self.outer:
+            self._give_up(name, died)
         self.outer[name] = held
-        return died
 
-    def _give_up(self, name: str) -> int:
-        """Take a name away; returns the bytes that die if nothing else holds them."""
+    def _give_up(self, name: str, died: Bytes) -> None:
+        """Take a name away; what dies if nothing else holds it is added to `died`."""
         storage = self.outer.pop(name).storage
         storage.names -= 1
-        return 0 if storage.names else storage.nbytes
+        if not storage.names:
+            died[storage.tier] += storage.nbytes
+
+    def _without(self, died: Bytes) -> dict[str, StepMemory]:
+        """What a step that is no call did to the tiers: these bytes died."""
+        return {
+            tier: StepMemory(before=self.levels[tier], after=self.levels[tier] - died[tier], peak=self.levels[tier],
+                             dropped=died[tier])
+            for tier in self.levels if tier
+        }  # fmt: skip
 
     def _call(self, step: Step) -> StepMemory:
         block = self.blocks[step.block]
@@ -119,11 +142,10 @@ class MemoryWalk:
             )
         held = [self.outer[name] for name in step.args]
         passed = {id(value.storage) for value in held}
-        dropped = 0
+        dropped = Bytes()
         for name in step.drops:
-            storage = self.outer[name].storage
-            died = self._give_up(name)
-            dropped += 0 if id(storage) in passed else died
+            # What the block is passed dies inside of it.
+            self._give_up(name, Bytes() if id(self.outer[name].storage) in passed else dropped)
         first: dict[int, int] = {}
         states: list[ArgState] = []
         for index, value in enumerate(held):
@@ -131,13 +153,26 @@ class MemoryWalk:
             states.append((first.setdefault(id(storage), index), storage.names == 0, storage.nbytes))
         profile = block.profile(tuple(states), tuple([name is not None for name in step.outs]))
         overwritten = self._take_results(step, block, held)
-        start = self.live - dropped
+        profiles = {"": profile, **dict(profile.tiers)}
+        tiers = sorted({tier for tier in self.levels if tier} | {*profiles} - {""})
+        return self._called("", profile, dropped, overwritten, {
+            tier: self._called(tier, profiles.get(tier, NO_EFFECT), dropped, overwritten) for tier in tiers
+        })  # fmt: skip
+
+    def _called(
+        self, tier: str, profile: Profile, dropped: Bytes, overwritten: Bytes,
+        tiers: dict[str, StepMemory] | None = None,
+    ) -> StepMemory:  # fmt: skip
+        """What a call did to one tier."""
+        before = self.levels[tier]
+        start = before - dropped[tier]
         return StepMemory(
-            before=self.live, after=start + profile.net - overwritten, peak=max(self.live, start + profile.peak),
-            dropped=dropped + profile.begin_drop, overwritten=overwritten, profile=profile,
+            before=before, after=start + profile.net - overwritten[tier], peak=max(before, start + profile.peak),
+            dropped=dropped[tier] + profile.begin_drop, overwritten=overwritten[tier], profile=profile,
+            tiers=tiers or {},
         )  # fmt: skip
 
-    def _take_results(self, step: Step, block: MemoryBlock, held: list[Held]) -> int:
+    def _take_results(self, step: Step, block: MemoryBlock, held: list[Held]) -> Bytes:
         inputs = dict(zip(block.block.inputs, held, strict=True))
         made: dict[str, Storage] = {}
         results: list[tuple[str, Held]] = []
@@ -148,36 +183,48 @@ class MemoryWalk:
             if owner in inputs:
                 storage = inputs[owner].storage
             else:
-                storage = made.setdefault(owner, Storage(block.storage_bytes.get(owner, 0)))
+                storage = made.setdefault(
+                    owner, Storage(block.storage_bytes.get(owner, 0), block.block.values[owner].tier)
+                )
             results.append((name, Held(storage, value.dtype, value.shape)))
         # All results are held at once before any old meaning of a name is given up.
         for _, value_held in results:
             value_held.storage.names += 1
-        died = sum(self._bind(name, value_held) for name, value_held in results)
+        died = Bytes()
+        for name, value_held in results:
+            self._bind(name, value_held, died)
         for _, value_held in results:
             value_held.storage.names -= 1
-            died += 0 if value_held.storage.names else value_held.storage.nbytes
+            died[value_held.storage.tier] += 0 if value_held.storage.names else value_held.storage.nbytes
         return died
 
     def _accumulate(self, step: Step) -> StepMemory:
         total, addend = step.args
         value = self.outer[addend]
-        moved = total not in self.outer
+        moved, died = total not in self.outer, Bytes()
         if moved:
-            self._bind(total, value)
-        died = self._give_up(addend) + sum(self._give_up(name) for name in step.drops if name != addend)
+            self._bind(total, value, died)
+        for name in (addend, *(name for name in step.drops if name != addend)):
+            self._give_up(name, died)
         return StepMemory(
-            before=self.live, after=self.live - died, peak=self.live, dropped=died, moved=moved, held=self.outer[total]
+            before=self.live, after=self.live - died[""], peak=self.live, dropped=died[""], moved=moved,
+            held=self.outer[total], tiers=self._without(died),
         )  # fmt: skip
 
     def _drop(self, step: Step) -> StepMemory:
-        died = sum(self._give_up(name) for name in step.drops)
-        return StepMemory(before=self.live, after=self.live - died, peak=self.live, dropped=died)
+        return self._given_up(step, 0)
 
     def _update(self, step: Step) -> StepMemory:
-        died = sum(self._give_up(name) for name in step.drops)
-        peak = self.live + self.program.update_workspace_bytes
-        return StepMemory(before=self.live, after=self.live - died, peak=peak, dropped=died)
+        return self._given_up(step, self.program.update_workspace_bytes)
+
+    def _given_up(self, step: Step, workspace_bytes: int) -> StepMemory:
+        died = Bytes()
+        for name in step.drops:
+            self._give_up(name, died)
+        return StepMemory(
+            before=self.live, after=self.live - died[""], peak=self.live + workspace_bytes, dropped=died[""],
+            tiers=self._without(died),
+        )  # fmt: skip
 
 
 _TAKE = {
@@ -200,44 +247,64 @@ def entries(program: RankProgram) -> Iterator[Entry]:
         if step.kind is StepKind.CALL:
             yield from _call_entries(step, memory, walk.blocks[step.block])
         elif step.kind is StepKind.DROP:
-            yield from _drop_entry(step, memory.dropped)
+            yield from _drop_entry(step, memory.dropped, _dropped(memory))
         else:
             shapes = (memory.held.shape,) if memory.held is not None else ()
-            yield _entry(step, step.kind.value, shapes=shapes, freed_bytes=memory.dropped)
+            yield _entry(
+                step, step.kind.value, shapes=shapes, freed_bytes=memory.dropped, tiers=_in_use(_dropped(memory))
+            )
+
+
+Tiers = tuple[tuple[str, int, int], ...]
+
+
+def _in_use(tiers: Tiers) -> Tiers:
+    """As an entry says it: the tiers where anything was done."""
+    return tuple(each for each in tiers if each[1] or each[2])
+
+
+def _dropped(memory: StepMemory) -> Tiers:
+    return tuple((tier, 0, part.dropped) for tier, part in sorted(memory.tiers.items()))
 
 
 def _call_entries(step: Step, memory: StepMemory, block: MemoryBlock) -> Iterator[Entry]:
     profile = memory.profile
     assert profile is not None
-    yield from _drop_entry(step, memory.dropped, step.block)
+    yield from _drop_entry(step, memory.dropped, _dropped(memory), step.block)
     for index, instr in enumerate(block.block.instrs):
         is_collective = instr.kind is InstrKind.COLLECTIVE
         yield _entry(
             step, "wait" if instr.kind is InstrKind.WAIT else instr.target, shapes=block.shapes[index],
             allocated_bytes=profile.allocated[index], freed_bytes=profile.freed[index],
             collective=f"{instr.target}@{instr.axis}" if is_collective else "", note=f"{step.block}[{index}]",
+            tiers=_in_use(tuple((tier, of.allocated[index], of.freed[index]) for tier, of in profile.tiers)),
         )  # fmt: skip
-    yield from _drop_entry(step, profile.end_drop + memory.overwritten, step.block)
+    ended = tuple(
+        (tier, 0, (part.profile.end_drop if part.profile else 0) + part.overwritten)
+        for tier, part in sorted(memory.tiers.items())
+    )
+    yield from _drop_entry(step, profile.end_drop + memory.overwritten, ended, step.block)
 
 
-def _drop_entry(step: Step, freed_bytes: int, note: str = "") -> Iterator[Entry]:
-    if freed_bytes:
-        yield _entry(step, "drop", freed_bytes=freed_bytes, note=note)
+def _drop_entry(step: Step, freed_bytes: int, tiers: Tiers, note: str = "") -> Iterator[Entry]:
+    used = _in_use(tiers)
+    if freed_bytes or used:
+        yield _entry(step, "drop", freed_bytes=freed_bytes, tiers=used, note=note)
 
 
 def _entry(
     step: Step, target: str, *, shapes: tuple[tuple[int, ...], ...] = (), allocated_bytes: int = 0,
-    freed_bytes: int = 0, collective: str = "", note: str = "",
+    freed_bytes: int = 0, collective: str = "", tiers: Tiers = (), note: str = "",
 ) -> Entry:  # fmt: skip
     return Entry(
         action=step.action, segment=step.segment, microbatch=step.microbatch, target=target, shapes=shapes,
-        allocated_bytes=allocated_bytes, freed_bytes=freed_bytes, collective=collective, note=note,
+        allocated_bytes=allocated_bytes, freed_bytes=freed_bytes, collective=collective, tiers=tiers, note=note,
     )  # fmt: skip
 
 
 def live_bytes(program: RankProgram) -> Iterator[int]:
-    """Bytes alive after each entry of `entries(program)`, the start's not included."""
-    live = program.optimizer_bytes + sum(value.nbytes for value in program.outer.values())
+    """Bytes alive on the device after each entry of `entries(program)`, the start's not included."""
+    live = program.optimizer_bytes + sum(value.nbytes for value in program.outer.values() if not value.tier)
     for entry in entries(program):
         live += entry.allocated_bytes - entry.freed_bytes
         yield live

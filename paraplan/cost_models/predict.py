@@ -87,4 +87,5 @@ def predict(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation 
     return Prediction(
         step_s=step, peak_bytes=result.peak_bytes, compute_s=result.compute_s, exposed_comm_s=result.exposed_comm_s,
         tokens_per_s=tokens / step if step else 0.0, mfu=model_flops(program) / (step * peak) if step else 0.0,
+        tier_peak_bytes=result.tier_peak_bytes, exposed_copy_s=result.exposed_copy_s,
     )  # fmt: skip

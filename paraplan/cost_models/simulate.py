@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from paraplan.cost_models.blocks import TimeBlock, compile_time
 from paraplan.cost_models.bound import stream_bound
-from paraplan.cost_models.costs import COMPUTE, Costs
+from paraplan.cost_models.costs import COMPUTE, COPY, Costs
 from paraplan.cost_models.memory import MemoryWalk, StepMemory
 from paraplan.cost_models.timeline import Span, TimeWalk
 from paraplan.ir.errors import CostModelError
@@ -44,13 +44,16 @@ class RankTrace(Value, frozen=True, kw_only=True):
 
     Attributes:
         step_s: until its last stream falls idle.
-        peak_bytes: the most bytes alive at once, workspace and optimizer state included.
+        peak_bytes: the most bytes alive on the device at once, workspace and optimizer state included.
+        tier_peak_bytes: likewise of every tier in use.
         peak_step, peak_instr: where: index of the step (-1: before the first), and of the instruction in its
             block (-1: not inside one).
         start_bytes: alive before the first step.
         compute_s: compute stream busy.
-        comm_s: per comm stream, seconds busy.
-        exposed_comm_s: seconds compute stood still for communication, the step's end included (step_s - compute_s).
+        comm_s, copy_s: per comm and per copy stream, seconds busy.
+        exposed_comm_s: seconds compute stood still for communication, the step's end included
+            (step_s - compute_s - exposed_copy_s).
+        exposed_copy_s: seconds it stood still for copies to and from tiers.
         spans: stretches of every stream, for timelines.
         memory: one point per step.
     """
@@ -65,11 +68,14 @@ class RankTrace(Value, frozen=True, kw_only=True):
     exposed_comm_s: float
     spans: tuple[Span, ...]
     memory: tuple[MemoryPoint, ...]
+    copy_s: dict[str, float] = {}
+    exposed_copy_s: float = 0.0
+    tier_peak_bytes: dict[str, int] = {}
 
     @property
     def work(self) -> dict[str, float]:
         """Seconds of work per stream."""
-        return {COMPUTE: self.compute_s, **self.comm_s}
+        return {COMPUTE: self.compute_s, **self.comm_s, **self.copy_s}
 
     @property
     def bound_s(self) -> float:
@@ -97,8 +103,17 @@ class Simulation(Value, frozen=True, kw_only=True):
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Per rank class, the most bytes alive at once."""
+        """Per rank class, the most bytes alive on the device at once."""
         return tuple(trace.peak_bytes for trace in self.traces)
+
+    @property
+    def tier_peak_bytes(self) -> dict[str, int]:
+        """Per tier in use, the most bytes any rank has there at once."""
+        found: dict[str, int] = {}
+        for trace in self.traces:
+            for tier, size in trace.tier_peak_bytes.items():
+                found[tier] = max(size, found.get(tier, 0))
+        return found
 
     @property
     def compute_s(self) -> float:
@@ -115,6 +130,16 @@ class Simulation(Value, frozen=True, kw_only=True):
         """Exposed communication of the busiest rank."""
         return self.traces[self.busiest].exposed_comm_s
 
+    @property
+    def copy_s(self) -> dict[str, float]:
+        """Copies per stream of the busiest rank."""
+        return self.traces[self.busiest].copy_s
+
+    @property
+    def exposed_copy_s(self) -> float:
+        """Seconds the busiest rank stands still for copies."""
+        return self.traces[self.busiest].exposed_copy_s
+
 
 class RankEngine:
     """One rank of a class on its way through its program; every block is read and priced once."""
@@ -126,6 +151,7 @@ class RankEngine:
         self.memory, self.time = MemoryWalk(program), TimeWalk()
         self.start_bytes = self.memory.live
         self.peak = (self.memory.live, -1, -1)
+        self.tier_peaks = {tier: size for tier, size in self.memory.levels.items() if tier}
         self.points: list[MemoryPoint] = []
         self._blocks: dict[str, TimeBlock] = {}
         self._next = 0
@@ -148,6 +174,8 @@ class RankEngine:
         if memory.peak > self.peak[0]:
             inside = memory.profile.peak_instr if memory.profile and memory.peak > memory.before else -1
             self.peak = (memory.peak, self._next, inside)
+        for tier, part in memory.tiers.items():
+            self.tier_peaks[tier] = max(part.peak, self.tier_peaks.get(tier, 0))
         end = self.time.clock[COMPUTE]
         self.points.append(MemoryPoint(step=self._next, end_s=end, live_bytes=memory.after, peak_bytes=memory.peak))
         self._next += 1
@@ -156,11 +184,14 @@ class RankEngine:
         """What was seen so far."""
         work = dict(self.time.work)
         compute = work.pop(COMPUTE)
+        copies = {stream: work.pop(stream) for stream in [*work] if stream.startswith(COPY)}
         return RankTrace(
             step_s=self.time.end_s, peak_bytes=self.peak[0], peak_step=self.peak[1], peak_instr=self.peak[2],
             start_bytes=self.start_bytes, compute_s=compute, comm_s=work,
-            exposed_comm_s=self.time.stalled_s + (self.time.end_s - self.time.clock[COMPUTE]),
-            spans=tuple(self.time.spans), memory=tuple(self.points),
+            exposed_comm_s=self.time.stalled_s(copies=False) + (self.time.end_s - self.time.clock[COMPUTE]),
+            spans=tuple(self.time.spans), memory=tuple(self.points), copy_s=copies,
+            exposed_copy_s=self.time.stalled_s(copies=True),
+            tier_peak_bytes={tier: peak for tier, peak in self.tier_peaks.items() if peak},
         )  # fmt: skip
 
     def _block(self, name: str) -> TimeBlock:

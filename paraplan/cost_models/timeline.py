@@ -3,7 +3,7 @@
 Instructions are issued in program order. Compute runs them one after another. A collective starts on its
 comm stream once compute has reached it (its input is then ready) and the stream is free, and runs beside
 compute; a wait holds compute until the collective has ended. That is CUDA's stream order under
-torch.distributed: one communication stream per link level.
+torch.distributed: one communication stream per link level. Copies do the same on one stream each way per tier.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from paraplan.cost_models.blocks import Issue, Run, TimeBlock
-from paraplan.cost_models.costs import COMPUTE
+from paraplan.cost_models.costs import COMPUTE, COPY
 from paraplan.ir.rank_program import Step
 from paraplan.ir.struct import Value
 
@@ -19,12 +19,12 @@ _PHASE = re.compile(r"\d*([A-Z_]*)")
 
 
 class Span(Value, frozen=True, kw_only=True):
-    """A stretch of a stream: one step's compute, or one collective.
+    """A stretch of a stream: one step's compute, one collective or one copy.
 
     Attributes:
-        stream: "compute", "comm:in_node", "comm:between_nodes", "copy".
+        stream: "compute", "comm:in_node", "comm:between_nodes", "copy:host:out", "copy:host:in", or the disk's.
         start_s, end_s: from the step's begin.
-        label: the block, or the collective's name.
+        label: the block, or what the collective or copy is called.
         action, segment, microbatch: of the step it belongs to.
         phase: the action's kind ("F", "B", "UPDATE").
         busy_s: seconds of work inside; the rest of a compute span is waiting.
@@ -47,14 +47,18 @@ class TimeWalk:
     def __init__(self) -> None:
         self.clock: dict[str, float] = {COMPUTE: 0.0}
         self.work: dict[str, float] = {COMPUTE: 0.0}
-        self.stalled_s = 0.0
+        self.stalled: dict[str, float] = {}
         self.spans: list[Span] = []
-        self._unfinished: dict[str, float] = {}
+        self._unfinished: dict[str, tuple[float, str]] = {}
 
     @property
     def end_s(self) -> float:
         """When the last stream falls idle."""
         return max(self.clock.values())
+
+    def stalled_s(self, copies: bool) -> float:
+        """Seconds compute stood still for copies, or for communication."""
+        return sum(seconds for stream, seconds in self.stalled.items() if stream.startswith(COPY) is copies)
 
     def call(self, step: Step, block: TimeBlock) -> None:
         """Run a block's events."""
@@ -69,9 +73,9 @@ class TimeWalk:
             elif isinstance(event, Issue):
                 ends[event.name] = self._issue(step, event, now)
             else:
-                end = ends.get(event.name, now)
+                end, stream = ends.get(event.name, (now, COMPUTE))
                 if end > now:
-                    self.stalled_s += end - now
+                    self.stalled[stream] = self.stalled.get(stream, 0.0) + end - now
                     now = end
         self.clock[COMPUTE] = now
         self.work[COMPUTE] += busy
@@ -88,13 +92,14 @@ class TimeWalk:
         self.work[COMPUTE] += seconds
         self._span(step, COMPUTE, begin, begin + seconds, label, seconds)
 
-    def _issue(self, step: Step, event: Issue, now: float) -> float:
+    def _issue(self, step: Step, event: Issue, now: float) -> tuple[float, str]:
+        """When what is issued ends, and on which stream it runs."""
         start = max(now, self.clock.get(event.stream, 0.0))
         end = start + event.seconds
         self.clock[event.stream] = end
         self.work[event.stream] = self.work.get(event.stream, 0.0) + event.seconds
         self._span(step, event.stream, start, end, event.label, event.seconds)
-        return end
+        return end, event.stream
 
     def _span(self, step: Step, stream: str, start: float, end: float, label: str, busy: float) -> None:
         if end > start:

@@ -161,6 +161,21 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         """Bytes the smallest of these devices has."""
         return min(self.group_of(device).device.memory_bytes for device in devices)
 
+    def copy_s(self, tier: str, device: int, nbytes: int) -> float:
+        """Seconds of one copy between a device and a tier; what goes to disk is staged in the host's memory first.
+
+        Raises:
+            ClusterError: no such link is described.
+        """
+        way = ("host",) if tier == "host" else ("host", tier)
+        return sum(link.latency_s + nbytes / link.bytes_per_s for link in (self.link(level, device) for level in way))
+
+    def room_bytes(self, tier: str, devices: tuple[int, ...]) -> int:
+        """Bytes of a tier ("host", "disk") that each of these devices may fill: the least share of their nodes'."""
+        groups = [self.group_of(device) for device in devices]
+        room = {"host": [g.host_memory_bytes for g in groups], "disk": [g.disk_bytes for g in groups]}[tier]
+        return min(size // group.devices_per_node for size, group in zip(room, groups, strict=True))
+
     def device_kinds(self) -> tuple[int, ...]:
         """Per device, the first group with an equal device: ranks of one number do equal work in equal time."""
         kinds: list[int] = []

@@ -3,9 +3,9 @@
 `cost_models.memory.entries` derives it from a `RankProgram`; the runtime's recorder writes it while running.
 The two are equal, entry by entry, in everything but `note`. The rules both follow:
 
-* One entry per executed `Instr` (op, collective, wait), one per ACCUMULATE, one per UPDATE, in order.
+* One entry per executed `Instr` (op, collective, copy, wait), one per ACCUMULATE, one per UPDATE, in order.
 * One entry with target "drop" wherever storage dies outside of those, and only if that frees more than 0
-  bytes: in a DROP step; as a call begins (names in the step's `drops` that the block never reads); as a
+  bytes anywhere: in a DROP step; as a call begins (names in the step's `drops` that the block never reads); as a
   call ends (values the block neither freed nor returned, results nobody takes, an outer name bound anew).
 * `allocated_bytes`: storage bytes of the fresh storages among the outputs (`LocalValue.storage_bytes` of
   outputs that are their own base). 0 for ACCUMULATE, UPDATE, "drop" and WAIT. Workspace is not counted.
@@ -13,6 +13,8 @@ The two are equal, entry by entry, in everything but `note`. The rules both foll
   that holds it goes: names of the outer namespace and names of the running block alike, views included. An
   input given up by the outer namespace (`Step.drops`) dies where the block lets go of it: at the
   instruction whose `frees` names it (or, where none does, at the last instruction that reads it).
+* Both count the device alone. What an entry does to a tier (`ir.rank_program.TIERS`) is said by `tiers`, by the same
+  rules: an offload allocates there, and the wait of a prefetch commonly frees.
 * ACCUMULATE that finds no accumulator moves the addend and frees nothing; one that adds frees the addend.
 """
 
@@ -32,6 +34,7 @@ class Entry(Value, frozen=True, kw_only=True):
         shapes: local shapes of the outputs that exist, in order; ACCUMULATE: the accumulator's; else ().
         allocated_bytes, freed_bytes: see the module's head.
         collective: "<target>@<mesh axis>" for a COLLECTIVE, else "".
+        tiers: (tier, bytes allocated, bytes freed) of every tier where either is not 0, by name.
         note: for people ("k2.0.F[17]"); never compared.
     """
 
@@ -43,6 +46,7 @@ class Entry(Value, frozen=True, kw_only=True):
     allocated_bytes: int = 0
     freed_bytes: int = 0
     collective: str = ""
+    tiers: tuple[tuple[str, int, int], ...] = ()
     note: str = ""
 
     @property
@@ -50,5 +54,5 @@ class Entry(Value, frozen=True, kw_only=True):
         """What prediction and recording must agree on."""
         return (
             self.action, self.segment, self.microbatch, self.target, self.shapes,
-            self.allocated_bytes, self.freed_bytes, self.collective,
+            self.allocated_bytes, self.freed_bytes, self.collective, self.tiers,
         )  # fmt: skip

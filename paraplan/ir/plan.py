@@ -79,7 +79,8 @@ class KindChoice(Value, frozen=True, kw_only=True):
         kind: index into the program's kinds.
         ops: per op of the joint graph, the key of its strategy (see `ir.rules.strategies`).
         input_grads: per boundary input, the layout its gradient is handed over in, or None.
-        activations: per value of the forward not simply kept for the backward: "recompute" (see `ir.lower.remat`).
+        activations: per value of the forward not simply kept for the backward: "recompute", or the tier it waits on,
+            "host" or "disk" (see `ir.lower.remat`).
     """
 
     kind: int
@@ -114,8 +115,9 @@ class Prediction(Value, frozen=True, kw_only=True):
 
     Attributes:
         step_s: time of one step.
-        peak_bytes: per rank class, the most bytes alive at once.
-        compute_s, exposed_comm_s: of the busiest rank.
+        peak_bytes: per rank class, the most bytes alive on the device at once.
+        tier_peak_bytes: per tier in use ("host", "disk"), the most bytes any rank has there.
+        compute_s, exposed_comm_s, exposed_copy_s: of the busiest rank.
         tokens_per_s: elements of the first batch input's leading two dims per second.
         mfu: model flops per second over the cluster's peak.
     """
@@ -126,6 +128,8 @@ class Prediction(Value, frozen=True, kw_only=True):
     exposed_comm_s: float
     tokens_per_s: float
     mfu: float
+    tier_peak_bytes: dict[str, int] = {}
+    exposed_copy_s: float = 0.0
 
 
 class Certificate(Value, frozen=True, kw_only=True):

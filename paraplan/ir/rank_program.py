@@ -13,6 +13,9 @@ Rank-dependent numbers (shard offsets) are strings in instruction arguments: "#0
 Memory semantics, the same in simulator and runtime: a value holds its storage (`LocalValue.base` names the
 value that owns it, views share it); a storage lives while any name in a block or in the outer namespace, or
 a bundle of saved values, holds it. An instruction allocates its fresh outputs, then `frees` drop names.
+
+A value may live on a *tier* outside of the device (`TIERS`). Its bytes are counted there, by the same rules, and never
+among the device's; only copies read it. Copies are issued and waited for as collectives are, on streams of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from paraplan.ir.graph import Arg
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
+TIERS = ("host", "disk")
+"""Where a value may live besides its device: the node's memory, or files on its disk."""
+
 
 class LocalValue(Value, frozen=True, kw_only=True):
     """A value as one rank holds it.
@@ -32,6 +38,7 @@ class LocalValue(Value, frozen=True, kw_only=True):
         base: name of the value whose storage it shares; its own name when it owns one. A block's input
             owns its storage as far as the block is concerned.
         storage_bytes: size of the owned storage, 0 for a view.
+        tier: where that storage is: "" for the device, else one of `TIERS`.
     """
 
     dtype: str
@@ -39,6 +46,7 @@ class LocalValue(Value, frozen=True, kw_only=True):
     strides: tuple[int, ...]
     base: str
     storage_bytes: int
+    tier: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -50,10 +58,11 @@ class LocalValue(Value, frozen=True, kw_only=True):
 
 
 class InstrKind(Enum):
-    """OP computes; COLLECTIVE issues communication; WAIT makes its result usable."""
+    """OP computes; COLLECTIVE issues communication, COPY a copy to or from a tier; WAIT makes their result usable."""
 
     OP = "op"
     COLLECTIVE = "collective"
+    COPY = "copy"
     WAIT = "wait"
 
 
@@ -64,15 +73,16 @@ class Instr(Value, frozen=True, kw_only=True):
         kind: see `InstrKind`.
         target: an op ("aten.mm.default", "paraplan.linear"), or for collectives "all_reduce",
             "all_gather", "reduce_scatter", "all_to_all", "permute" (each rank's tensor goes to the next rank
-            of the axis, the last one's to the first), "route" (an all-to-all of unequal parts into a buffer).
+            of the axis, the last one's to the first), "route" (an all-to-all of unequal parts into a buffer); for
+            copies "offload" (makes a value on the tier) and "prefetch" (makes one on the device).
         args, kwargs: as in `ir.graph`, names local to the block. Collectives: ("%input", reduce op or "");
             gathers stack and scatters split along dim 0. "route" has four more: the rows sent to each rank, those
             received from each, the rows of the result (zeros after what is received), and the rows sent that are
-            priced. WAIT: ("%issued",), followed by the collective's input
+            priced. Copies: ("%input", ":tier"). WAIT: ("%issued",), followed by the input of the collective or copy
             where that must live until then (all but all_reduce, which works on a copy, or in place where what it
             issues is a view). What a block issued may be waited for in a later one.
-        outs: names made. A WAIT's output is a view of what the collective issued.
-        axis: mesh axis a collective runs over; -1 otherwise.
+        outs: names made. A WAIT's output is a view of what was issued.
+        axis: mesh axis a collective runs over, and its WAIT; -1 otherwise.
         frees: names dropped afterwards.
         workspace_bytes: the most an op allocates and drops inside.
         origin: index of the joint graph's op this serves; -1 for none.
@@ -91,6 +101,16 @@ class Instr(Value, frozen=True, kw_only=True):
     origin: int = -1
     layout_change: bool = False
     work: tuple[float, float] | None = None
+
+    @property
+    def issues(self) -> bool:
+        """Whether it begins what a WAIT ends."""
+        return self.kind in (InstrKind.COLLECTIVE, InstrKind.COPY)
+
+    @property
+    def tier(self) -> str:
+        """The tier a copy goes to or comes from; "" for all else."""
+        return str(self.args[1])[1:] if self.kind is InstrKind.COPY else ""
 
 
 class Block(Value, frozen=True, kw_only=True):
@@ -165,6 +185,7 @@ class OuterValue(Value, frozen=True, kw_only=True):
         dtype, shape: local.
         layout: text form, on the stage's mesh.
         nbytes: bytes it owns; 0 for a view of another one.
+        tier: where those are (see `LocalValue`).
     """
 
     role: str
@@ -173,6 +194,7 @@ class OuterValue(Value, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     layout: str
     nbytes: int
+    tier: str = ""
 
 
 class OutputPlace(Value, frozen=True, kw_only=True):

@@ -131,7 +131,7 @@ def _class_of(block: Block, instr: Instr) -> str:
 
 
 def memory_breakdown(program: RankProgram, trace: RankTrace) -> tuple[MemoryRow, ...]:
-    """What is alive at the peak, in the order of the ledger; adds up to the peak."""
+    """What is alive on the device at the peak, in the order of the ledger; adds up to the peak."""
     walk = MemoryWalk(program)
     for step in program.steps[: max(trace.peak_step, 0)]:
         walk.advance(step)
@@ -140,7 +140,7 @@ def memory_breakdown(program: RankProgram, trace: RankTrace) -> tuple[MemoryRow,
     for name, held in walk.outer.items():
         if id(held.storage) not in seen:
             seen.add(id(held.storage))
-            totals[_role(program, name)] += held.storage.nbytes
+            totals[_role(program, name)] += 0 if held.storage.tier else held.storage.nbytes
     totals["inside the running step"] = trace.peak_bytes - sum(totals.values())
     order = (
         "parameters",

@@ -19,9 +19,10 @@ from paraplan.ir.entry import Entry
 from paraplan.ir.errors import ParaplanError, RuntimeFailure
 from paraplan.ir.rank_program import Block, InstrKind, RankProgram, Step, StepKind, offset_value
 from paraplan.ir.sources import Locate, no_source
+from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.interpret import Tape, make_tape, play
 from paraplan.runtime.ops import INSTR
-from paraplan.runtime.tracker import Ledger
+from paraplan.runtime.tracker import Ledger, Tiers, changes
 from paraplan.runtime.transport import Handle, Port
 
 Modules = Mapping[str, fx.GraphModule]
@@ -39,6 +40,7 @@ class Executor:
         rank: for messages.
         locate: (block, index of the joint graph's op) -> the user's source line.
         tapes: of the modules, where they are made already.
+        copier: makes copies to and from tiers; left out, one that makes them at once.
 
     Attributes:
         entries: what was done, while recording.
@@ -48,12 +50,13 @@ class Executor:
 
     def __init__(
         self, program: RankProgram, modules: Modules, coordinates: tuple[int, ...], port: Port, rank: int = 0,
-        locate: Locate = no_source, tapes: Mapping[str, Tape] | None = None,
+        locate: Locate = no_source, tapes: Mapping[str, Tape] | None = None, copier: Copier | None = None,
     ) -> None:  # fmt: skip
         self.program, self.coordinates, self.port, self.rank = program, coordinates, port, rank
         self.modules: dict[str, Callable[[list[Any]], Any]] = dict(modules)
         self.tapes = make_tapes(program, modules) if tapes is None else tapes
-        self.outer: dict[str, Tensor] = {}
+        self.outer: dict[str, Any] = {}
+        self.copier = Copier(rank=rank) if copier is None else copier
         self.ledger = Ledger()
         self.entries: list[Entry] = []
         self.workspaces: dict[tuple[str, int], int] = {}
@@ -78,12 +81,13 @@ class Executor:
             self.outer[name] = tensor
 
     def inputs(self, step: Step) -> list[Any]:
-        """What a call is given: its arguments, then its offsets; names the step drops are given up."""
+        """What a call is given: its arguments, its offsets, the copier; names the step drops are given up."""
         given: list[Any] = [self.outer[name] for name in step.args]
         for name in step.drops:
             del self.outer[name]
-        offsets = self.tapes[step.block].offsets
-        return given + [offset_value(text, self.coordinates, max(step.microbatch, 0)) for text in offsets]
+        tape = self.tapes[step.block]
+        given += [offset_value(text, self.coordinates, max(step.microbatch, 0)) for text in tape.offsets]
+        return [*given, self.copier] if tape.copies else given
 
     def run(self, steps: Iterable[Step]) -> None:
         """Take steps, fast.
@@ -96,8 +100,10 @@ class Executor:
                 try:
                     self._take(step)
                 except ParaplanError:
+                    self._give_up()
                     raise
                 except Exception as fault:
+                    self._give_up()
                     raise self._failure(step, _failed_instr(fault, self.modules.get(step.block)), fault) from fault
 
     def _take(self, step: Step) -> None:
@@ -140,29 +146,40 @@ class Executor:
                 else:
                     self._record_other(step)
             except ParaplanError:
+                self._give_up()
                 raise
             except Exception as fault:
+                self._give_up()
                 raise self._failure(step, progress[0], fault) from fault
+
+    def _give_up(self) -> None:
+        """After a failure: what the step has on tiers goes."""
+        self.copier.abandon()
+        for name in [name for name, value in self.outer.items() if isinstance(value, Away)]:
+            del self.outer[name]
 
     def _record_call(self, step: Step, progress: list[int]) -> Recording:
         tape = self.tapes[step.block]
-        before = self.ledger.live_bytes
+        before = self._alive()
         given = self.inputs(step)
         for position in tape.unread:
             given[position] = None
         self._note_drop(step, before)
 
-        def note(index: int, shapes: tuple[tuple[int, ...], ...], allocated: int, freed: int, workspace: int) -> None:
+        def note(
+            index: int, shapes: tuple[tuple[int, ...], ...], allocated: int, freed: int, workspace: int, tiers: Tiers
+        ) -> None:
             instr = tape.block.instrs[index]
             self._note(
                 step, "wait" if instr.kind is InstrKind.WAIT else instr.target, shapes, allocated, freed,
                 f"{instr.target}@{instr.axis}" if instr.kind is InstrKind.COLLECTIVE else "", f"{step.block}[{index}]",
+                tiers,
             )  # fmt: skip
             self.workspaces[step.block, index] = max(workspace, self.workspaces.get((step.block, index), 0))
 
         noted = note if self.noting else None
         results = yield from play(tape, given, self.port, self.ledger, noted, self._pending, progress)
-        before = self.ledger.live_bytes
+        before = self._alive()
         for name, value in zip(step.outs, results, strict=True):
             if name is not None and value is not None:
                 self.outer[name] = value
@@ -171,32 +188,42 @@ class Executor:
         self._note_drop(step, before)
 
     def _record_other(self, step: Step) -> None:
-        before = self.ledger.live_bytes
+        before = self._alive()
         if step.kind is StepKind.ACCUMULATE:
             shape = tuple(self._accumulate(step).shape)
-            self._note(step, "accumulate", (shape,), 0, before - self.ledger.live_bytes)
+            self._note(step, "accumulate", (shape,), 0, *self._freed(before))
             return
         for name in step.drops:
             del self.outer[name]
         if step.kind is StepKind.UPDATE:
-            self._note(step, "update", (), 0, before - self.ledger.live_bytes)
+            self._note(step, "update", (), 0, *self._freed(before))
         else:
             self._note_drop(step, before)
 
-    def _note_drop(self, step: Step, before: int) -> None:
-        if before != self.ledger.live_bytes:
-            self._note(step, "drop", (), 0, before - self.ledger.live_bytes, note=step.block)
+    def _alive(self) -> tuple[int, dict[str, int]]:
+        """Bytes alive on the device and by tier."""
+        return self.ledger.live_bytes, self.ledger.levels()
+
+    def _freed(self, before: tuple[int, dict[str, int]]) -> tuple[int, str, str, Tiers]:
+        """What has died since, as `_note` takes it."""
+        live, levels = before
+        return live - self.ledger.live_bytes, "", "", changes(levels, levels, self.ledger.levels())
+
+    def _note_drop(self, step: Step, before: tuple[int, dict[str, int]]) -> None:
+        freed, _, _, tiers = self._freed(before)
+        if freed or tiers:
+            self._note(step, "drop", (), 0, freed, note=step.block, tiers=tiers)
 
     def _note(
         self, step: Step, target: str, shapes: tuple[tuple[int, ...], ...], allocated: int, freed: int,
-        collective: str = "", note: str = "",
+        collective: str = "", note: str = "", tiers: Tiers = (),
     ) -> None:  # fmt: skip
         if not self.noting:
             return
         self.entries.append(
             Entry(
                 action=step.action, segment=step.segment, microbatch=step.microbatch, target=target, shapes=shapes,
-                allocated_bytes=allocated, freed_bytes=freed, collective=collective, note=note,
+                allocated_bytes=allocated, freed_bytes=freed, collective=collective, tiers=tiers, note=note,
             )
         )  # fmt: skip
 

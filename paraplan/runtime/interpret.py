@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from paraplan.ir.rank_program import Block, InstrKind, in_place
-from paraplan.runtime.ops import INSTR, LAYOUT_KERNELS, OFFSET, collective
+from paraplan.runtime.ops import COPIER, COPY_KERNELS, INSTR, LAYOUT_KERNELS, OFFSET, collective, wait_copy
 from paraplan.runtime.torch_private import untracked
-from paraplan.runtime.tracker import Ledger, is_kernel
+from paraplan.runtime.tracker import Ledger, Tiers, changes, is_kernel
 from paraplan.runtime.transport import Handle, Port, Route
 
 
@@ -48,8 +48,9 @@ class Tape:
 
     Attributes:
         block: what it was emitted from.
-        inputs: placeholders of the block's inputs, then of offsets.
+        inputs: placeholders of the block's inputs, then of offsets, then the copier's.
         offsets: offset texts, in order.
+        copies: whether there is one.
         unread: positions of the inputs nobody reads.
         lines: per instruction.
         results: nodes returned, None where absent.
@@ -61,6 +62,7 @@ class Tape:
     unread: tuple[int, ...]
     lines: tuple[Line, ...]
     results: tuple[fx.Node | None, ...]
+    copies: bool
 
 
 def make_tape(module: fx.GraphModule, block: Block) -> Tape:
@@ -87,14 +89,15 @@ def make_tape(module: fx.GraphModule, block: Block) -> Tape:
             tuple(nodes),
             _results(nodes, any(out is not None for out in block.instrs[index].outs)),
             tuple(dead[index]),
-            is_kernel(nodes[0].target) or nodes[0].target in LAYOUT_KERNELS,
+            is_kernel(nodes[0].target) or nodes[0].target in LAYOUT_KERNELS | COPY_KERNELS,
         )
         for index, nodes in grouped.items()
     )
     offsets = tuple(node.meta[OFFSET] for node in inputs if OFFSET in node.meta)
     idle = set(dead.get(-1, ()))
     unread = tuple(position for position, node in enumerate(inputs) if node in idle)
-    return Tape(block, tuple(inputs), offsets, unread, lines, results)
+    copies = any(COPIER in node.meta for node in inputs)
+    return Tape(block, tuple(inputs), offsets, unread, lines, results, copies)
 
 
 def _results(nodes: list[fx.Node], has_outs: bool) -> tuple[fx.Node, ...]:
@@ -103,7 +106,7 @@ def _results(nodes: list[fx.Node], has_outs: bool) -> tuple[fx.Node, ...]:
     return tuple(nodes) if has_outs else ()
 
 
-Note = Callable[[int, tuple[tuple[int, ...], ...], int, int, int], None]
+Note = Callable[[int, tuple[tuple[int, ...], ...], int, int, int, Tiers], None]
 
 
 def play(
@@ -114,11 +117,11 @@ def play(
 
     Args:
         tape: the block.
-        given: inputs then offsets; emptied.
+        given: inputs, then offsets, then the copier; emptied.
         port: where collectives go.
         ledger: where memory is booked.
-        note: called after each instruction with its index, result shapes, bytes allocated, bytes
-            freed, and bytes made and dropped inside (workspace); None where nobody asks.
+        note: called after each instruction with its index, result shapes, bytes allocated, bytes freed, bytes made and
+            dropped inside (workspace), and what it did to tiers; None where nobody asks.
         pending: collectives that earlier blocks issued and left to later ones, by the id of their result; brought up
             to date.
         progress: its item is set to the index of the instruction under way.
@@ -131,11 +134,11 @@ def play(
     for line in tape.lines:
         progress[0] = line.index
         head = line.nodes[0]
-        before = ledger.open_window()
+        before, tiers = ledger.open_window(), ledger.levels()
         kind = tape.block.instrs[line.index].kind
         if kind is InstrKind.COLLECTIVE:
             _issue(head, line.index, tape, env, handles, port)
-        elif kind is InstrKind.WAIT:
+        elif kind is InstrKind.WAIT and head.target is not wait_copy:
             issued: fx.Node = head.args[0]  # type: ignore[assignment]
             handle = handles.pop(issued) if issued in handles else pending.pop(id(env[issued]))
             while not port.ready(handle):
@@ -157,11 +160,12 @@ def play(
                 del env[node]
             continue
         shapes = tuple(tuple(env[node].shape) for node in line.outs)
-        middle = ledger.live_bytes
+        middle, there = ledger.live_bytes, ledger.levels()
         workspace = max(0, ledger.window_bytes - max(middle, before))
         for node in line.dead:
             del env[node]
-        note(line.index, shapes, middle - before, middle - ledger.live_bytes, workspace)
+        changed = changes(tiers, there, ledger.levels())
+        note(line.index, shapes, middle - before, middle - ledger.live_bytes, workspace, changed)
     pending.update({id(handle.out): handle for handle in handles.values()})
     return [None if node is None else env[node] for node in tape.results]
 

@@ -22,9 +22,11 @@ from paraplan.ir.errors import CodegenError
 from paraplan.ir.graph import Arg, decode_float
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.ir.trace import kernels
+from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.torch_private import exchange_rows, rank_in_group
 
-INSTR, LOCAL, OFFSET = "instr", "local", "offset"  # keys of node.meta in emitted graphs, see `codegen.emit`
+# Keys of node.meta in emitted graphs, see `codegen.emit`.
+INSTR, LOCAL, OFFSET, COPIER = "instr", "local", "offset", "copier"
 
 
 def fresh(x: Tensor) -> Tensor:
@@ -170,6 +172,28 @@ def route(x: Tensor, sent: Tensor, received: Tensor, rows: int, group: str) -> T
     out[sum(receives) :].zero_()
     exchange_rows(out[: sum(receives)], x[: sum(sends)], receives, sends, group)
     return out
+
+
+def offload(x: Tensor, tier: str, copier: Copier) -> Away:
+    """Begins to copy x to a tier."""
+    return copier.offload(x, tier)
+
+
+def prefetch(away: Away, tier: str, copier: Copier) -> Tensor:
+    """Begins to copy a tensor back from a tier."""
+    return copier.prefetch(away, tier)
+
+
+def wait_copy(issued: Any, held: Any, copier: Copier) -> Any:
+    """Waits for a copy; `held` is what it reads, alive until here."""
+    return copier.wait(issued)
+
+
+COPIES: dict[str, Callable[..., Any]] = {"offload": offload, "prefetch": prefetch}
+"""By an instruction's target."""
+
+COPY_KERNELS: frozenset[Callable[..., Any]] = frozenset((*COPIES.values(), wait_copy))
+"""All that these make is their results, too."""
 
 
 def same(issued: Tensor, *held: Tensor) -> Tensor:

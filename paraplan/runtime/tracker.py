@@ -4,7 +4,8 @@ A dispatch mode sees the result of every op, those inside Python kernels include
 inner ops pass through it; a user's custom op is called so that its inner ops do), and registers the storages it
 has not met; a weak reference tells when each dies. Bytes are logical (`storage.nbytes()`), on any device, so they
 compare with a prediction.
-One process may run several ranks: the mode books what is made to the `Ledger` that is current.
+One process may run several ranks: the mode books what is made to the `Ledger` that is current. What a rank has on tiers
+is booked in ledgers of their own (`Ledger.tiers`).
 
 Limits: what a C++ kernel allocates and drops inside is unseen.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.trace.torch_private import COMPILED, OpOverload, call_within, is_composite
+from paraplan.runtime.copies import Away
 from paraplan.runtime.torch_private import TorchDispatchMode, storage_key, storage_of, tree_leaves
 
 
@@ -31,31 +33,38 @@ class Ledger:
         live_bytes: of all of them.
         peak_bytes: the most `live_bytes` has been since `reset_peak`.
         window_bytes: the most it has been since `open_window` (an instruction's).
+        tiers: the same of what is away, by tier.
     """
 
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
         self.window_bytes = 0
+        self.tiers: dict[str, Ledger] = {}
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def register(self, tensor: Tensor) -> None:
         """Book a tensor's storage, unless it is booked already."""
         storage = storage_of(tensor)
         key = storage_key(storage)
-        if key in self._alive:
-            return
-        nbytes = storage.nbytes()
-        self._alive[key] = (nbytes, weakref.ref(storage, partial(self._died, key)))
+        if key not in self._alive:
+            self._book(key, storage, storage.nbytes())
+
+    def _book(self, key: int, thing: Any, nbytes: int) -> None:
+        self._alive[key] = (nbytes, weakref.ref(thing, partial(self._died, key)))
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.window_bytes = max(self.window_bytes, self.live_bytes)
 
     def register_all(self, result: Any) -> None:
-        """Book every tensor of an op's result."""
+        """Book every tensor of an op's result, here or away."""
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.register(leaf)
+            elif isinstance(leaf, Away):
+                tier = self.tiers.setdefault(leaf.tier, Ledger())
+                if id(leaf) not in tier._alive:
+                    tier._book(id(leaf), leaf, leaf.nbytes)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor's storage is booked."""
@@ -72,6 +81,27 @@ class Ledger:
     def reset_peak(self) -> None:
         """Start measuring the peak anew."""
         self.peak_bytes = self.live_bytes
+        for tier in self.tiers.values():
+            tier.reset_peak()
+
+    def levels(self) -> dict[str, int]:
+        """Bytes alive by tier."""
+        return {tier: of.live_bytes for tier, of in self.tiers.items()} if self.tiers else {}
+
+    @property
+    def tier_peak_bytes(self) -> dict[str, int]:
+        """The most bytes there were at once on every tier that was used."""
+        return {tier: of.peak_bytes for tier, of in sorted(self.tiers.items()) if of.peak_bytes}
+
+
+Tiers = tuple[tuple[str, int, int], ...]
+"""(tier, bytes allocated, bytes freed), as in `ir.entry`."""
+
+
+def changes(before: dict[str, int], most: dict[str, int], after: dict[str, int]) -> Tiers:
+    """What came and what went, between levels before, with all that came, and after."""
+    pairs = ((tier, most.get(tier, 0) - before.get(tier, 0), most.get(tier, 0) - after.get(tier, 0)) for tier in after)
+    return tuple(sorted(each for each in pairs if each[1] or each[2]))
 
 
 @cache

@@ -1,5 +1,6 @@
 """The simulator on programs small enough to work out by hand (one byte moved takes one second)."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 
@@ -7,10 +8,10 @@ from paraplan.cost_models import simulate as simulate_module
 from paraplan.cost_models.bound import add_work, rank_bound, stream_bound
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.simulate import simulate, simulate_rank
-from paraplan.ir.errors import CostModelError
+from paraplan.ir.errors import ClusterError, CostModelError
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 
-from .rank_programs import block, call, issue, op, own, program, random_programs, toy_costs, view, wait
+from .rank_programs import block, call, copy, issue, op, own, program, random_programs, toy_costs, view, wait
 
 
 def overlapped(after: int) -> RankProgram:
@@ -45,6 +46,47 @@ def test_spans_show_both_streams() -> None:
     assert (spans["compute"].start_s, spans["compute"].end_s, spans["compute"].busy_s) == (0, 30, 24)
     comm = spans["comm:in_node"]
     assert (comm.start_s, comm.end_s, comm.label, comm.phase, comm.segment) == (20, 30, "all_reduce", "F", 0)
+
+
+def away(kept_s: int) -> RankProgram:
+    """12 bytes to the host and 8 to disk (12 and 2 * 8 s there, and back) beside an op of 2 * kept_s s."""
+    values = {"a": own("a", 12), "b": own("b", 8), "t": own("t", kept_s), "z": own("z", kept_s)}
+    for name, nbytes, tier in (("a", 12, "host"), ("b", 8, "disk")):
+        values |= {f"{name}!": own(f"{name}!", nbytes, tier), f"{name}h": view(f"{name}!", nbytes, tier)}
+        values |= {f"{name}?": own(f"{name}?", nbytes), f"{name}d": view(f"{name}?", nbytes)}
+    code = block(
+        "F", "a b t", "ad bd", values,
+        copy("a!", "a"), copy("b!", "b", tier="disk"), op("z", "t", "t z"), wait("ah", "a!", "a a!"),
+        copy("a?", "ah", "prefetch"), wait("bh", "b!", "b b!"), wait("ad", "a?", "ah a?"),
+        copy("b?", "bh", "prefetch", "disk"), wait("bd", "b?", "bh b?"),
+    )  # fmt: skip
+    return program([code], {"a0": 12, "b0": 8, "t0": kept_s}, [call("F", "a0 b0 t0", "x y", "a0 b0 t0")])
+
+
+def test_copies_have_a_stream_each_way_per_tier() -> None:
+    trace = simulate_rank(away(kept_s=5), toy_costs())
+    spans = {span.stream: (span.start_s, span.end_s, span.label) for span in trace.spans if "copy" in span.stream}
+    assert spans == {
+        "copy:host:out": (0, 12, "offload"), "copy:disk:out": (0, 16, "offload"),
+        "copy:host:in": (12, 24, "prefetch"), "copy:disk:in": (24, 40, "prefetch"),
+    }  # fmt: skip
+    assert (trace.step_s, trace.compute_s, trace.exposed_copy_s, trace.exposed_comm_s) == (40, 10, 30, 0)
+    assert trace.copy_s == {stream: end - start for stream, (start, end, _) in spans.items()}
+    assert trace.comm_s == {} and trace.bound_s == 16
+    assert trace.tier_peak_bytes == {"host": 12, "disk": 8}
+
+
+def test_copies_are_hidden_behind_compute() -> None:
+    trace = simulate_rank(away(kept_s=40), toy_costs())
+    assert (trace.step_s, trace.exposed_copy_s) == (80 + 12 + 16, 12 + 16)
+
+
+def test_a_cluster_without_a_disk_prices_no_copy_to_it() -> None:
+    costs = toy_costs()
+    (group,) = costs.cluster.groups
+    bare = msgspec.structs.replace(costs.cluster, groups=(msgspec.structs.replace(group, disk=None),))
+    with pytest.raises(ClusterError, match="no disk link is described"):
+        simulate_rank(away(kept_s=1), Costs(bare, costs.mesh))
 
 
 def test_collectives_of_one_level_queue() -> None:

@@ -1,4 +1,4 @@
-"""Ordering a block: collectives as early as their input exists, waits as late as their result is needed.
+"""Ordering a block: collectives and copies as early as their input exists, waits as late as their result is needed.
 
 Compute keeps its order. Every value is then freed at its last use. A block may be parted before its first wait, so that
 other work comes between.
@@ -65,7 +65,7 @@ def _overlap(
     inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]
 ) -> list[Instr]:
     made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}
-    lacks = {index: set(_reads(instr)) for index, instr in enumerate(instrs) if instr.kind is InstrKind.COLLECTIVE}
+    lacks = {index: set(_reads(instr)) for index, instr in enumerate(instrs) if instr.issues}
     readers: dict[str, list[int]] = {}
     for index, sources in lacks.items():
         for source in sources:
@@ -83,7 +83,7 @@ def _overlap(
         issue(made)
 
     def issue(made: Iterable[str]) -> None:
-        """The collectives that lacked nothing but these, in the order they were written."""
+        """The collectives and copies that lacked nothing but these, in the order they were written."""
         due: set[int] = set()
         for source in made:
             for index in readers.pop(source, ()):

@@ -6,7 +6,8 @@ belong to the storage they lie in. Storages that outlive the step on both sides 
 are the base; the others are its *tensors*, numbered in the order they come into being.
 
 What is written in place must not be made again: the maker of an accumulator that grows, and every op that read a
-storage before it was overwritten and is needed after. Limits: one device (a collective is refused).
+storage before it was overwritten and is needed after. Limits: one
+device that keeps everything on itself (collectives and copies are refused).
 """
 
 from __future__ import annotations
@@ -218,7 +219,9 @@ class _Walk:
     ) -> None:  # fmt: skip
         where = f"step {self.index} ({step.action}), block {step.block}[{index}]: {instr.target}"
         if instr.kind is not InstrKind.OP:
-            raise InvalidPlanError(f"{where} communicates; memory is planned for the program of one device")
+            raise InvalidPlanError(
+                f"{where} communicates or copies; memory is planned for the program of one device that keeps everything"
+            )
         owners = block.owners
         reads = [held[owners[name]].number for name in refs((instr.args, tuple(instr.kwargs.values())))]
         for owner, nbytes in block.fresh[index]:

@@ -1,7 +1,8 @@
 """Planning memory: the least step time within a budget, with a proved bound.
 
 Recomputation alone is planned first (`recompute`); where there are tiers, recomputation and copies together (`joint`),
-and the better is taken. Steps of a few ops that leave a gap are searched exhaustively (`exact`).
+and the better is taken. Steps of some dozens of ops that leave a gap are searched exhaustively (`exact`), from the
+schedule known.
 
 The bound holds for schedules that execute ops for the first time in the given order (`SCOPE`); a step that has none in
 that order, but has one in another, is given the best of any order where it is small.
@@ -9,6 +10,7 @@ that order, but has one in another, is given the best of any order where it is s
 
 from __future__ import annotations
 
+import math
 import time
 from typing import NoReturn
 
@@ -26,7 +28,12 @@ __all__ = ["SCOPE", "MemoryAnswer", "MemoryLimits", "plan_memory"]
 
 SCOPE = "schedules that execute ops for the first time in the given order"
 SMALL_OPS = 24
-"""Steps of up to so many ops and tensors are searched exhaustively where all else leaves a gap."""
+"""Steps of up to so many ops and tensors are searched exhaustively in any order where all else leaves a gap."""
+MIDDLE_OPS = 80
+"""Likewise, in the given order, in the time that is kept for it."""
+_MIDDLE_STATES = 400_000
+_MIDDLE_SHARE = 0.3
+"""Of the time, kept for what comes before exhaustion."""
 _ALONE_SHARE = 0.4
 """Of the time: for recomputation alone, where there are tiers."""
 
@@ -44,7 +51,8 @@ def plan_memory(problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits 
     started = time.perf_counter()
     arrays = Arrays(problem)
     _refuse_impossible(arrays, budget_bytes)
-    share = _ALONE_SHARE if problem.tiers else 1.0
+    middle = not problem.tiers and arrays.num_ops <= MIDDLE_OPS
+    share = _ALONE_SHARE if problem.tiers else _MIDDLE_SHARE if middle else 1.0
     alone = Recomputation(
         arrays, budget_bytes, MemoryLimits(share * limits.time_s, limits.gap, limits.rounds, limits.instants)
     )
@@ -56,10 +64,27 @@ def plan_memory(problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits 
         settled = _settled(arrays, budget_bytes, limits)
         if settled is not None:
             return settled
+    if middle and alone.gap > limits.gap:
+        return _in_order(alone, limits, started + limits.time_s)
     if alone.best is None:
         _give_up(alone)
     ops = tuple(alone.best.ops.tolist())
     return _answer(arrays, budget_bytes, freeing(problem, ops), alone.bound_s, limits)
+
+
+def _in_order(alone: Recomputation, limits: MemoryLimits, deadline: float) -> MemoryAnswer:
+    """By exhaustion from what is known, in the given order: settled, or a better bound."""
+    arrays, budget, best = alone.arrays, alone.budget, alone.best
+    known_s = math.inf if best is None else alone.compute_s + best.recomputed_s
+    found = search_states(arrays.problem, budget, True, _MIDDLE_STATES, known_s, deadline)
+    if found.ops is not None:
+        return _answer(arrays, budget, freeing(arrays.problem, found.ops), found.bound_s, limits)
+    if best is None:
+        if found.complete:
+            _refuse(arrays, budget, "in the given order of execution")
+        _give_up(alone)
+    bound_s = max(alone.bound_s, min(found.bound_s, known_s))
+    return _answer(arrays, budget, freeing(arrays.problem, tuple(best.ops.tolist())), bound_s, limits)
 
 
 def _with_copies(alone: Recomputation, limits: MemoryLimits, deadline: float) -> MemoryAnswer:
@@ -100,9 +125,11 @@ def _give_up(alone: Recomputation) -> NoReturn:
     if alone.refuted and not alone.arrays.problem.tiers:
         names = [alone.arrays.problem.ops[op].label for op in alone.refuted]
         _refuse(alone.arrays, alone.budget, f"at ops {'; '.join(names[:4])} taken together")
+    op = int(alone.arrays.working.argmax())
     raise SolverLimitError(
         f"no schedule within {alone.budget} bytes was found in {alone.limits.time_s:g} s, nor proved impossible; give "
-        f"more time, or more memory ({alone.everything.peak} bytes need no recomputation)"
+        f"more time, or more memory (op {op} ({alone.arrays.problem.ops[op].label}) alone needs "
+        f"{int(alone.arrays.working[op])} bytes, {alone.everything.peak} need no recomputation)"
     )
 
 

@@ -140,3 +140,24 @@ def test_exhaustion_equals_brute_force(seed: int) -> None:
                 assert found.seconds == pytest.approx(best[0])
                 assert evaluate(problem, freeing(problem, found.ops)).peak_bytes <= budget
     assert not search_states(problem, 10**6, True, most_states=2).complete
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_exhaustion_cut_off_or_from_a_known_schedule(seed: int) -> None:
+    """Its bound is true wherever it is cut off; only what is better than the known schedule is found."""
+    problem = random_step(seed + 80, 6)
+    for budget in budgets(problem):
+        best = least(problem, budget, in_order=True)
+        if best is None:
+            continue
+        for states in (1, 3, 10, 100):
+            assert search_states(problem, budget, True, states).bound_s <= best[0] * (1 + 1e-9)
+        assert search_states(problem, budget, True, known_s=best[0]).ops is None
+        assert search_states(problem, budget, True, known_s=best[0] * 1.001).seconds == pytest.approx(best[0])
+
+
+def test_a_chain_of_some_dozens_of_ops_is_settled() -> None:
+    problem = chain(12)
+    found = plan_memory(problem, 6, LIMITS)
+    check(problem, 6, found)
+    assert found.status is MemoryStatus.OPTIMAL

@@ -1,0 +1,304 @@
+"""Copies between the device and the tiers outside of it: the host's memory, and files on its disk.
+
+A rank has a `Copier`. `offload` begins to copy a tensor away and returns what stands for it there (`Away`); `prefetch`
+begins to copy it back and returns the tensor, which holds nothing yet; `wait` ends either. What is copied from must
+live until then, which the program sees to. Each tier has one stream each way, on which copies run in order:
+
+* CUDA: a stream of the device and pinned memory, ordered by events; nothing blocks the host but files.
+* CPU: a thread, so that copies run beside the program; or (`beside=False`) at once, for runs that are to be the same
+  every time. The host tier is then other memory of the same kind, accounted apart.
+
+A tensor on the disk tier is one file in a folder of this process' own, removed with the last name for the tensor,
+after a failure (`abandon`) and at exit. What goes to disk is staged in host memory, which is not accounted.
+`pace` makes every copy take at least the seconds it says: how a fast machine stands in for a slow link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.errors import RuntimeFailure
+from paraplan.ir.strides import contiguous_strides, is_dense
+
+Pace = Callable[[str, int], float]
+"""(tier, bytes) -> the least seconds a copy takes."""
+
+
+class Away:
+    """A tensor on a tier.
+
+    Attributes:
+        tier: which.
+        dtype, shape, strides: of the tensor; what lies dense comes back as it lay.
+        nbytes: it takes there.
+        content: the tensor in host memory, or the file.
+    """
+
+    __slots__ = ("__weakref__", "content", "dtype", "nbytes", "shape", "strides", "tier")
+
+    def __init__(self, x: Tensor, tier: str) -> None:
+        self.tier, self.dtype, self.shape = tier, x.dtype, tuple(x.shape)
+        self.strides = tuple(x.stride()) if is_dense(self.shape, tuple(x.stride())) else contiguous_strides(self.shape)
+        self.nbytes = math.prod(self.shape) * x.element_size()
+        self.content: Tensor | Path | None = None
+
+
+class Flight:
+    """A copy under way. What it copies is let go before it says that it is done."""
+
+    def __init__(self, work: Callable[[], object], what: str, least_s: float) -> None:
+        self.what, self.fault = what, ""
+        self.event: Any = None
+        self.done = threading.Event()
+        self._work: Callable[[], object] | None = work
+        self._least_s = least_s
+
+    def fly(self) -> None:
+        """Do it."""
+        started = time.perf_counter()
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            work()
+        except Exception as fault:  # noqa: BLE001  (told to whoever waits; the traceback would hold tensors)
+            self.fault = f"{type(fault).__name__}: {fault}"
+        del work
+        time.sleep(max(0.0, self._least_s - (time.perf_counter() - started)))
+        self.done.set()
+
+
+def _serve(queue: SimpleQueue[Flight | None]) -> None:
+    while (flight := queue.get()) is not None:
+        flight.fly()
+        del flight
+
+
+class Copier:
+    """The copies of one rank.
+
+    Args:
+        device: "cpu" or "cuda".
+        beside: on CPU, whether copies run beside the program.
+        pace: how slow copies are; None for as fast as they go. CPU only.
+        folder: in which the disk tier makes its own folder; the system's for temporary files where left out.
+        rank: for messages and names.
+    """
+
+    def __init__(
+        self, device: str = "cpu", beside: bool = False, pace: Pace | None = None, folder: str | Path | None = None,
+        rank: int = 0,
+    ) -> None:  # fmt: skip
+        self.device, self.rank, self._pace, self._beside = device, rank, pace, beside
+        if pace is not None and device != "cpu":
+            raise RuntimeFailure(f"copies of {device} tensors take the time they take: a pace is for CPU processes")
+        self._parent = folder
+        self._own: Path | None = None
+        self._numbers = count()
+        self._flights: dict[int, tuple[Any, Flight]] = {}
+        self._queues: dict[tuple[str, str], SimpleQueue[Flight | None]] = {}
+        self._streams: dict[str, Any] = {}
+        self._end = weakref.finalize(self, _end, self._queues)
+
+    def offload(self, x: Tensor, tier: str) -> Away:
+        """Begin to copy a tensor to a tier."""
+        away, x = Away(x, tier), x.detach()
+        what = f"offload of {away.nbytes} bytes to {tier}"
+        if self.device == "cuda":
+            return self._begin(away, self._from_cuda(away, x, what), "out")
+        put = _to_host if tier == "host" else self._to_file(away)
+        return self._begin(away, Flight(lambda: put(away, x), what, self._least_s(away)), "out")
+
+    def prefetch(self, away: Away, tier: str) -> Tensor:
+        """Begin to copy a tensor back; it holds nothing until the wait."""
+        out = torch.empty_strided(away.shape, away.strides, dtype=away.dtype, device=self.device)
+        what = f"prefetch of {away.nbytes} bytes from {tier}"
+        if self.device == "cuda":
+            return self._begin(out, self._to_cuda(away, out, what), "in", tier)
+        return self._begin(out, Flight(lambda: _fetch(away, out), what, self._least_s(away)), "in", tier)
+
+    def wait(self, issued: Any) -> Any:
+        """End what was begun; `issued` is what that returned.
+
+        Raises:
+            RuntimeFailure: the copy failed (a full disk, no memory left).
+        """
+        _, flight = self._flights.pop(id(issued))
+        flight.done.wait()
+        if flight.fault:
+            out = "free space or name another folder" if "disk" in flight.what else "free host memory"
+            raise RuntimeFailure(f"rank {self.rank}: {flight.what} failed: {flight.fault}; {out}, or offload less")
+        if flight.event is not None:
+            torch.cuda.current_stream().wait_event(flight.event)
+        return issued
+
+    def abandon(self) -> None:
+        """After a failure: let copies under way end, forget them, and remove all files."""
+        for _, flight in self._flights.values():
+            flight.done.wait()
+        if self._flights and self.device == "cuda":
+            torch.cuda.synchronize()
+        self._flights.clear()
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+
+    @property
+    def under_way(self) -> int:
+        """Copies begun that are neither done nor waited for."""
+        return sum(not flight.done.is_set() for _, flight in self._flights.values())
+
+    @property
+    def files(self) -> list[Path]:
+        """The disk tier's files, in order of their names."""
+        return [] if self._own is None else sorted(self._own.iterdir())
+
+    def _begin(self, result: Any, flight: Flight, way: str, tier: str = "") -> Any:
+        tier = tier or result.tier
+        self._flights[id(result)] = (result, flight)
+        if self.device == "cuda" and tier == "host":
+            flight.fly()
+        elif self.device == "cuda" or self._beside:
+            self._queue(tier, way).put(flight)
+        else:
+            flight.fly()
+        return result
+
+    def _queue(self, tier: str, way: str) -> SimpleQueue[Flight | None]:
+        queue = self._queues.get((tier, way))
+        if queue is None:
+            queue = self._queues[tier, way] = SimpleQueue()
+            threading.Thread(target=_serve, args=(queue,), name=f"copy:{tier}:{way}", daemon=True).start()
+        return queue
+
+    def _least_s(self, away: Away) -> float:
+        return 0.0 if self._pace is None else self._pace(away.tier, away.nbytes)
+
+    def _to_file(self, away: Away) -> Callable[[Away, Tensor], None]:
+        path = self._folder() / f"{next(self._numbers)}.bin"
+        weakref.finalize(away, _remove, path)
+        return lambda made, x: _write(made, x, path)
+
+    def _folder(self) -> Path:
+        if self._own is None:
+            try:
+                if self._parent is not None:
+                    Path(self._parent).mkdir(parents=True, exist_ok=True)
+                self._own = Path(tempfile.mkdtemp(prefix=f"paraplan-rank{self.rank}-", dir=self._parent))
+            except OSError as fault:
+                raise RuntimeFailure(
+                    f"rank {self.rank}: no folder for tensors on disk can be made in {self._parent}: {fault.strerror}; "
+                    "name another"
+                ) from None
+            weakref.finalize(self, shutil.rmtree, self._own, True)
+        return self._own
+
+    def _side(self, way: str) -> Any:
+        """The device's stream for one way, which has seen all that the program's stream was given so far."""
+        if way not in self._streams:
+            self._streams[way] = torch.cuda.Stream()
+        self._streams[way].wait_stream(torch.cuda.current_stream())
+        return self._streams[way]
+
+    def _from_cuda(self, away: Away, x: Tensor, what: str) -> Flight:
+        """The device's part is begun here. The program's stream waits for it before x is given back, and the flight is
+        kept until then, so the allocator need not be told of the other stream."""
+        side = self._side("out")
+        host = torch.empty_strided(away.shape, away.strides, dtype=away.dtype, pin_memory=True)
+        with torch.cuda.stream(side):
+            host.copy_(x, non_blocking=True)
+            event = side.record_event()
+        if away.tier == "host":
+            away.content = host
+            flight = Flight(lambda: None, what, 0.0)
+        else:
+            put = self._to_file(away)
+
+            def write() -> None:
+                event.synchronize()
+                put(away, host)
+
+            flight = Flight(write, what, 0.0)
+        flight.event = event
+        return flight
+
+    def _to_cuda(self, away: Away, out: Tensor, what: str) -> Flight:
+        """`out` may be memory whose last reader the program's stream has yet to reach: the side stream waits for it."""
+        side = self._side("in")
+        if isinstance(away.content, Tensor):
+            with torch.cuda.stream(side):
+                out.copy_(away.content, non_blocking=True)
+                flight = Flight(lambda: None, what, 0.0)
+                flight.event = side.record_event()
+            return flight
+
+        def read() -> None:
+            host = torch.empty_strided(away.shape, away.strides, dtype=away.dtype, pin_memory=True)
+            _fetch(away, host)
+            with torch.cuda.stream(side):
+                out.copy_(host, non_blocking=True)
+                side.record_event().synchronize()
+
+        return Flight(read, what, 0.0)
+
+
+def _to_host(away: Away, x: Tensor) -> None:
+    with torch.no_grad():
+        content = torch.empty_strided(away.shape, away.strides, dtype=away.dtype)
+        away.content = content.copy_(x)
+
+
+def _write(away: Away, x: Tensor, path: Path) -> None:
+    """The tensor's elements in row-major order; what was written of a file that does not fit is removed."""
+    try:
+        with open(path, "wb") as file:
+            file.write(memoryview(_bytes(x.contiguous())))
+    except OSError:
+        _remove(path)
+        raise
+    away.content = path
+
+
+def _fetch(away: Away, out: Tensor) -> None:
+    if isinstance(away.content, Tensor):
+        with torch.no_grad():
+            out.copy_(away.content)
+        return
+    assert away.content is not None, "prefetched before its offload was waited for"
+    rows = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+    with open(away.content, "rb", buffering=0) as file:
+        view, done = memoryview(_bytes(rows)), 0
+        while done < len(view):
+            got = file.readinto(view[done:])
+            if not got:
+                raise OSError(f"{away.content} has {done} bytes of {len(view)}")
+            done += got
+    if rows is not out:
+        out.copy_(rows)
+
+
+def _bytes(x: Tensor) -> Any:
+    return x.reshape(-1).view(torch.uint8).numpy()
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _end(queues: dict[tuple[str, str], SimpleQueue[Flight | None]]) -> None:
+    for queue in queues.values():
+        queue.put(None)

@@ -1,0 +1,184 @@
+"""Copies to the host and to disk: values, the account, order beside the program, and failures."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from paraplan.codegen import build_modules
+from paraplan.cost_models.memory import entries
+from paraplan.cost_models.simulate import simulate_rank
+from paraplan.ir.errors import RuntimeFailure
+from paraplan.ir.mesh import make_mesh
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, OuterValue, RankProgram, Step, StepKind
+from paraplan.runtime.copies import Copier
+from paraplan.runtime.executor import Executor
+from paraplan.runtime.stepping import step_together
+from paraplan.runtime.transport import InProcessTransport
+from tests.cost_models.rank_programs import toy_costs
+
+Dims = tuple[int, ...]
+
+
+def value(base: str, strides: Dims, tier: str = "", owns: bool = True) -> LocalValue:
+    return LocalValue(
+        dtype="float64", shape=(4, 6), strides=strides, base=base, storage_bytes=192 if owns else 0, tier=tier
+    )
+
+
+def copy(target: str, source: str, out: str, tier: str) -> Instr:
+    return Instr(kind=InstrKind.COPY, target=target, args=(f"%{source}", f":{tier}"), outs=(out,))
+
+
+def wait(issued: str, held: str, out: str) -> Instr:
+    return Instr(kind=InstrKind.WAIT, target="wait", args=(f"%{issued}", f"%{held}"), outs=(out,), frees=(issued, held))
+
+
+def there_and_back(tier: str, strides: Dims = (6, 1)) -> RankProgram:
+    """x + x and x · x, x being on a tier between; the copy back is waited for in another block."""
+    out = Block(
+        name="k.0.F", inputs=("x",), outputs=("y",), saved=("h'",), values={
+            "x": value("x", strides), "y": value("y", strides), "h": value("h", strides, tier),
+            "h'": value("h", strides, tier, owns=False),
+        },
+        instrs=(copy("offload", "x", "h", tier), op("aten.add.Tensor", "x", "y"), wait("h", "x", "h'")),
+    )  # fmt: skip
+    ahead = Block(
+        name="k.1.P", inputs=("h",), outputs=("p",), saved=(),
+        values={"h": value("h", strides, tier), "p": value("p", strides)}, instrs=(copy("prefetch", "h", "p", tier),),
+    )  # fmt: skip
+    back = Block(
+        name="k.0.B", inputs=("p", "h"), outputs=("z",), saved=(), values={
+            "h": value("h", strides, tier), "p": value("p", strides), "x": value("p", strides, owns=False),
+            "z": value("z", strides),
+        },
+        instrs=(wait("p", "h", "x"), op("aten.mul.Tensor", "x", "z", frees="x")),
+    )  # fmt: skip
+
+    def call(block: Block, args: str, outs: str, drops: str = "") -> Step:
+        return Step(
+            kind=StepKind.CALL, action="0F0", block=block.name, args=tuple(args.split()), outs=tuple(outs.split()),
+            drops=tuple(drops.split()), microbatch=0, segment=0,
+        )  # fmt: skip
+
+    return RankProgram(
+        mesh_axes=("dp",), mesh_shape=(1,), num_microbatches=1, blocks={b.name: b for b in (out, ahead, back)},
+        outer={"x@0": OuterValue(role="batch", source="x", dtype="float64", shape=(4, 6), layout="R", nbytes=192)},
+        steps=(call(out, "x@0", "y@0 h@0", "x@0"), call(ahead, "h@0", "p@0"), call(back, "p@0 h@0", "z@0", "p@0 h@0")),
+        loss="z@0", grads={}, optimizer_bytes=0, update_workspace_bytes=0,
+    )  # fmt: skip
+
+
+def op(target: str, source: str, out: str, frees: str = "") -> Instr:
+    return Instr(target=target, args=(f"%{source}", f"%{source}"), outs=(out,), frees=tuple(frees.split()))
+
+
+def x_of(strides: Dims) -> torch.Tensor:
+    x = torch.empty_strided((4, 6), strides, dtype=torch.float64)
+    return x.copy_(torch.arange(24.0).reshape(4, 6))
+
+
+def executor_of(program: RankProgram, copier: Copier) -> tuple[Executor, InProcessTransport]:
+    transport = InProcessTransport(make_mesh((1,), ("dp",)))
+    return Executor(program, build_modules(program), (0,), transport.port(0), copier=copier), transport
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("strides", [(6, 1), (1, 4)])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_values_return_and_the_account_is_the_predicted_one(
+    tier: str, strides: Dims, beside: bool, tmp_path: Path
+) -> None:
+    program = there_and_back(tier, strides)
+    executor, transport = executor_of(program, Copier(beside=beside, folder=tmp_path))
+    for _ in range(3):  # a file and a stream are used again and again
+        executor.outer.clear()
+        executor.bind({"x@0": x_of(strides)})
+        executor.ledger.register(executor.outer["x@0"])
+        executor.ledger.reset_peak()
+        executor.entries.clear()
+        step_together(transport, [executor], [program.steps])
+        assert torch.equal(executor.outer["z@0"], x_of(strides) ** 2)
+        assert torch.equal(executor.outer["y@0"], x_of(strides) * 2)
+        assert [entry.key for entry in executor.entries] == [entry.key for entry in entries(program)]
+        trace = simulate_rank(program, toy_costs(1))
+        assert executor.ledger.tier_peak_bytes == trace.tier_peak_bytes == {tier: 192}
+        assert executor.copier.files == []
+        executor.outer.clear()
+        executor.bind({"x@0": x_of(strides)})
+        executor.run(program.steps)
+        assert torch.equal(executor.outer["z@0"], x_of(strides) ** 2)
+
+
+def test_copies_run_beside_the_program_at_their_pace() -> None:
+    copier = Copier(beside=True, pace=lambda tier, nbytes: 0.3)
+    x = torch.ones(8)
+    started = time.perf_counter()
+    issued = [copier.offload(x, "host") for _ in range(3)]
+    assert copier.under_way == 3, "issuing does not wait"
+    for away in issued:
+        copier.wait(away)
+    assert time.perf_counter() - started >= 0.9, "copies of a stream run one after another"
+    out, back = copier.offload(x, "host"), copier.prefetch(issued[0], "host")
+    assert copier.under_way == 2
+    copier.wait(back)
+    assert torch.equal(back, x)
+    copier.wait(out)
+    assert copier.under_way == 0
+
+
+def test_a_file_goes_with_its_value_and_the_folder_with_its_copier(tmp_path: Path) -> None:
+    copier = Copier(folder=tmp_path / "new")
+    first, second = (copier.wait(copier.offload(torch.ones(3), "disk")) for _ in range(2))
+    assert len(copier.files) == 2 and all(file.stat().st_size == 12 for file in copier.files)
+    del first
+    assert len(copier.files) == 1
+    del copier, second
+    gc.collect()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_full_disk_fails_the_step_and_leaves_nothing(beside: bool, tmp_path: Path) -> None:
+    program = there_and_back("disk")
+    executor, _ = executor_of(program, Copier(beside=beside, folder=tmp_path))
+    executor.bind({"x@0": x_of((6, 1))})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # a file of 192 bytes does not fit
+    try:
+        with pytest.raises(RuntimeFailure, match=r"offload of 192 bytes to disk failed: OSError.*free space"):
+            executor.run(program.steps)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(tmp_path.rglob("*"))
+    assert "h@0" not in executor.outer
+    executor.bind({"x@0": x_of((6, 1))})
+    executor.run(program.steps)
+    assert torch.equal(executor.outer["z@0"], x_of((6, 1)) ** 2), "the next step has room"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeFailure, match=r"no folder for tensors on disk can be made in .*file"):
+        Copier(folder=tmp_path / "file").offload(torch.ones(1), "disk")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_cuda_copies_are_ordered_by_events(tier: str, tmp_path: Path) -> None:
+    copier = Copier("cuda", folder=tmp_path)
+    wanted = []
+    for index in range(20):
+        x = torch.full((1 << 22,), float(index), device="cuda")
+        away = copier.wait(copier.offload(x, tier))
+        x.fill_(-1.0)  # after the wait, the source may be written again
+        wanted.append(away)
+    backs = [copier.prefetch(away, tier) for away in wanted]
+    for index, back in enumerate(backs):
+        assert bool((copier.wait(back) == index).all())
