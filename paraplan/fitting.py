@@ -21,6 +21,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import predict
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.trace.autocast import ambient_autocast, forward_under
 from paraplan.ir.trace.fake import name_inputs
 from paraplan.ir.trace.returned import returned_by
 from paraplan.jobs.detect import detect
@@ -49,7 +50,8 @@ def fit(
         loss = model(**batch).loss; loss.backward(); optimizer.step(); optimizer.zero_grad()
 
     It shares the model's parameters, buffers and names, so any torch optimizer takes its `parameters()`, and
-    checkpoints are the model's. `plan` of the result says what is executed again and what that costs.
+    checkpoints are the model's. `plan` of the result says what is executed again and what that costs. Called under
+    `torch.autocast`, it plans the model as it runs there, and is to be called there.
 
     Args:
         model: any nn.Module in training mode, float32 or float64, on one device; it is not modified.
@@ -76,17 +78,21 @@ def fit(
     inputs = _inputs(example_inputs)
     precision, device = _precision(model)
     spec = as_cluster(cluster) if cluster is not None else _here(device)
-    returns = returned_by(model, inputs, precision) if loss_fn is None else lambda loss: loss
-    whole = compile_plan(
-        model, _roomy(spec), example_inputs=inputs, loss_fn=loss_fn, optimizer=optimizer, precision=precision,
-        batch_dims=batch_dims, recompute="none", microbatches=microbatches, progress=progress,
-    )  # fmt: skip
+    casts = ambient_autocast(device)
+    with forward_under(model, device, casts):
+        returns = returned_by(model, inputs, precision) if loss_fn is None else lambda loss: loss
+        whole = compile_plan(
+            model, _roomy(spec), example_inputs=inputs, loss_fn=loss_fn, optimizer=optimizer, precision=precision,
+            batch_dims=batch_dims, recompute="none", microbatches=microbatches, progress=progress,
+        )  # fmt: skip
     sizes = {name: whole.programs[0].outer[f"param:{name}"].nbytes for name in whole.programs[0].grads}
     beside = sum(sizes.values()) * accumulate + _LOSS_BYTES
     plan = _scheduled(whole, budget, beside, time_limit_s)
     plan = replace(plan, data=msgspec.structs.replace(plan.data, cluster=spec), total_s=time.perf_counter() - started)
     modules = build_modules(plan.programs[0], device=device)
-    return FittedModule(model, plan, plan.data, plan.programs[0], modules, name_inputs(model, inputs)[1], returns, seed)
+    return FittedModule(
+        model, plan, plan.data, plan.programs[0], modules, name_inputs(model, inputs)[1], returns, casts, seed
+    )
 
 
 def _scheduled(whole: Plan, budget: int, beside: int, time_s: float) -> Plan:

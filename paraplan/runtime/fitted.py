@@ -24,6 +24,7 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.sources import source_lines
+from paraplan.ir.trace.autocast import ambient_autocast
 from paraplan.runtime import ragged
 from paraplan.runtime.executor import Executor, Modules, make_tapes
 from paraplan.runtime.rank import split_steps
@@ -40,6 +41,7 @@ class FittedModule(nn.Module):
         plan, program, modules: of one device: the plan, what it lowers to, and that emitted.
         fixed: arguments that are no tensors, as captured.
         returns: from the loss to what the model returns.
+        casts: what autocast cast to when the model was captured; None: it was off.
         seed: base of the random seeds; None draws one from torch's generator at every step.
 
     Attributes:
@@ -48,14 +50,14 @@ class FittedModule(nn.Module):
 
     def __init__(
         self, model: nn.Module, plan: Any, data: Plan, program: RankProgram, modules: Modules, fixed: Mapping[str, Any],
-        returns: Callable[[Tensor], Any], seed: int | None = None,
+        returns: Callable[[Tensor], Any], casts: torch.dtype | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
         self.plan, self._model = plan, (model,)
         self._runs = _Runs(model, data, program, modules, seed)
-        self._fixed, self._returns = dict(fixed), returns
+        self._fixed, self._returns, self._casts = dict(fixed), returns, casts
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,6 +65,12 @@ class FittedModule(nn.Module):
         model = self._model[0]
         if not (self.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
+        casts = ambient_autocast(self._runs.device)
+        if casts != self._casts:
+            raise PlanMismatchError(
+                f"autocast is {casts or 'off'} here and was {self._casts or 'off'} when fit was called; call fit under "
+                "the same torch.autocast"
+            )
         return self._returns(self._runs.loss(self._batch(args, kwargs)))
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -114,6 +122,7 @@ class _Runs:
         ends = next(index for index, step in enumerate(before) if program.loss in step.outs) + 1
         self.forward, self.backward = before[:ends], before[ends:]
         self.names = tuple(program.grads)
+        self.device = plan.cluster.groups[0].device.backend
         self.steps_done = 0
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -129,8 +138,7 @@ class _Runs:
 
     def take(self, executor: Executor, steps: tuple[Step, ...]) -> None:
         """Run steps, in the precision they were captured in."""
-        kind = self.plan.cluster.groups[0].device.backend
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(self.device, enabled=False):
             executor.run(steps)
 
     def _state(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -173,11 +181,10 @@ class _Runs:
     def _seed(self, executor: Executor) -> None:
         base = self.seed if self.seed is not None else int(torch.randint(_SEEDS, ()))
         step = self.steps_done if self.seed is not None else 0
-        device = self.plan.cluster.groups[0].device.backend
         for name, value in self.program.outer.items():
             if value.role == "seed":
                 seed = segment_seed(base, step, int(value.source))
-                executor.outer[name] = torch.full((), seed, dtype=torch.int64, device=device)
+                executor.outer[name] = torch.full((), seed, dtype=torch.int64, device=self.device)
         self.steps_done += 1
 
 
