@@ -164,7 +164,7 @@ class Plan:
 
     def executable(
         self, model: nn.Module, *, weights: str | Path | None = None, seed: int = 0, record: bool = False,
-        compile: bool | str = False,
+        compile: bool | str = False, offload_folder: str | Path | None = None, paced: bool = False,
     ) -> Trainer:  # fmt: skip
         """This rank's trainer; joins torchrun's job if this process is part of one.
 
@@ -178,6 +178,9 @@ class Plan:
             compile: run forward and backward blocks through torch.compile, each checked against eager on its first
                 run; where they differ or compiling fails, the block stays eager and a warning says why. A text
                 names torch.compile's backend.
+            offload_folder: where tensors that wait on disk have their files, removed as they go; left out, the
+                system's folder for temporary files.
+            paced: CPU processes only: copies to and from host and disk take the time the plan's cluster says.
         Raises:
             PlanMismatchError: another model, or another number of processes or kind of device than the plan's.
         """
@@ -189,6 +192,8 @@ class Plan:
             record=record,
             compile_blocks=compile,
             weights=weights,
+            offload_folder=offload_folder,
+            paced=paced,
         )
 
     def __str__(self) -> str:

@@ -188,11 +188,12 @@ def simulate(
             raise ConstraintError(f"cannot write --trace {str(trace)!r}: {fault.strerror}") from None
     _part("show_simulation")(out(), priced, simulation, trace)
     if as_json:
-        busy = {"compute": simulation.compute_s, **simulation.comm_s}
+        busy = {"compute": simulation.compute_s, **simulation.comm_s, **simulation.copy_s}
         _print_json({
             "step_s": simulation.step_s, "peak_bytes": max(simulation.peak_bytes), "compute_s": simulation.compute_s,
             "exposed_comm_s": simulation.exposed_comm_s, "busy_s": busy, "tokens_per_s": priced.prediction.tokens_per_s,
-            "mfu": priced.prediction.mfu,
+            "mfu": priced.prediction.mfu, "exposed_copy_s": simulation.exposed_copy_s,
+            "tier_peak_bytes": simulation.tier_peak_bytes,
         })  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.trace import fingerprint
 from paraplan.runtime.buckets import BucketTrainer
+from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.executor import Modules
 from paraplan.runtime.launch import init_distributed
@@ -27,6 +28,7 @@ from paraplan.runtime.trainer import Trainer
 def make_trainer(
     plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False,
     compile_blocks: bool | str = False, weights: str | Path | None = None, share: Trainer | None = None,
+    offload_folder: str | Path | None = None, paced: bool = False,
 ) -> Trainer:  # fmt: skip
     """This rank's trainer; see `Plan.executable`."""
     check_model(plan, model)
@@ -36,6 +38,8 @@ def make_trainer(
         init_distributed("nccl" if backend == "cuda" else "gloo")
     check_world(plan)
     transport = DistributedTransport(plan.stages[0].mesh, backend)
+    pace = (lambda tier, nbytes: plan.cluster.copy_s(tier, transport.rank, nbytes)) if paced else None
+    copier = Copier(transport.device, True, pace, offload_folder, transport.rank)
 
     def build(program: RankProgram) -> Modules:
         return build_modules(program, transport.groups, transport.device)
@@ -45,7 +49,7 @@ def make_trainer(
     return Trainer(
         plan, programs, modules, model, transport, seed=seed, record=record, build=build, compile_phases=phases,
         compile_backend=compile_blocks if isinstance(compile_blocks, str) else "inductor",
-        weights=weights, share=share,
+        weights=weights, share=share, copier=copier,
     )  # fmt: skip
 
 

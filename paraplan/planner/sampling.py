@@ -1,7 +1,7 @@
 """Random legal plans: every op, parameter and gradient takes any layout the rules allow.
 
 They are rarely good; they exist to hold rules, lowering, simulator and runtime against each other. In half of them some
-activations are recomputed.
+activations are recomputed, in half of them some wait on the host or on disk, where the cluster has room there.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh
 from paraplan.ir.micro import program_micro, splittable
 from paraplan.ir.plan import ParamLayouts, Plan
 from paraplan.ir.program import Program
+from paraplan.ir.rank_program import TIERS
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.classes import grad_classes, param_classes
@@ -53,8 +55,19 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2) -> Plan:
         [{name: RECOMPUTE for name in recomputable(kind) if rng.random() < share} for _ in range(2)]
         for kind in program.kinds
     ]
+    tiers = [tier for tier in TIERS if has_room(job.cluster, tier, mesh.devices)]
+    away = rng.choice((0.0, 0.0, 0.3, 1.0)) if tiers else 0.0
+    for kind, drawn in zip(program.kinds, fates, strict=True):
+        for fate in drawn:
+            fate |= {n: rng.choice(tiers) for n in recomputable(kind) if n not in fate and rng.random() < away}
     activations = tuple(rng.choice(fates[segment.kind]) for segment in program.segments)
     return assemble(job, replace(decisions, activations=activations))
+
+
+def has_room(cluster: ClusterSpec, tier: str, devices: tuple[int, ...]) -> bool:
+    """Whether a tier has a link and any room, for each of these devices."""
+    linked = tier == "host" or all(cluster.group_of(device).disk is not None for device in devices)
+    return linked and cluster.room_bytes(tier, devices) > 0
 
 
 def _draw(rng: random.Random, keys: list[str], calm: float) -> str:

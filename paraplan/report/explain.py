@@ -90,10 +90,13 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
 
 
 def _activation_words(plan: Plan) -> str:
-    """`kept; recomputed in 12 x h.*: ln_2, mlp: gelu, dropout`."""
-    rows = [row for stage in plan.stages for row in kind_rows(plan.program, stage) if row.recomputed]
-    made = [f"{row.instances} x ({row.label}): {row.recomputed}" for row in rows]
-    return "kept" if not made else "kept but for what is recomputed: " + "; ".join(made)
+    """`kept but for what is recomputed: 12 x (h.*: ln_2, mlp): gelu, dropout`, and what waits elsewhere likewise."""
+    rows = [row for stage in plan.stages for row in kind_rows(plan.program, stage)]
+    made = [f"{row.instances} x ({row.label}): {row.recomputed}" for row in rows if row.recomputed]
+    away = [f"{row.instances} x ({row.label}): {row.away}" for row in rows if row.away]
+    parts = [("what is recomputed", made), ("what waits elsewhere", away)]
+    said = [f"{what}: {'; '.join(each)}" for what, each in parts if each]
+    return "kept" if not said else "kept but for " + "; and for ".join(said)
 
 
 def _devices(cluster: ClusterSpec) -> str:
@@ -139,9 +142,11 @@ def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
         (
             "of it",
             f"compute {show_seconds(simulation.compute_s)}, "
-            f"exposed communication {show_seconds(simulation.exposed_comm_s)}",
+            f"exposed communication {show_seconds(simulation.exposed_comm_s)}"
+            + (f", exposed copies {show_seconds(simulation.exposed_copy_s)}" if simulation.copy_s else ""),
         ),
         ("peak memory", f"{show_bytes(peak)} per device of {show_bytes(memory)} ({show_share(peak, memory)})"),
+        *(_tier_fact(plan, tier, size) for tier, size in sorted(simulation.tier_peak_bytes.items())),
     ]
     if plan.prediction is not None:
         found.append(
@@ -156,6 +161,11 @@ def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
             ("bound", f"{show_seconds(c.bound_s)}, gap {100 * c.gap:.1f} %, {c.status} (fixed: {c.bound_scope})")
         )
     return tuple(found)
+
+
+def _tier_fact(plan: Plan, tier: str, size: int) -> Fact:
+    room = min(plan.cluster.room_bytes(tier, stage.mesh.devices) for stage in plan.stages)
+    return f"on {tier}", f"{show_bytes(size)} per device of {show_bytes(room)} ({show_share(size, room)})"
 
 
 def device_memory(plan: Plan) -> int:

@@ -54,6 +54,7 @@ class KindRow(Value, frozen=True, kw_only=True):
         params: its parameters.
         outputs: how the values it hands on lie, in words.
         recomputed: the ops its backward executes again, in words; "" for none.
+        away: what its backward has from the host or the disk, likewise.
     """
 
     name: str
@@ -62,6 +63,7 @@ class KindRow(Value, frozen=True, kw_only=True):
     params: tuple[ParamRow, ...]
     outputs: tuple[str, ...]
     recomputed: str = ""
+    away: str = ""
 
 
 def layout_words(layout: Layout, mesh: Mesh) -> str:
@@ -165,7 +167,7 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     )
     return KindRow(
         name=kind.name, label=label, instances=len(segments), params=tuple(rows), outputs=outputs,
-        recomputed=_recomputed(kind, choice),
+        recomputed=_recomputed(kind, choice), away=_away(kind, choice),
     )  # fmt: skip
 
 
@@ -180,6 +182,13 @@ def _recomputed(kind: SegmentKind, choice: KindChoice) -> str:
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in names.items()) or (
         "views" if again else ""
     )
+
+
+def _away(kind: SegmentKind, choice: KindChoice) -> str:
+    """`3 of 7 saved values on host`."""
+    remat = remat_of(kind, choice.activations)
+    tiers = Counter(tier for _, tier in remat.away)
+    return ", ".join(f"{count} of {len(remat.saved)} saved values on {tier}" for tier, count in sorted(tiers.items()))
 
 
 def _label(names: tuple[str, ...]) -> str:

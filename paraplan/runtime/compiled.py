@@ -107,8 +107,11 @@ def _difference(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None])
 def compile_phases(
     executor: Executor, transport: DistributedTransport, phases: Sequence[str], backend: Backend = "inductor"
 ) -> None:
-    """Compile the blocks of the given phases ("F", "B") of a rank; recordings stay eager."""
+    """Compile the blocks of the given phases ("F", "B") of a rank; recordings stay eager, and so do blocks that copy
+    to or from a tier, since no compiler sees threads and files."""
     for name, module in list(executor.modules.items()):
+        if executor.tapes[name].copies:
+            continue
         if name.rsplit(".", 1)[-1] in phases and isinstance(module, fx.GraphModule):
             executor.modules[name] = CheckedBlock(name, module, transport, backend)
 

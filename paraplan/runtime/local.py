@@ -148,6 +148,10 @@ class InProcessTrainer:
         """The most bytes a rank held at once since the step began."""
         return self.ranks[rank].executor.ledger.peak_bytes
 
+    def tier_peak_bytes(self, rank: int) -> dict[str, int]:
+        """Per tier, the most bytes a rank had there at once since the step began."""
+        return self.ranks[rank].executor.ledger.tier_peak_bytes
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch's, over the gradients of the last step."""
         shares = []

@@ -27,6 +27,7 @@ from paraplan.ir.sources import source_lines
 from paraplan.runtime import compiled as compiling
 from paraplan.runtime.batch import ShardedBatch, shard_batch, shard_loader
 from paraplan.runtime.checkpoint import Checkpointing
+from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.evaluate import (
     Build,
@@ -65,6 +66,7 @@ class Trainer(Checkpointing):
         weights: safetensors files to read this rank's parts of the parameters from; without them a model on meta is
             initialised from the seed (see `weights`).
         share: another plan's trainer of this rank, whose parameters, states and buffers become this one's too.
+        copier: makes copies to and from the host and the disk; left out, one that makes them beside the program.
 
     Attributes:
         rank: this process' rank.
@@ -75,13 +77,16 @@ class Trainer(Checkpointing):
         transport: DistributedTransport, *, seed: int = 0, record: bool = False, compile_phases: Sequence[str] = (),
         compile_backend: str = "inductor",
         build: Build | None = None, weights: str | Path | None = None,
-        share: Trainer | None = None,
+        share: Trainer | None = None, copier: Copier | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.transport, self.rank, self.record = plan, transport, transport.rank, record
         self.stage = single_stage(plan)
         program = programs[plan.schedule.rank_class[self.rank]]
         coordinates = self.stage.mesh.coordinates(self.rank)
-        executor = Executor(program, modules, coordinates, transport, self.rank, source_lines(plan.program))
+        copier = copier or Copier(transport.device, beside=True, rank=self.rank)
+        executor = Executor(
+            program, modules, coordinates, transport, self.rank, source_lines(plan.program), copier=copier
+        )
         values = values_of(plan.program, model, weights, seed) if share is None else share.state
         self.state = Rank(plan, executor, values, seed, transport.device)
         compiling.compile_phases(executor, transport, compile_phases, compile_backend)
@@ -257,5 +262,10 @@ class Trainer(Checkpointing):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once since the step began (only while recording)."""
+        """The most bytes alive on the device at once since the step began (only while recording)."""
         return self.state.executor.ledger.peak_bytes
+
+    @property
+    def tier_peak_bytes(self) -> dict[str, int]:
+        """Likewise of every tier that was used ("host", "disk")."""
+        return self.state.executor.ledger.tier_peak_bytes

@@ -57,7 +57,7 @@ def show_simulation(console: Console, plan: Any, simulation: Any, trace: Path | 
     console.print(f"[bold]{escape(plan.data.model.display)} on {escape(plan.data.cluster.name)}[/bold]")
     console.print(_facts(verdict(plan.data, simulation)))
     table = _table("stream", ">busy", ">of the step")
-    for stream, seconds in {"compute": simulation.compute_s, **simulation.comm_s}.items():
+    for stream, seconds in {"compute": simulation.compute_s, **simulation.comm_s, **simulation.copy_s}.items():
         table.add_row(stream, show_seconds(seconds), show_share(seconds, simulation.step_s))
     console.print(table)
     if trace is not None:

@@ -215,6 +215,11 @@ def run_block(
         elif instr.kind is InstrKind.WAIT:
             for env in given.values():
                 env[instr.outs[0]] = env[instr.args[0][1:]]  # type: ignore[index]
+        elif instr.kind is InstrKind.COPY:
+            for env in given.values():
+                foretold, source = block.values[instr.outs[0]], env[instr.args[0][1:]]  # type: ignore[index]
+                made = torch.empty_strided(foretold.shape, foretold.strides, dtype=source.dtype)
+                env[instr.outs[0]] = made.copy_(source)  # type: ignore[index]
         else:
             for coords, env in given.items():
                 _run_op(block, instr, env, coords, microbatch, orders)

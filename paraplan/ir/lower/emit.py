@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from paraplan.ir.graph import Arg, Graph, Op, map_refs
+from paraplan.ir.lower.away import away_value
 from paraplan.ir.lower.carried import emit_carried, row_major
 from paraplan.ir.lower.expand import emit_expansion
 from paraplan.ir.lower.finish import finish_block, split_block
 from paraplan.ir.lower.moves import LayoutMoves
 from paraplan.ir.lower.padding import fill_padding, keep_zeros
 from paraplan.ir.mesh import Layout, layout_text, local_shape, padded_dims
-from paraplan.ir.rank_program import Block, Instr, LocalValue
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.rules.carried import local_args
 from paraplan.ir.rules.dims import op_def
@@ -45,6 +48,7 @@ class BlockEmitter(LayoutMoves):
         self.inputs: dict[str, None] = {}
         self._home: dict[str, Layout] = {}
         self._given: dict[str, LocalValue] = {}
+        self._arriving: dict[str, tuple[LocalValue, LocalValue]] = {}
         self._at: dict[tuple[str, Layout], str] = {}
         self._instrs: list[Instr] = []
         self._origin = -1
@@ -69,6 +73,21 @@ class BlockEmitter(LayoutMoves):
         self._at[known, layout] = name
         if zeros:
             self.zeroed.update((name, dim) for dim, _ in padded_dims(spec.shape, layout, self.mesh_shape))
+
+    def arrive(self, name: str, spec: TensorSpec, layout: Layout, parts: tuple[str, LocalValue, LocalValue]) -> None:
+        """A value that is being copied back from a tier: waited for just before it is first read.
+
+        Args:
+            name: of the value.
+            spec, layout: as for `give`.
+            parts: see `away.AwayValue.returning`.
+        """
+        local, issued, held = parts
+        self._given[local] = msgspec.structs.replace(issued, storage_bytes=0)
+        self._arriving[local] = (issued, held)
+        self.specs[name] = spec
+        self._home[name] = layout
+        self._at[name, layout] = local
 
     def rename(self, name: str, source: str, layout: Layout) -> None:
         """Declare that a value is another one, which is brought to a layout."""
@@ -104,8 +123,20 @@ class BlockEmitter(LayoutMoves):
     def _use(self, local: str) -> str:
         if local in self._given and local not in self.values:
             self.values[local] = self._given[local]
-            self.inputs[local] = None
+            parts = self._arriving.get(local, ())
+            self.values.update((value.base, value) for value in parts)
+            self.inputs.update(dict.fromkeys(value.base for value in parts) or {local: None})
+            if parts:
+                args = tuple("%" + value.base for value in parts)
+                self._add(Instr(kind=InstrKind.WAIT, target="wait", args=args, outs=(local,)))
         return local
+
+    def offload(self, local: str, tier: str) -> str:
+        """Begin to copy a value to a tier; returns the local name of what is issued."""
+        issued = away_value(local, self.values[local], tier)
+        self.values[issued.base] = issued
+        self._add(Instr(kind=InstrKind.COPY, target="offload", args=("%" + local, ":" + tier), outs=(issued.base,)))
+        return issued.base
 
     def op(self, op: Op, graph: Graph, strategy: Strategy, origin: int) -> None:
         """Emit one op of the joint graph under a strategy (layouts on the extended mesh)."""

@@ -1,21 +1,22 @@
 """A kind under one choice -> its forward and backward blocks.
 
 Backward values that the forward made are saved in the layout they were produced in, or made again just before the
-backward first reads them (`remat`); inputs of the segment and its outputs are not saved again, for the outer namespace
-holds them. A sharded parameter is gathered in each phase anew, used and freed: a large one inside the block, a small
-one before it, with those of other segments (`early`). A gradient leaves the block in the layout the plan gives it, a
-small one that is a sum over ranks as it was made (`partial`).
+backward first reads them (`remat`), or wait on a tier (`away`); inputs of the segment and its outputs are not saved
+again, for the outer namespace holds them. A sharded parameter is gathered in each phase anew, used and freed: a large
+one inside the block, a small one before it, with those of other segments (`early`). A gradient leaves the block in the
+layout the plan gives it, a small one that is a sum over ranks as it was made (`partial`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Op, Phase
+from paraplan.ir.lower.away import AwayValue
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.parcels import travels_with
 from paraplan.ir.lower.remat import NOTHING, Remat, remat_of
@@ -68,6 +69,7 @@ class LoweredForward:
         block: its inputs keep the graph's names (parameters, boundary inputs, seed).
         outputs: per output, where and how it lies.
         saved: graph name -> (local name in the block, how it lies) of every value saved for the backward.
+        away: those that wait on a tier, by graph name; the block issues the copies (see `away`).
         strategies: of every op, on the extended mesh.
         early: per parameter slot, the gather that is made before the block; None where there is none.
         remat: what the backward executes again.
@@ -79,6 +81,7 @@ class LoweredForward:
     strategies: tuple[Strategy, ...]
     early: tuple[Move | None, ...]
     remat: Remat = NOTHING
+    away: dict[str, AwayValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,10 @@ def lower_forward(
     for value in remat.saved:
         local = emitter.get(value, emitter.home(value))
         saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
-    block = emitter.finish(locals_, tuple(local for local, _ in saved.values()))
-    return LoweredForward(block, outputs, saved, strategies, early, remat)
+    issued = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.away}
+    block = emitter.finish(locals_, (*(local for local, _ in saved.values()), *issued.values()))
+    away = {value: AwayValue(saved[value][0], emitter.values[local]) for value, local in issued.items()}
+    return LoweredForward(block, outputs, saved, strategies, early, remat, away)
 
 
 def evaluate_forward(
@@ -204,7 +209,10 @@ def lower_backward(
     early = _early(kind, forward.strategies, (*_ops_of(kind, Phase.BACKWARD), *forward.remat.again), context)
     _give_sources(emitter, kind, context, early)
     for value, (local, given) in forward.saved.items():
-        emitter.give(local, graph.values[value], given.layout, given.strides, known_as=value)
+        if value in forward.away:
+            emitter.arrive(value, graph.values[value], given.layout, forward.away[value].returning())
+        else:
+            emitter.give(local, graph.values[value], given.layout, given.strides, known_as=value)
     for out, given in zip(kind.outputs, forward.outputs, strict=True):
         emitter.give(out, graph.values[out], given.layout, given.strides)
     for tangent, arrives in zip(kind.tangents, tangents, strict=True):

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.ahead import Gathers, Visit
+from paraplan.ir.lower.away import AwayValue, Copies, at
+from paraplan.ir.lower.away import Visit as CopyVisit
 from paraplan.ir.lower.kind import LoweredBackward
 from paraplan.ir.lower.ordered import order_program
 from paraplan.ir.lower.outer import outer_values, with_drops
@@ -79,6 +81,7 @@ class StageSteps:
         self.reductions = Reductions(stage.params, specs, stage.mesh.shape, self.calls, plan.bundle_bytes)
         self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
         self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
+        self.copies = Copies(self._call_for)
 
     def _grad_spec(self, name: str) -> TensorSpec:
         spec = self.program.params[name].spec
@@ -86,6 +89,11 @@ class StageSteps:
 
     def _call(self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...]) -> None:
         self._add(StepKind.CALL, block, args=args, outs=outs)
+
+    def _call_for(
+        self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...], microbatch: int, segment: int
+    ) -> None:
+        self._add(StepKind.CALL, block, args=args, outs=outs, microbatch=microbatch, segment=segment)
 
     def build(self, actions: tuple[str, ...]) -> RankProgram:
         waits = self._tangents(self._denominators())
@@ -228,7 +236,7 @@ class StageSteps:
             names = self._sources(index, m, lowered.early)
             asides = segment.asides if self.evaluates else ()
             outs = tuple(f"{out}@{m}" for out in (*segment.outputs, *asides))
-            saved = tuple(f"{index}/{local}@{m}" for local in lowered.block.saved)
+            saved = tuple(at(index, local, m) for local in lowered.block.saved)
             args = tuple(names[local] for local in lowered.block.inputs)
             self._add(StepKind.CALL, lowered.block, args=args, outs=(*outs, *saved), microbatch=m, segment=index)
             for out in segment.outputs:
@@ -236,19 +244,25 @@ class StageSteps:
                     self._add(
                         StepKind.ACCUMULATE, args=(f"num{numerators[out]}", f"{out}@{m}"), microbatch=m, segment=index
                     )
+            self.copies.passed(CopyVisit(index, tuple(lowered.away.values())), m)
+        self.copies.end()
 
     def _backward(self, m: int, last: bool) -> None:
         """One microbatch's backward; after the last one, gradients are final as their first user is passed."""
         final = self._final() if last else {}
         order = tuple(reversed(range(self.stage.first, self.stage.stop)))
         self.gathers.start([self._visit(index, self.parts.backwards[index].early) for index in order])
+        self.copies.start([CopyVisit(index, self._returning(index)) for index in order], m)
         self.partials.start(max((self._partial_bytes(index) for index in order), default=0))
         for index in order:
             segment, lowered = self.program.segments[index], self.parts.backwards[index]
             kind = self.program.kinds[segment.kind]
             self.gathers.reach(index)
+            self.copies.reach(m)
             names = self._sources(index, m, lowered.early)
-            names |= {local: f"{index}/{local}@{m}" for local in self.parts.forwards[index].block.saved}
+            names |= {local: at(index, local, m) for local in self.parts.forwards[index].block.saved}
+            for value in self._returning(index):
+                names |= {each.base: at(index, each.base, m) for each in (value.back, value.there)}
             names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
             for tangent, local, out in zip(kind.tangents, kind.outputs, segment.outputs, strict=True):
                 if tangent is not None:
@@ -259,6 +273,11 @@ class StageSteps:
             self.partials.passed(final.get(index, ()))
         if not last:
             self.partials.end()
+
+    def _returning(self, index: int) -> tuple[AwayValue, ...]:
+        """What a segment's backward reads from tiers."""
+        inputs = self.parts.backwards[index].block.inputs
+        return tuple(value for value in self.parts.forwards[index].away.values() if value.back.base in inputs)
 
     def _final(self) -> dict[int, list[str]]:
         """Segment -> the parameters whose gradients it is the last to add to."""

@@ -1,9 +1,10 @@
-"""What a segment's forward saves for its backward, and which of its ops the backward executes again.
+"""What a segment's forward saves for its backward, where that waits, and which of its ops the backward executes again.
 
 A choice may ask for values to be recomputed (`KindChoice.activations`). The op that makes such a value is executed
 again in the backward, once, just before its first reader there; what that op reads must then be at hand in turn: saved,
 made again too, or the segment's own inputs, parameters and outputs, which are held outside of it anyhow. An op executed
-again makes all its results again, so none of them is saved.
+again makes all its results again, so none of them is saved. Or a choice may ask for a value to wait on a tier (`away`);
+that says nothing of a value which is not saved.
 
 Random ops draw the same numbers (their generator is keyed by seed and element index); collectives inside are repeated.
 Source: checkpointing at the level of ops, as Checkmate (Jain et al. 2020) plans it, with one recomputation per value.
@@ -17,8 +18,11 @@ from dataclasses import dataclass
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Phase
 from paraplan.ir.program import SegmentKind
+from paraplan.ir.rank_program import TIERS
 
 RECOMPUTE = "recompute"
+FATES = (RECOMPUTE, *TIERS)
+"""What may become of a value that is not simply kept."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,12 @@ class Remat:
     Attributes:
         saved: values kept, in the order of the graph's values.
         again: forward ops the backward executes again, ascending.
+        away: (value, tier) of those saved that wait on one.
     """
 
     saved: tuple[str, ...] = ()
     again: tuple[int, ...] = ()
+    away: tuple[tuple[str, str], ...] = ()
 
 
 NOTHING = Remat()
@@ -39,7 +45,7 @@ NOTHING = Remat()
 
 
 def recomputable(kind: SegmentKind) -> tuple[str, ...]:
-    """The values a choice may ask to be recomputed: what the forward makes inside and the backward reads, however far.
+    """The values a choice may name: what the forward makes inside and the backward reads, however far.
 
     Results of ops that make an output are not among them: other segments hold that.
     """
@@ -55,7 +61,7 @@ def recomputable(kind: SegmentKind) -> tuple[str, ...]:
 
 
 def remat_of(kind: SegmentKind, activations: Mapping[str, str]) -> Remat:
-    """What is saved and what is made again under a choice's activations.
+    """What is saved, where, and what is made again under a choice's activations.
 
     Raises:
         InvalidPlanError: a value is none the forward makes inside, or what becomes of it has no such name.
@@ -67,9 +73,10 @@ def remat_of(kind: SegmentKind, activations: Mapping[str, str]) -> Remat:
             raise InvalidPlanError(
                 f"kind {kind.name}: activations name {name!r}, no value that its forward makes and keeps to itself"
             )
-        if fate != RECOMPUTE:
-            raise InvalidPlanError(f"kind {kind.name}: activations[{name!r}] is {fate!r}; it can be {RECOMPUTE!r}")
-    asked = {makers[name] for name in activations}
+        if fate not in FATES:
+            can = ", ".join(map(repr, FATES))
+            raise InvalidPlanError(f"kind {kind.name}: activations[{name!r}] is {fate!r}; it can be {can}")
+    asked = {makers[name] for name, fate in activations.items() if fate == RECOMPUTE}
     again: set[int] = set()
     saved: set[str] = set()
     wanted = list(read_by_backward(kind))
@@ -83,7 +90,9 @@ def remat_of(kind: SegmentKind, activations: Mapping[str, str]) -> Remat:
             wanted += ops[maker].tensors
         else:
             saved.add(name)
-    return Remat(tuple(name for name in kind.graph.values if name in saved), tuple(sorted(again)))
+    kept = tuple(name for name in kind.graph.values if name in saved)
+    away = tuple((name, activations[name]) for name in kept if name in activations)
+    return Remat(kept, tuple(sorted(again)), away)
 
 
 def _makers(kind: SegmentKind) -> dict[str, int]:
