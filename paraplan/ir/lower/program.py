@@ -17,7 +17,6 @@ from paraplan.ir.lower.ahead import Gathers, Visit
 from paraplan.ir.lower.away import AwayValue, Copies, at
 from paraplan.ir.lower.away import Visit as CopyVisit
 from paraplan.ir.lower.kind import LoweredBackward
-from paraplan.ir.lower.ordered import order_program
 from paraplan.ir.lower.outer import outer_values, with_drops
 from paraplan.ir.lower.parcels import Parcel, local_bytes
 from paraplan.ir.lower.parted import PartedCalls
@@ -31,7 +30,6 @@ from paraplan.ir.lower.updates import (
     tangent_block,
     zero_block,
 )
-from paraplan.ir.memory_actions import parse_actions
 from paraplan.ir.mesh import Layout, Partial, R
 from paraplan.ir.plan import Optimizer, Plan, Stage
 from paraplan.ir.program import master_dtype, trained_params
@@ -39,27 +37,6 @@ from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, Step, Step
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.schedule import ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
-
-
-def lower(plan: Plan) -> tuple[RankProgram, ...]:
-    """One program per rank class of the plan's schedule.
-
-    Raises:
-        InvalidPlanError: the plan does not fit its program.
-    """
-    if len(plan.stages) != 1:
-        raise InvalidPlanError(
-            f"a plan of {len(plan.stages)} stages: only single-stage plans can be lowered by this version"
-        )
-    stage = plan.stages[0]
-    # Classes that differ only in the kind of their device share a program.
-    built = {actions: StageSteps(plan, stage).build(actions) for actions in dict.fromkeys(plan.schedule.classes)}
-    if plan.memory_actions is not None:
-        if stage.mesh.size > 1:
-            raise InvalidPlanError(f"memory_actions on {stage.mesh.size} devices: a memory schedule is for one")
-        order = parse_actions(plan.memory_actions)
-        built = {actions: order_program(program, order) for actions, program in built.items()}
-    return tuple(built[actions] for actions in plan.schedule.classes)
 
 
 class StageSteps:

@@ -47,7 +47,7 @@ def test_a_budget_is_kept_and_nothing_else_changes(gpt2, share: float, recompute
     small, program, (loss, grads, _), free = gpt2
     budget = int(free.prediction.peak_bytes[0] * share)
     plan = search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=budget, recompute=recompute)).plan
-    assert any(choice.activations for choice in plan.stages[0].choices)
+    assert any(choice.activations for choice in plan.stages[0].choices) or plan.memory_actions is not None
     assert free.prediction.step_s < plan.prediction.step_s and plan.certificate.bound_s <= plan.prediction.step_s
     programs = verify_plan(plan)
     trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
