@@ -25,7 +25,9 @@ from paraplan.ir.trace.autocast import ambient_autocast, forward_under
 from paraplan.ir.trace.fake import name_inputs
 from paraplan.ir.trace.returned import returned_by
 from paraplan.jobs.detect import detect
+from paraplan.planner.compare import host_tiers
 from paraplan.planner.memory.plan import MemoryLimits
+from paraplan.planner.memory.problem import Tier
 from paraplan.planner.memory.whole import least_found, memory_problem, peak_without, schedule_memory
 from paraplan.report.units import show_bytes
 from paraplan.runtime.fitted import FittedModule
@@ -40,8 +42,8 @@ _LOSS_BYTES = 8
 def fit(
     model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[object] | Tensor, memory: int | str, *,
     loss_fn: Callable[..., Any] | None = None, optimizer: str = "adamw", accumulate: bool = False,
-    microbatches: int = 1, batch_dims: Mapping[str, int | None] | None = None, time_limit_s: float = 30.0,
-    cluster: ClusterSpec | str | None = None, seed: int | None = None,
+    microbatches: int = 1, offload: bool = False, batch_dims: Mapping[str, int | None] | None = None,
+    time_limit_s: float = 30.0, cluster: ClusterSpec | str | None = None, seed: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> FittedModule:  # fmt: skip
     """The model, trained within a memory budget.
@@ -62,6 +64,7 @@ def fit(
         optimizer: whose states count: sgd, momentum, adam, adamw.
         accumulate: gradients are accumulated over several backwards: the sum so far counts too.
         microbatches: how many parts a batch is worked on in, one after another.
+        offload: whether tensors may wait in the host's memory, where copying them costs less than making them again.
         batch_dims: the batch dim of each input; dim 0 by default.
         time_limit_s: for planning.
         cluster: one device whose rates decide what is cheap to execute again; the model's own, if left out.
@@ -87,7 +90,7 @@ def fit(
         )  # fmt: skip
     sizes = {name: whole.programs[0].outer[f"param:{name}"].nbytes for name in whole.programs[0].grads}
     beside = sum(sizes.values()) * accumulate + _LOSS_BYTES
-    plan = _scheduled(whole, budget, beside, time_limit_s)
+    plan = _scheduled(whole, budget, beside, time_limit_s, host_tiers(spec) if offload else ())
     plan = replace(plan, data=msgspec.structs.replace(plan.data, cluster=spec), total_s=time.perf_counter() - started)
     modules = build_modules(plan.programs[0], device=device)
     return FittedModule(
@@ -95,19 +98,20 @@ def fit(
     )
 
 
-def _scheduled(whole: Plan, budget: int, beside: int, time_s: float) -> Plan:
+def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tuple[Tier, ...]) -> Plan:
     """The plan within a budget, of which something beside the step takes a part; an error says what would do."""
     started = time.perf_counter()
     try:
-        made = schedule_memory(whole.data, budget - beside, MemoryLimits(time_s=time_s))
+        made = schedule_memory(whole.data, budget - beside, MemoryLimits(time_s=time_s), tiers)
     except (InfeasibleError, SolverLimitError) as fault:
-        problem = memory_problem(whole.data)
+        problem = memory_problem(whole.data, tiers)
         least = least_found(problem, budget - beside, time_s) + beside
         raise type(fault)(
             f"{fault}. The least budget found to do is {show_bytes(least)} ({least} bytes); "
             f"{show_bytes(peak_without(problem))} need nothing executed again. {show_bytes(problem.base_bytes)} are "
             "there all the time (parameters, optimizer states, buffers, the batch). Less is needed with a smaller "
-            "batch, with microbatches=2 or more, or with an optimizer of fewer states (optimizer='sgd' or 'momentum')"
+            "batch, with microbatches=2 or more, with offload=True, or with an optimizer of fewer states "
+            "(optimizer='sgd' or 'momentum')"
         ) from None
     again = 100 * made.answer.evaluation.recomputed_s / made.simulation.step_s
     note = (

@@ -272,3 +272,17 @@ def test_autocast_is_captured_and_asked_for() -> None:
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
     with pytest.raises(PlanMismatchError, match="autocast is off here"):
         trained(x, y)
+
+
+def test_offloading_keeps_the_numbers() -> None:
+    model, kept = made(0.2), made(0.2)
+    trained, roomy = fitted(model, 0.6, offload=True, seed=3), fitted(kept, 2.0, seed=3)
+    actions = trained.plan.data.memory_actions or ""
+    assert "O" in actions and "B" in actions and trained.plan.prediction.tier_peak_bytes["host"] > 0
+    for step in range(2):
+        for module in (trained, roomy):
+            module(**batch(step))["loss"].backward()
+    assert relative_error(
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        {n: p.grad for n, p in kept.named_parameters()},
+    ) <= 1e-12  # fmt: skip

@@ -26,6 +26,7 @@ from paraplan.ir.seeds import segment_seed
 from paraplan.ir.sources import source_lines
 from paraplan.ir.trace.autocast import ambient_autocast
 from paraplan.runtime import ragged
+from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor, Modules, make_tapes
 from paraplan.runtime.rank import split_steps
 from paraplan.runtime.transport import InProcessTransport
@@ -129,7 +130,14 @@ class _Runs:
         """The loss of a batch, which carries the gradients."""
         params = dict(self.model.named_parameters())
         executor = Executor(
-            self.program, self.modules, (0,) * len(self.program.mesh_shape), self.port, 0, self.locate, self.tapes
+            self.program,
+            self.modules,
+            (0,) * len(self.program.mesh_shape),
+            self.port,
+            0,
+            self.locate,
+            self.tapes,
+            Copier(self.device, beside=True),
         )
         with torch.no_grad():
             executor.bind({**self._state(params), **self._inputs(batch)})

@@ -7,7 +7,9 @@ breaks a rule is refused with its place.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import random
 
 import pytest
@@ -29,6 +31,7 @@ from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
+from paraplan.planner.compare import host_tiers
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.flatten import Flattened, flatten
 from paraplan.planner.memory.schedule import evaluate, freeing
@@ -83,7 +86,8 @@ def check_runs(actions: Actions) -> None:
     model, _, flat, wanted = planned()
     plan = ordered(actions)
     programs = verify_plan(plan)
-    priced = evaluate(flat.problem, actions)
+    problem = dataclasses.replace(flat.problem, tiers=host_tiers(plan.cluster))
+    priced = evaluate(problem, actions)
     trace = simulate_plan(plan, programs).traces[0]
     assert trace.peak_bytes == priced.peak_bytes
     assert trace.step_s == pytest.approx(priced.step_s, rel=1e-9)
@@ -131,6 +135,35 @@ def test_random_schedules_run_as_priced(seed: int) -> None:
     actions = random_schedule(random.Random(seed))
     reruns = sum(action.act is Act.RUN for action in actions) - len(planned()[2].problem.ops)
     assert reruns > 5
+    check_runs(actions)
+
+
+def with_copies(draw: random.Random) -> Actions:
+    """First executions in order; some tensors are away between two of their readers, often without time to be so."""
+    problem, ops = planned()[2].problem, planned()[2].flat.ops
+    written = {storage for op in ops for storage in op.writes}
+    tensors = [t for t, storage in enumerate(planned()[2].flat.tensors) if storage not in written]
+    actions = list(freeing(problem, tuple(range(len(problem.ops)))))
+    for tensor in draw.sample(tensors, len(tensors) // 3):
+        at = [
+            place for place, action in enumerate(actions)
+            if action.act is Act.RUN and tensor in (*problem.ops[action.index].reads, *problem.ops[action.index].makes)
+        ]  # fmt: skip
+        gaps = [(a, b) for a, b in itertools.pairwise(at) if b - a > 2]
+        if not gaps:
+            continue
+        first, reader = draw.choice(gaps)
+        out, leaves, back = sorted(draw.sample(range(first + 1, reader + 3), 3))
+        for place, text in ((min(back, reader), f"B{tensor}:host"), (min(leaves, reader), f"F{tensor}"),
+                            (min(out, reader), f"O{tensor}:host")):  # fmt: skip
+            actions[place:place] = parse_actions(text)
+    return tuple(actions)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_run_as_priced(seed: int) -> None:
+    actions = with_copies(random.Random(seed))
+    assert sum(action.act is Act.BACK for action in actions) > 2
     check_runs(actions)
 
 
@@ -188,6 +221,8 @@ def faults() -> dict[str, tuple[Actions, str]]:
     write = next(index for index, op in enumerate(problem.ops) if op.name == "paraplan.write")
     first = next(index for index, op in enumerate(problem.ops) if op.makes and op.repeatable)
     held = problem.ops[first].makes[0]
+    grown = flat.flat.storages[flat.flat.ops[once].writes[0]].tensor
+    at, then = own.index(run(once)), own.index(run(once)) + 1
     return {
         "no op": ((*own, run(10_000)), "the step has"),
         "no tensor": ((*own, free(10_000)), "the step has"),
@@ -199,14 +234,17 @@ def faults() -> dict[str, tuple[Actions, str]]:
         "left behind": ((*own, free(kept)), "must be there in the end"),
         "there still": (tuple(a for action in without(own, f"F{held}")
                               for a in ((action, action) if action == run(first) else (action,))), "is there still"),
-        "tier": ((*own[:1], *parse_actions("O0:host"), *own[1:]), "not executed by this version"),
+        "tier": ((*own[:1], *parse_actions("O0:tape"), *own[1:]), "no tier 'tape'"),
+        "not stored": ((*own, *parse_actions("B0:host")), "is not on host"),
+        "stale": ((*own[:at], *parse_actions(f"O{grown}:host"), *own[at:then],
+                   *parse_actions(f"F{grown} B{grown}:host"), *own[then:]), "written over"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
     ["no op", "no tensor", "read before made", "freed twice", "twice", "never runs", "left behind", "there still",
-     "tier"],
+     "tier", "not stored", "stale"],
 )  # fmt: skip
 def test_an_impossible_schedule_is_refused(name: str) -> None:
     actions, message = faults()[name]

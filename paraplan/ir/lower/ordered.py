@@ -6,6 +6,9 @@ one freed later by a DROP. ACCUMULATE, UPDATE and DROP stay steps. Between them 
 given program, named after it: its instructions, and before and among them whatever is executed again for them. What
 blocks leave to later ones goes through the outer namespace.
 
+O and B become copies, as instructions: issued where the action is, waited for by the F of what leaves and by the first
+reader of what comes back, at the latest at the step's end.
+
 So whoever prices or runs the result knows nothing of schedules, and its peak is that of the actions to the byte: the
 bytes alive change exactly where they run and free. Random ops draw the same numbers again, for their seed and index
 are arguments (rank-dependent offsets become numbers, as there is one rank). Limits: one device.
@@ -14,16 +17,15 @@ are arguments (rank-dependent offsets become numbers, as there is one rank). Lim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
-from paraplan.ir.graph import Arg, map_refs, refs
-from paraplan.ir.lower.finish import with_frees
 from paraplan.ir.lower.flat import FlatOp, FlatProgram, flatten
 from paraplan.ir.lower.replay import check_actions
+from paraplan.ir.lower.writer import Held, Writer
 from paraplan.ir.memory_actions import Act, MemAction
-from paraplan.ir.rank_program import Block, Instr, LocalValue, RankProgram, Step, StepKind, offset_value
+from paraplan.ir.rank_program import Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
+from paraplan.ir.strides import contiguous_strides, is_dense
 
 
 def order_program(program: RankProgram, actions: Sequence[MemAction]) -> RankProgram:
@@ -38,56 +40,29 @@ def order_program(program: RankProgram, actions: Sequence[MemAction]) -> RankPro
     for position, action in enumerate(actions):
         if action.act is Act.RUN:
             order.run(flat.ops[action.index], position)
-        else:
+        elif action.act is Act.FREE:
             order.free(flat.tensors[action.index])
+        elif action.act is Act.OUT:
+            order.out(flat.tensors[action.index], action.tier, position)
+        else:
+            order.back(flat.tensors[action.index], position)
     return order.finish()
 
 
-class _Held(NamedTuple):
-    """What a value is called: `outer` if that name is of the outer namespace, else of the block under way."""
-
-    name: str
-    outer: bool
-
-
-class _Open:
-    """A block under way.
-
-    Attributes:
-        step: the given program's, after which it is called.
-        instrs, values: so far.
-        inputs, drops: outer names it reads, and those of them (or sharing their storage) that it is given.
-        touched: per storage, the last instruction that touches it.
-        made: values it has given a name, in order.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.instrs: list[Instr] = []
-        self.values: dict[str, LocalValue] = {}
-        self.inputs: dict[str, None] = {}
-        self.drops: dict[str, None] = {}
-        self.touched: dict[int, int] = {}
-        self.made: list[int] = []
-
-
-class _Order:
-    """Writes the steps of the new program."""
+class _Order(Writer):
+    """Takes actions one by one."""
 
     def __init__(self, program: RankProgram, flat: FlatProgram, actions: Sequence[MemAction]) -> None:
-        self.program, self.flat = program, flat
-        self.held = {value: _Held(name, True) for name, value in flat.given.items()}
-        self.in_storage: dict[int, list[int]] = {}
-        for value in self.held:
-            self._holds(value)
-        self.used = dict.fromkeys(flat.given, 0)
-        self.steps: list[Step] = []
-        self.blocks: dict[str, Block] = {}
+        super().__init__(program, flat)
         self.grads: dict[str, str] = {}
         self.serves = _serves(flat, actions)
         self.actions = actions
         self.consumed: set[int] = set()  # storages an ACCUMULATE has let go of, whose F is still to come
-        self.open = _Open(0)
+        self.owner: dict[int, int] = {}  # per storage on a tier: the value that was copied, and which tier
+        self.tier: dict[int, str] = {}
+        self.leaving: dict[int, str] = {}  # copies under way, copies there, copies back under way
+        self.stored: dict[int, str] = {}
+        self.coming: dict[int, str] = {}
 
     def run(self, op: FlatOp, position: int) -> None:
         """Execute an op."""
@@ -107,6 +82,10 @@ class _Order:
         if storage in self.consumed:
             self.consumed.remove(storage)
             return
+        if storage in self.leaving:
+            self._leave(storage)
+        if storage in self.coming:
+            self._arrive(storage)
         here = self.open.touched.get(storage) == len(self.open.instrs) - 1 and self.open.instrs
         if not here:
             self._close()
@@ -122,116 +101,95 @@ class _Order:
         else:
             self._step(StepKind.DROP, self.open.step, drops=tuple(names))
 
-    def _holds(self, value: int) -> None:
-        self.in_storage.setdefault(self.flat.values[value].storage, []).append(value)
+    def out(self, storage: int, tier: str, position: int) -> None:
+        """Begin to copy a tensor to a tier."""
+        self._begin(position)
+        if storage in self.coming:
+            self._arrive(storage)
+        if storage in self.leaving:
+            self._leave(storage)
+        if storage in self.stored:
+            self._take(self.stored[storage], self._away(storage))
+            self._lose(self.stored.pop(storage))
+        self.tier[storage] = tier
+        self.owner[storage] = next(value for value in self.in_storage[storage] if self.flat.values[value].solid)
+        name = self._source(storage)
+        issued = self._loosely(f"{name}^{tier}!", self._away(storage))
+        self._copy("offload", name, tier, issued, storage)
+        self.leaving[storage] = issued
 
-    def _name(self, value: int) -> str:
-        """A value's name in the block under way; views are made if need be."""
-        self._there(value)
-        name, outer = self.held[value]
-        if outer:
-            self.open.inputs[name] = None
-        return name
+    def back(self, storage: int, position: int) -> None:
+        """Begin to copy a tensor back."""
+        self._begin(position)
+        there = self.stored[storage]
+        away = self._away(storage)
+        self._take(there, away)
+        issued = self._loosely(f"{there}?", msgspec.structs.replace(away, tier=""))
+        self._copy("prefetch", there, self.tier[storage], issued, storage)
+        self.coming[storage] = issued
 
-    def _there(self, value: int) -> None:
-        if value not in self.held:
-            of = self.flat.values[value]
-            assert not of.solid, f"{of.label} is read and not there"
-            self._emit(of.step, of.instr)
+    def _begin(self, position: int) -> None:
+        if not self.open.instrs:
+            self.open.step = self.serves[position]
 
-    def _emit(self, step: int, at: int) -> None:
-        """An instruction of the given program, over the names that values have now."""
-        names, instr = self.flat.names[step], self.program.blocks[self.program.steps[step].block].instrs[at]
-        microbatch = max(self.program.steps[step].microbatch, 0)
-        for local in refs((instr.args, tuple(instr.kwargs.values()))):
-            self._read(names[local], self.program.blocks[self.program.steps[step].block].values[local])
-        coordinates = (0,) * len(self.program.mesh_shape)
+    def _copy(self, target: str, source: str, tier: str, out: str, storage: int) -> None:
+        self.open.touched[storage] = len(self.open.instrs)
+        self.open.instrs.append(Instr(kind=InstrKind.COPY, target=target, args=("%" + source, ":" + tier), outs=(out,)))
 
-        def argument(arg: Arg) -> Arg:
-            return _numbers(map_refs(arg, lambda local: self.held[names[local]].name), coordinates, microbatch)
+    def _wait(self, issued: str, held: str, out: str, storage: int) -> None:
+        self.open.touched[storage] = len(self.open.instrs)
+        self.open.instrs.append(Instr(kind=InstrKind.WAIT, target="wait", args=("%" + issued, "%" + held), outs=(out,)))
+        self._lose(issued)
 
-        args = tuple(argument(arg) for arg in instr.args)
-        kwargs = {key: argument(arg) for key, arg in instr.kwargs.items()}
-        index = len(self.open.instrs)
-        for local in refs((instr.args, tuple(instr.kwargs.values()))):
-            self.open.touched[self.flat.values[names[local]].storage] = index
-        outs = tuple(None if out is None else self._make(names[out], index) for out in instr.outs)
-        kind = self.program.steps[step].block.split(".")[0]
-        own = kind == self.program.steps[self.open.step].block.split(".")[0]
-        self.open.instrs.append(
-            msgspec.structs.replace(
-                instr, args=args, kwargs=kwargs, outs=outs, frees=(), origin=instr.origin if own else -1
-            )
+    def _leave(self, storage: int) -> None:
+        """Wait for a copy to a tier."""
+        issued = self.leaving.pop(storage)
+        self._take(issued, self._away(storage))
+        name = self._source(storage)
+        there = self._loosely(
+            f"{name}^{self.tier[storage]}", msgspec.structs.replace(self._away(storage), base=issued, storage_bytes=0)
         )
+        self._wait(issued, name, there, storage)
+        self.stored[storage] = there
 
-    def _read(self, value: int, local: LocalValue) -> None:
-        name = self._name(value)
-        if name not in self.open.values:  # an input of this block, which owns its storage there
-            self.open.values[name] = msgspec.structs.replace(local, base=name)
-
-    def _make(self, value: int, index: int) -> str | None:
-        """The name of a result; None for a view that is there already."""
-        of = self.flat.values[value]
-        self.open.touched[of.storage] = index
-        if value in self.held:
-            return None
-        assert of.local is not None
-        count = self.used[of.label] = self.used.get(of.label, -1) + 1
-        name = f"{of.label}'{count}" if count else of.label
-        here = [self.held[other].name for other in self.in_storage.get(of.storage, ())]
-        base = next((other for other in here if other in self.open.values), name)
-        self.open.values[name] = msgspec.structs.replace(of.local, base=base)
-        self.held[value] = _Held(name, False)
+    def _arrive(self, storage: int) -> None:
+        """Wait for a copy back: the value has a name again."""
+        issued, there = self.coming.pop(storage), self.stored[storage]
+        away = self._away(storage)
+        self._take(there, away)
+        self._take(issued, msgspec.structs.replace(away, tier=""))
+        value = self.owner[storage]
+        local = self.flat.values[value].local
+        assert local is not None
+        name = self._fresh(self.flat.values[value].label)
+        self.open.values[name] = msgspec.structs.replace(local, base=issued, storage_bytes=0)
+        self.held[value] = Held(name, False)
         self._holds(value)
         self.open.made.append(value)
-        return name
+        self._wait(issued, there, name, storage)
 
-    def _to_outer(self, values: Sequence[int]) -> list[str]:
-        """End the block under way such that values have outer names; views of them are made if need be."""
-        for value in values:
-            self._there(value)
-        self._close(frozenset(values))
-        return [self.held[value].name for value in values]
+    def _there(self, value: int) -> None:
+        storage = self.flat.values[value].storage
+        if storage in self.coming:
+            self._arrive(storage)
+        super()._there(value)
 
-    def _close(self, wanted: frozenset[int] = frozenset(), extra: Sequence[str] = ()) -> None:
-        """Call the block under way; views nobody asked for are forgotten."""
-        done, self.open = self.open, _Open(self.open.step)
-        if not done.instrs:
-            return
-        outs = [*extra]
-        for value in done.made:
-            if value not in self.held:
-                continue
-            of, name = self.flat.values[value], self.held[value].name
-            if value in wanted or of.solid:
-                outs.append(name)
-                self.held[value] = _Held(name, True)
-            else:
-                del self.held[value]
-                self.in_storage[of.storage].remove(value)
-        step = self.program.steps[done.step]
-        block = Block(
-            name=self._block_name(step.block or step.kind.value, done.step),
-            inputs=tuple(done.inputs),
-            outputs=tuple(outs),
-            saved=(),
-            values=done.values,
-            instrs=with_frees(set(outs), done.instrs),
-        )
-        self.blocks[block.name] = block
-        self._step(
-            StepKind.CALL, done.step, block=block.name, args=block.inputs, outs=block.outputs, drops=tuple(done.drops)
-        )
+    def _source(self, storage: int) -> str:
+        """The name of what is copied, in the block under way."""
+        value = self.owner[storage]
+        local = self.flat.values[value].local
+        assert local is not None
+        self._read(value, local)
+        return self.held[value].name
 
-    def _block_name(self, stem: str, step: int) -> str:
-        name = f"{stem}@{step}"
-        count = self.used[name] = self.used.get(name, -1) + 1
-        return f"{name}'{count}" if count else name
-
-    def _step(self, kind: StepKind, like: int, **fields: object) -> None:
-        of = self.program.steps[like]
-        self.steps.append(
-            Step(kind=kind, action=of.action, microbatch=of.microbatch, segment=of.segment, **fields)  # type: ignore[arg-type]
+    def _away(self, storage: int) -> LocalValue:
+        """A tensor's copy on a tier, as it is issued; its base is its own name."""
+        local = self.flat.values[self.owner[storage]].local
+        assert local is not None
+        dense = is_dense(local.shape, local.strides)
+        strides = local.strides if dense else contiguous_strides(local.shape)
+        return msgspec.structs.replace(
+            local, strides=strides, base="", storage_bytes=local.nbytes, tier=self.tier[storage]
         )
 
     def _accumulate(self, step: Step, index: int, position: int) -> None:
@@ -243,7 +201,7 @@ class _Order:
         self._step(StepKind.ACCUMULATE, index, args=tuple(outer))
         self.open.step = index
         if kept:
-            self.held[addend] = _Held(kept, True)
+            self.held[addend] = Held(kept, True)
             return
         others = [self.held.pop(value) for value in self.in_storage.pop(storage)]
         rest = tuple(name for name, outside in others if outside and name != outer[1])
@@ -256,8 +214,7 @@ class _Order:
         name, block = self.held[value].name, self.open
         local = self.flat.values[value].local
         assert local is not None
-        self.used[name] = self.used.get(name, 0) + 1
-        alias = f"{name}'{self.used[name]}"
+        alias = self._fresh(self.flat.values[value].label)
         block.step = index
         block.inputs[name] = None
         block.values = {
@@ -286,9 +243,13 @@ class _Order:
 
     def finish(self) -> RankProgram:
         """The new program."""
+        for storage in tuple(self.leaving):
+            self._leave(storage)
         ends = {self.program.loss, *self.program.metrics.values()}
         results = [self.flat.results[name] for name in ends]
         self._to_outer(results)
+        if self.loose:
+            self._step(StepKind.DROP, self.open.step, drops=tuple(self.loose))
         called = {name: self.held[self.flat.results[name]].name for name in ends}
         return msgspec.structs.replace(
             self.program,
@@ -313,12 +274,3 @@ def _serves(flat: FlatProgram, actions: Sequence[MemAction]) -> list[int]:
         last = first[position] if first[position] >= 0 else last
         first[position] = last
     return first
-
-
-def _numbers(arg: Arg, coordinates: tuple[int, ...], microbatch: int) -> Arg:
-    """An argument with its offsets worked out."""
-    if isinstance(arg, str):
-        return offset_value(arg, coordinates, microbatch) if arg.startswith("#") else arg
-    if isinstance(arg, tuple):
-        return tuple(_numbers(item, coordinates, microbatch) for item in arg)
-    return arg

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.flat import GIVEN, FlatProgram
 from paraplan.ir.memory_actions import Act, MemAction
+from paraplan.ir.rank_program import TIERS
 
 
 def check_actions(flat: FlatProgram, actions: Sequence[MemAction]) -> None:
@@ -23,6 +24,7 @@ def check_actions(flat: FlatProgram, actions: Sequence[MemAction]) -> None:
     resident = {number for number, storage in enumerate(flat.storages) if storage.maker == GIVEN}
     touches: dict[int, list[tuple[int, int]]] = {}
     done: set[int] = set()
+    stored: dict[int, str] = {}
     for position, action in enumerate(actions):
         where = f"memory schedule, action {position} ({action})"
         many, what = (len(flat.ops), "ops") if action.act is Act.RUN else (len(flat.tensors), "tensors")
@@ -40,6 +42,8 @@ def check_actions(flat: FlatProgram, actions: Sequence[MemAction]) -> None:
                 raise InvalidPlanError(f"{where}: {op.name} makes {held[0]}, which is there still; free it first")
             done.add(action.index)
             resident.update(op.makes)
+            for storage in op.writes:
+                stored.pop(storage, None)
             for storage in dict.fromkeys((*op.reads, *op.writes)):
                 touches.setdefault(storage, []).append((position, action.index))
         elif action.act is Act.FREE:
@@ -48,9 +52,27 @@ def check_actions(flat: FlatProgram, actions: Sequence[MemAction]) -> None:
                 raise InvalidPlanError(f"{where}: {_name(flat, storage)} is not there")
             resident.remove(storage)
         else:
-            raise InvalidPlanError(f"{where}: copies to another tier are not executed by this version")
+            _copy(flat, action, where, resident, stored)
     _check_end(flat, done, resident)
     _check_writes(flat, touches)
+
+
+def _copy(flat: FlatProgram, action: MemAction, where: str, resident: set[int], stored: dict[int, str]) -> None:
+    storage = flat.tensors[action.index]
+    if action.tier not in TIERS:
+        raise InvalidPlanError(f"{where}: there is no tier {action.tier!r} (have {', '.join(TIERS)})")
+    if action.act is Act.OUT:
+        if storage not in resident:
+            raise InvalidPlanError(f"{where}: {_name(flat, storage)} is not there")
+        stored[storage] = action.tier
+    elif storage in resident:
+        raise InvalidPlanError(f"{where}: {_name(flat, storage)} is there still; free it first")
+    elif stored.get(storage) != action.tier:
+        raise InvalidPlanError(
+            f"{where}: {_name(flat, storage)} is not on {action.tier}, or what is there was written over since"
+        )
+    else:
+        resident.add(storage)
 
 
 def _check_end(flat: FlatProgram, done: set[int], resident: set[int]) -> None:

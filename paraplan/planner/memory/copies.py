@@ -68,7 +68,7 @@ def place(profile: Profile, copies: Copies) -> list[Placed]:
     gaps: list[tuple[int, int, int, int]] = []
     for tensor, key in copies.stays:
         reader = int(np.searchsorted(profile.keys, key))
-        if reader >= len(profile.keys) or profile.keys[reader] != key:
+        if reader >= len(profile.keys) or profile.keys[reader] != key or arrays.rewritten[tensor]:
             continue
         version = profile.version_at(tensor, reader)
         before = _use_before(profile, version, reader)

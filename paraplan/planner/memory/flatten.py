@@ -54,7 +54,11 @@ def flatten(program: RankProgram, costs: Costs, locate: Locate | None = None) ->
               _source(program, op, locate))
         for op, time_s in zip(flat.ops, seconds, strict=True)
     )  # fmt: skip
-    tensors = tuple(MemTensor(s.nbytes, s.maker, s.kept) for s in (flat.storages[number] for number in flat.tensors))
+    written = {storage for op in flat.ops for storage in op.writes}
+    tensors = tuple(
+        MemTensor(s.nbytes, s.maker, s.kept, number in written)
+        for number, s in ((number, flat.storages[number]) for number in flat.tensors)
+    )
     return Flattened(MemoryProblem(ops, tensors, flat.base_bytes, in_order=True), flat)
 
 

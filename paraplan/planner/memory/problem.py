@@ -27,11 +27,13 @@ class MemTensor:
         nbytes: its size.
         maker: index of the op that makes it, or `GIVEN`.
         kept: whether it must be resident after the last op (a gradient, the loss).
+        rewritten: whether an op writes it in place after it was made: no copy of it stays true.
     """
 
     nbytes: int
     maker: int
     kept: bool = False
+    rewritten: bool = False
 
 
 @dataclass(frozen=True)
