@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paraplan.api import Plan, as_cluster, parse_bytes
+from paraplan.api import Plan, as_cluster
 from paraplan.api import compile as compile_plan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import predict
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.trace.autocast import ambient_autocast, forward_under
 from paraplan.ir.trace.fake import name_inputs
 from paraplan.ir.trace.returned import returned_by

@@ -11,6 +11,7 @@ from typing import Any
 
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.mesh import Mesh
+from paraplan.ir.profile import Profile
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.ir.struct import Value
@@ -166,6 +167,7 @@ class Plan(Value, frozen=True, kw_only=True):
         stages, schedule: the plan proper.
         memory_actions: on one device, the order in which the step's ops run, tensors are freed and ops are run again
             (`ir.memory_actions`); None: as lowered.
+        profile: measured times the prediction rests on, where there are any: those of this plan's ops alone.
         prediction, certificate: what is foretold and proved.
         notes: what the reader should know (ops replicated for want of a rule, times measured or modelled).
     """
@@ -181,6 +183,7 @@ class Plan(Value, frozen=True, kw_only=True):
     stages: tuple[Stage, ...]
     schedule: Schedule
     memory_actions: str | None = None
+    profile: Profile | None = None
     prediction: Prediction | None = None
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
