@@ -20,8 +20,8 @@ def _mlp(depth: int) -> Made:
 
 
 def _unet() -> Made:
-    planes = images(2, 32, 2)
-    return UNet(8, groups=4), {**planes, "labels": torch.randint(0, 2, (2, 32, 32))}
+    planes = images(4, 64, 2)
+    return UNet(8, groups=4), {**planes, "labels": torch.randint(0, 2, (4, 64, 64))}
 
 
 def _language(kind: str, layers: int, vocabulary: int) -> Made:
@@ -42,7 +42,7 @@ TWINS: dict[str, tuple[str, Callable[[], Made]]] = {
     "vgg16": ("width 4, 8 images of 64", lambda: (VGG(width=4, hidden=32, classes=16, pooled=2), images(8, 64, 16))),
     "resnet50": ("width 8, 4 images of 64", lambda: (ResNet((3, 4, 6, 3), 8, 16), images(4, 64, 16))),
     "resnet152": ("width 8, 4 images of 64", lambda: (ResNet((3, 8, 36, 3), 8, 16), images(4, 64, 16))),
-    "unet": ("width 8, 2 images of 32", _unet),
+    "unet": ("width 8, 4 images of 64", _unet),
     "mlp8": ("256 rows of 32", lambda: _mlp(8)),
     "mlp32": ("256 rows of 32", lambda: _mlp(32)),
     "gpt2-4": ("width 32, 4 x 64 tokens of 128", lambda: _language("gpt2", 4, 128)),
