@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import refs
 from paraplan.ir.memory_actions import Actions, MemAction, free, run
-from paraplan.ir.rank_program import Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import MESSAGES, Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.storages import BEGIN, BlockStorages
 
 GIVEN = -1
@@ -144,6 +144,10 @@ class _Walk:
     def take(self, index: int, step: Step) -> None:
         """One step."""
         self.index = index
+        if step.kind in MESSAGES:
+            raise InvalidPlanError(
+                f"step {index} ({step.action}): {step.kind.value} is a message; memory is planned for one device"
+            )
         if step.kind is StepKind.CALL:
             self._call(step)
         elif step.kind is StepKind.ACCUMULATE:
