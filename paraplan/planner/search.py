@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +24,8 @@ from paraplan.ir.plan import Certificate, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.meshes import candidate_meshes
+from paraplan.planner.op_by_op import solve_op_by_op
+from paraplan.planner.pipeline_search import search_pipeline
 from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, solve_mesh
 
@@ -51,7 +54,7 @@ def search(
 
     Args:
         job: what is planned.
-        constraints: what the user pins.
+        constraints: what the user pins; with `pp`, a pipeline (see `pipeline_search`).
         time_limit_s: solver time per mesh.
         progress: told what is being tried.
         certify: whether to bound the step of every plan in scope; without, the certificate's bound is 0.
@@ -61,6 +64,16 @@ def search(
     """
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
+    if constraints.pp is not None and constraints.pp > 1:
+        seconds: list[float] = []
+
+        def solve(part: Job, pins: Constraints) -> Plan:
+            inner = search(part, pins, time_limit_s, progress, certify=False)
+            seconds.append(inner.solve_s)
+            return inner.plan
+
+        pipeline = search_pipeline(job, constraints, solve)
+        return Found(pipeline, sum(seconds), time.perf_counter() - started)
     limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=certify)
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
@@ -117,7 +130,8 @@ def _solve(
     job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits,
     failures: list[InfeasibleError | SolverLimitError], cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
-    """Plans for a mesh: one that keeps every activation, and where memory binds one that may recompute some."""
+    """Plans for a mesh: one that keeps every activation, and where memory binds what may recompute some: one that does
+    so by kinds, and on one device one that does so op by op."""
     found: list[Candidate] = []
     if constraints.recompute in (None, "none"):
         try:
@@ -133,6 +147,10 @@ def _solve(
         found.append(solve_with_recomputation(job, mesh, count, constraints, limits))
     except (InfeasibleError, SolverLimitError) as fault:
         failures.append(fault)
+    if mesh.size == 1 and constraints.recompute is None:
+        # Its failures are of one order of ops; what the others say is about all.
+        with suppress(InfeasibleError, SolverLimitError):
+            found.append(solve_op_by_op(job, mesh, count, constraints, limits))
     return found
 
 
