@@ -27,8 +27,7 @@ from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 ROOM, PUT, GROW = "aten.empty.memory_format", "paraplan.put_", "paraplan.grow_"
-"""What gathers chunks: a buffer, a chunk written into it, an addend of a sum. The last two work in place on their first
-argument, and their result is a view of it."""
+"""What gathers chunks: a buffer, a chunk put into it, an addend of a sum. The last two write their first argument."""
 
 TIERS = ("host", "disk")
 """Where a value may live besides its device: the node's memory, or files on its disk."""

@@ -3,7 +3,7 @@
 `resolve` turns a target's name into a callable: "aten.mm.default" into torch's operator, "paraplan.linear" into
 the canonical op's kernel, "mylib.fused.default" into an op the user registered with torch, and the ops that
 lowering itself adds (cuts, joins, copies) into the functions below.
-All of ours return fresh contiguous storage, as lowering assumes; `write` returns nothing.
+All of ours return fresh contiguous storage, as lowering assumes; `write`, `put_` and `grow_` return nothing.
 
 Collectives appear twice: `collective` and `wait` are the abstract forms a graph holds until it is bound to
 process groups (an interpreter hands them to a transport); `permute`, `wait_holding` and `copy_alone` are bound forms.
@@ -132,16 +132,14 @@ def write(dst: Tensor, src: Tensor) -> None:
     dst.copy_(src)
 
 
-def put_(whole: Tensor, part: Tensor, dim: int, start: int) -> Tensor:
+def put_(whole: Tensor, part: Tensor, dim: int, start: int) -> None:
     """whole[..., start : start + length, ...] := part along `dim`, in place."""
     whole.narrow(dim, start, part.shape[dim]).copy_(part)
-    return whole.view_as(whole)
 
 
-def grow_(total: Tensor, addend: Tensor) -> Tensor:
+def grow_(total: Tensor, addend: Tensor) -> None:
     """total := total + addend, in place."""
     total.add_(addend)
-    return total.view_as(total)
 
 
 def constant(

@@ -18,7 +18,7 @@ from paraplan.ir.lower.chunks import Chunks
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.mesh import Layout, Partial, Shard
 from paraplan.ir.program import HALVES
-from paraplan.ir.rank_program import GROW, PUT, ROOM, Instr, LocalValue, parse_offset
+from paraplan.ir.rank_program import GROW, PUT, ROOM, Instr, parse_offset
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.rules.strategies import AxisChoice, Strategy
 from paraplan.ir.strides import is_contiguous, is_dense
@@ -127,16 +127,14 @@ class _Loop:
             for out, final in zip(self.graph.ops[index].outs, self.strategies[index].outputs, strict=True):
                 if out in self.grown and out is not None and final is not None:
                     grown, spec = self.grown[out], self.graph.values[out]
-                    if self.emitter.values[grown.local].dtype != spec.dtype:
-                        grown.local = self._cast(grown.local, out, spec.dtype)
-                    self.emitter.adopt(out, spec, grown.local, grown.layout, final)
+                    self.emitter.adopt(out, spec, self._gathered(out, grown.local, spec.dtype), grown.layout, final)
 
     def _add(self, inside: ChunkEmitter, out: str) -> None:
         """One more addend of a sum; sums of halves are kept in float32."""
         part, home = inside.get(out, inside.home(out)), inside.home(out)[:-1]
         value = self.emitter.values[part]
         if out in self.grown:
-            self.grown[out].local = self._write(GROW, out, ("%" + part,))
+            self.emitter.add_many(GROW, ("%" + self.grown[out].local, "%" + part), ())
             return
         if value.base != part or not is_contiguous(value.shape, value.strides):
             args = ("%" + part, value.shape)
@@ -145,6 +143,15 @@ class _Loop:
         if value.dtype in HALVES.values():
             part = self._cast(part, out, "float32")
         self.grown[out] = _Grown(part, home)
+
+    def _gathered(self, out: str, local: str, dtype: str) -> str:
+        """A name for what was gathered that nothing reads before the last chunk: a collective would at once."""
+        value = self.emitter.values[local]
+        if value.dtype != dtype:
+            return self._cast(local, out, dtype)
+        name = self.emitter._unique(f"{out}^all")
+        self.emitter.view("aten.view.default", ("%" + local, value.shape), local, name, value.shape)
+        return name
 
     def _cast(self, local: str, out: str, dtype: str) -> str:
         emitter = self.emitter
@@ -164,18 +171,8 @@ class _Loop:
                 {"dtype": ":" + dtype},
             )  # fmt: skip
             self.grown[out] = _Grown(local, home[:-1])
-        args = ("%" + part, dim, inside.chunk * shape[dim])
-        self.grown[out].local = self._write(PUT, out, args)
-
-    def _write(self, target: str, out: str, args: tuple[Arg, ...]) -> str:
-        """Write into what is gathered of a value; its name afterwards."""
-        source, emitter = self.grown[out].local, self.emitter
-        name, value = emitter._unique(f"{out}^so"), emitter.values[source]
-        emitter.values[name] = LocalValue(
-            dtype=value.dtype, shape=value.shape, strides=value.strides, base=value.base, storage_bytes=0
-        )
-        emitter.add_many(target, ("%" + source, *args), (name,))
-        return name
+        args = ("%" + self.grown[out].local, "%" + part, dim, inside.chunk * shape[dim])
+        self.emitter.add_many(PUT, args, ())
 
 
 def in_chunks(strategy: Strategy, choice: AxisChoice) -> Strategy:
