@@ -257,7 +257,7 @@ def compile(
     mesh: Sequence[int] | None = None, dp: int | None = None, tp: int | None = None, sp: bool = False,
     cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
     microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
-    recompute: str | None = None, params: Mapping[str, str] | None = None,
+    recompute: str | None = None, offload: str = "none", params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None,
 ) -> Plan:  # fmt: skip
     """Plan how a model trains on a cluster.
@@ -279,6 +279,7 @@ def compile(
         memory_reserve: device memory to leave free, likewise.
         recompute: "none", "selective" or "full" activation recomputation; chosen, and only where memory is short, if
             left out.
+        offload: "host" or "disk" (both) lets activations wait there where memory is short and that is fastest.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
     Raises:
@@ -291,7 +292,8 @@ def compile(
     constraints = _part("Constraints")(
         mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, ep=ep,
         zero=zero, microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory),
-        recompute=recompute, memory_reserve_bytes=parse_bytes(memory_reserve), params=dict(params or {}),
+        recompute=recompute, offload=offload, memory_reserve_bytes=parse_bytes(memory_reserve),
+        params=dict(params or {}),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
     inputs = example_inputs if example_inputs is not None else _part("hf_batch")(model, batch, seq)

@@ -111,6 +111,9 @@ def plan(
     recompute: Annotated[
         str | None, typer.Option(help="Activations made again: none, selective or full; chosen if not given.")
     ] = None,
+    offload: Annotated[
+        str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
+    ] = "none",
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
@@ -119,6 +122,7 @@ def plan(
     pins = {
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
         "microbatches": microbatches, "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute,
+        "offload": offload,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")

@@ -15,8 +15,8 @@ OPTIONS = {
     "plan": [
         "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
         "--memory", "--memory-reserve", "--tp",
-        "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--microbatches", "--recompute", "--time-limit",
-        "--json",
+        "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--microbatches", "--recompute", "--offload",
+        "--time-limit", "--json",
     ],
     "compare": [
         "MODEL", "CLUSTER", "--memory", "--strategies", "--set", "--batch", "--seq", "--optimizer", "--precision",
