@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module, metadata
 from pathlib import Path
@@ -26,8 +26,9 @@ from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.schedule import split_classes
+from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.verify import verify_plan
-from paraplan.jobs.files import read_plan, write_plan
+from paraplan.jobs.files import profile_for, read_plan, write_plan
 from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
 from paraplan.report.perfetto import chrome_trace
@@ -54,19 +55,6 @@ _PARTS = {
     "check_buckets": "paraplan.runtime.buckets",
 }
 _LIBRARIES = ("torch", "transformers", "ortools", "pulp")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?$")
-_UNITS = {
-    "B": 1,
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-    "TiB": 1 << 40,
-    "kB": 10**3,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
 
 
 def _part(name: str) -> Any:
@@ -149,7 +137,7 @@ class Plan:
         first = [schedule.rank_class.index(index) for index in range(len(schedule.classes))]
         programs = tuple(self.programs[old.rank_class[rank]] for rank in first)
         moved = msgspec.structs.replace(
-            self.data, cluster=other, schedule=schedule, prediction=None, certificate=None
+            self.data, cluster=other, schedule=schedule, prediction=None, certificate=None, profile=None
         )  # fmt: skip
         priced = msgspec.structs.replace(moved, prediction=predict(moved, programs))
         return Plan(priced, programs)
@@ -258,7 +246,8 @@ def compile(
     cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
     microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
     recompute: str | None = None, offload: str = "none", params: Mapping[str, str] | None = None,
-    loss: str | Sequence[str] | Mapping[str, float] | None = None,
+    loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
+    profile_any: bool = False,
 ) -> Plan:  # fmt: skip
     """Plan how a model trains on a cluster.
 
@@ -282,9 +271,12 @@ def compile(
         offload: "host" or "disk" (both) lets activations wait there where memory is short and that is fastest.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
+        profile: a file of measured times (`paraplan profile`), asked before the analytic model.
+        profile_any: take another device's or torch version's times where it has none that fit; the plan says so.
     Raises:
         CaptureError, ConstraintError: the model cannot be captured; choices contradict each other, batch or cluster.
         InfeasibleError, SolverLimitError: proved that no plan fits; out of time without a plan.
+        ProfileError: the profile cannot be read, or has no times that fit.
     """
     started = time.perf_counter()
     tell = progress or (lambda text: None)
@@ -296,6 +288,7 @@ def compile(
         params=dict(params or {}),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
+    times, warning = (None, "") if profile is None else profile_for(profile, spec, versions()["torch"], profile_any)
     inputs = example_inputs if example_inputs is not None else _part("hf_batch")(model, batch, seq)
     tell(f"capturing {type(model).__name__}")
     program = _part("capture")(
@@ -303,8 +296,12 @@ def compile(
         batch_dims=dict(batch_dims) if batch_dims else None, loss=loss,
     )  # fmt: skip
     reference = _part("model_ref")(model, program, made_here=example_inputs is None and loss_fn is loss is None)
-    job = _part("Job")(program=program, cluster=spec, optimizer=keeper, model=reference, versions=versions())
+    job = _part("Job")(
+        program=program, cluster=spec, optimizer=keeper, model=reference, versions=versions(), profile=times,
+    )  # fmt: skip
     found = _part("search")(job, constraints, time_limit_s, tell)
+    if warning:
+        found = replace(found, plan=msgspec.structs.replace(found.plan, notes=(*found.plan.notes, warning)))
     return Plan(found.plan, verify_plan(found.plan), found.solve_s, time.perf_counter() - started)
 
 
@@ -370,18 +367,6 @@ def _optimizer(name: str) -> ir_plan.Optimizer:
     if found is None:
         raise ConstraintError(f"optimizer {name!r} is unknown; choose one of {', '.join(ir_plan.OPTIMIZERS)}")
     return found
-
-
-def parse_bytes(text: int | str) -> int:
-    """`"2GiB"` to bytes.
-
-    Raises:
-        ConstraintError: no such size.
-    """
-    match = _SIZE.match(str(text).strip())
-    if match is None:
-        raise ConstraintError(f"{text!r} is no size in bytes; write e.g. 2GiB, 512MiB or 1000000")
-    return int(float(match[1]) * _UNITS[match[2] or "B"])
 
 
 def versions() -> dict[str, str]:

@@ -20,14 +20,16 @@ import typer
 from paraplan import __version__
 from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
-from paraplan.terminal import clusters
+from paraplan.terminal import clusters, profiles
 from paraplan.terminal.progress import Progress, out, print_fault
+from paraplan.terminal.settings import parse_settings
 
 app = typer.Typer(
     name="paraplan", help="Plans how a PyTorch model trains on a cluster, and runs the plan.", no_args_is_help=True,
     add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 app.add_typer(clusters.app, name="cluster")
+profiles.add_to(app)
 _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
@@ -115,6 +117,10 @@ def plan(
         str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
     ] = "none",
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
+    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")] = None,
+    profile_any: Annotated[
+        bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a model for a cluster."""
@@ -131,7 +137,7 @@ def plan(
         found = _part("compile")(
             made.model, cluster, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer,
             precision=precision, batch=8 if batch is None else batch, seq=_sequence(made.model, seq),
-            time_limit_s=time_limit, progress=tell, **pins,
+            time_limit_s=time_limit, progress=tell, profile=profile, profile_any=profile_any, **pins,
         )  # fmt: skip
         if output is not None:
             found.save(output)
@@ -303,26 +309,6 @@ def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
         elif as_json:
             _print_json(found)
     _part("leave_job")()
-
-
-def parse_settings(texts: list[str]) -> dict[str, Any]:
-    """`["n_layer=2", "name=x"]` to values: JSON where it is, else text.
-
-    Raises:
-        ConstraintError: no `=`, or a key given twice.
-    """
-    found: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ConstraintError(f"--set {text!r}: write key=value, e.g. --set n_layer=4")
-        if key in found:
-            raise ConstraintError(f"--set {key} is given twice")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
-    return found
 
 
 def parse_mesh(text: str | None) -> tuple[int, ...] | None:

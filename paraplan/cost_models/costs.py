@@ -1,6 +1,7 @@
 """What things cost on one mesh of one cluster, memoised: the face planners and the simulator see.
 
-Prices depend on shapes and dtypes, never on names, so a model of any depth asks for few distinct ones.
+Prices depend on shapes and dtypes, never on names, so a model of any depth asks for few distinct ones. A profile of the
+device is asked first, the analytic model where it has no answer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s, input_bytes_of
+from paraplan.cost_models.curves import Curve
+from paraplan.cost_models.measured import MEASURED, MODELLED, MeasuredTimes, times_of
 from paraplan.cost_models.ops import (
     OpWork,
     Outs,
@@ -26,6 +29,7 @@ from paraplan.ir.cluster import ClusterSpec, Device
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg, refs
 from paraplan.ir.mesh import Mesh
+from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
 from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
 
 COMPUTE = "compute"
@@ -41,12 +45,29 @@ class Costs:
     Attributes:
         cluster: with the rates used.
         mesh: the stage's mesh.
+        profile: measured times of a device of the cluster, if there is one.
+        optimizer: whose update is priced, where a profile has several.
     """
 
     cluster: ClusterSpec
     mesh: Mesh
+    profile: Profile | None = None
+    optimizer: str = ""
     _ops: dict[object, float] = field(default_factory=dict, repr=False, compare=False)
     _collectives: dict[tuple[str, int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _lowered: dict[str, tuple[OpTime, str]] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def measured(self) -> MeasuredTimes | None:
+        """The profile's times, where a device of the mesh is the one they were taken on."""
+        profile = self.profile
+        device = next((each for each in self.devices if profile is not None and each.kind == profile.device), None)
+        return times_of(profile, device) if profile is not None and device is not None else None
+
+    @property
+    def used(self) -> tuple[tuple[OpTime, str], ...]:
+        """The lowered ops priced so far, and whether their time is measured, interpolated or modelled."""
+        return tuple(self._lowered[key] for key in sorted(self._lowered))
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -86,16 +107,67 @@ class Costs:
         )  # fmt: skip
         time = self._ops.get(key)
         if time is None:
-            time = self._ops[key] = self.work_s(
-                work_of(target, key[1], inputs, outputs)
-                if registered is None
-                else registered_work_of(registered, inputs, outputs)
-            )
+            work = _work(target, key[1], inputs, outputs, registered)
+            shape = shape_key(target, key[1], inputs, outputs) if self.measured is not None else ""
+            time = self._ops[key] = self._slowest_s(target, shape, None, work)[0]
         return time
 
     def work_s(self, work: OpWork) -> float:
-        """Seconds of some work on the slowest device."""
+        """Seconds of some work on the slowest device, by the analytic model."""
         return max(op_time_s(work, device) for device in self.devices)
+
+    def _slowest_s(self, target: str, shape: str, full: str | None, work: OpWork) -> tuple[float, str]:
+        """Seconds of an op on the slowest device, and how they are known."""
+        times, found = self.measured, None
+        if times is None or work.kind == "view":
+            return self.work_s(work), MODELLED
+        found = times.op(shape, full, work, target)
+        if found is None:
+            return self.work_s(work), MODELLED
+        others = [op_time_s(work, device) for device in self.devices if device.kind != times.device.kind]
+        return (max(found[0], *others), found[1]) if others else found
+
+    def _lowered_s(self, block: Block, instr: Instr, outputs: Outs) -> float:
+        """Seconds of a lowered op, by its own strides and arguments where they were measured."""
+        inputs = tuple([block.values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))])
+        flag = variant(instr.target, instr.args, instr.kwargs)
+        shape = shape_key(instr.target, flag, inputs, outputs)
+        strides = [odd_strides(x.shape, x.strides) for x in inputs]
+        detail = detail_of(instr.target, instr.args, instr.kwargs)
+        full = full_key(shape, strides, detail)
+        if full not in self._lowered:
+            work = _work(instr.target, flag, inputs, outputs, instr.work)
+            seconds, how = self._slowest_s(instr.target, shape, full, work)
+            self._lowered[full] = (
+                OpTime(
+                    target=instr.target, flag=int(flag), seconds=seconds, samples=int(how == MEASURED), detail=detail,
+                    inputs=tuple(Measured(x.dtype, x.shape, lie) for x, lie in zip(inputs, strides, strict=True)),
+                    outputs=tuple(None if x is None else Measured(x.dtype, x.shape) for x in outputs),
+                ),
+                how,
+            )  # fmt: skip
+        return self._lowered[full][0].seconds
+
+    def update_s(self, param_bytes: tuple[int, ...], read_bytes: int, write_bytes: int) -> float:
+        """Seconds of the optimizer's update of parameters of these sizes, which reads and writes so much in all.
+
+        Where measured: one parameter after another on a CPU, all at once elsewhere. Else one fused kernel.
+        """
+        curve = self._update
+        if curve is None:
+            return self.memory_s(read_bytes, write_bytes)
+        alone = self.devices[0].backend == "cpu"
+        return sum(map(curve.at, param_bytes)) if alone else curve.at(sum(param_bytes))
+
+    def update_share_s(self, param_bytes: int, read_bytes: int, write_bytes: int) -> float:
+        """The least that one more parameter adds to an update."""
+        if self._update is None:
+            return self.memory_s(read_bytes, write_bytes) - self.memory_s(0, 0)
+        return self._update.least_ratio * param_bytes
+
+    @cached_property
+    def _update(self) -> Curve | None:
+        return None if self.measured is None else self.measured.updates.get(self.optimizer)
 
     def memory_s(self, read_bytes: int, write_bytes: int) -> float:
         """Seconds of one kernel that only moves bytes through device memory."""
@@ -113,8 +185,15 @@ class Costs:
         if time is None:
             if not 0 <= axis < len(self.links):
                 raise CostModelError(f"{target} over axis {axis}: the mesh has axes 0 to {len(self.links) - 1}")
-            time = self._collectives[key] = collective_time_s(target, input_bytes, self.links[axis])
+            curve = self._collective_curve(target, axis)
+            known = curve.at(input_bytes) if curve is not None else None
+            time = collective_time_s(target, input_bytes, self.links[axis]) if known is None else known
+            self._collectives[key] = time
         return time
+
+    def _collective_curve(self, target: str, axis: int) -> Curve | None:
+        link = self.links[axis]
+        return None if self.measured is None else self.measured.collectives.get((target, link.size, link.local_size))
 
     def collective_share_s(self, target: str, axis: int, input_bytes: int) -> float:
         """The least a tensor adds to a collective that it shares with others: its bytes at the best rate, no latency.
@@ -122,6 +201,9 @@ class Costs:
         Raises:
             CostModelError: see `collective_s`.
         """
+        curve = self._collective_curve(target, axis)
+        if curve is not None:
+            return input_bytes * curve.least_ratio
         per_byte = (self.collective_s(target, axis, 2 * _MANY) - self.collective_s(target, axis, _MANY)) / _MANY
         return input_bytes * per_byte
 
@@ -140,7 +222,7 @@ class Costs:
         return time
 
     def instr_s(self, block: Block, instr: Instr) -> float:
-        """Seconds an instruction keeps its stream busy: 0.0 for a wait or a pure view.
+        """Seconds an instruction keeps its stream busy: 0.0 for a wait, and without a profile for a pure view.
 
         Raises:
             CostModelError: see `op_s` and `collective_s`.
@@ -159,10 +241,12 @@ class Costs:
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
         if instr.target == "paraplan.fill_tail_":
             return self.memory_s(0, tail_bytes(instr.args, inputs[0]))
-        if all(_is_view(name, out) for name, out in made):
-            return 0.0
+        if all(_is_view(name, out) for name, out in made) and (made or is_free(instr.target)):
+            return 0.0 if self.measured is None else self.measured.view_s
         if is_free(instr.target):
             return self.work_s(copy_work(outputs))
+        if self.measured is not None:
+            return self._lowered_s(block, instr, outputs)
         return self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs, instr.work)
 
     def stream(self, instr: Instr) -> str:
@@ -170,6 +254,14 @@ class Costs:
         if instr.kind is InstrKind.COPY:
             return copy_stream(instr.tier, OUT if instr.target == "offload" else IN)
         return self.comm_streams[instr.axis] if instr.kind is InstrKind.COLLECTIVE else COMPUTE
+
+
+def _work(
+    target: str, flag: int, inputs: Specs, outputs: Outs, registered: tuple[float, float] | None
+) -> OpWork:  # fmt: skip
+    if registered is not None:
+        return registered_work_of(registered, inputs, outputs)
+    return work_of(target, flag, inputs, outputs)
 
 
 def copy_stream(tier: str, way: str) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from paraplan.cost_models.costs import Costs
+from paraplan.cost_models.measured import INTERPOLATED, MEASURED, MODELLED
 from paraplan.cost_models.ops import op_cost, rate_of
 from paraplan.cost_models.simulate import Simulation, simulate
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.plan import Plan, Prediction
+from paraplan.ir.profile import UPDATE, VIEW
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.rules.carried import registered_work
@@ -48,7 +53,7 @@ def model_flops(program: Program) -> int:
 
 def plan_costs(plan: Plan) -> tuple[Costs, ...]:
     """Per rank class of the schedule, what things cost on its stage's mesh."""
-    per_stage = [Costs(plan.cluster, stage.mesh) for stage in plan.stages]
+    per_stage = [Costs(plan.cluster, stage.mesh, plan.profile, plan.optimizer.name) for stage in plan.stages]
     stage_of = {device: index for index, stage in enumerate(plan.stages) for device in stage.mesh.devices}
     first_rank: dict[int, int] = {}
     for rank, rank_class in enumerate(plan.schedule.rank_class):
@@ -107,3 +112,35 @@ def predict(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation 
         tokens_per_s=tokens / step if step else 0.0, mfu=model_flops(program) / (step * peak) if step else 0.0,
         tier_peak_bytes=result.tier_peak_bytes, exposed_copy_s=result.exposed_copy_s,
     )  # fmt: skip
+
+
+def with_used_profile(plan: Plan, programs: Sequence[RankProgram]) -> Plan:
+    """The plan with no more of its profile than its price rests on, and a note of what was measured.
+
+    The plan's own simulation is then the same without the profile's file.
+
+    Raises:
+        CostModelError: see `simulate`.
+    """
+    if plan.profile is None:
+        return plan
+    costs = plan_costs(plan)
+    simulate(programs, costs, plan.schedule.rank_class)
+    used = {op.full_key: (op, how) for each in costs for op, how in each.used}
+    counts = Counter(how for _, how in used.values())
+    groups = {(link.size, link.local_size) for each in costs for link in each.links}
+    kept = tuple(op for _, (op, how) in sorted(used.items()) if how != MODELLED)
+    always = tuple(
+        op for op in plan.profile.ops if op.target in (VIEW, UPDATE + plan.optimizer.name) and op not in kept
+    )  # fmt: skip
+    collectives = tuple(each for each in plan.profile.collectives if (each.size, each.local_size) in groups)
+    profile = msgspec.structs.replace(plan.profile, ops=(*kept, *always), collectives=collectives)
+    modelled = sorted({op.target for op, how in used.values() if how == MODELLED})
+    note = (
+        f"times of {counts[MEASURED]} of {len(used)} local ops are measured ({profile.source}: {profile.name}, torch "
+        f"{profile.torch}), {counts[INTERPOLATED]} interpolated, {counts[MODELLED]} modelled"
+        + (f" ({', '.join(modelled[:8])})" if modelled else "")
+        + ("; collectives are measured" if collectives else "; collectives are modelled" if any(
+            size > 1 for size, _ in groups) else "")
+    )  # fmt: skip
+    return msgspec.structs.replace(plan, profile=profile, notes=(*plan.notes, note))

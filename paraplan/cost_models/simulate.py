@@ -21,6 +21,7 @@ from paraplan.cost_models.timeline import Span, TimeWalk
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.struct import Value
+from paraplan.ir.tensor import TensorSpec
 
 
 class MemoryPoint(Value, frozen=True, kw_only=True):
@@ -203,25 +204,27 @@ class RankEngine:
         """Nothing for a move; else one kernel that reads both and writes one."""
         if memory.moved or memory.held is None:
             return 0.0
-        size = memory.held.nbytes
-        return self.costs.memory_s(2 * size, size)
+        held = TensorSpec(memory.held.dtype, memory.held.shape)
+        return self.costs.op_s("aten.add_.Tensor", ("%0", "%1"), {}, (held, held), (held,))
 
     def _update_s(self, step: Step) -> float:
-        """One fused kernel: parameters and states read and written, gradients read."""
+        """Parameters and states read and written, gradients read."""
         held = self.memory.outer
         roles = ("param", "state")
         by_source = {value.source: name for name, value in self.program.outer.items() if value.role in roles}
-        params = grads = 0
+        sizes: list[int] = []
+        grads = 0
         for name in step.args:
             outer = self.program.outer.get(name)
             source = outer.source if outer is not None else name
             stored = held.get(name) or held.get(by_source.get(source, ""))
             grad = held.get(self.program.grads.get(source, ""))
             size = stored.nbytes if stored is not None else 0
-            params += size
+            sizes.append(size)
             grads += grad.nbytes if grad is not None else size
         states = self.program.optimizer_bytes
-        return self.costs.memory_s(params + grads + states, params + states)
+        params = sum(sizes)
+        return self.costs.update_s(tuple(sizes), params + grads + states, params + states)
 
 
 def simulate_rank(program: RankProgram, costs: Costs) -> RankTrace:

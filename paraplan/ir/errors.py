@@ -25,6 +25,10 @@ class CostModelError(ParaplanError):
     """A cost was asked for with arguments that make no sense."""
 
 
+class ProfileError(ParaplanError):
+    """A profile cannot be read, or holds what no measurement gives."""
+
+
 class ConstraintError(ParaplanError):
     """The user's pinned choices contradict each other, the model or the cluster."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.mesh import Mesh
+from paraplan.ir.profile import Profile
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.ir.struct import Value
@@ -164,6 +165,7 @@ class Plan(Value, frozen=True, kw_only=True):
         bundle_bytes: from how many bytes on small parameters and gradients of several segments set out together;
             0: nothing waits for another segment's.
         stages, schedule: the plan proper.
+        profile: measured times the prediction rests on, where there are any: those of this plan's ops alone.
         prediction, certificate: what is foretold and proved.
         notes: what the reader should know (ops replicated for want of a rule, times measured or modelled).
     """
@@ -178,6 +180,7 @@ class Plan(Value, frozen=True, kw_only=True):
     bundle_bytes: int = 8 << 20
     stages: tuple[Stage, ...]
     schedule: Schedule
+    profile: Profile | None = None
     prediction: Prediction | None = None
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()

@@ -1,13 +1,18 @@
-"""Plan files: read strictly, refused with a reason, verified as a whole. Data only; no torch."""
+"""Plan and profile files: read strictly, refused with a reason, verified as a whole. Data only; no torch."""
 
 from __future__ import annotations
 
+import platform
+import re
 from pathlib import Path
 
 import msgspec
 
+from paraplan.cost_models.profile_file import choose_profile, read_profiles
+from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
 from paraplan.ir.plan import PLAN_VERSION, Plan
+from paraplan.ir.profile import Profile
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.struct import from_json, read_bytes, to_json
 from paraplan.ir.verify import verify_plan
@@ -63,3 +68,28 @@ def write_plan(plan: Plan, path: str | Path) -> None:
         Path(path).write_bytes(to_json(plan))
     except OSError as fault:
         raise InvalidPlanError(f"cannot write plan file {str(path)!r}: {fault.strerror}") from None
+
+
+def profile_for(path: str | Path, cluster: ClusterSpec, torch: str, any_machine: bool = False) -> tuple[Profile, str]:
+    """The times in a profile file that fit a cluster's device, and what a plan should say of them.
+
+    Args:
+        path: of the file.
+        cluster: its first device counts; processes of this machine's processor are told apart by its name.
+        torch: version the plan is made for.
+        any_machine: take the nearest machine's where none fits.
+    Raises:
+        ProfileError: see `read_profiles` and `choose_profile`.
+    """
+    device = cluster.groups[0].device
+    name = cpu_name() if device.backend == "cpu" else None
+    return choose_profile(read_profiles(path), device.kind, name, torch, any_machine)
+
+
+def cpu_name() -> str:
+    """What the kernel calls this machine's processor."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()

@@ -9,6 +9,7 @@ from paraplan.ir.lower.bundle import BUNDLE_BYTES
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.op_rule import DISCOVERED
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
+from paraplan.ir.profile import Profile
 from paraplan.ir.program import Program
 from paraplan.ir.rules.route import KEY, ROUTED
 from paraplan.ir.rules.strategies import kept_whole
@@ -24,6 +25,7 @@ class Job:
         program, cluster, optimizer: as in the plan.
         model: which model, for the plan's readers.
         versions: what the plan is made with.
+        profile: measured times of the cluster's device, if there are any.
     """
 
     program: Program
@@ -31,6 +33,7 @@ class Job:
     optimizer: Optimizer
     model: ModelRef
     versions: dict[str, str]
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     return Plan(
         made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
         num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, bundle_bytes=decisions.bundle_bytes,
-        stages=(stage,), schedule=schedule, notes=(*_notes(program), *_routing(program, choices)),
+        stages=(stage,), schedule=schedule, profile=job.profile, notes=(*_notes(program), *_routing(program, choices)),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paraplan.cost_models.predict import predict
+from paraplan.cost_models.predict import predict, with_used_profile
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
@@ -78,6 +78,7 @@ def search(
     best = min(found, key=lambda candidate: candidate.simulation.step_s)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best)))
+    plan = with_used_profile(plan, lower(plan))
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
 
 

@@ -16,8 +16,13 @@ OPTIONS = {
         "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
         "--memory", "--memory-reserve", "--tp",
         "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--microbatches", "--recompute", "--offload",
-        "--time-limit", "--json",
+        "--time-limit", "--profile", "--profile-any", "--json",
     ],
+    "profile": [
+        "MODEL", "--output -o", "--device", "--devices", "--set", "--batch", "--seq", "--optimizer", "--precision",
+        "--threads", "--json",
+    ],
+    "profile-links": ["--output -o", "--processes", "--profile", "--largest", "--json"],
     "compare": [
         "MODEL", "CLUSTER", "--memory", "--strategies", "--set", "--batch", "--seq", "--optimizer", "--precision",
         "--time-limit", "--json",

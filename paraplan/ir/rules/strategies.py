@@ -139,7 +139,8 @@ def _shard_letter(dims: OpDims, letter: str) -> AxisChoice | None:
 
 
 def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, ...], micro: AxisChoice | None = None,
-                  num_microbatches: int = 1, only: AxisKeys = ()) -> tuple[Strategy, ...]:  # fmt: skip
+                  num_microbatches: int = 1, only: AxisKeys = (),
+                  reduced: bool = True) -> tuple[Strategy, ...]:  # fmt: skip
     """All legal strategies of an op.
 
     Args:
@@ -148,6 +149,7 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
         micro: what the op does along the microbatch axis, which counts for divisibility.
         num_microbatches: that axis' size.
         only: per axis, the keys of what the op may do there; None, or nothing given, for everything.
+        reduced: whether to list what may become of partial results too; without, they are kept.
     Returns:
         Strategies in a fixed order, the fully replicated one first; keys are unique.
     """
@@ -183,8 +185,9 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
             for i, spec in enumerate(outputs)
         )
         if computed not in ends:
-            reduced = _reductions(computed, outputs, mesh_shape)
-            ends[computed] = [end for end in reduced if shardable(outputs, end[1], of_outputs=True)]
+            kept = [(("",) * len(mesh_shape), computed)]
+            options = _reductions(computed, outputs, mesh_shape) if reduced else kept
+            ends[computed] = [end for end in options if shardable(outputs, end[1], of_outputs=True)]
         for suffixes, outs in ends[computed]:
             key = "|".join(map(str.__add__, keys, suffixes))
             found.setdefault(key, Strategy(key, in_layouts, computed, outs))

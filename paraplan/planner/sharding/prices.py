@@ -191,13 +191,15 @@ class Prices:
     def _copy(self, target: str, before: TensorSpec, after: TensorSpec) -> Price:
         return self._on(COMPUTE, self.costs.op_s(target, ("%x",), {}, (before,), (after,)))
 
-    def memory(self, read_bytes: int, write_bytes: int) -> Price:
-        """A kernel that only moves bytes."""
-        return self._on(COMPUTE, self.costs.memory_s(read_bytes, write_bytes))
+    def write(self, spec: TensorSpec, layout: Layout) -> Price:
+        """A value written over another one."""
+        local = self._local(spec, layout)
+        return self._on(COMPUTE, self.costs.op_s("paraplan.write", ("%0", "%1"), {}, (local, local), ()))
 
-    def moved(self, read_bytes: int, write_bytes: int) -> Price:
-        """What more bytes add to such a kernel: no launch."""
-        return self._on(COMPUTE, self.costs.memory_s(read_bytes, write_bytes) - self.costs.memory_s(0, 0))
+    def updated(self, param_bytes: int, slots: int) -> Price:
+        """What a parameter adds to the optimizer's update, with its gradient and `slots` states."""
+        read_bytes, write_bytes = param_bytes * (2 + slots), param_bytes * (1 + slots)
+        return self._on(COMPUTE, self.costs.update_share_s(param_bytes, read_bytes, write_bytes))
 
     def nbytes(self, spec: TensorSpec, layout: Layout) -> int:
         """Local bytes."""

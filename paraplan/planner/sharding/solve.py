@@ -92,7 +92,7 @@ class Skipped:
 
 def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints) -> Space:
     """The option space of a mesh under constraints."""
-    prices = Prices(Costs(job.cluster, mesh), (num_microbatches, *mesh.shape))
+    prices = Prices(Costs(job.cluster, mesh, job.profile, job.optimizer.name), (num_microbatches, *mesh.shape))
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
     return build_space(job, prices, num_microbatches, pins)
 

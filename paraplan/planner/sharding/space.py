@@ -235,8 +235,8 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
         reduced = prices.reshard(master, (R, *option.grad), (R, *option.state), bundled=True)
         restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored))
         assert reduced is not None and restored is not None
-        copy = prices.memory(stored, stored) if option.needs_restore(cls.spec.dtype) else prices.zero
-        step = prices.moved(shard * (2 + slots), shard * (1 + slots))  # one kernel updates all parameters
+        copy = prices.write(cls.spec, (R, *option.stored)) if option.needs_restore(cls.spec.dtype) else prices.zero
+        step = prices.updated(shard, slots)
         costs.append(scale(add(reduced, restored, copy, step), n))
         kept = (
             stored

@@ -1,0 +1,125 @@
+"""One rank of `paraplan profile-links`: collectives over groups of consecutive ranks, timed until all are through.
+
+As in a step, all groups of an axis communicate at once. Each measurement begins at a barrier; the median over rounds of
+the slowest rank's time is kept.
+
+    (on every rank)  python -m paraplan.jobs.link_rank RESULT.json LARGEST_BYTES
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paraplan.ir.profile import CollectiveTime
+from paraplan.ir.struct import to_json
+from paraplan.runtime import ops
+from paraplan.runtime.launch import init_distributed, leave_job
+
+SMALLEST_BYTES = 1 << 10
+BUDGET_S = 0.25
+LEAST_ROUNDS, MOST_ROUNDS, WARM_UP = 7, 41, 2
+
+Call = Callable[[Tensor], Tensor]
+
+
+def calls(size: int, group: str) -> dict[str, Call]:
+    """Every collective of the runtime over a group, by the cost model's name."""
+    c10d = torch.ops._c10d_functional
+
+    def all_to_all(x: Tensor) -> Tensor:
+        rows = [x.shape[0] // size] * size
+        return c10d.all_to_all_single(x, rows, rows, group)  # type: ignore[no-any-return]
+
+    return {
+        "all_reduce": lambda x: c10d.all_reduce(x, "sum", group),
+        "all_gather": lambda x: c10d.all_gather_into_tensor(x, size, group),
+        "reduce_scatter": lambda x: c10d.reduce_scatter_tensor(x, "sum", size, group),
+        "all_to_all": all_to_all,
+        "permute": lambda x: ops.permute(x, size, group),
+    }
+
+
+def sizes(largest: int) -> tuple[int, ...]:
+    """Bytes put in, a factor of 4 apart, the largest among them."""
+    found = [largest]
+    while found[-1] // 4 >= SMALLEST_BYTES:
+        found.append(found[-1] // 4)
+    return tuple(reversed(found))
+
+
+def measure(largest: int, device: str) -> tuple[CollectiveTime, ...]:
+    """Times of every collective over groups of 2, 4, ... and all ranks."""
+    world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    found = []
+    for size in group_sizes(world):
+        mine = None
+        for first in range(0, world, size):
+            ranks = list(range(first, first + size))
+            group = dist.new_group(ranks)
+            mine = group if dist.get_rank() in ranks else mine
+        assert mine is not None
+        for target, call in calls(size, str(mine.group_name)).items():
+            for input_bytes in sizes(largest):
+                x = torch.ones(max(size, input_bytes // 4 // size * size), device=device)
+                rounds = _rounds(call, x, device)
+                middle = statistics.median(rounds)
+                low, _, high = statistics.quantiles(rounds, n=4)
+                found.append(CollectiveTime(
+                    target=target, size=size, local_size=min(size, local), input_bytes=4 * x.numel(), seconds=middle,
+                    spread=(high - low) / middle, samples=len(rounds),
+                ))  # fmt: skip
+    return tuple(found)
+
+
+def group_sizes(world: int) -> tuple[int, ...]:
+    """Powers of two that divide the ranks, and all of them."""
+    return tuple(
+        size for size in range(2, world + 1) if world % size == 0 and (size & (size - 1) == 0 or size == world)
+    )
+
+
+def _rounds(call: Call, x: Tensor, device: str) -> list[float]:
+    for _ in range(WARM_UP):
+        guess = _once(call, x, device)
+    agreed = torch.tensor([guess], device=device, dtype=torch.float64)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    count = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(BUDGET_S / max(float(agreed), 1e-6))))
+    took = torch.tensor([_once(call, x, device) for _ in range(count)], device=device, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return [float(seconds) for seconds in took]
+
+
+def _once(call: Call, x: Tensor, device: str) -> float:
+    dist.barrier()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    torch.ops._c10d_functional.wait_tensor(call(x))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Measure, and leave the times in the file named on the command line."""
+    rank, _ = init_distributed()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)
+    found = measure(int(sys.argv[2]), device)
+    if rank == 0:
+        Path(sys.argv[1]).write_bytes(to_json(found))
+    leave_job()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""`paraplan profile-links`: ranks of this machine (or of torchrun's job) measured, a cluster file's links fitted.
+
+Gloo between CPU processes, NCCL between GPUs: the ranks run the collectives the runtime runs (`link_rank`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from paraplan.cost_models.link_fit import LinkFit, fit_link
+from paraplan.cost_models.profile_file import ProfileWriter
+from paraplan.ir.cluster import ClusterSpec, Link, check_cluster
+from paraplan.ir.errors import ConstraintError, RuntimeFailure
+from paraplan.ir.profile import CollectiveTime
+from paraplan.jobs.detect import detect
+from paraplan.jobs.profile import this_machine
+from paraplan.runtime.launch import spawn_local
+
+
+@dataclass(frozen=True)
+class Links:
+    """What was measured.
+
+    Attributes:
+        cluster: this machine with fitted links.
+        links: per level, the fit.
+        collectives: how many times were taken.
+    """
+
+    cluster: ClusterSpec
+    links: dict[str, LinkFit]
+    collectives: int
+
+
+def measure_links(
+    processes: int | None, largest_bytes: int, profile: Path | None, tell: Callable[[str], None] = lambda text: None
+) -> Links:
+    """Measure the links of this machine.
+
+    Args:
+        processes: ranks; one per GPU, else one per core, where not given.
+        largest_bytes: largest message.
+        profile: a profile file that takes every collective's times, if any.
+        tell: told what is done.
+    Raises:
+        ConstraintError: fewer than two ranks.
+        RuntimeFailure: a rank failed.
+        ProfileError: the profile cannot be written.
+    """
+    on_gpu = torch.cuda.is_available()
+    cluster = detect(None if on_gpu else processes)
+    count = cluster.num_devices if processes is None else processes
+    if count < 2 or (on_gpu and count > cluster.num_devices):
+        raise ConstraintError(
+            f"links are measured between at least 2 ranks, on as many GPUs where there are any; {count} asked for"
+        )
+    tell(f"measuring collectives between {count} ranks")
+    times = collective_times(count, largest_bytes)
+    backend = cluster.groups[0].device.backend
+    fit = fit_link([each for each in times if each.local_size == each.size], backend)
+    measured = Link(
+        bytes_per_s=float(f"{fit.bytes_per_s:.3g}"), latency_s=float(f"{fit.latency_s:.3g}"),
+        source=f"fitted to collectives of {count} ranks here; median error {fit.median_error:.0%}",
+    )  # fmt: skip
+    group = msgspec.structs.replace(cluster.groups[0], in_node=measured)
+    if profile is not None:
+        with ProfileWriter(profile, this_machine("cuda" if on_gpu else "cpu")) as writer:
+            for each in times:
+                writer.add(each)
+    spec = check_cluster(msgspec.structs.replace(cluster, groups=(group,)))
+    return Links(spec, {"in_node": fit}, len(times))
+
+
+def collective_times(ranks: int, largest_bytes: int) -> Sequence[CollectiveTime]:
+    """Times of every collective between processes of this machine.
+
+    Raises:
+        RuntimeFailure: a rank failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "times.json"
+        code = spawn_local(ranks, "paraplan.jobs.link_rank", (str(found), str(largest_bytes)))
+        if code or not found.exists():
+            raise RuntimeFailure(f"a rank that measured links failed (exit code {code}); its message is above")
+        return msgspec.json.decode(found.read_bytes(), type=tuple[CollectiveTime, ...])

@@ -1,0 +1,138 @@
+"""`paraplan profile` and `paraplan profile-links`: measuring, so that costs hold."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from paraplan.ir.collecting import RARELY
+from paraplan.ir.errors import ClusterError, ConstraintError
+from paraplan.terminal.progress import Progress, out
+from paraplan.terminal.settings import parse_settings
+
+_PARTS = {
+    "capture": "paraplan.ir.trace",
+    "make_model": "paraplan.jobs.models",
+    "hf_batch": "paraplan.jobs.models",
+    "profile_program": "paraplan.jobs.profile",
+    "json_of": "paraplan.jobs.profile",
+    "measure_links": "paraplan.jobs.links",
+    "cluster_yaml": "paraplan.ir.cluster",
+    "to_json": "paraplan.ir.struct",
+}
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+
+
+def _part(name: str) -> Any:
+    return getattr(import_module(_PARTS[name]), name)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give the command its subcommands."""
+    app.command("profile")(profile)
+    app.command("profile-links")(profile_links)
+
+
+def profile(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, or package.module:factory.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile; what it has is not measured again.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    devices: Annotated[int, typer.Option(help="Local shapes of meshes of up to so many devices.")] = 8,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of the global batch (hf: models).")] = 8,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence (hf: models).")] = 128,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
+    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
+    threads: Annotated[int, typer.Option(help="Of a CPU process.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Measure a model's ops on a device, at every local shape a plan may choose."""
+    gc.set_threshold(*RARELY)
+    if devices < 1 or threads < 1:
+        raise ConstraintError(f"--devices {devices}, --threads {threads}: at least 1")
+    if optimizer not in OPTIMIZERS:
+        raise ConstraintError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    with Progress() as tell:
+        tell(f"loading {model}")
+        made = _part("make_model")(model, parse_settings(settings or []), meta=True)
+        inputs = made.example_inputs if made.example_inputs is not None else _part("hf_batch")(made.model, batch, seq)
+        tell(f"capturing {type(made.model).__name__}")
+        program = _part("capture")(made.model, inputs, loss_fn=made.loss_fn, precision=precision)
+        done = _part("profile_program")(
+            program, output, device=device, ways=devices, optimizer=optimizer, threads=threads, tell=tell
+        )
+    _show(done, output)
+    if as_json:
+        _print_json(_part("json_of")(done))
+
+
+def _show(done: Any, output: Path) -> None:
+    console = out()
+    held = done.profile
+    console.print(
+        f"{done.measured} local ops measured, {done.known} known already; {output} has {len(held.ops)} of "
+        f"{held.device} ({held.name}), torch {held.torch}", highlight=False,
+    )  # fmt: skip
+    table = Table(title="interpolation, cross-validated", box=None, padding=(0, 2, 0, 0), title_justify="left")
+    for column in ("class", "points", "median error", "9 of 10 below"):
+        table.add_column(column)
+    for kind, errors in done.errors.items():
+        table.add_row(kind, str(errors.points), f"{errors.median:.1%}", f"{errors.ninth_decile:.1%}")
+    console.print(table)
+    for target, why in sorted(done.failed.items()):
+        console.print(f"not measured: {target}: {why.splitlines()[0][:160]}", highlight=False, markup=False)
+
+
+def profile_links(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the cluster file.")],
+    processes: Annotated[int | None, typer.Option(help="Ranks (default: one per GPU, else one per core).")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A profile that also takes every collective's times.")
+    ] = None,
+    largest: Annotated[int, typer.Option(metavar="MIB", help="Largest message.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Measure messages and collectives between local ranks, and write them as a cluster file's links."""
+    if output.suffix not in (".yaml", ".yml", ".json"):
+        raise ClusterError(f"--output {str(output)!r}: a cluster file ends in .yaml, .yml or .json")
+    if largest < 1:
+        raise ConstraintError(f"--largest {largest}: at least 1 MiB")
+    with Progress() as tell:
+        tell("looking at this machine")
+        found = _part("measure_links")(processes, largest << 20, profile, tell)
+    made = "Written by paraplan profile-links; paraplan cluster schema says what each field means."
+    spec = found.cluster
+    data = _part("to_json")(spec) if output.suffix == ".json" else _part("cluster_yaml")(spec, made).encode()
+    try:
+        output.write_bytes(data)
+    except OSError as fault:
+        raise ClusterError(f"cannot write --output {str(output)!r}: {fault.strerror}") from None
+    console = out()
+    for level, fit in found.links.items():
+        console.print(
+            f"{level}: {fit.bytes_per_s / 1e9:.3g} GB/s, {fit.latency_s * 1e6:.3g} us; off its measurements by "
+            f"{fit.median_error:.1%} in the median, {fit.worst_error:.1%} at most ({fit.points} points)",
+            highlight=False,
+        )  # fmt: skip
+    console.print(
+        f"saved to {output}" + (f"; {found.collectives} times in {profile}" if profile else ""), highlight=False
+    )
+    if as_json:
+        _print_json({
+            "cluster": json.loads(_part("to_json")(spec)), "collectives": found.collectives,
+            "links": {level: vars(fit) for level, fit in found.links.items()},
+        })  # fmt: skip
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    sys.stdout.flush()
+    sys.stdout.write(json.dumps(value) + "\n")
