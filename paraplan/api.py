@@ -244,6 +244,7 @@ def compile(
     batch: int = 8, seq: int = 128, time_limit_s: float = 60.0, progress: Progress | None = None,
     mesh: Sequence[int] | None = None, dp: int | None = None, tp: int | None = None, sp: bool = False,
     cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
+    pp: int | None = None, schedule: str | None = None, stages: Sequence[tuple[int, int]] | None = None,
     microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
     recompute: str | None = None, offload: str = "none", params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
@@ -263,7 +264,8 @@ def compile(
         batch, seq: size of the batch made for Hugging Face models.
         time_limit_s: for the solver, per mesh.
         progress: told what is being done.
-        mesh, dp, tp, sp, cp, cp_mode, ep, zero, microbatches, params: pinned choices, see `Constraints`.
+        mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned choices, see
+            `Constraints`.
         memory: what a device may hold at most, bytes or text such as "12GiB"; its memory where left out.
         memory_reserve: device memory to leave free, likewise.
         recompute: "none", "selective" or "full" activation recomputation; chosen, and only where memory is short, if
@@ -283,7 +285,8 @@ def compile(
     spec = as_cluster(cluster)
     constraints = _part("Constraints")(
         mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, ep=ep,
-        zero=zero, microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory),
+        zero=zero, pp=pp, schedule=schedule, stages=None if stages is None else tuple(map(tuple, stages)),
+        microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory),
         recompute=recompute, offload=offload, memory_reserve_bytes=parse_bytes(memory_reserve),
         params=dict(params or {}),
     )  # fmt: skip

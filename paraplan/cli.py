@@ -55,6 +55,23 @@ RESULT_ENV = "PARAPLAN_RESULT"
 """Where the first rank of a locally started run leaves its result for the command that started it."""
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
+CpMode = Annotated[
+    str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
+]
+Recompute = Annotated[
+    str | None, typer.Option(help="Activations made again: none, selective or full; chosen if not given.")
+]
+Offload = Annotated[
+    str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
+]
+ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
+Pipeline = Annotated[int | None, typer.Option(help="Pipeline-parallel degree; other degrees are within a stage.")]
+ScheduleName = Annotated[
+    str | None, typer.Option(help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v or hanayo.")
+]
+StageBounds = Annotated[
+    str | None, typer.Option(metavar="A:B,B:C", help="With --pp: segments of the stages; cut evenly if not given.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
@@ -104,31 +121,26 @@ def plan(
         bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")
     ] = False,
     cp: Annotated[int | None, typer.Option(help="Context-parallel degree: the sequence sharded throughout.")] = None,
-    cp_mode: Annotated[
-        str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
-    ] = None,
+    cp_mode: CpMode = None,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel degree: so many ranks of dp share experts.")] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO level, 0 to 3.")] = None,
+    pp: Pipeline = None,
+    schedule: ScheduleName = None,
+    stages: StageBounds = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
-    recompute: Annotated[
-        str | None, typer.Option(help="Activations made again: none, selective or full; chosen if not given.")
-    ] = None,
-    offload: Annotated[
-        str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
-    ] = "none",
+    recompute: Recompute = None,
+    offload: Offload = "none",
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")] = None,
-    profile_any: Annotated[
-        bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")
-    ] = False,
+    profile_any: ProfileAny = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a model for a cluster."""
     gc.set_threshold(*RARELY)  # the imports of torch and transformers too
     pins = {
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
-        "microbatches": microbatches, "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute,
-        "offload": offload,
+        "pp": pp, "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
+        "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")
@@ -323,6 +335,21 @@ def parse_mesh(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConstraintError(f"--mesh {text!r}: write axis sizes with commas, e.g. 8,8") from None
+
+
+def parse_stages(text: str | None) -> tuple[tuple[int, int], ...] | None:
+    """`"0:3,3:6"` to ((0, 3), (3, 6)).
+
+    Raises:
+        ConstraintError: no such stages.
+    """
+    if text is None:
+        return None
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple((int(first), int(stop)) for first, stop in pairs)
+    except ValueError:
+        raise ConstraintError(f"--stages {text!r}: write first:stop segments with commas, e.g. 0:3,3:6") from None
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s, input_bytes_of
+from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s, input_bytes_of, p2p_s
 from paraplan.cost_models.curves import Curve
 from paraplan.cost_models.measured import MEASURED, MODELLED, MeasuredTimes, times_of
 from paraplan.cost_models.ops import (
@@ -30,7 +30,7 @@ from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg, refs
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, Transfer
 
 COMPUTE = "compute"
 COPY = "copy"
@@ -55,6 +55,7 @@ class Costs:
     optimizer: str = ""
     _ops: dict[object, float] = field(default_factory=dict, repr=False, compare=False)
     _collectives: dict[tuple[str, int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _messages: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict, repr=False, compare=False)
     _lowered: dict[str, tuple[OpTime, str]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -206,6 +207,24 @@ class Costs:
             return input_bytes * curve.least_ratio
         per_byte = (self.collective_s(target, axis, 2 * _MANY) - self.collective_s(target, axis, _MANY)) / _MANY
         return input_bytes * per_byte
+
+    def message_s(self, transfer: Transfer) -> float:
+        """Seconds of a message between this mesh and another: the slowest of the pairs of ranks that exchange it.
+
+        Raises:
+            ClusterError: ranks on different nodes and no link between them described.
+        """
+        key = (transfer.peers, transfer.nbytes)
+        time = self._messages.get(key)
+        if time is None:
+            pairs = [pair for pair in zip(self.mesh.devices, transfer.peers, strict=True) if pair[1] >= 0]
+            time = self._messages[key] = max((self._pair_s(pair, transfer.nbytes) for pair in pairs), default=0.0)
+        return time
+
+    def _pair_s(self, pair: tuple[int, int], nbytes: int) -> float:
+        level, backend = self.cluster.span(pair), self.cluster.group_of(pair[0]).device.backend
+        link = self.cluster.link(level, pair[0]) if level == "in_node" else self.cluster.network(pair)
+        return p2p_s(nbytes, link, backend, level)
 
     def copy_s(self, tier: str, nbytes: int) -> float:
         """Seconds of one copy to or from a tier (see `ClusterSpec.copy_s`).

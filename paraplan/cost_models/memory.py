@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from paraplan.cost_models.blocks import NO_EFFECT, ArgState, MemoryBlock, Profile
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.rank_program import InstrKind, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
 from paraplan.ir.tensor import DTYPE_BYTES
 
 
@@ -63,6 +63,7 @@ class StepMemory:
         profile: a CALL's inside.
         moved: whether an ACCUMULATE found no accumulator.
         held: an ACCUMULATE's accumulator.
+        made: bytes a SEND or RECV allocated.
         tiers: the same of every tier in use.
     """
 
@@ -74,6 +75,7 @@ class StepMemory:
     profile: Profile | None = None
     moved: bool = False
     held: Held | None = None
+    made: int = 0
     tiers: dict[str, StepMemory] = field(default_factory=dict)
 
 
@@ -214,6 +216,20 @@ class MemoryWalk:
     def _drop(self, step: Step) -> StepMemory:
         return self._given_up(step, 0)
 
+    def _allocate(self, step: Step) -> StepMemory:
+        """SEND and RECV: a copy of what is sent, the room for what is received."""
+        transfer, made, died = self.program.transfers[step.transfer], 0, Bytes()
+        for source in step.args:
+            self.outer[source]
+        for out in step.outs:
+            if out is not None:
+                made += transfer.nbytes
+                self._bind(out, Held(Storage(transfer.nbytes), transfer.dtype, transfer.shape), died)
+        return StepMemory(
+            before=self.live, after=self.live + made - died[""], peak=self.live + made, dropped=died[""], made=made,
+            tiers=self._without(died),
+        )  # fmt: skip
+
     def _update(self, step: Step) -> StepMemory:
         return self._given_up(step, self.program.update_workspace_bytes)
 
@@ -232,6 +248,9 @@ _TAKE = {
     StepKind.ACCUMULATE: MemoryWalk._accumulate,
     StepKind.DROP: MemoryWalk._drop,
     StepKind.UPDATE: MemoryWalk._update,
+    StepKind.SEND: MemoryWalk._allocate,
+    StepKind.RECV: MemoryWalk._allocate,
+    StepKind.AWAIT: MemoryWalk._drop,
 }
 
 
@@ -248,6 +267,13 @@ def entries(program: RankProgram) -> Iterator[Entry]:
             yield from _call_entries(step, memory, walk.blocks[step.block])
         elif step.kind is StepKind.DROP:
             yield from _drop_entry(step, memory.dropped, _dropped(memory))
+        elif step.kind in MESSAGES:
+            transfer = program.transfers[step.transfer]
+            shapes = tuple(transfer.shape for name in step.outs if name is not None)
+            yield _entry(
+                step, step.kind.value, shapes=shapes, allocated_bytes=memory.made,
+                freed_bytes=memory.dropped, collective=transfer.message, tiers=_in_use(_dropped(memory)),
+            )  # fmt: skip
         else:
             shapes = (memory.held.shape,) if memory.held is not None else ()
             yield _entry(

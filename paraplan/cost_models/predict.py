@@ -53,7 +53,9 @@ def model_flops(program: Program) -> int:
 
 def plan_costs(plan: Plan) -> tuple[Costs, ...]:
     """Per rank class of the schedule, what things cost on its stage's mesh."""
-    per_stage = [Costs(plan.cluster, stage.mesh, plan.profile, plan.optimizer.name) for stage in plan.stages]
+    meshes = dict.fromkeys(stage.mesh for stage in plan.stages)
+    per_mesh = {mesh: Costs(plan.cluster, mesh, plan.profile, plan.optimizer.name) for mesh in meshes}
+    per_stage = [per_mesh[stage.mesh] for stage in plan.stages]
     stage_of = {device: index for index, stage in enumerate(plan.stages) for device in stage.mesh.devices}
     first_rank: dict[int, int] = {}
     for rank, rank_class in enumerate(plan.schedule.rank_class):

@@ -4,22 +4,24 @@ In: one `RankProgram` per class of equal ranks, and what things cost on each cla
 and exposed time per stream, bytes alive, and spans for timelines. Ranks of a class do equal work at equal
 times, so a class is simulated once, and a collective among them starts when any of them reaches it.
 
-Each class is a `RankEngine` that takes its steps one at a time; `simulate` lets every engine run until it
-has ended. (Messages between stages will make an engine pause until its partner has got there.)
+Each class is a `RankEngine` that takes its steps one at a time; `simulate` lets every engine run until it has ended or
+waits for a message whose other end has not got there yet (see `messages`), and goes round until all have ended.
 Limits: host-side launch queues, contention between link levels and stragglers are not modelled.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from paraplan.cost_models.blocks import TimeBlock, compile_time
 from paraplan.cost_models.bound import stream_bound
 from paraplan.cost_models.costs import COMPUTE, COPY, Costs
 from paraplan.cost_models.memory import MemoryWalk, StepMemory
+from paraplan.cost_models.messages import Key, Mailbox
 from paraplan.cost_models.timeline import Span, TimeWalk
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.rank_program import MESSAGES, RankProgram, Step, StepKind
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
 
@@ -53,10 +55,12 @@ class RankTrace(Value, frozen=True, kw_only=True):
         compute_s: compute stream busy.
         comm_s, copy_s: per comm and per copy stream, seconds busy.
         exposed_comm_s: seconds compute stood still for communication, the step's end included
-            (step_s - compute_s - exposed_copy_s).
+            (step_s - compute_s - exposed_copy_s - bubble_s).
         exposed_copy_s: seconds it stood still for copies to and from tiers.
         spans: stretches of every stream, for timelines.
         memory: one point per step.
+        bubble_s: seconds compute stood still for a message that had not begun: the pipeline's bubble, but for what is
+            left of the step when this rank has ended.
     """
 
     step_s: float
@@ -72,6 +76,7 @@ class RankTrace(Value, frozen=True, kw_only=True):
     copy_s: dict[str, float] = {}
     exposed_copy_s: float = 0.0
     tier_peak_bytes: dict[str, int] = {}
+    bubble_s: float = 0.0
 
     @property
     def work(self) -> dict[str, float]:
@@ -145,7 +150,7 @@ class Simulation(Value, frozen=True, kw_only=True):
 class RankEngine:
     """One rank of a class on its way through its program; every block is read and priced once."""
 
-    def __init__(self, program: RankProgram, costs: Costs) -> None:
+    def __init__(self, program: RankProgram, costs: Costs, mailbox: Mailbox | None = None) -> None:
         if program.mesh_shape != costs.mesh.shape:
             raise CostModelError(f"a program for mesh {program.mesh_shape} cannot be priced on {costs.mesh.shape}")
         self.program, self.costs = program, costs
@@ -156,14 +161,26 @@ class RankEngine:
         self.points: list[MemoryPoint] = []
         self._blocks: dict[str, TimeBlock] = {}
         self._next = 0
+        self._mailbox = mailbox or Mailbox()
+        self._parts = Counter((transfer.message, transfer.sends) for transfer in program.transfers.values())
 
     @property
     def ended(self) -> bool:
         """Whether every step was taken."""
         return self._next == len(self.program.steps)
 
+    @property
+    def waits_for(self) -> str:
+        """The message the next step needs and nobody has posted yet; "" where it needs none."""
+        step = None if self.ended else self.program.steps[self._next]
+        if step is None or step.kind is not StepKind.AWAIT or self._key(step) in self._mailbox.times:
+            return ""
+        message, m = self._key(step)
+        of = f" of microbatch {m}" if m >= 0 else ""
+        return f"{step.action} waits for message {message}{of}"
+
     def advance(self) -> None:
-        """Take the next step."""
+        """Take the next step; not to be called while it waits for a message."""
         step = self.program.steps[self._next]
         memory = self.memory.advance(step)
         if step.kind is StepKind.CALL:
@@ -172,6 +189,8 @@ class RankEngine:
             self.time.compute(step, self._accumulate_s(memory), "accumulate")
         elif step.kind is StepKind.UPDATE:
             self.time.compute(step, self._update_s(step), "update")
+        elif step.kind in MESSAGES:
+            self._message(step)
         if memory.peak > self.peak[0]:
             inside = memory.profile.peak_instr if memory.profile and memory.peak > memory.before else -1
             self.peak = (memory.peak, self._next, inside)
@@ -191,9 +210,24 @@ class RankEngine:
             start_bytes=self.start_bytes, compute_s=compute, comm_s=work,
             exposed_comm_s=self.time.stalled_s(copies=False) + (self.time.end_s - self.time.clock[COMPUTE]),
             spans=tuple(self.time.spans), memory=tuple(self.points), copy_s=copies,
+            bubble_s=self.time.bubble_s,
             exposed_copy_s=self.time.stalled_s(copies=True),
             tier_peak_bytes={tier: peak for tier, peak in self.tier_peaks.items() if peak},
         )  # fmt: skip
+
+    def _key(self, step: Step) -> Key:
+        return self.program.transfers[step.transfer].message, step.microbatch
+
+    def _message(self, step: Step) -> None:
+        """Begin a message, or wait until one is through."""
+        transfer, key = self.program.transfers[step.transfer], self._key(step)
+        if step.kind is StepKind.AWAIT:
+            self.time.message(step, f"p2p:{transfer.channel}", transfer.message, *self._mailbox.times[key])
+            return
+        if transfer.starts:
+            self.time.compute(step, self.costs.memory_s(transfer.nbytes, transfer.nbytes), "copy")
+        seconds = self._parts[transfer.message, transfer.sends] * self.costs.message_s(transfer)
+        self._mailbox.post(transfer.channel, key, transfer.sends, self.time.clock[COMPUTE], seconds)
 
     def _block(self, name: str) -> TimeBlock:
         if name not in self._blocks:
@@ -247,16 +281,30 @@ def simulate(programs: Sequence[RankProgram], costs: Sequence[Costs], rank_class
         costs: parallel to `programs`: of the mesh each class runs on.
         rank_class: class of every rank.
     Raises:
-        CostModelError: as `simulate_rank`, or no program at all.
+        CostModelError: as `simulate_rank`, or no program at all, or ranks that wait for each other.
     """
     if not programs or len(programs) != len(costs):
         raise CostModelError(f"{len(programs)} rank programs, {len(costs)} costs: one of each per class, at least one")
     pairs = [(id(program), id(of)) for program, of in zip(programs, costs, strict=True)]
-    engines = {pair: RankEngine(*given) for pair, given in zip(pairs, zip(programs, costs, strict=True), strict=True)}
-    for engine in engines.values():
-        while not engine.ended:
-            engine.advance()
+    mailbox = Mailbox()
+    engines = {pair: RankEngine(program, of, mailbox) for pair, program, of in zip(pairs, programs, costs, strict=True)}
+    _run(list(engines.values()))
     made = {pair: engine.trace() for pair, engine in engines.items()}
     traces = tuple(made[pair] for pair in pairs)
     busiest = max(range(len(traces)), key=lambda index: traces[index].step_s)
     return Simulation(traces=traces, rank_class=rank_class, busiest=busiest)
+
+
+def _run(engines: list[RankEngine]) -> None:
+    """Let every engine run until all have ended."""
+    running = engines
+    while running:
+        moved = False
+        for engine in running:
+            while not engine.ended and not engine.waits_for:
+                engine.advance()
+                moved = True
+        running = [engine for engine in running if not engine.ended]
+        if running and not moved:
+            waits = "; ".join(f"class {engines.index(engine)}, {engine.waits_for}" for engine in running)
+            raise CostModelError(f"the schedule deadlocks, ranks wait for each other: {waits}")

@@ -22,7 +22,8 @@ class Span(Value, frozen=True, kw_only=True):
     """A stretch of a stream: one step's compute, one collective or one copy.
 
     Attributes:
-        stream: "compute", "comm:in_node", "comm:between_nodes", "copy:host:out", "copy:host:in", or the disk's.
+        stream: "compute", "comm:in_node", "comm:between_nodes", "copy:host:out", "copy:host:in", or the disk's;
+            "p2p:0>4" for messages from rank 0's mesh to rank 4's.
         start_s, end_s: from the step's begin.
         label: the block, or what the collective or copy is called.
         action, segment, microbatch: of the step it belongs to.
@@ -48,6 +49,7 @@ class TimeWalk:
         self.clock: dict[str, float] = {COMPUTE: 0.0}
         self.work: dict[str, float] = {COMPUTE: 0.0}
         self.stalled: dict[str, float] = {}
+        self.bubble_s = 0.0
         self.spans: list[Span] = []
         self._unfinished: dict[str, tuple[float, str]] = {}
 
@@ -91,6 +93,18 @@ class TimeWalk:
         self.clock[COMPUTE] = begin + seconds
         self.work[COMPUTE] += seconds
         self._span(step, COMPUTE, begin, begin + seconds, label, seconds)
+
+    def message(self, step: Step, stream: str, label: str, begin: float, end: float) -> None:
+        """Wait for a message that takes from begin to end; before it begins, waiting is the pipeline's bubble."""
+        now = self.clock[COMPUTE]
+        if end > now:
+            self.bubble_s += max(0.0, begin - now)
+            self.stalled[stream] = self.stalled.get(stream, 0.0) + end - max(now, begin)
+            self.clock[COMPUTE] = end
+        if end > self.clock.get(stream, 0.0):
+            self.clock[stream] = end
+            self.work[stream] = self.work.get(stream, 0.0) + end - begin
+            self._span(step, stream, begin, end, label, end - begin)
 
     def _issue(self, step: Step, event: Issue, now: float) -> tuple[float, str]:
         """When what is issued ends, and on which stream it runs."""

@@ -146,6 +146,12 @@ class StepKind(Enum):
     ACCUMULATE = "accumulate"
     DROP = "drop"
     UPDATE = "update"
+    SEND = "send"
+    RECV = "recv"
+    AWAIT = "await"
+
+
+MESSAGES = frozenset({StepKind.SEND, StepKind.RECV, StepKind.AWAIT})
 
 
 class Step(Value, frozen=True, kw_only=True):
@@ -158,11 +164,18 @@ class Step(Value, frozen=True, kw_only=True):
         yet (a move: no time, no memory), else grows by it in place; the addend's name is dropped.
     DROP: names in `drops` are given up.
     UPDATE: the optimizer's update of the parameters in `args`.
+    SEND: begin to send `args[0]` as the message (`transfer`, `microbatch`); where `outs` has a name, the part of it
+        that is sent is copied there first. What is sent is left alone until an AWAIT of it.
+    RECV: allocate `outs[0]` and begin to receive the message into it; its values are there after an AWAIT of it.
+    AWAIT: wait until the message in `args[0]` has been sent or received; names in `drops` are then given up.
+
+    Messages between two ranks in one direction are sent and received in the same order.
 
     Attributes:
         action: the schedule's action it belongs to, e.g. "0F1".
         microbatch: -1 outside of microbatches; gives "m" in offsets.
         segment: whose instance it is; -1 for none.
+        transfer: of SEND, RECV and AWAIT, a key of the program's `transfers`.
     """
 
     kind: StepKind
@@ -173,6 +186,33 @@ class Step(Value, frozen=True, kw_only=True):
     drops: tuple[str, ...] = ()
     microbatch: int = -1
     segment: int = -1
+    transfer: str = ""
+
+
+class Transfer(Value, frozen=True, kw_only=True):
+    """A message between ranks of two meshes, one per microbatch.
+
+    Attributes:
+        message: its name, the same at both ends; with the microbatch and both ranks it is one message.
+        dtype, shape: of what is sent, local; always contiguous.
+        peers: per place in the rank's mesh, the rank at the other end; -1 for none, and then nothing is moved.
+        starts: per place, where in the value the part that is sent begins; empty where all of it is.
+        channel: "<source>>dest": the first devices of both meshes; messages of a channel keep their order.
+        sends: whether this end sends.
+    """
+
+    message: str
+    dtype: str
+    shape: tuple[int, ...]
+    peers: tuple[int, ...]
+    starts: tuple[tuple[int, ...], ...] = ()
+    channel: str
+    sends: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return TensorSpec(self.dtype, self.shape).nbytes
 
 
 class OuterValue(Value, frozen=True, kw_only=True):
@@ -215,7 +255,7 @@ class RankProgram(Value, frozen=True, kw_only=True):
     """All a rank does in one step.
 
     Attributes:
-        mesh_axes, mesh_shape: of the rank's stage.
+        mesh_axes, mesh_shape: of the rank's stages.
         num_microbatches: extent of "m" in offsets.
         blocks: by name.
         outer: values alive before the step, by outer name.
@@ -226,6 +266,7 @@ class RankProgram(Value, frozen=True, kw_only=True):
         grads: parameter name -> outer name of its gradient in the state layout after the last step.
         optimizer_bytes: bytes of optimizer state the rank keeps.
         update_workspace_bytes: the most the update allocates and drops inside.
+        transfers: messages to and from ranks of other meshes.
     """
 
     mesh_axes: tuple[str, ...]
@@ -240,6 +281,15 @@ class RankProgram(Value, frozen=True, kw_only=True):
     grads: dict[str, str]
     optimizer_bytes: int
     update_workspace_bytes: int
+    transfers: dict[str, Transfer] = {}
+
+
+def place_of(coordinates: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
+    """The place of a rank among its mesh's devices, which are row-major."""
+    place = 0
+    for coordinate, size in zip(coordinates, mesh_shape, strict=True):
+        place = place * size + coordinate
+    return place
 
 
 def parse_offset(text: str) -> tuple[tuple[str, int], ...]:

@@ -81,7 +81,8 @@ class Schedule(Value, frozen=True, kw_only=True):
         name: the generator's name, e.g. "accumulate", "1f1b".
         classes: per rank class, its actions in text form, in order.
         rank_class: class of every rank.
-        num_replicas: groups of ranks that hold each stage and share its microbatches out among them.
+        num_replicas: groups of ranks that hold each stage and share its microbatches out among them; groups of one
+            stage may be the same ranks (the middle one of an odd number).
     """
 
     name: str

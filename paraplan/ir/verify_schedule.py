@@ -191,11 +191,11 @@ def _verify_complete(schedule: Schedule, classes: dict[int, _Rank], num_stages: 
         missing = sorted(set(range(m)) - frozenset().union(*groups))
         if missing:
             raise InvalidPlanError(f"stage {stage}: no rank runs microbatch {missing[0]}")
-        if sum(map(len, groups)) > m or len(groups) != schedule.num_replicas:
+        if sum(map(len, groups)) > m or len(groups) > schedule.num_replicas:
             listed = "; ".join(f"rank {rank} runs {sorted(micros)}" for micros, rank in groups.items())
             raise InvalidPlanError(
-                f"stage {stage}: {schedule.num_replicas} groups of ranks should share {m} microbatches out, each "
-                f"run by one group, and {listed}"
+                f"stage {stage}: at most {schedule.num_replicas} groups of ranks should share {m} microbatches out, "
+                f"each run by one group, and {listed}"
             )
 
 

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
-from paraplan.ir.mesh import parse_layout
+from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
+from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.tensor import TensorSpec
 from paraplan.jobs.check import Errors, SingleDevice
 from paraplan.jobs.data import RandomBatches, TextBatches
 from paraplan.jobs.models import Made, plan_model
 from paraplan.jobs.trainers import check_devices, check_model, make_trainer
-from paraplan.runtime.params import join_over, pad
+from paraplan.runtime.params import pad
 from paraplan.runtime.scaling import Scaler
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.weights import fill, parameters_on_meta, values_of
@@ -177,7 +179,7 @@ def run(
         if options.check:
             params = trainer.full_state_dict(rank0_only=True)
             if single is not None:
-                single.compare(batch, options.clip, loss, grads, params, trainer.buffers())
+                single.compare(batch, options.clip, loss, grads, params, params)
         result.loss.append(loss)
         tell(step, loss, times[-1])
     usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
@@ -214,15 +216,19 @@ def _update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | No
 
 def full_grads(trainer: Trainer) -> dict[str, Tensor]:
     """Whole gradients by parameter name, on every rank (all must call)."""
-    state = trainer.state
+    state, program = trainer.state, trainer.plan.program
+
+    def held(name: str) -> tuple[Tensor, Layout]:
+        outer, grad = state.program.outer[f"state:{name}"], state.params[name].grad
+        assert grad is not None, "a trained parameter has a gradient"
+        return pad(grad, outer.shape), parse_layout(outer.layout)
+
     found = {}
-    for name, param in state.params.items():
-        layout = parse_layout(state.program.outer[f"state:{name}"].layout)
-        if param.grad is not None:
-            # a copy: what is held here must not keep the program's own gradients alive
-            grad = pad(param.grad, state.program.outer[f"state:{name}"].shape)
-            shape = trainer.plan.program.params[name].spec.shape
-            found[name] = join_over(shape, layout, grad, trainer.transport.gather).cpu().clone()
+    for name in trained_params(program):
+        spec = program.params[name].spec
+        spec = TensorSpec(master_dtype(program.precision, spec.dtype), spec.shape)
+        # a copy: what is held here must not keep the program's own gradients alive
+        found[name] = trainer.whole(name, spec, held).cpu().clone()
     return found
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from paraplan.codegen import build_modules
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.holding import holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.trace import fingerprint
@@ -37,7 +38,7 @@ def make_trainer(
     if "RANK" in os.environ and not dist.is_initialized():
         init_distributed("nccl" if backend == "cuda" else "gloo")
     check_world(plan)
-    transport = DistributedTransport(plan.stages[0].mesh, backend)
+    transport = DistributedTransport(*(holding.mesh for holding in holdings(plan)), device=backend)
     pace = (lambda tier, nbytes: plan.cluster.copy_s(tier, transport.rank, nbytes)) if paced else None
     copier = Copier(transport.device, True, pace, offload_folder, transport.rank)
 

@@ -30,6 +30,9 @@ class Constraints(Value, frozen=True, kw_only=True):
         ep: how many of the data-parallel ranks share one set of experts: on an axis of that size, part of dp, stacks of
             expert matrices lie by expert and all else by batch.
         zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).
+        pp: how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group.
+        schedule: with pp, a name of `planner.schedules.named.NAMED`; None: "1f1b".
+        stages: with pp, the segments [first, stop) of every stage; None: cut evenly by time.
         microbatches: how many microbatches a step takes.
         memory_bytes: what a device may hold at most; None: its memory.
         memory_reserve_bytes: device memory to leave free.
@@ -46,6 +49,9 @@ class Constraints(Value, frozen=True, kw_only=True):
     cp_mode: str | None = None
     ep: int | None = None
     zero: int | None = None
+    pp: int | None = None
+    schedule: str | None = None
+    stages: tuple[tuple[int, int], ...] | None = None
     microbatches: int | None = None
     memory_bytes: int | None = None
     memory_reserve_bytes: int = 0
@@ -63,12 +69,20 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     """The constraints themselves, when they make sense together.
 
     Raises:
-        ConstraintError: a size below 1, degrees that do not multiply to the devices, zero without dp, sp without tp,
-            an unknown cp_mode or one without cp, an ep that does not divide dp.
+        ConstraintError: a size below 1, pp that does not divide the devices, a schedule or stages without pp, degrees
+            that do not multiply to the devices, zero without dp, sp without tp, an unknown cp_mode or one without cp,
+            an ep that does not divide dp.
     """
     c = constraints
+    if c.pp is not None and c.pp > 1:
+        if num_devices % c.pp:
+            raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
+        num_devices //= c.pp
+    elif c.schedule is not None or c.stages is not None:
+        pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
+        raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
-    for name, size in (*degrees.items(), ("ep", c.ep), ("microbatches", c.microbatches)):
+    for name, size in (*degrees.items(), ("ep", c.ep), ("pp", c.pp), ("microbatches", c.microbatches)):
         if size is not None and size < 1:
             raise ConstraintError(f"{name}={size}: must be at least 1")
     if c.zero is not None and c.zero not in (0, 1, 2, 3):

@@ -10,6 +10,7 @@ repeatable.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -80,6 +81,21 @@ class IntervalBuilder:
         self.intervals.append(made)
         return len(self.intervals) - 1
 
+    def stretch(self, start: int, end: int) -> int:
+        """[start, end) between two columns."""
+        size = self.model.new_int_var(0, 2**40, self._name())
+        self.intervals.append(self.model.new_interval_var(self.columns[start], size, self.columns[end], self._name()))
+        return len(self.intervals) - 1
+
+    def task(self, start: int, size: int) -> int:
+        """[start, start + size)."""
+        self.intervals.append(self.model.new_fixed_size_interval_var(self.columns[start], size, self._name()))
+        return len(self.intervals) - 1
+
+    def disjoint(self, intervals: list[int]) -> None:
+        """No two of these intervals overlap."""
+        self.model.add_no_overlap([self.intervals[index] for index in intervals])
+
     def capacity(self, demands: dict[int, int], limit: int) -> None:
         """Demands by interval: those that overlap together need at most `limit`."""
         chosen = [self.intervals[index] for index in demands]
@@ -105,9 +121,19 @@ class IntervalBuilder:
 
 
 def solve_intervals(
-    problem: IntervalBuilder, *, time_limit_s: float | None = None, warm_start: dict[int, int] | None = None
+    problem: IntervalBuilder,
+    *,
+    time_limit_s: float | None = None,
+    warm_start: dict[int, int] | None = None,
+    work_limit: float | None = None,
 ) -> IntervalSolution:
     """Minimise with CP-SAT on one thread.
+
+    Args:
+        problem: what to minimise.
+        time_limit_s: wall time at most.
+        warm_start: values by column to start from.
+        work_limit: the solver's own count of its work at most, the same on every machine.
 
     Raises:
         SolverError: the model is malformed.
@@ -121,11 +147,15 @@ def solve_intervals(
     solver.parameters.random_seed = 0
     if time_limit_s is not None:
         solver.parameters.max_time_in_seconds = time_limit_s
+    if work_limit is not None:
+        solver.parameters.max_deterministic_time = work_limit
     status = _STATUS.get(solver.solve(model))
     if status is None:
         raise SolverError(f"CP-SAT refuses the model: {model.validate()}")
     values: tuple[int, ...] = ()
     objective = bound = None
+    if status is Status.LIMIT and problem.objective and math.isfinite(solver.best_objective_bound):
+        bound = round(solver.best_objective_bound)
     if status in (Status.OPTIMAL, Status.FEASIBLE):
         values = tuple(int(solver.value(column)) for column in problem.columns)
         objective = sum(c * values[index] for index, c in problem.objective.items())

@@ -23,6 +23,7 @@ from paraplan.ir.plan import Certificate, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.meshes import candidate_meshes
+from paraplan.planner.pipeline_search import search_pipeline
 from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, solve_mesh
 
@@ -51,7 +52,7 @@ def search(
 
     Args:
         job: what is planned.
-        constraints: what the user pins.
+        constraints: what the user pins; with `pp`, a pipeline (see `pipeline_search`).
         time_limit_s: solver time per mesh.
         progress: told what is being tried.
         certify: whether to bound the step of every plan in scope; without, the certificate's bound is 0.
@@ -62,6 +63,16 @@ def search(
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
     _check_tiers(job, constraints)
+    if constraints.pp is not None and constraints.pp > 1:
+        seconds: list[float] = []
+
+        def solve(part: Job, pins: Constraints) -> Plan:
+            inner = search(part, pins, time_limit_s, progress, certify=False)
+            seconds.append(inner.solve_s)
+            return inner.plan
+
+        pipeline = search_pipeline(job, constraints, solve)
+        return Found(pipeline, sum(seconds), time.perf_counter() - started)
     limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=certify)
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.holding import Holding
 from paraplan.ir.mesh import Layout, R, S, local_shape, parse_layout
-from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.plan import Plan
 from paraplan.runtime import ragged
 from paraplan.runtime.params import Dims, cut, pad
 
@@ -24,7 +25,7 @@ class ShardedBatch(dict[str, Tensor]):
 
 
 def shard_batch(
-    plan: Plan, stage: Stage, coordinates: Dims, batch: Mapping[str, Tensor], device: str = "cpu"
+    plan: Plan, stage: Holding, coordinates: Dims, batch: Mapping[str, Tensor], device: str = "cpu"
 ) -> ShardedBatch:
     """Cut a global batch; one with fewer rows is padded first, where that changes nothing (see `ragged`).
 
@@ -74,7 +75,7 @@ def _check_shapes(plan: Plan, batch: Mapping[str, Tensor]) -> None:
             )
 
 
-def microbatches(plan: Plan, stage: Stage, batch: ShardedBatch) -> dict[str, Tensor]:
+def microbatches(plan: Plan, stage: Holding, batch: ShardedBatch) -> dict[str, Tensor]:
     """Outer values "batch:<name>@<m>", each with storage of its own.
 
     Raises:
@@ -93,7 +94,7 @@ def microbatches(plan: Plan, stage: Stage, batch: ShardedBatch) -> dict[str, Ten
 
 
 def shard_loader(
-    plan: Plan, stage: Stage, coordinates: Dims, loader: Iterable[Mapping[str, Any]], device: str
+    plan: Plan, stage: Holding, coordinates: Dims, loader: Iterable[Mapping[str, Any]], device: str
 ) -> Iterator[ShardedBatch]:
     """The rank's part of every batch of a loader."""
     for batch in loader:

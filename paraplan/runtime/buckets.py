@@ -23,6 +23,8 @@ def check_buckets(plans: Sequence[Plan]) -> None:
         PlanMismatchError: another model, mesh or layout; or two plans of one shape.
     """
     first, seen = plans[0], [shapes_of(plan) for plan in plans]
+    if any(len(plan.stages) > 1 for plan in plans):
+        raise PlanMismatchError("plans of several stages cannot share a trainer; plan every shape with one stage")
     for plan, shapes in zip(plans[1:], seen[1:], strict=True):
         if plan.program.fingerprint != first.program.fingerprint or plan.stages[0].mesh != first.stages[0].mesh:
             raise PlanMismatchError(f"the plan for {shapes} is for another model or mesh than that for {seen[0]}")

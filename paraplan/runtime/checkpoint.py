@@ -7,7 +7,7 @@ copies follow from it. `state_dict` holds DTensors that share storage with the t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from paraplan.ir import mesh as ir_mesh
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
+from paraplan.ir.holding import Holding, counted_here
 from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
+from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.rank_program import StepKind
 from paraplan.ir.strides import contiguous_strides
+from paraplan.ir.tensor import TensorSpec
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank
@@ -29,6 +32,7 @@ class Checkpointing:
     """The part of `Trainer` that gives out and takes in parameters and optimizer states."""
 
     plan: Plan
+    held: tuple[Holding, ...]
     state: Rank
     transport: DistributedTransport
 
@@ -51,7 +55,11 @@ class Checkpointing:
         return self.state.buffers()
 
     def _names(self) -> tuple[str, ...]:
-        return (*self.state.stage.params, *self.plan.program.buffer_updates)
+        return (*self.state.stage.params, *(name for name in self.state.stage.buffers if name in self._written))
+
+    @property
+    def _written(self) -> Mapping[str, str]:
+        return self.plan.program.buffer_updates
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take in DTensors laid out as `state_dict` gives them (the very ones, once loaded into, or others).
@@ -78,14 +86,35 @@ class Checkpointing:
             rank0_only: only rank 0 keeps them; the others return {}. All ranks must call.
         """
         found: dict[str, Tensor] = {}
-        for name in self._names():
-            local, layout = self.state.held(name)
-            full = join_over(self._shape(name), layout, local.detach(), self.transport.gather)
+        program = self.plan.program
+        trained = set(trained_params(program))
+        for name in (*program.params, *self._written):
+            if name in program.params and not any(name in holding.params for holding in self.held):
+                continue  # no segment reads it
+            spec = program.params[name].spec if name in program.params else program.buffers[name]
+            dtype = master_dtype(program.precision, spec.dtype) if name in trained else spec.dtype
+            full = self.whole(name, TensorSpec(dtype, spec.shape), self.state.held)
             if not rank0_only or self.transport.rank == 0:
                 kept = full.cpu().clone()
                 param = self.plan.program.params.get(name)
                 found |= dict.fromkeys((name, *(param.aliases if param else ())), kept)
         return found
+
+    def whole(self, name: str, spec: TensorSpec, held: Callable[[str], tuple[Tensor, Layout]]) -> Tensor:
+        """A parameter, buffer or gradient whole on every rank, all of which must call.
+
+        Args:
+            name: of the parameter or buffer.
+            spec: of the whole.
+            held: gives this rank's part, padding included, and its layout, where the rank has one.
+        """
+        speaker = next(each for each in self.held if name in counted_here(self.plan.program, self.held, each))
+        if self.transport.rank in speaker.mesh.devices:
+            local, layout = held(name)
+            full = join_over(spec.shape, layout, local.detach(), self.transport.gather)
+        else:
+            full = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.transport.device)
+        return full if len(self.held) == 1 else self.transport.spread(full.contiguous(), speaker.mesh.devices[0])
 
     def load_full_state_dict(self, full: Mapping[str, Tensor]) -> None:
         """Take in full tensors by name, the same on every rank; each keeps its shards. Buffers may be left out.
@@ -96,7 +125,7 @@ class Checkpointing:
         missing = [name for name in self.state.stage.params if name not in full]
         if missing:
             raise PlanMismatchError(f"full state dict lacks {', '.join(missing[:5])} ({len(missing)} in all)")
-        buffers = {f"buffer:{name}": full[name] for name in self.plan.program.buffer_updates if name in full}
+        buffers = {f"buffer:{name}": full[name] for name in self._written if name in full}
         self.state.load({f"param:{name}": full[name] for name in self.state.stage.params} | buffers)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, create: bool = False) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The transport over torch.distributed: one process per rank, NCCL on cuda, Gloo on cpu.
 
-Emitted modules reach the process groups by name (`groups`, one per mesh axis). The port serves recordings: it
+Emitted modules reach the process groups by name (`groups`, one per mesh axis); messages between ranks of different
+meshes go by two groups of all ranks, one for each direction. The port serves recordings: it
 exchanges private copies of what it is given, so that no tensor of the program is held by the backend and what
 the account says died did die; values are those of the fast path. Checked on torch 2.13 Gloo: all collectives
 used here exist for float64, float32, bfloat16 and int64.
@@ -8,6 +9,7 @@ used here exist for float64, float32, bfloat16 and int64.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -32,38 +34,54 @@ class _Pending(Handle):
     pending: Tensor | None = None
 
 
+@dataclass
+class _Message(Handle):
+    """A message on its way, and where it is received."""
+
+    work: dist.Work | None = None
+    buffer: Tensor | None = None
+
+
 class DistributedTransport:
     """This process' rank among those of a mesh.
 
     Args:
-        mesh: its devices are ranks. Every rank of the job makes the transport, in the same order.
+        meshes: their devices are ranks; no two share one. Every rank of the job makes the transport with the same ones.
         device: "cpu" or "cuda" (the current device).
 
     Attributes:
         rank: of this process; 0 where torch.distributed is not initialised.
         groups: process group name per mesh axis, "" where the axis has one rank.
+        mesh: this rank's.
         device_mesh: the mesh as DTensor knows it; None for a single process.
     """
 
-    def __init__(self, mesh: Mesh, device: str = "cpu") -> None:
-        self.mesh, self.device = mesh, device
+    def __init__(self, *meshes: Mesh, device: str = "cpu") -> None:
+        self.device, self.num_meshes = device, len(meshes)
         self.tracker = Tracker()
         self.device_mesh: DeviceMesh | None = None
-        self.rank = dist.get_rank() if dist.is_initialized() else mesh.devices[0]
+        self.rank = dist.get_rank() if dist.is_initialized() else meshes[0].devices[0]
+        self.mesh = next((mesh for mesh in meshes if self.rank in mesh.devices), meshes[0])
+        needed = 1 + max(device for mesh in meshes for device in mesh.devices)
         if dist.is_initialized():
-            if dist.get_world_size() <= max(mesh.devices):
+            if dist.get_world_size() < needed:
                 raise RuntimeFailure(
-                    f"the plan needs {max(mesh.devices) + 1} ranks, this job has {dist.get_world_size()}; "
+                    f"the plan needs {needed} ranks, this job has {dist.get_world_size()}; "
                     "start torchrun with as many processes"
                 )
-            if mesh.shape:
-                grid = torch.tensor(mesh.devices).reshape(mesh.shape)
-                self.device_mesh = DeviceMesh(device, grid, mesh_dim_names=mesh.axes)
-        elif mesh.size > 1:
+            for mesh in meshes:
+                if mesh.shape:
+                    grid = torch.tensor(mesh.devices).reshape(mesh.shape)
+                    made = DeviceMesh(device, grid, mesh_dim_names=mesh.axes)
+                    self.device_mesh = made if mesh == self.mesh else self.device_mesh
+        elif needed > 1:
             raise RuntimeFailure(
-                f"the plan needs {mesh.size} ranks and torch.distributed is not initialised; start under torchrun and "
+                f"the plan needs {needed} ranks and torch.distributed is not initialised; start under torchrun and "
                 "call paraplan.runtime.launch.init_distributed()"
             )
+        # Messages up and down the ranks go by lanes of their own: a pair's messages in one lane are one after another,
+        # and a send that waits for its receive must not hold up what comes the other way.
+        self._lanes = (dist.new_group(), dist.new_group()) if self.num_meshes > 1 else ()
         self.groups = tuple(self._group_name(axis) for axis in range(len(mesh.shape)))
 
     def _group(self, axis: int) -> dist.ProcessGroup:
@@ -103,8 +121,46 @@ class DistributedTransport:
         rows = [x.shape[0] // size] * size
         return c10d.all_to_all_single(x, rows, rows, group)  # type: ignore[no-any-return]
 
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Exchange a first message over every (source, target) pair of ranks, in one order on all of them.
+
+        NCCL connects a pair on its first message, at which both have to be present.
+        """
+        for source, target in sorted(set(pairs)):
+            if self.rank == source:
+                dist.send(torch.zeros(1, device=self.device), target, group=self._lane(source, target))
+            elif self.rank == target:
+                dist.recv(torch.zeros(1, device=self.device), source, group=self._lane(source, target))
+
+    def _lane(self, source: int, target: int) -> dist.ProcessGroup:
+        return self._lanes[source < target]
+
+    def send(self, x: Tensor, peer: int, what: str) -> Handle:
+        """Start to send, a private copy where an account is kept."""
+        with self.tracker.booking(None):
+            kept = ops.fresh(x) if self._is_recording else x
+            work = dist.isend(kept, peer, group=self._lane(self.rank, peer))
+        return _Message(kept, what, work=work)
+
+    def receive(self, out: Tensor, peer: int, what: str) -> Handle:
+        """Start to receive, into a private buffer where an account is kept."""
+        with self.tracker.booking(None):
+            buffer = torch.empty_like(out) if self._is_recording else out
+            work = dist.irecv(buffer, peer, group=self._lane(peer, self.rank))
+        return _Message(out, what, work=work, buffer=buffer)
+
+    @property
+    def _is_recording(self) -> bool:
+        return self.tracker.is_entered
+
     def ready(self, handle: Handle) -> bool:
         """Waits."""
+        if isinstance(handle, _Message) and handle.work is not None:
+            handle.work.wait()
+            if handle.buffer is not None and handle.buffer is not handle.out:
+                with self.tracker.booking(None):
+                    handle.out.copy_(handle.buffer)
+            handle.work = handle.buffer = None
         if isinstance(handle, _Pending) and handle.pending is not None:
             with self.tracker.booking(None):
                 handle.out.copy_(torch.ops._c10d_functional.wait_tensor(handle.pending))
@@ -119,6 +175,21 @@ class DistributedTransport:
         """x reduced over a mesh axis, at once and in place."""
         if self.mesh.shape[axis] > 1:
             dist.all_reduce(x, _REDUCE[reduction], group=self._group(axis))
+        return x
+
+    def agree(self, x: Tensor, reduction: str = "sum") -> Tensor:
+        """x reduced over all ranks of all meshes, at once and in place."""
+        if self.num_meshes > 1:
+            dist.all_reduce(x, _REDUCE[reduction])
+            return x
+        for axis in range(len(self.mesh.shape)):
+            self.reduce(x, axis, reduction)
+        return x
+
+    def spread(self, x: Tensor, source: int) -> Tensor:
+        """A rank's tensor on all ranks of all meshes, in place."""
+        if self.num_meshes > 1:
+            dist.broadcast(x, source)
         return x
 
     def gather(self, x: Tensor, axis: int) -> list[Tensor]:

@@ -17,7 +17,16 @@ from torch import Tensor, fx
 
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import ParaplanError, RuntimeFailure
-from paraplan.ir.rank_program import Block, InstrKind, RankProgram, Step, StepKind, offset_value
+from paraplan.ir.rank_program import (
+    MESSAGES,
+    Block,
+    InstrKind,
+    RankProgram,
+    Step,
+    StepKind,
+    offset_value,
+    place_of,
+)
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.interpret import Tape, make_tape, play
 from paraplan.runtime.ops import INSTR
@@ -68,6 +77,8 @@ class Executor:
         self.noting = True
         self._locate = locate
         self._pending: dict[int, Handle] = {}
+        self._place = place_of(coordinates, program.mesh_shape)
+        self._messages: dict[tuple[str, int], Handle] = {}
 
     def bind(self, values: Mapping[str, Tensor]) -> None:
         """Put tensors into the outer namespace.
@@ -120,9 +131,38 @@ class Executor:
                     self.outer[name] = value
         elif step.kind is StepKind.ACCUMULATE:
             self._accumulate(step)
+        elif step.kind in (StepKind.SEND, StepKind.RECV):
+            self._begin_message(step)
         else:
+            if step.kind is StepKind.AWAIT:
+                self.port.ready(self._messages.pop((step.transfer, step.microbatch)))
             for name in step.drops:
                 del self.outer[name]
+
+    def _begin_message(self, step: Step) -> None:
+        """SEND and RECV."""
+        transfer = self.program.transfers[step.transfer]
+        peer, what = transfer.peers[self._place], f"{transfer.message} of microbatch {step.microbatch}"
+        x = None if step.kind is StepKind.RECV else self.outer[step.args[0]]
+        for name in step.outs:
+            if name is not None:
+                dtype = getattr(torch, transfer.dtype)
+                like = self._any_tensor() if x is None else x
+                made = torch.empty(transfer.shape, dtype=dtype, device=like.device)
+                if x is not None and peer >= 0:
+                    made.copy_(_part(x, transfer.starts[self._place], transfer.shape))
+                self.outer[name] = x = made
+        assert x is not None
+        if peer < 0:
+            handle = Handle(x, what, done=True)
+        elif transfer.sends:
+            handle = self.port.send(x, peer, what)
+        else:
+            handle = self.port.receive(x, peer, what)
+        self._messages[step.transfer, step.microbatch] = handle
+
+    def _any_tensor(self) -> Tensor:
+        return next(iter(self.outer.values()))
 
     def _accumulate(self, step: Step) -> Tensor:
         total, addend = step.args
@@ -148,6 +188,8 @@ class Executor:
             try:
                 if step.kind is StepKind.CALL:
                     yield from self._record_call(step, progress)
+                elif step.kind in MESSAGES:
+                    yield from self._record_message(step)
                 else:
                     self._record_other(step)
             except ParaplanError:
@@ -191,6 +233,24 @@ class Executor:
         value = None
         results.clear()
         self._note_drop(step, before)
+
+    def _record_message(self, step: Step) -> Recording:
+        before, shapes = self.ledger.live_bytes, []
+        if step.kind is StepKind.AWAIT:
+            handle = self._messages.pop((step.transfer, step.microbatch))
+            while not self.port.ready(handle):
+                yield
+            del handle
+        else:
+            self._begin_message(step)
+            shapes = [tuple(self.outer[name].shape) for name in step.outs if name is not None]
+        allocated = self.ledger.live_bytes - before
+        alive = self._alive()
+        for name in step.drops:
+            del self.outer[name]
+        freed, _, _, tiers = self._freed(alive)
+        message = self.program.transfers[step.transfer].message
+        self._note(step, step.kind.value, tuple(shapes), allocated, freed, message, tiers=tiers)
 
     def _record_other(self, step: Step) -> None:
         before = self._alive()
@@ -239,6 +299,11 @@ class Executor:
         else:
             where += f", {step.kind.value} of {', '.join(step.args or step.drops)}"
         return RuntimeFailure(f"{where}: {type(fault).__name__}: {fault}")
+
+
+def _part(x: Tensor, starts: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """A rectangle of a tensor, as a view."""
+    return x[tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))]
 
 
 def make_tapes(program: RankProgram, modules: Modules) -> dict[str, Tape]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.ir.entry import Entry
+from paraplan.ir.holding import counted_here, holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.runtime.batch import shard_batch
@@ -29,7 +30,7 @@ from paraplan.runtime.evaluate import (
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
 from paraplan.runtime.params import join
-from paraplan.runtime.rank import Rank, single_stage, source_lines
+from paraplan.runtime.rank import Rank, source_lines
 from paraplan.runtime.scaling import SCALE, Scaler
 from paraplan.runtime.stepping import make_executors, step_together
 from paraplan.runtime.weights import values_of
@@ -55,10 +56,10 @@ class InProcessTrainer:
         self, plan: Plan, programs: Sequence[RankProgram], modules: Sequence[Modules], model: nn.Module, seed: int = 0,
         build: Build | None = None, weights: str | Path | None = None,
     ) -> None:  # fmt: skip
-        self.plan, self.stage = plan, single_stage(plan)
-        self.mesh = self.stage.mesh
+        self.plan, self.held = plan, holdings(plan)
         self.transport, executors = make_executors(
-            self.mesh, programs, plan.schedule.rank_class, modules, source_lines(plan.program)
+            [holding.mesh for holding in self.held], programs, plan.schedule.rank_class, modules,
+            source_lines(plan.program),
         )  # fmt: skip
         values = values_of(plan.program, model, weights, seed)
         self.ranks = [Rank(plan, executor, values, seed) for executor in executors]
@@ -74,19 +75,19 @@ class InProcessTrainer:
         key = self._evaluations.names(outputs, names)
         self.evaluators = []
         for index, rank in enumerate(self.ranks):
-            program, modules = self._evaluations.get(key, self.plan.schedule.rank_class[self.mesh.devices[index]])
+            program, modules = self._evaluations.get(key, self.plan.schedule.rank_class[rank.executor.rank])
             here = rank.executor
             executor = Executor(
                 program, modules, here.coordinates, here.port, here.rank, source_lines(self.plan.program)
             )
-            bind(executor, rank, shard_batch(self.plan, self.stage, here.coordinates, batch))
+            bind(executor, rank, shard_batch(self.plan, rank.stage, here.coordinates, batch))
             begin_account(executor, self.optimizers[index : index + 1])
             self.evaluators.append(executor)
         step_together(self.transport, self.evaluators, [executor.program.steps for executor in self.evaluators])
-        places = [rank.executor.coordinates for rank in self.ranks]
+        places, mesh_shape = [rank.executor.coordinates for rank in self.ranks], self.held[0].mesh.shape
         found = collect(
             self.evaluators, outputs,
-            lambda shape, layout, parts: join(shape, layout, self.mesh.shape, lambda at: parts[places.index(at)]),
+            lambda shape, layout, parts: join(shape, layout, mesh_shape, lambda at: parts[places.index(at)]),
         )  # fmt: skip
         return found if outputs != "global" else without_padding(self.plan, found, missing_rows(self.plan, batch))
 
@@ -102,7 +103,7 @@ class InProcessTrainer:
             The loss (0-dim), of the whole batch.
         """
         for index, rank in enumerate(self.ranks):
-            rank.start(shard_batch(self.plan, self.stage, rank.executor.coordinates, batch))
+            rank.start(shard_batch(self.plan, rank.stage, rank.executor.coordinates, batch))
             rank.executor.noting = self.record
             if self.record:
                 rank.begin_account(self.optimizers[index : index + 1])
@@ -117,27 +118,42 @@ class InProcessTrainer:
         """Full gradients by parameter name, after `step`."""
         return {
             name: self._join(name, lambda rank, o=outer: rank.executor.outer[o])
-            for name, outer in self.ranks[0].program.grads.items()
+            for name, outer in self._everyones(lambda rank: rank.program.grads).items()
         }
 
     def params(self) -> dict[str, Tensor]:
         """Full parameters by name: the optimizer's copy where there is one."""
-        return {name: self._join(name, lambda rank, n=name: rank.held(n)[0]) for name in self.stage.params}
+        return {
+            name: self._join(name, lambda rank, n=name: rank.held(n)[0])
+            for name in self._everyones(lambda rank: rank.stage.params)
+        }
 
     def stored_params(self, rank: int) -> dict[str, Tensor]:
         """The shards a rank computes with."""
         tensors = self.ranks[rank].tensors
-        return {name: tensors[f"param:{name}"] for name in self.stage.params}
+        return {name: tensors[f"param:{name}"] for name in self.ranks[rank].stage.params}
 
-    def buffers(self, rank: int = 0) -> dict[str, Tensor]:
-        """The buffers as a rank has them; all ranks hold them whole."""
-        return self.ranks[rank].buffers()
+    def buffers(self, rank: int | None = None) -> dict[str, Tensor]:
+        """The buffers as a rank has them, or (None) as those that write them have; ranks of a mesh hold them whole."""
+        if rank is not None:
+            return self.ranks[rank].buffers()
+        return self._everyones(lambda each: each.buffers())
+
+    def _everyones(self, of: Callable[[Rank], Mapping[str, Any]]) -> dict[str, Any]:
+        """What ranks have by name, in the order of the groups that speak for it."""
+        found: dict[str, Any] = {}
+        for rank in self.ranks:
+            found |= {name: x for name, x in of(rank).items() if name in self._counted(rank) and name not in found}
+        return found
+
+    def _counted(self, rank: Rank) -> frozenset[str]:
+        return counted_here(self.plan.program, self.held, rank.stage)
 
     def _join(self, name: str, local: Any) -> Tensor:
-        by_coordinates = {rank.executor.coordinates: rank for rank in self.ranks}
-        layout = self.ranks[0].held(name)[1]
-        shape = self.plan.program.params[name].spec.shape
-        return join(shape, layout, self.mesh.shape, lambda coords: local(by_coordinates[coords])).clone()
+        first = next(rank for rank in self.ranks if name in rank.stage.params)
+        by_coordinates = {rank.executor.coordinates: rank for rank in self.ranks if rank.stage == first.stage}
+        shape, mesh_shape = self.plan.program.params[name].spec.shape, first.stage.mesh.shape
+        return join(shape, first.held(name)[1], mesh_shape, lambda coords: local(by_coordinates[coords])).clone()
 
     def entries(self, rank: int) -> list[Entry]:
         """What a rank did since the step began."""
@@ -155,7 +171,8 @@ class InProcessTrainer:
         """As torch's, over the gradients of the last step."""
         shares = []
         for rank in self.ranks:
-            shares.append(norm_share(rank.grads(), rank.layouts, rank.executor.coordinates, norm_type))
+            grads = {name: grad for name, grad in rank.grads().items() if name in self._counted(rank)}
+            shares.append(norm_share(grads, rank.layouts, rank.executor.coordinates, norm_type))
         total = torch.stack(shares).max() if norm_type == float("inf") else torch.stack(shares).sum()
         norm = norm_of(total, norm_type)
         for rank in self.ranks:

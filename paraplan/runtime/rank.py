@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir.errors import RuntimeFailure
+from paraplan.ir.holding import Holding, holding_of, holdings
 from paraplan.ir.mesh import Layout, parse_layout
-from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
@@ -33,20 +33,22 @@ class Rank:
         device: where tensors live.
 
     Attributes:
+        stage: what the rank holds: its mesh, parameters and batch.
         params: the state tensors the optimizer updates, by parameter name; they share the outer values' storage, and
             have none of its padding.
         layouts: of the states (and of the gradients the optimizer reads).
     """
 
     def __init__(self, plan: Plan, executor: Executor, values: Values | Rank, seed: int, device: str = "cpu") -> None:
-        self.plan, self.stage, self.executor, self.device = plan, plan.stages[0], executor, device
+        self.plan, self.executor, self.device = plan, executor, device
+        self.stage: Holding = holding_of(holdings(plan), executor.rank)
         self.program: RankProgram = executor.program
         self.before, self.after = split_steps(self.program.steps)
         self.seed, self.steps_done = seed, 0
         shared = values if isinstance(values, Rank) else None
         source: Values = Nothing() if isinstance(values, Rank) else values
         held = {} if shared is None else {name: x for name, x in shared.tensors.items() if name in self.program.outer}
-        self.tensors = local_tensors(self.program, source, executor.coordinates, device, held)
+        self.tensors: dict[str, Tensor] = local_tensors(self.program, source, executor.coordinates, device, held)
         executor.bind(self.tensors)
         states = {value.source: name for name, value in self.program.outer.items() if value.role == "state"}
         self.layouts: dict[str, Layout] = {
@@ -56,7 +58,7 @@ class Rank:
             name: nn.Parameter(self.without_padding(name, self.tensors[outer], self.layouts[name]))
             for name, outer in states.items()
         }
-        self.params = params if shared is None else shared.params
+        self.params: dict[str, nn.Parameter] = params if shared is None else shared.params
 
     def start(self, batch: ShardedBatch) -> None:
         """Bind a batch and fresh seeds; what the last step left behind is dropped."""
@@ -149,17 +151,15 @@ def split_steps(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[Step, 
     return steps[:position], steps[position:]
 
 
-def single_stage(plan: Plan) -> Stage:
-    """The only stage.
-
-    Raises:
-        RuntimeFailure: there are several.
-    """
-    if len(plan.stages) != 1:
-        raise RuntimeFailure(
-            f"a plan of {len(plan.stages)} stages: this version runs single-stage plans; plan with stages=1"
-        )
-    return plan.stages[0]
+def message_pairs(plan: Plan, programs: Sequence[RankProgram]) -> list[tuple[int, int]]:
+    """The (source, target) pairs of ranks between which messages go."""
+    found: dict[tuple[int, int], None] = {}
+    for holding in holdings(plan):
+        for place, rank in enumerate(holding.mesh.devices):
+            for transfer in programs[plan.schedule.rank_class[rank]].transfers.values():
+                if transfer.sends and transfer.peers[place] >= 0:
+                    found[rank, transfer.peers[place]] = None
+    return list(found)
 
 
 def source_lines(program: Program) -> Locate:

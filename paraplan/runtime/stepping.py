@@ -15,28 +15,29 @@ from paraplan.runtime.transport import InProcessTransport
 
 
 def make_executors(
-    mesh: Mesh,
+    mesh: Mesh | Sequence[Mesh],
     programs: Sequence[RankProgram],
     rank_class: Sequence[int],
     modules: Sequence[Modules],
     locate: Locate = no_source,
 ) -> tuple[InProcessTransport, list[Executor]]:
-    """An in-process transport and one executor per device of the mesh.
+    """An in-process transport and one executor per device of the mesh (several: of all of them, by number).
 
     Args:
-        mesh: devices are ranks.
+        mesh: devices are ranks; no two meshes share one.
         programs, modules: per rank class.
         rank_class: class of every rank.
         locate: see `Executor`.
     """
-    transport = InProcessTransport(mesh)
+    transport = InProcessTransport(*([mesh] if isinstance(mesh, Mesh) else mesh))
     tapes = [make_tapes(*pair) for pair in zip(programs, modules, strict=True)]
+    mesh_of = transport.mesh_of
     executors = [
         Executor(
-            programs[rank_class[rank]], modules[rank_class[rank]], mesh.coordinates(rank), transport.port(rank),
-            rank, locate, tapes[rank_class[rank]]
+            programs[rank_class[rank]], modules[rank_class[rank]], mesh_of[rank].coordinates(rank),
+            transport.port(rank), rank, locate, tapes[rank_class[rank]]
         )
-        for rank in mesh.devices
+        for rank in (mesh.devices if isinstance(mesh, Mesh) else sorted(mesh_of))
     ]  # fmt: skip
     return transport, executors
 

@@ -122,6 +122,21 @@ class Tracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.current: Ledger | None = None
+        self._entered = 0
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether an account is being kept."""
+        return self._entered > 0
+
+    def __enter__(self) -> Tracker:
+        self._entered += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        self._entered -= 1
+        super().__exit__(*fault)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inside = _has_inside(func)

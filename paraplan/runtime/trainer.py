@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.holding import counted_here, holding_of, holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.runtime import compiled as compiling
@@ -43,7 +44,7 @@ from paraplan.runtime.evaluate import (
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
 from paraplan.runtime.params import join_over
-from paraplan.runtime.rank import Rank, single_stage, source_lines
+from paraplan.runtime.rank import Rank, message_pairs, source_lines
 from paraplan.runtime.scaling import SCALE, Scaler
 from paraplan.runtime.weights import values_of
 
@@ -56,7 +57,7 @@ class Trainer(Checkpointing):
         programs: `ir.lower.lower(plan)`, per rank class.
         modules: of this rank's class, `codegen.build_modules(program, transport.groups, transport.device)`.
         model: with values, on any device, or on meta; only this rank's shards are kept.
-        transport: of the stage's mesh.
+        transport: of the plan's meshes, in the order of `ir.holding.holdings`.
         seed: base of the random seeds; the same on every rank.
         record: note every instruction and the memory it takes (slow); entries and `peak_bytes` then say what was.
         compile_phases: "F" and/or "B": run these phases through torch.compile, checked against eager once.
@@ -79,7 +80,8 @@ class Trainer(Checkpointing):
         share: Trainer | None = None, copier: Copier | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.transport, self.rank, self.record = plan, transport, transport.rank, record
-        self.stage = single_stage(plan)
+        self.held = holdings(plan)
+        self.stage = holding_of(self.held, self.rank)
         program = programs[plan.schedule.rank_class[self.rank]]
         coordinates = self.stage.mesh.coordinates(self.rank)
         copier = copier or Copier(transport.device, beside=True, rank=self.rank)
@@ -88,6 +90,8 @@ class Trainer(Checkpointing):
         )
         values = values_of(plan.program, model, weights, seed) if share is None else share.state
         self.state = Rank(plan, executor, values, seed, transport.device)
+        if len(self.held) > 1:
+            transport.connect(message_pairs(plan, programs))
         compiling.compile_phases(executor, transport, compile_phases, compile_backend)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._evaluations = Evaluations(plan, build)
@@ -214,8 +218,7 @@ class Trainer(Checkpointing):
         """
 
         def agree(found: Tensor) -> None:
-            for axis in range(len(self.stage.mesh.shape)):
-                self.transport.reduce(found, axis, "max")
+            self.transport.agree(found, "max")
 
         scales = [self.state.tensors[name] for name in (SCALE,) if name in self.state.tensors]
         return Scaler(self.plan, agree, scales, self.transport.device, **options)
@@ -237,10 +240,11 @@ class Trainer(Checkpointing):
             The norm before clipping, the same on every rank; float64.
         """
         grads = {name: param.grad for name, param in self.state.params.items() if param.grad is not None}
-        total = norm_share(grads, self.state.layouts, self.state.executor.coordinates, norm_type, self.transport.device)
-        for axis in range(len(self.stage.mesh.shape)):
-            total = self.transport.reduce(total, axis, "max" if norm_type == float("inf") else "sum")
-        norm = norm_of(total, norm_type)
+        here = counted_here(self.plan.program, self.held, self.stage)
+        counted = {name: grad for name, grad in grads.items() if name in here}
+        place = self.state.executor.coordinates
+        total = norm_share(counted, self.state.layouts, place, norm_type, self.transport.device)
+        norm = norm_of(self.transport.agree(total, "max" if norm_type == float("inf") else "sum"), norm_type)
         clip(grads.values(), norm, max_norm)
         return norm
 

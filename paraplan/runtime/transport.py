@@ -1,7 +1,7 @@
 """How ranks exchange tensors: what a transport is, and the one that runs every rank in this process.
 
-A rank deals with a `Port`: it issues a collective, goes on, and later asks whether it is done. The in-process
-transport matches the k-th collective every rank issues over an axis with the k-th of its peers on that axis,
+A rank deals with a `Port`: it issues a collective or a message, goes on, and later asks whether it is done. The
+in-process transport matches the k-th collective every rank issues over an axis with the k-th of its peers on that axis,
 and computes it with plain tensor operations when the last of them arrives (sums in rank order), so results are
 the same on every run. `all_reduce` works on a copy made at issue, or on its input; the others read their input when
 the last peer issues, which is before any of them can be past its wait.
@@ -9,6 +9,7 @@ the last peer issues, which is before any of them can be past its wait.
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -54,11 +55,25 @@ class Port(Protocol):
     ) -> Handle:
         """Start a collective over a mesh axis; `in_place`: an all-reduce whose result replaces x."""
 
+    def send(self, x: Tensor, peer: int, what: str) -> Handle:
+        """Start to send a contiguous tensor to a rank; it is left alone until that is done."""
+
+    def receive(self, out: Tensor, peer: int, what: str) -> Handle:
+        """Start to receive a rank's next message; `what` both ends call it."""
+
     def ready(self, handle: Handle) -> bool:
         """Whether it is done; a port that can only block does so and says yes."""
 
     def booking(self, ledger: Ledger | None) -> AbstractContextManager[None]:
         """While inside, what is allocated is booked to a ledger."""
+
+
+class _Letter(NamedTuple):
+    """One end of a message that waits for the other."""
+
+    x: Tensor
+    what: str
+    handle: Handle
 
 
 @dataclass
@@ -75,16 +90,23 @@ class _Meeting:
 
 
 class InProcessTransport:
-    """All ranks of a mesh, in this process.
+    """All ranks of some meshes, in this process.
+
+    Messages between two ranks have to be received in the order they are sent in, as NCCL's have, and a send ends when
+    it is received.
+
+    Args:
+        meshes: no two of which share a rank.
 
     Attributes:
-        mesh: whose devices are the ranks.
+        mesh_of: the mesh of every rank.
         tracker: books what they allocate; the inside of a collective is booked to nobody.
-        num_issued: collectives issued so far, by any rank.
+        num_issued: collectives and messages issued so far, by any rank.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, *meshes: Mesh) -> None:
+        self.mesh_of = {device: mesh for mesh in meshes for device in mesh.devices}
+        self._lanes: dict[tuple[int, int], tuple[deque[_Letter], deque[_Letter]]] = {}
         self.tracker = Tracker()
         self.num_issued = 0
         self._groups: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -105,9 +127,10 @@ class InProcessTransport:
             RuntimeFailure: peers issued something else in its place.
         """
         self.num_issued += 1
-        group = self._groups.get((rank, axis)) or self._groups.setdefault((rank, axis), self.mesh.group(rank, axis))
+        mesh = self.mesh_of[rank]
+        group = self._groups.get((rank, axis)) or self._groups.setdefault((rank, axis), mesh.group(rank, axis))
         count = self._issued[rank, axis] = self._issued.get((rank, axis), -1) + 1
-        what = f"{kind} {count} over axis {self.mesh.axes[axis]}"
+        what = f"{kind} {count} over axis {mesh.axes[axis]}"
         handle = Handle(x if in_place else self._result(kind, x, len(group), route), what)
         found = _Meeting(kind, reduction, tuple(x.shape), x.dtype)
         meeting = self._meetings.setdefault((axis, group, count), found)
@@ -127,6 +150,26 @@ class InProcessTransport:
             del self._meetings[axis, group, count]
             with untracked():
                 _complete(meeting, group)
+        return handle
+
+    def post(self, source: int, target: int, x: Tensor, sends: bool, what: str) -> Handle:
+        """One end of a message between two ranks.
+
+        Raises:
+            RuntimeFailure: the other end's next message in this direction is another one.
+        """
+        self.num_issued += 1
+        handle = Handle(x, what)
+        lane = self._lanes.setdefault((source, target), (deque(), deque()))
+        lane[sends].append(_Letter(x, what, handle))
+        while lane[0] and lane[1]:
+            received, sent = lane[0].popleft(), lane[1].popleft()
+            here, there = ((each.what, tuple(each.x.shape), each.x.dtype) for each in (received, sent))
+            if here != there:
+                raise RuntimeFailure(f"rank {target} receives {here} where rank {source} sends {there}")
+            with untracked():
+                received.x.copy_(sent.x)
+            received.handle.done = sent.handle.done = True
         return handle
 
     def _result(self, kind: str, x: Tensor, size: int, route: Route | None) -> Tensor:
@@ -151,6 +194,14 @@ class InProcessPort:
     ) -> Handle:
         """Start a collective."""
         return self.transport.issue(self.rank, kind, x, reduction, axis, in_place, route)
+
+    def send(self, x: Tensor, peer: int, what: str) -> Handle:
+        """Start to send."""
+        return self.transport.post(self.rank, peer, x, True, what)
+
+    def receive(self, out: Tensor, peer: int, what: str) -> Handle:
+        """Start to receive."""
+        return self.transport.post(peer, self.rank, out, False, what)
 
     def ready(self, handle: Handle) -> bool:
         """Whether every peer has issued it."""

@@ -15,8 +15,8 @@ OPTIONS = {
     "plan": [
         "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
         "--memory", "--memory-reserve", "--tp",
-        "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--microbatches", "--recompute", "--offload",
-        "--time-limit", "--profile", "--profile-any", "--json",
+        "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages", "--microbatches",
+        "--recompute", "--offload", "--time-limit", "--profile", "--profile-any", "--json",
     ],
     "profile": [
         "MODEL", "--output -o", "--device", "--devices", "--set", "--batch", "--seq", "--optimizer", "--precision",

@@ -177,9 +177,9 @@ def test_two_replicas_share_the_microbatches() -> None:
         check(schedule(*REPLICAS), ((0, 1), (0, 1)), 2)  # nobody said that there are replicas
     with pytest.raises(InvalidPlanError, match="stage 0: no rank runs microbatch 2"):
         check(made, ((0, 1), (0, 1)), 3)
-    both = msgspec.structs.replace(schedule(GPIPE[0], GPIPE[1]), num_replicas=2)
-    with pytest.raises(InvalidPlanError, match="stage 0: 2 groups of ranks should share 2 microbatches out"):
-        check(both, ((0,), (1,)), 2)
+    thrice = msgspec.structs.replace(schedule(GPIPE[0], GPIPE[1], *REPLICAS), num_replicas=2)
+    with pytest.raises(InvalidPlanError, match="stage 0: at most 2 groups of ranks should share 2 microbatches out"):
+        check(thrice, ((0,), (1,), (0, 1), (0, 1)), 2)
 
 
 def test_reductions_of_replicas_meet() -> None:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paraplan.ir.errors import ConstraintError, InvalidPlanError
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.holding import holder_of
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import Given, extend
-from paraplan.ir.lower.program import StageSteps
+from paraplan.ir.lower.messages import in_order
+from paraplan.ir.lower.program import RankSteps
+from paraplan.ir.lower.stage import PlanBlocks
+from paraplan.ir.lower.ties import exchange_loss
 from paraplan.ir.lower.updates import nearest, total_block
 from paraplan.ir.mesh import Layout, P, Partial, R, Shard, layout_text, parse_layout
 from paraplan.ir.micro import KindMicro, graph_micro
@@ -20,57 +24,66 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.program import Output
 from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, StepKind
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
-from paraplan.ir.schedule import ActionKind, parse_action
+from paraplan.ir.schedule import ActionKind
 
 
 def lower_evaluation(plan: Plan, outputs: Sequence[str] = ()) -> tuple[RankProgram, ...]:
     """One program per rank class of the plan's schedule.
 
     Args:
-        plan: of one stage.
+        plan: any.
         outputs: names of `Program.outputs` to compute beside the loss.
     Raises:
         InvalidPlanError: the plan does not fit its program.
-        ConstraintError: an output does not exist, or mixes samples that the plan's microbatches keep apart.
+        ConstraintError: an output does not exist, or mixes samples that the plan's microbatches keep apart; or the plan
+            has several stages and outputs are wanted.
     """
-    if len(plan.stages) != 1:
-        raise InvalidPlanError(f"a plan of {len(plan.stages)} stages: only single-stage plans can be evaluated")
+    if outputs and len(plan.stages) != 1:
+        raise ConstraintError(
+            f"a plan of {len(plan.stages)} stages: this version evaluates only its loss; leave out outputs="
+        )
     unknown = [name for name in outputs if name not in plan.program.outputs]
     if unknown:
         raise ConstraintError(
             f"the model returns no {', '.join(unknown)} that an evaluation can compute; it returns "
             f"{', '.join(plan.program.outputs) or 'nothing beside its loss'}"
         )
-    built = {actions: _Evaluation(plan, outputs).evaluate(actions) for actions in dict.fromkeys(plan.schedule.classes)}
-    return tuple(built[actions] for actions in plan.schedule.classes)
+    blocks = PlanBlocks(plan, evaluate=True)
+    built = {
+        actions: _Evaluation(blocks, holder_of(blocks.held, actions), actions, outputs).evaluate()
+        for actions in dict.fromkeys(plan.schedule.classes)
+    }
+    ordered = in_order(built)
+    return tuple(ordered[actions] for actions in plan.schedule.classes)
 
 
-class _Evaluation(StageSteps):
+class _Evaluation(RankSteps):
     """Writes the steps of one rank class."""
 
-    def __init__(self, plan: Plan, outputs: Sequence[str]) -> None:
-        super().__init__(plan, plan.stages[0], evaluate=True)
-        self.wanted = {name: plan.program.outputs[name] for name in outputs}
+    def __init__(self, blocks: PlanBlocks, group: int, actions: Sequence[str], outputs: Sequence[str]) -> None:
+        super().__init__(blocks, group, actions)
+        self.wanted = {name: self.program.outputs[name] for name in outputs}
         self.places: dict[str, OutputPlace] = {}
 
-    def evaluate(self, actions: tuple[str, ...]) -> RankProgram:
-        layouts = self._denominators()
-        for index, term in enumerate(self.program.loss):
+    def evaluate(self) -> RankProgram:
+        layouts = self.denominators()
+        for index, term in self.terms.items():
             if term.denominator is not None:
-                block = total_block(
-                    f"total{index}", self._scalar(term.numerator), layouts[term.denominator], self.extended
-                )
-                self._add(StepKind.CALL, block, args=(f"den{term.denominator}",), outs=(f"total{index}",))
-        for text in actions:
-            action = parse_action(text)
+                spec = self.lowered.spec_of(term.numerator)
+                block = total_block(f"total{index}", spec, layouts[term.denominator], self.extended)
+                self.add(StepKind.CALL, block, args=(f"den{term.denominator}",), outs=(f"total{index}",))
+        for text, action in zip(self.texts, self.actions, strict=True):
+            self.action = text
             if action.kind is ActionKind.F:
-                self.action = text
-                self._forward(action.microbatch)
+                self._forward(action)
                 for name, output in self.wanted.items():
                     self._output(name, output, action.microbatch)
-        self._loss((), [])()
+            elif action.kind in (ActionKind.SEND_F, ActionKind.RECV_F):
+                self._transfer(action)
+        self.begin_loss((), [])()
+        exchange_loss(self)
         names = [name for place in self.places.values() for name in place.names]
-        return self._ended({"loss", *self.metrics.values(), *names}, {}, self.places)
+        return self.ended({"loss", *self.metrics.values(), *names}, {}, self.places)
 
     def _output(self, name: str, output: Output, m: int) -> None:
         """One microbatch's part of an output."""
@@ -84,10 +97,10 @@ class _Evaluation(StageSteps):
             outer = sources[graph.inputs[0]]
         else:
             args = tuple(sources[local] for local in block.inputs)
-            self._add(StepKind.CALL, block, args=args, outs=(outer,), microbatch=m)
+            self.add(StepKind.CALL, block, args=args, outs=(outer,), microbatch=m)
         along = result.layout[0]
         if isinstance(along, Partial):
-            self._add(StepKind.ACCUMULATE, args=(f"output:{name}", outer), microbatch=m)
+            self.add(StepKind.ACCUMULATE, args=(f"output:{name}", outer), microbatch=m)
             names: tuple[str, ...] = (f"output:{name}",)
         elif isinstance(along, Shard) or m == 0:
             names = (*(self.places[name].names if m else ()), outer)
@@ -97,7 +110,7 @@ class _Evaluation(StageSteps):
 
     def _given(self, source: str) -> Given:
         if source.startswith("param:"):
-            return Given((R, *parse_layout(self.stage.params[source.removeprefix("param:")].stored)))
+            return Given((R, *parse_layout(self.holding.params[source.removeprefix("param:")].stored)))
         return self.parts.given[source]
 
     def _at(self, value: str, m: int) -> str:

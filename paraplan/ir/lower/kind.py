@@ -1,10 +1,9 @@
-"""A kind under one choice -> its forward and backward blocks.
+"""A kind under one choice -> its forward block; what the backward (`backward`) shares with it.
 
 Backward values that the forward made are saved in the layout they were produced in, or made again just before the
 backward first reads them (`remat`), or wait on a tier (`away`); inputs of the segment and its outputs are not saved
 again, for the outer namespace holds them. A sharded parameter is gathered in each phase anew, used and freed: a large
-one inside the block, a small one before it, with those of other segments (`early`). A gradient leaves the block in the
-layout the plan gives it, a small one that is a sum over ranks as it was made (`partial`).
+one inside the block, a small one before it, with those of other segments (`early`).
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from paraplan.ir.lower.away import AwayValue
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.parcels import travels_with
 from paraplan.ir.lower.remat import NOTHING, Remat, remat_of
-from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
-from paraplan.ir.micro import KindMicro, dual
+from paraplan.ir.mesh import Layout, P, R
+from paraplan.ir.micro import KindMicro
 from paraplan.ir.plan import KindChoice
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.rank_program import Block
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.rules.strategies import AxisChoice, Strategy, op_strategies, strategy_named
-from paraplan.ir.strides import is_dense
 
 Dims = tuple[int, ...]
 Path = tuple[Move, ...]
@@ -84,19 +82,6 @@ class LoweredForward:
     away: dict[str, AwayValue] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class LoweredBackward:
-    """The backward block: inputs are parameters, boundary inputs, seed, saved values (under the forward
-    block's local names), outputs and tangents; results are the gradients of the boundary inputs (`grads`
-    says how each lies, None where it has none), then those of the parameters. `early` is as of the forward; `partial`
-    has, per parameter slot, the moves that a gradient has yet to make."""
-
-    block: Block
-    grads: tuple[Given | None, ...]
-    early: tuple[Move | None, ...]
-    partial: tuple[Path, ...]
-
-
 def extend(strategy: Strategy, micro: AxisChoice) -> Strategy:
     """A mesh strategy with the microbatch axis put in front."""
     inputs = tuple([(first, *layout) for first, layout in zip(micro.inputs, strategy.inputs, strict=True)])
@@ -144,9 +129,10 @@ def lower_forward(
     m = context.num_microbatches
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
     emitter = BlockEmitter(name, (m, *context.mesh_shape))
-    early = _early(kind, strategies, _ops_of(kind, Phase.FORWARD), context)
-    _give_sources(emitter, kind, context, early)
-    _emit_phase(emitter, kind, strategies, Phase.FORWARD)
+    gathered = early(kind, strategies, ops_of(kind, Phase.FORWARD), context)
+    give_sources(emitter, kind, context, gathered)
+    for index in ops_of(kind, Phase.FORWARD):
+        emitter.op(kind.graph.ops[index], kind.graph, strategies[index], index)
     remat = remat_of(kind, choice.activations)
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in kind.outputs)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(kind.outputs, layouts, strict=True))
@@ -158,7 +144,7 @@ def lower_forward(
     issued = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.away}
     block = emitter.finish(locals_, (*(local for local, _ in saved.values()), *issued.values()))
     away = {value: AwayValue(saved[value][0], emitter.values[local]) for value, local in issued.items()}
-    return LoweredForward(block, outputs, saved, strategies, early, remat, away)
+    return LoweredForward(block, outputs, saved, strategies, gathered, remat, away)
 
 
 def evaluate_forward(
@@ -176,9 +162,9 @@ def evaluate_forward(
     for op in reversed(graph.ops):
         if op.phase is Phase.FORWARD and not needed.isdisjoint(op.outs):
             needed.update(op.tensors)
-    taken = [index for index in _ops_of(kind, Phase.FORWARD) if not needed.isdisjoint(graph.ops[index].outs)]
-    early = _early(kind, strategies, taken, context)
-    _give_sources(emitter, kind, context, early)
+    taken = [index for index in ops_of(kind, Phase.FORWARD) if not needed.isdisjoint(graph.ops[index].outs)]
+    gathered = early(kind, strategies, taken, context)
+    give_sources(emitter, kind, context, gathered)
     for index in taken:
         op, strategy = graph.ops[index], strategies[index]
         if op.target == "paraplan.dropout":
@@ -189,7 +175,7 @@ def evaluate_forward(
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in results)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(results, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
-    return LoweredForward(emitter.finish(locals_, ()), outputs, {}, strategies, early)
+    return LoweredForward(emitter.finish(locals_, ()), outputs, {}, strategies, gathered)
 
 
 def _certain(op: Op) -> Op:
@@ -199,64 +185,7 @@ def _certain(op: Op) -> Op:
     return msgspec.structs.replace(op, args=(*op.args[:5], 0.0, *op.args[6:]))
 
 
-def lower_backward(
-    name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext, forward: LoweredForward,
-    tangents: tuple[Given | None, ...],
-) -> LoweredBackward:  # fmt: skip
-    """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
-    graph = kind.graph
-    emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape))
-    early = _early(kind, forward.strategies, (*_ops_of(kind, Phase.BACKWARD), *forward.remat.again), context)
-    _give_sources(emitter, kind, context, early)
-    for value, (local, given) in forward.saved.items():
-        if value in forward.away:
-            emitter.arrive(value, graph.values[value], given.layout, forward.away[value].returning())
-        else:
-            emitter.give(local, graph.values[value], given.layout, given.strides, known_as=value)
-    for out, given in zip(kind.outputs, forward.outputs, strict=True):
-        emitter.give(out, graph.values[out], given.layout, given.strides)
-    for tangent, arrives in zip(kind.tangents, tangents, strict=True):
-        if tangent is not None and arrives is not None:
-            emitter.give(tangent, graph.values[tangent], arrives.layout, arrives.strides)
-    _emit_phase(emitter, kind, forward.strategies, Phase.BACKWARD, forward.remat)
-    layouts = _input_grad_layouts(kind, choice, micro, emitter)
-    grads = tuple(
-        None if grad is None or layout is None else emitter.get(grad, layout)
-        for grad, layout in zip(kind.input_grads, layouts, strict=True)
-    )
-    partial, param_grads = _param_grads(emitter, kind, context, context.num_microbatches)
-    results = _unshared(emitter, (*grads, *param_grads))
-    grads = results[: len(grads)]
-    block = emitter.finish(results, ())
-    lies = tuple(
-        None if local is None or layout is None else Given(layout, emitter.values[local].strides)
-        for local, layout in zip(grads, layouts, strict=True)
-    )
-    return LoweredBackward(block, lies, early, partial)
-
-
-def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """Results that own their storage: gradients are accumulated in place."""
-    taken = set(emitter.inputs)
-    found: list[str | None] = []
-    for local in results:
-        if local is not None:
-            value = emitter.values[local]
-            if value.base in taken or not is_dense(value.shape, value.strides):
-                local = emitter.local(
-                    "paraplan.reshape_copy",
-                    ("%" + local, value.shape),
-                    f"{local}^own{len(found)}",
-                    value.dtype,
-                    value.shape,
-                )
-                value = emitter.values[local]
-            taken.add(value.base)
-        found.append(local)
-    return tuple(found)
-
-
-def _give_sources(
+def give_sources(
     emitter: BlockEmitter, kind: SegmentKind, context: KindContext, early: tuple[Move | None, ...]
 ) -> None:
     values = kind.graph.values
@@ -268,41 +197,11 @@ def _give_sources(
         emitter.give(kind.seed, values[kind.seed], (R,) * (1 + len(context.mesh_shape)))
 
 
-def _emit_phase(
-    emitter: BlockEmitter,
-    kind: SegmentKind,
-    strategies: tuple[Strategy, ...],
-    phase: Phase,
-    remat: Remat = NOTHING,
-) -> None:
-    """A phase's ops in order, each after what it reads that is to be made again."""
-    ops = kind.graph.ops
-    makers = {out: index for index in remat.again for out in ops[index].outs if out is not None}
-    emitted: set[int] = set()
-
-    def emit(index: int) -> None:
-        emitted.add(index)
-        for name in ops[index].tensors:
-            ensure(name)
-        emitter.op(ops[index], kind.graph, strategies[index], index)
-
-    def ensure(name: str) -> None:
-        if name in makers and makers[name] not in emitted:
-            emit(makers[name])
-
-    for index in _ops_of(kind, phase):
-        emit(index)
-    if phase is Phase.BACKWARD:
-        for grad in (*kind.input_grads, *kind.param_grads):
-            if grad is not None:
-                ensure(grad)
-
-
-def _ops_of(kind: SegmentKind, phase: Phase) -> list[int]:
+def ops_of(kind: SegmentKind, phase: Phase) -> list[int]:
     return [index for index, op in enumerate(kind.graph.ops) if op.phase is phase]
 
 
-def _early(
+def early(
     kind: SegmentKind, strategies: tuple[Strategy, ...], ops: Iterable[int], context: KindContext
 ) -> tuple[Move | None, ...]:
     """Per parameter slot, the gather that can be made before the block whose ops these are, with other segments'.
@@ -328,52 +227,3 @@ def _output_layout(home: Layout, out: str, kind: SegmentKind, m: int) -> Layout:
     if m > 1 and not kind.graph.values[out].shape:
         return (P, *home[1:])
     return home
-
-
-def _input_grad_layouts(
-    kind: SegmentKind, choice: KindChoice, micro: KindMicro, backward: BlockEmitter
-) -> tuple[Layout | None, ...]:
-    found: list[Layout | None] = []
-    for name, grad, text in zip(kind.inputs, kind.input_grads, choice.input_grads, strict=True):
-        if grad is None:
-            found.append(None)
-            continue
-        if text is None:
-            raise InvalidPlanError(f"kind {kind.name}: the gradient of input {name} has no layout in the plan")
-        first = dual(micro.placements[name]) if backward.mesh_shape[0] > 1 else R
-        found.append((first, *parse_layout(text)))
-    return tuple(found)
-
-
-def _param_grads(
-    backward: BlockEmitter, kind: SegmentKind, context: KindContext, m: int
-) -> tuple[tuple[Path, ...], tuple[str | None, ...]]:
-    """The gradients of the parameters, and the moves left to those that leave the block as they were made."""
-    found: list[str | None] = []
-    left: list[Path] = []
-    for grad, placements in zip(kind.param_grads, context.param_grads, strict=True):
-        if grad is None:
-            found.append(None)
-            left.append(())
-            continue
-        layout = (P if m > 1 else R, *placements)
-        path = backward.path(grad, layout)
-        if path and path[0].kind != "all_gather" and travels_with(backward.specs[grad], path, backward.mesh_shape):
-            found.append(backward.get(grad, backward.home(grad)))
-            left.append(path)
-            continue
-        local = backward.get(grad, layout)
-        dtype = backward.values[local].dtype
-        if context.grad_dtype and dtype != context.grad_dtype:
-            value = backward.values[local]
-            local = backward.local(
-                "aten._to_copy.default",
-                ("%" + local,),
-                f"{grad}@{layout_text(layout)}^{context.grad_dtype}",
-                context.grad_dtype,
-                value.shape,
-                {"dtype": ":" + context.grad_dtype},
-            )
-        found.append(local)
-        left.append(())
-    return tuple(left), tuple(found)

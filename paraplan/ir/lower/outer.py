@@ -6,21 +6,22 @@ import math
 
 import msgspec
 
+from paraplan.ir.holding import Holding
 from paraplan.ir.lower.stage import StageBlocks
 from paraplan.ir.mesh import Layout, R, is_view_of, layout_text, local_shape, parse_layout
-from paraplan.ir.plan import Plan, Stage
-from paraplan.ir.program import master_dtype, trained_params
+from paraplan.ir.plan import Plan
+from paraplan.ir.program import master_dtype
 from paraplan.ir.rank_program import OuterValue, Step, StepKind
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 
-def outer_values(plan: Plan, stage: Stage, parts: StageBlocks) -> dict[str, OuterValue]:
+def outer_values(plan: Plan, held: Holding, parts: StageBlocks) -> dict[str, OuterValue]:
     """Every value that exists before the step: parameters, optimizer views, batch, buffers, seeds."""
-    program, shape = plan.program, stage.mesh.shape
+    program, shape = plan.program, held.mesh.shape
     whole = (R,) * len(shape)
     found: dict[str, OuterValue] = {}
-    trained = set(trained_params(program, stage.first, stage.stop))
-    for name, layouts in stage.params.items():
+    trained = set(held.trained)
+    for name, layouts in held.params.items():
         spec = program.params[name].spec
         found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.stored), shape, True)
         if name in trained:
@@ -30,7 +31,7 @@ def outer_values(plan: Plan, stage: Stage, parts: StageBlocks) -> dict[str, Oute
             found[f"state:{name}"] = _value(
                 "state", name, TensorSpec(dtype, spec.shape), parse_layout(layouts.state), shape, own
             )
-    for name, text in stage.batch.items():
+    for name, text in held.batch.items():
         entry = program.batch[name]
         extended = (parts.micro.values[f"batch:{name}"], *parse_layout(text))
         local = local_shape(entry.spec.shape, extended, (plan.num_microbatches, *shape))
@@ -39,11 +40,12 @@ def outer_values(plan: Plan, stage: Stage, parts: StageBlocks) -> dict[str, Oute
             found[f"batch:{name}@{m}"] = OuterValue(
                 role="batch", source=name, dtype=entry.spec.dtype, shape=local, layout=text, nbytes=nbytes
             )
-    for name, spec in program.buffers.items():
+    for name in held.buffers:
+        spec = program.buffers[name]
         found[f"buffer:{name}"] = _value("buffer", name, spec, whole, shape, True)
     if program.precision == "fp16":
         found["loss_scale"] = _value("scale", "", TensorSpec("float32", ()), whole, shape, True)
-    for index in range(stage.first, stage.stop):
+    for index in held.segments:
         if program.kinds[program.segments[index].kind].seed is not None:
             found[f"seed:{index}"] = _value("seed", str(index), TensorSpec("int64", ()), whole, shape, True)
     return found
@@ -77,5 +79,6 @@ def with_drops(steps: tuple[Step, ...], outer: dict[str, OuterValue], kept: set[
             )
         dying = dict.fromkeys(name for name in step.args if name not in seen)
         seen.update((*dying, *(out for out in step.outs if out is not None)))
-        found.append(msgspec.structs.replace(step, drops=(*step.drops, *dying)) if step.kind is StepKind.CALL else step)
+        gives_up = step.kind in (StepKind.CALL, StepKind.AWAIT)
+        found.append(msgspec.structs.replace(step, drops=(*step.drops, *dying)) if gives_up else step)
     return tuple(reversed(found))

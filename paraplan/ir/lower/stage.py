@@ -1,33 +1,45 @@
-"""All blocks of a stage: each (kind, choice, context) lowered once, however many segments share it."""
+"""All blocks of a plan: each (kind, choice, context) lowered once, however many segments share it.
+
+Stages are gone through in order for the forward and in reverse for the backward. A value that a segment reads and
+another group of ranks makes arrives by a message (`transfers`), once per group; the gradient of a value goes back, once
+per group, to the ranks that made it, where it is added to what readers there gave.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower.kind import (
-    Given,
-    KindContext,
-    LoweredBackward,
-    LoweredForward,
-    evaluate_forward,
-    lower_backward,
-    lower_forward,
-)
-from paraplan.ir.mesh import R, Shard, parse_layout
+from paraplan.ir.holding import Holding, holdings
+from paraplan.ir.lower.backward import LoweredBackward, lower_backward
+from paraplan.ir.lower.kind import Given, KindContext, LoweredForward, evaluate_forward, lower_forward
+from paraplan.ir.lower.transfers import Message, crossing_layouts
+from paraplan.ir.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.micro import ProgramMicro, program_micro
-from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.plan import KindChoice, Plan
 from paraplan.ir.program import HALVES
+from paraplan.ir.schedule import ActionKind, parse_action
+from paraplan.ir.tensor import TensorSpec
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A message, the value it is, and the stages whose actions send and receive it."""
+
+    message: Message
+    value: str
+    begin: int
+    end: int
 
 
 @dataclass
 class StageBlocks:
-    """Blocks of a stage as they are built.
+    """Blocks of the stages of a group of ranks as they are built.
 
     Attributes:
         micro: what everything does along the microbatch axis.
         forwards, backwards: per segment.
-        given: how every program value lies.
+        given: how every program value that is here lies.
         grads: how the gradient of every segment output lies.
         zeros: outputs nobody gives a gradient (their readers detach them): theirs is zero.
     """
@@ -40,86 +52,178 @@ class StageBlocks:
     zeros: set[str] = field(default_factory=set)
 
 
-def lower_stage(plan: Plan, stage: Stage, evaluate: bool = False) -> StageBlocks:
-    """Lower the forward of every segment in order, then (unless the stage only evaluates) the backwards in reverse."""
-    program = plan.program
-    blocks = StageBlocks(program_micro(program, plan.num_microbatches))
-    whole = (R,) * (1 + len(stage.mesh.shape))
-    blocks.given.update({f"buffer:{name}": Given(whole) for name in program.buffers})
-    for name, text in stage.batch.items():
-        blocks.given[f"batch:{name}"] = Given((blocks.micro.values[f"batch:{name}"], *parse_layout(text)))
-    contexts = {}
-    done: dict[object, LoweredForward] = {}
-    for index in range(stage.first, stage.stop):
-        contexts[index] = _context(plan, stage, blocks, index)
-        _forward(plan, stage, blocks, index, contexts[index], done, evaluate)
-    if evaluate:
-        return blocks
-    for term in program.loss:
-        blocks.grads[term.numerator] = Given(whole)
-    done_back: dict[object, LoweredBackward] = {}
-    for index in reversed(range(stage.first, stage.stop)):
-        _backward(plan, stage, blocks, index, contexts[index], done_back)
-    return blocks
+class PlanBlocks:
+    """The blocks of a plan, per group of ranks.
 
+    Attributes:
+        held: the groups.
+        parts: per group.
+        values: every value that crosses in the forward, in the order it is first read.
+        grads: every gradient that crosses.
+        maker: value -> the stage that makes it.
+    """
 
-def _context(plan: Plan, stage: Stage, blocks: StageBlocks, index: int) -> KindContext:
-    segment = plan.program.segments[index]
-    try:
-        params = [stage.params[name] for name in segment.params]
-        inputs = tuple(blocks.given[name] for name in segment.inputs)
-    except KeyError as missing:
-        raise InvalidPlanError(f"segment {index} reads {missing.args[0]!r}, which the plan gives no layout") from None
-    return KindContext(
-        num_microbatches=plan.num_microbatches, mesh_shape=stage.mesh.shape, inputs=inputs,
-        params=tuple(parse_layout(p.stored) for p in params), param_grads=tuple(parse_layout(p.grad) for p in params),
-        grad_dtype="float32" if plan.program.precision in HALVES else "",
-    )  # fmt: skip
+    def __init__(self, plan: Plan, evaluate: bool = False) -> None:
+        self.plan, self.evaluates = plan, evaluate
+        self.held: tuple[Holding, ...] = holdings(plan)
+        micro = program_micro(plan.program, plan.num_microbatches)
+        self.parts = tuple(StageBlocks(micro) for _ in self.held)
+        self.values: list[Crossing] = []
+        self.grads: list[Crossing] = []
+        self.maker: dict[str, int] = {}
+        self._split = _split_stages(plan)
+        self._choices: list[KindChoice] = []
+        self._done: dict[object, LoweredForward] = {}
+        self._done_back: dict[object, LoweredBackward] = {}
+        self._contexts: dict[int, KindContext] = {}
+        self._specs: dict[str, TensorSpec] = {}
+        for holding, parts in zip(self.held, self.parts, strict=True):
+            whole = (R,) * (1 + len(holding.mesh.shape))
+            parts.given.update({f"buffer:{name}": Given(whole) for name in plan.program.buffers})
+            for name, text in holding.batch.items():
+                parts.given[f"batch:{name}"] = Given((micro.values[f"batch:{name}"], *parse_layout(text)))
+        for stage in range(len(plan.stages)):
+            for index in range(plan.stages[stage].first, plan.stages[stage].stop):
+                self._forward(stage, index)
+        if evaluate:
+            return
+        for term in plan.program.loss:
+            group = self.group_of(self.maker[term.numerator])
+            self.parts[group].grads[term.numerator] = Given((R,) * (1 + len(self.held[group].mesh.shape)))
+        for stage in reversed(range(len(plan.stages))):
+            for index in reversed(range(plan.stages[stage].first, plan.stages[stage].stop)):
+                self._backward(stage, index)
+            self._send_grads(stage)
 
+    def group_of(self, stage: int) -> int:
+        """The group of ranks that holds a stage."""
+        return next(index for index, holding in enumerate(self.held) if stage in holding.stages)
 
-def _forward(
-    plan: Plan, stage: Stage, blocks: StageBlocks, index: int, context: KindContext, done: dict[object, LoweredForward],
-    evaluate: bool,
-) -> None:  # fmt: skip
-    segment = plan.program.segments[index]
-    kind = plan.program.kinds[segment.kind]
-    chosen = stage.segment_choice[index - stage.first]
-    micro = blocks.micro.segments[index]
-    key = (chosen, context, tuple(micro.placements[name] for name in kind.inputs))
-    if key not in done:
-        lowering, letter = (evaluate_forward, "E") if evaluate else (lower_forward, "F")
-        done[key] = lowering(f"{kind.name}.{len(done)}.{letter}", kind, stage.choices[chosen], micro, context)
-    blocks.forwards[index] = done[key]
-    values = (*segment.outputs, *segment.asides) if evaluate else segment.outputs
-    blocks.given.update(zip(values, done[key].outputs, strict=True))
+    def spec_of(self, value: str) -> TensorSpec:
+        """The global spec of a segment's output."""
+        return self._specs[value]
 
+    def _forward(self, stage: int, index: int) -> None:
+        program, group = self.plan.program, self.group_of(stage)
+        segment, parts = program.segments[index], self.parts[group]
+        kind = program.kinds[segment.kind]
+        for name in segment.inputs:
+            if name not in parts.given and name in self.maker:
+                self._receive(name, stage)
+        context = self._contexts[index] = self._context(stage, index)
+        choice = self._choice(stage, index)
+        micro = parts.micro.segments[index]
+        key = (choice, context, tuple(micro.placements[name] for name in kind.inputs))
+        if key not in self._done:
+            lowering, letter = (evaluate_forward, "E") if self.evaluates else (lower_forward, "F")
+            name = f"{kind.name}.{len(self._done)}.{letter}"
+            self._done[key] = lowering(name, kind, self._choices[choice], micro, context)
+        parts.forwards[index] = lowered = self._done[key]
+        values = (*segment.outputs, *segment.asides) if self.evaluates else segment.outputs
+        parts.given.update(zip(values, lowered.outputs, strict=True))
+        for outer, local in zip((*segment.outputs, *segment.asides), (*kind.outputs, *kind.asides), strict=True):
+            self.maker[outer], self._specs[outer] = stage, kind.graph.values[local]
 
-def _backward(
-    plan: Plan, stage: Stage, blocks: StageBlocks, index: int, context: KindContext, done: dict[object, LoweredBackward]
-) -> None:
-    segment = plan.program.segments[index]
-    kind = plan.program.kinds[segment.kind]
-    chosen = stage.segment_choice[index - stage.first]
-    forward = blocks.forwards[index]
-    tangents = []
-    for tangent, out, made in zip(kind.tangents, segment.outputs, forward.outputs, strict=True):
-        if tangent is not None and out not in blocks.grads:
-            blocks.zeros.add(out)
-            blocks.grads[out] = Given(
-                tuple(placement if isinstance(placement, Shard) else R for placement in made.layout)
-            )
-        tangents.append(None if tangent is None else blocks.grads[out])
-    key = (forward.block.name, context, tuple(tangents))
-    if key not in done:
-        name = f"{kind.name}.{len(done)}.B"
-        micro = blocks.micro.segments[index]
-        done[key] = lower_backward(name, kind, stage.choices[chosen], micro, context, forward, tuple(tangents))
-    blocks.backwards[index] = done[key]
-    for outer, given in zip(segment.inputs, done[key].grads, strict=True):
-        if given is None:
-            continue
-        if blocks.grads.setdefault(outer, given).layout != given.layout:
+    def _receive(self, value: str, stage: int) -> None:
+        """A value another group makes arrives here for this stage and the later ones of its ranks."""
+        maker = self.maker[value]
+        source, target = self.group_of(maker), self.group_of(stage)
+        spec, given = self._specs[value], self.parts[source].given[value]
+        message = self.message(f"{value}:{source}>{target}", spec, given.layout, source, target)
+        self.parts[target].given[value] = Given(message.received)
+        self.values.append(Crossing(message, value, maker, stage))
+
+    def message(
+        self, name: str, spec: TensorSpec, layout: Layout, source: int, target: int, wanted: Layout | None = None
+    ) -> Message:  # fmt: skip
+        """A message of a value that lies in some extended layout.
+
+        Args:
+            name: of the message.
+            spec, layout: of the value at the source.
+            source, target: groups.
+            wanted: of a value of the whole step, the layout the target is to have; None for values of microbatches,
+                which are taken as they arrive.
+        """
+        meshes, m = (self.held[source].mesh, self.held[target].mesh), self.plan.num_microbatches
+        sent, received = crossing_layouts(spec, layout, *meshes, m if wanted is None else 1)
+        of_microbatch = wanted is None
+        return Message(name, source, target, spec, sent, received, wanted or received, of_microbatch)
+
+    def _choice(self, stage: int, index: int) -> int:
+        """A number for what a segment's stage chooses for it; equal choices have the same."""
+        at = self.plan.stages[stage]
+        choice = at.choices[at.segment_choice[index - at.first]]
+        if choice not in self._choices:
+            self._choices.append(choice)
+        return self._choices.index(choice)
+
+    def _context(self, stage: int, index: int) -> KindContext:
+        plan, held, parts = self.plan, self.plan.stages[stage], self.parts[self.group_of(stage)]
+        segment = plan.program.segments[index]
+        try:
+            params = [held.params[name] for name in segment.params]
+            inputs = tuple(parts.given[name] for name in segment.inputs)
+        except KeyError as missing:
             raise InvalidPlanError(
-                f"the gradient of {outer} reaches its segment in two layouts; give every reader's choice the same "
-                "input_grads layout"
-            )
+                f"segment {index} reads {missing.args[0]!r}, which the plan gives no layout"
+            ) from None
+        return KindContext(
+            num_microbatches=plan.num_microbatches, mesh_shape=held.mesh.shape, inputs=inputs,
+            params=tuple(parse_layout(p.stored) for p in params),
+            param_grads=tuple(parse_layout(p.grad) for p in params),
+            grad_dtype="float32" if plan.program.precision in HALVES else "",
+        )  # fmt: skip
+
+    def _backward(self, stage: int, index: int) -> None:
+        plan, parts = self.plan, self.parts[self.group_of(stage)]
+        segment = plan.program.segments[index]
+        kind = plan.program.kinds[segment.kind]
+        forward, context = parts.forwards[index], self._contexts[index]
+        tangents = []
+        for tangent, out, made in zip(kind.tangents, segment.outputs, forward.outputs, strict=True):
+            if tangent is not None and out not in parts.grads:
+                parts.zeros.add(out)
+                parts.grads[out] = Given(
+                    tuple(placement if isinstance(placement, Shard) else R for placement in made.layout)
+                )
+            tangents.append(None if tangent is None else parts.grads[out])
+        split = stage in self._split
+        key = (forward.block.name, context, tuple(tangents), split)
+        if key not in self._done_back:
+            name, micro = f"{kind.name}.{len(self._done_back)}.B", parts.micro.segments[index]
+            choice = self._choices[self._choice(stage, index)]
+            self._done_back[key] = lower_backward(name, kind, choice, micro, context, forward, tuple(tangents), split)
+        parts.backwards[index] = lowered = self._done_back[key]
+        for outer, given in zip(segment.inputs, lowered.grads, strict=True):
+            if given is None:
+                continue
+            if parts.grads.setdefault(outer, given).layout != given.layout:
+                raise InvalidPlanError(
+                    f"the gradient of {outer} reaches its segment in two layouts; give every reader's choice the same "
+                    "input_grads layout"
+                )
+
+    def _send_grads(self, stage: int) -> None:
+        """The gradients that readers in this group give to others, once its first stage that reads them is through."""
+        target_of = {each.value: each for each in self.values if each.end == stage}
+        group = self.group_of(stage)
+        for value, crossing in target_of.items():
+            given = self.parts[group].grads.get(value)
+            if given is None:
+                continue
+            maker = self.group_of(crossing.begin)
+            message = self.message(f"d:{value}:{group}>{maker}", self._specs[value], given.layout, group, maker)
+            there = self.parts[maker].grads.setdefault(value, Given(message.received))
+            if there.layout != message.received:
+                raise InvalidPlanError(
+                    f"the gradient of {value} reaches stage {crossing.begin} in two layouts, one of them from stage "
+                    f"{stage}; give every reader's choice the same input_grads layout"
+                )
+            self.grads.append(Crossing(message, value, stage, crossing.begin))
+
+
+def _split_stages(plan: Plan) -> set[int]:
+    """The stages whose backward is done in two parts."""
+    actions = [parse_action(text) for texts in plan.schedule.classes for text in texts]
+    return {action.stage for action in actions if action.kind in (ActionKind.I, ActionKind.W)}

@@ -28,7 +28,7 @@ from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.graph import Phase
 from paraplan.ir.lower.remat import recomputable
-from paraplan.ir.lower.stage import lower_stage
+from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.mesh import local_shape
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program, SegmentKind
@@ -65,7 +65,7 @@ def options_of(
         tiers: where values may wait.
     """
     stage, program, costs = plan.stages[0], plan.program, plan_costs(plan)[0]
-    forwards = lower_stage(plan, stage).forwards
+    forwards = PlanBlocks(plan).parts[0].forwards
     extended = (plan.num_microbatches, *stage.mesh.shape)
     found = []
     for index, kind in enumerate(program.kinds):

@@ -49,6 +49,27 @@ class StageCosts(Value, frozen=True, kw_only=True):
         }[kind]  # fmt: skip
 
 
+class PipelineProblem(Value, frozen=True, kw_only=True):
+    """What a schedule is searched for.
+
+    Attributes:
+        stages: costs per stage.
+        num_positions, num_microbatches: sizes.
+        placement: per stage, its position; () to try the usual ones (`shop.placements`).
+        memory_bytes: per position, what it holds at most; () for no limit.
+        split_backward: whether I and W may be apart.
+        replicas: whether a position may hold a stage of a second copy of the model (GEMS, Chimera).
+    """
+
+    stages: tuple[StageCosts, ...]
+    num_positions: int
+    num_microbatches: int
+    placement: tuple[int, ...] = ()
+    memory_bytes: tuple[int, ...] = ()
+    split_backward: bool = True
+    replicas: bool = False
+
+
 def check_costs(stages: tuple[StageCosts, ...]) -> None:
     """Refuse costs that mean nothing.
 

@@ -1,0 +1,125 @@
+"""Who holds what: groups of ranks, each with one mesh and the stages that lie on it.
+
+A rank may hold several stages (interleaved schedules); they share its mesh, its parameters and its batch. Meshes of
+different groups have no rank in common and may have any shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.mesh import Mesh
+from paraplan.ir.plan import ParamLayouts, Plan, Stage
+from paraplan.ir.program import Program, trained_params
+from paraplan.ir.schedule import parse_action
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A group of ranks.
+
+    Attributes:
+        mesh: of its stages.
+        stages: their indices, ascending.
+        segments: of all of them, ascending.
+        stage_of: segment -> its stage.
+        params, batch: layouts of what its stages hold and read.
+        buffers, written: those its segments read or write, and those they write.
+        trained: parameters that receive a gradient here, in the model's order.
+    """
+
+    mesh: Mesh
+    stages: tuple[int, ...]
+    segments: tuple[int, ...]
+    stage_of: dict[int, int]
+    params: dict[str, ParamLayouts]
+    batch: dict[str, str]
+    buffers: tuple[str, ...]
+    written: tuple[str, ...]
+    trained: tuple[str, ...]
+
+
+def holdings(plan: Plan) -> tuple[Holding, ...]:
+    """The groups of a plan, in order of their first stage.
+
+    Raises:
+        InvalidPlanError: meshes share some of their ranks only, or stages of one mesh disagree on a layout.
+    """
+    meshes: dict[Mesh, list[int]] = {}
+    owner: dict[int, tuple[int, Mesh]] = {}
+    for index, stage in enumerate(plan.stages):
+        meshes.setdefault(stage.mesh, []).append(index)
+        for device in stage.mesh.devices:
+            other, mesh = owner.setdefault(device, (index, stage.mesh))
+            if mesh != stage.mesh:
+                raise InvalidPlanError(
+                    f"rank {device} holds stage {other} on mesh {mesh.shape} and stage {index} on mesh "
+                    f"{stage.mesh.shape} of {stage.mesh.size} devices; give stages that share a rank one mesh"
+                )
+    return tuple(_holding(plan, mesh, tuple(stages)) for mesh, stages in meshes.items())
+
+
+def _holding(plan: Plan, mesh: Mesh, stages: tuple[int, ...]) -> Holding:
+    program = plan.program
+    held = [(index, plan.stages[index]) for index in stages]
+    stage_of = {segment: index for index, stage in held for segment in range(stage.first, stage.stop)}
+    segments = tuple(sorted(stage_of))
+    trained = {name for _, stage in held for name in trained_params(program, stage.first, stage.stop)}
+    used = {name for segment in segments for name in program.segments[segment].inputs}
+    made = {name for segment in segments for name in program.segments[segment].outputs}
+    buffers = tuple(
+        name
+        for name in program.buffers
+        if len(plan.stages) == 1 or f"buffer:{name}" in used or program.buffer_updates.get(name) in made
+    )
+    written = tuple(name for name in buffers if program.buffer_updates.get(name) in made)
+    return Holding(
+        mesh, stages, segments, stage_of, _agreed(held, "params"), _agreed(held, "batch"), buffers, written,
+        tuple(name for name in program.params if name in trained),
+    )  # fmt: skip
+
+
+def _agreed(held: list[tuple[int, Stage]], what: str) -> dict:  # type: ignore[type-arg]
+    """Layouts of all stages of a mesh; what several read lies there once."""
+    found: dict[str, object] = {}
+    for index, stage in held:
+        for name, layout in getattr(stage, what).items():
+            if found.setdefault(name, layout) != layout:
+                raise InvalidPlanError(
+                    f"stage {index} holds {name} as {layout}, another stage of its ranks as {found[name]}; they hold "
+                    "it once: give both the same layouts"
+                )
+    return found
+
+
+def holder_of(held: tuple[Holding, ...], actions: tuple[str, ...]) -> int:
+    """Which group a class of ranks with these actions belongs to."""
+    stage = parse_action(actions[0]).stage if actions else 0
+    return next(index for index, holding in enumerate(held) if stage in holding.stages)
+
+
+def holding_of(held: tuple[Holding, ...], rank: int) -> Holding:
+    """The group a rank belongs to.
+
+    Raises:
+        InvalidPlanError: it holds no stage.
+    """
+    for holding in held:
+        if rank in holding.mesh.devices:
+            return holding
+    raise InvalidPlanError(f"rank {rank} holds no stage; give every rank of the cluster one")
+
+
+def counted_here(program: Program, held: tuple[Holding, ...], holding: Holding) -> frozenset[str]:
+    """The parameters and buffers that a group speaks for, of which it has the only or the first copy.
+
+    That is: no group before it holds them, or, of buffers the model writes, it writes them.
+    """
+    before = held[: held.index(holding)]
+    names = {*holding.params, *holding.buffers}.difference(*(each.params for each in before))
+    written = {name for name in program.buffer_updates if name in holding.written}
+    theirs = {name for each in before for name in each.buffers} | {
+        name for each in held if each != holding for name in each.written
+    }
+    return frozenset((names - theirs) | written)

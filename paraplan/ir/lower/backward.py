@@ -1,0 +1,267 @@
+"""A kind under one choice -> its backward block, or two: input gradients and weight gradients.
+
+A gradient leaves a block in the layout the plan gives it, a small one that is a sum over ranks as it was made
+(`partial`). A backward in two parts (Qi et al. 2023, "Zero bubble pipeline parallelism") is a partition of its ops:
+what an input's gradient needs is the first part, the rest the second; values of the first that the second reads are
+saved until then, and ops executed again go with their first reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.graph import Phase
+from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.kind import (
+    Given,
+    KindContext,
+    LoweredForward,
+    Path,
+    early,
+    give_sources,
+    ops_of,
+)
+from paraplan.ir.lower.parcels import travels_with
+from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
+from paraplan.ir.micro import KindMicro, dual
+from paraplan.ir.plan import KindChoice
+from paraplan.ir.program import SegmentKind
+from paraplan.ir.rank_program import Block
+from paraplan.ir.reshard import Move
+from paraplan.ir.strides import is_dense
+
+
+@dataclass(frozen=True)
+class LoweredBackward:
+    """A backward block, or one part of it.
+
+    Attributes:
+        block: its inputs are parameters, boundary inputs, seed, saved values (under the forward block's local names),
+            outputs and tangents; its results the gradients of the boundary inputs, then those of the parameters.
+        grads: how the gradient of each boundary input lies, None where it has none.
+        early: as of the forward.
+        partial: per parameter slot, the moves that a gradient has yet to make.
+        parts: where the backward is split, input gradients and weight gradients; what the first saves for the second
+            is bound under the same local names.
+    """
+
+    block: Block
+    grads: tuple[Given | None, ...]
+    early: tuple[Move | None, ...]
+    partial: tuple[Path, ...]
+    parts: tuple[LoweredBackward, LoweredBackward] | None = None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What all parts of a backward have in common."""
+
+    name: str
+    kind: SegmentKind
+    choice: KindChoice
+    micro: KindMicro
+    context: KindContext
+    forward: LoweredForward
+    tangents: tuple[Given | None, ...]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Values one part keeps for the next: local name and how it lies."""
+
+    values: dict[str, tuple[str, Given]]
+
+
+def lower_backward(
+    name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext, forward: LoweredForward,
+    tangents: tuple[Given | None, ...], split: bool = False,
+) -> LoweredBackward:  # fmt: skip
+    """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
+    task = _Task(name, kind, choice, micro, context, forward, tangents)
+    every = frozenset((*ops_of(kind, Phase.BACKWARD), *forward.remat.again))
+    if not split:
+        return _lower_part(task, name, every, True, True, _Kept({}))[0]
+    first = _needed_by(kind, every, kind.input_grads)
+    given, kept = _lower_part(task, f"{name}i", first, True, False, _Kept({}), every - first)
+    weights, _ = _lower_part(task, f"{name}w", every - first, False, True, kept)
+    return LoweredBackward(given.block, given.grads, given.early, weights.partial, (given, weights))
+
+
+def _needed_by(kind: SegmentKind, every: Collection[int], results: Collection[str | None]) -> frozenset[int]:
+    """Those of some ops that results need."""
+    makers = {out: index for index in every for out in kind.graph.ops[index].outs if out is not None}
+    found: set[int] = set()
+    wanted = [name for name in results if name is not None]
+    while wanted:
+        index = makers.get(wanted.pop())
+        if index is not None and index not in found:
+            found.add(index)
+            wanted += kind.graph.ops[index].tensors
+    return frozenset(found)
+
+
+def _lower_part(
+    task: _Task, name: str, ops: Collection[int], inputs: bool, weights: bool, given: _Kept,
+    later: Collection[int] = (),
+) -> tuple[LoweredBackward, _Kept]:  # fmt: skip
+    """A block of some of the backward's ops.
+
+    Args:
+        task: of which backward.
+        name: of the block.
+        ops: which, executed again or the first time.
+        inputs, weights: whether it gives the gradients of boundary inputs and of parameters.
+        given: what a part before it kept.
+        later: ops of a part after it.
+    Returns:
+        The block and what it keeps for the later part.
+    """
+    kind, context, forward = task.kind, task.context, task.forward
+    emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape))
+    gathered = early(kind, forward.strategies, sorted(ops), context)
+    give_sources(emitter, kind, context, gathered)
+    for value, (local, lies) in (forward.saved | given.values).items():
+        if value in forward.away and value not in given.values:
+            emitter.arrive(value, kind.graph.values[value], lies.layout, forward.away[value].returning())
+        else:
+            emitter.give(local, kind.graph.values[value], lies.layout, lies.strides, known_as=value)
+    for out, lies in zip(kind.outputs, forward.outputs, strict=True):
+        emitter.give(out, kind.graph.values[out], lies.layout, lies.strides)
+    for tangent, arrives in zip(kind.tangents, task.tangents, strict=True):
+        if tangent is not None and arrives is not None:
+            emitter.give(tangent, kind.graph.values[tangent], arrives.layout, arrives.strides)
+    results = (*(kind.input_grads if inputs else ()), *(kind.param_grads if weights else ()))
+    _emit_ops(emitter, task, ops, results)
+    kept = _keep(emitter, task, ops, later)
+    layouts = _input_grad_layouts(kind, task.choice, task.micro, emitter)
+    grads = tuple(
+        None if grad is None or layout is None or not inputs else emitter.get(grad, layout)
+        for grad, layout in zip(kind.input_grads, layouts, strict=True)
+    )
+    partial, param_grads = _param_grads(emitter, kind, context, weights)
+    saved = tuple(local for local, _ in kept.values.values())
+    found = _unshared(emitter, (*grads, *param_grads), saved)
+    grads = found[: len(grads)]
+    lies_at = tuple(
+        None if local is None or layout is None else Given(layout, emitter.values[local].strides)
+        for local, layout in zip(grads, layouts, strict=True)
+    )
+    return LoweredBackward(emitter.finish(found, saved), lies_at, gathered, partial), kept
+
+
+def _emit_ops(emitter: BlockEmitter, task: _Task, taken: Collection[int], results: Collection[str | None]) -> None:
+    """Ops of the backward in order, each after what it reads that is to be made again."""
+    kind, strategies = task.kind, task.forward.strategies
+    ops = kind.graph.ops
+    again = [index for index in task.forward.remat.again if index in taken]
+    makers = {out: index for index in again for out in ops[index].outs if out is not None}
+    emitted: set[int] = set()
+
+    def emit(index: int) -> None:
+        emitted.add(index)
+        for name in ops[index].tensors:
+            ensure(name)
+        emitter.op(ops[index], kind.graph, strategies[index], index)
+
+    def ensure(name: str) -> None:
+        if name in makers and makers[name] not in emitted:
+            emit(makers[name])
+
+    for index in ops_of(kind, Phase.BACKWARD):
+        if index in taken:
+            emit(index)
+    for grad in results:
+        if grad is not None:
+            ensure(grad)
+    for index in again:  # what only a later part reads
+        if index not in emitted:
+            emit(index)
+
+
+def _keep(emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Collection[int]) -> _Kept:
+    """What these ops make, or had brought back from a tier, and later ones read (or hand on as a gradient)."""
+    if not later:
+        return _Kept({})
+    kind = task.kind
+    made = {out for index in ops for out in kind.graph.ops[index].outs if out is not None}
+    made |= {value for value, away in task.forward.away.items() if away.local in emitter.values}
+    read = {name for index in later for name in kind.graph.ops[index].tensors}
+    read |= {grad for grad in kind.param_grads if grad is not None}
+    found = {}
+    for value in kind.graph.values:
+        if value in made and value in read:
+            local = emitter.get(value, emitter.home(value))
+            found[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
+    return _Kept(found)
+
+
+def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...], saved: tuple[str, ...]) -> tuple[str | None, ...]:
+    """Results that own their storage: gradients are accumulated in place."""
+    taken = set(emitter.inputs) | {emitter.values[local].base for local in saved}
+    found: list[str | None] = []
+    for local in results:
+        if local is not None:
+            value = emitter.values[local]
+            if value.base in taken or not is_dense(value.shape, value.strides):
+                local = emitter.local(
+                    "paraplan.reshape_copy",
+                    ("%" + local, value.shape),
+                    f"{local}^own{len(found)}",
+                    value.dtype,
+                    value.shape,
+                )
+                value = emitter.values[local]
+            taken.add(value.base)
+        found.append(local)
+    return tuple(found)
+
+
+def _input_grad_layouts(
+    kind: SegmentKind, choice: KindChoice, micro: KindMicro, backward: BlockEmitter
+) -> tuple[Layout | None, ...]:
+    found: list[Layout | None] = []
+    for name, grad, text in zip(kind.inputs, kind.input_grads, choice.input_grads, strict=True):
+        if grad is None:
+            found.append(None)
+            continue
+        if text is None:
+            raise InvalidPlanError(f"kind {kind.name}: the gradient of input {name} has no layout in the plan")
+        first = dual(micro.placements[name]) if backward.mesh_shape[0] > 1 else R
+        found.append((first, *parse_layout(text)))
+    return tuple(found)
+
+
+def _param_grads(
+    backward: BlockEmitter, kind: SegmentKind, context: KindContext, wanted: bool
+) -> tuple[tuple[Path, ...], tuple[str | None, ...]]:
+    """The gradients of the parameters, and the moves left to those that leave the block as they were made."""
+    found: list[str | None] = []
+    left: list[Path] = []
+    for grad, placements in zip(kind.param_grads, context.param_grads, strict=True):
+        if grad is None or not wanted:
+            found.append(None)
+            left.append(())
+            continue
+        layout = (P if context.num_microbatches > 1 else R, *placements)
+        path = backward.path(grad, layout)
+        if path and path[0].kind != "all_gather" and travels_with(backward.specs[grad], path, backward.mesh_shape):
+            found.append(backward.get(grad, backward.home(grad)))
+            left.append(path)
+            continue
+        local = backward.get(grad, layout)
+        dtype = backward.values[local].dtype
+        if context.grad_dtype and dtype != context.grad_dtype:
+            value = backward.values[local]
+            local = backward.local(
+                "aten._to_copy.default",
+                ("%" + local,),
+                f"{grad}@{layout_text(layout)}^{context.grad_dtype}",
+                context.grad_dtype,
+                value.shape,
+                {"dtype": ":" + context.grad_dtype},
+            )
+        found.append(local)
+        left.append(())
+    return tuple(left), tuple(found)

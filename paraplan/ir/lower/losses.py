@@ -1,0 +1,130 @@
+"""The steps of one rank, part by part: what the loss divides by, its gradient, and the loss itself.
+
+A group of ranks deals with the terms of the loss whose numerators it makes. Where several groups hold stages, each
+sends its share of the loss to the others and adds up what it gets, in the order of the groups, so that the loss is
+whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paraplan.ir.lower.parcels import Parcel
+from paraplan.ir.lower.updates import count_block, loss_block, tangent_block
+from paraplan.ir.lower.walk import SegmentSteps
+from paraplan.ir.mesh import Layout, R
+from paraplan.ir.program import LossTerm
+from paraplan.ir.rank_program import StepKind
+from paraplan.ir.reshard import reshard_path
+from paraplan.ir.tensor import TensorSpec
+
+
+class LossSteps(SegmentSteps):
+    """The part of `RankSteps` that deals with the loss."""
+
+    @property
+    def terms(self) -> dict[int, LossTerm]:
+        """The terms whose numerators are made here, by their index."""
+        made = set(self.numerators.values())
+        return {index: term for index, term in enumerate(self.program.loss) if index in made}
+
+    def denominators(self) -> dict[int, Layout]:
+        """Counts what the loss divides by, partial sums; how each lies."""
+        self.action = f"{self.holding.stages[0]}F0"
+        layouts = {}
+        needed = {term.denominator for term in self.terms.values()}
+        for index, denominator in enumerate(self.program.denominators):
+            if index not in needed:
+                continue
+            given = tuple(self.parts.given[name].layout for name in denominator.inputs)
+            block, layout = count_block(
+                f"den{index}.count", denominator, self.parts.micro.denominators[index], given, self.extended
+            )
+            layouts[index] = layout
+            named = dict(zip(denominator.graph.inputs, denominator.inputs, strict=True))
+            for m in range(self.m):
+                args = tuple(self._at(named[local], m) for local in block.inputs)
+                self.add(StepKind.CALL, block, args=args, outs=(f"den{index}@{m}",), microbatch=m)
+                self.add(StepKind.ACCUMULATE, args=(f"den{index}", f"den{index}@{m}"), microbatch=m)
+        return layouts
+
+    def tangents(self, layouts: dict[int, Layout]) -> list[Callable[[], None]]:
+        """Whole denominators, and the gradient of every numerator; begun, with what ends each."""
+        ends = []
+        scaled = self.program.precision == "fp16"
+        for index, term in self.terms.items():
+            spec, d = self.lowered.spec_of(term.numerator), term.denominator
+            block = tangent_block(
+                f"tangent{index}", spec, None if d is None else layouts[d], self.extended, scaled=scaled
+            )
+            sources = {"count": f"den{d}", "scale": "loss_scale"}
+            total = None if d is None else f"total{index}"
+            ends.append(self.calls.begin(block, sources, (total, f"tangent{index}")))
+            self.tangent_of[term.numerator] = f"tangent{index}"
+        return ends
+
+    def joining(self) -> tuple[Parcel, ...]:
+        """Numerators of the loss that are summed along with gradients rather than by themselves."""
+        whole = (R,) * len(self.extended)
+        parcels = []
+        for index, term in self.terms.items():
+            spec, layout = self.lowered.spec_of(term.numerator), (R, *self.parts.given[term.numerator].layout[1:])
+            path = reshard_path(spec.shape, layout, whole, self.extended, frozen=1)
+            if self.reductions.takes(spec, path):
+                parcels.append(Parcel(f"num{index}", f"whole:num{index}", spec, path))
+        return tuple(parcels)
+
+    def begin_loss(self, joined: Sequence[Parcel], waits: list[Callable[[], None]]) -> Callable[[], None]:
+        """The loss from what the microbatches say, begun; what ends it. `joined` are whole by then.
+
+        Of several terms one may be divided before another's sum is begun: `waits`, which end denominators, come first.
+        """
+        if not self.terms:
+            return lambda: None
+        indices, terms = tuple(self.terms), tuple(self.terms.values())
+        specs = tuple(self.lowered.spec_of(term.numerator) for term in terms)
+        came = {parcel.source: parcel.result for parcel in joined}
+        layouts = tuple(
+            (R,) * len(self.extended) if f"num{i}" in came else self.parts.given[term.numerator].layout
+            for i, term in self.terms.items()
+        )
+        block = loss_block("loss", terms, specs, layouts, self.extended)
+        while waits and block[0] is not None and any(name.startswith("denominator") for name in block[0].inputs):
+            waits.pop(0)()
+        names = {f"numerator{at}": came.get(f"num{i}", f"num{i}") for at, i in enumerate(indices)}
+        names |= {f"denominator{at}": f"total{i}" for at, i in enumerate(indices)}
+        return self.calls.begin(
+            block, names, tuple(self.share_of(name, self.group) for name in self.losses(self.group))
+        )
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """Each of several losses: name -> outer name."""
+        return {name: f"loss:{name}" for name in dict.fromkeys(term.name for term in self.program.loss) if name}
+
+    def losses(self, group: int) -> tuple[str, ...]:
+        """The outer names of the loss and of each of several losses that a group has a share of."""
+        terms = [
+            term for term in self.program.loss if self.lowered.group_of(self.lowered.maker[term.numerator]) == group
+        ]
+        named = [f"loss:{name}" for name in dict.fromkeys(term.name for term in terms) if name]
+        return ("loss", *named) if terms else ()
+
+    def share_of(self, name: str, group: int) -> str:
+        """The outer name of a group's share of a loss: that of the loss where nobody else has one."""
+        return name if self.sharers(name) == (group,) == (self.group,) else f"{name}<{group}"
+
+    def sharers(self, name: str) -> tuple[int, ...]:
+        """The groups that have a share of a loss, in order."""
+        return tuple(group for group in range(len(self.lowered.held)) if name in self.losses(group))
+
+    def loss_spec(self) -> TensorSpec:
+        """The spec of the loss and of every share of it."""
+        return self.lowered.spec_of(self.program.loss[0].numerator)
+
+    def add_loss(self) -> None:
+        """Add up the shares of the loss, all of which are here."""
+        for name in ("loss", *self.metrics.values()):
+            for group in self.sharers(name):
+                if self.share_of(name, group) != name:
+                    self.add(StepKind.ACCUMULATE, args=(name, self.share_of(name, group)))

@@ -1,0 +1,245 @@
+"""The steps of one rank, part by part: running segments forward and backward.
+
+Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what the optimizer updates),
+`batch:<name>@<m>`, `buffer:<name>`, `seed:<segment>`, `<output>@<m>`, `d:<output>@<m>` (its gradient),
+`<segment>/<value>@<m>` (saved), `<segment>^<value>@<m>` (kept by the first part of a backward for the second),
+`acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
+of ranks that hold it), `sum:<i>` (under way), `whole:<segment>/<slot>@<action>` (a parameter gathered ahead), `den<i>`,
+`tangent<i>`, `num<i>`, `loss`; `<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paraplan.ir.lower.ahead import Gathers, Visit
+from paraplan.ir.lower.away import AwayValue, Copies, at
+from paraplan.ir.lower.away import Visit as CopyVisit
+from paraplan.ir.lower.backward import LoweredBackward
+from paraplan.ir.lower.parcels import Parcel, local_bytes
+from paraplan.ir.lower.parted import PartedCalls
+from paraplan.ir.lower.reduce import Partials, Reductions
+from paraplan.ir.lower.stage import PlanBlocks
+from paraplan.ir.lower.updates import zero_block
+from paraplan.ir.program import master_dtype
+from paraplan.ir.rank_program import Block, Step, StepKind
+from paraplan.ir.reshard import Move
+from paraplan.ir.schedule import ActionKind
+from paraplan.ir.tensor import TensorSpec
+
+
+class SegmentSteps:
+    """The part of `RankSteps` that runs segments.
+
+    Args:
+        blocks: of the plan.
+        group: the group of ranks whose steps are written.
+    """
+
+    def __init__(self, blocks: PlanBlocks, group: int) -> None:
+        plan = blocks.plan
+        self.plan, self.program, self.lowered, self.group = plan, plan.program, blocks, group
+        self.holding, self.parts, self.evaluates = blocks.held[group], blocks.parts[group], blocks.evaluates
+        self.m = plan.num_microbatches
+        self.extended = (self.m, *self.holding.mesh.shape)
+        self.blocks: dict[str, Block] = {}
+        self.steps: list[Step] = []
+        self.tangent_of: dict[str, str] = {}
+        self.strides_of: dict[str, tuple[int, ...]] = {}
+        self.action = ""
+        self.trained = self.holding.trained
+        params, shape = self.holding.params, self.holding.mesh.shape
+        specs = {name: self.grad_spec(name) for name in self.trained}
+        self.calls = PartedCalls(self._call)
+        self.reductions = Reductions(params, specs, shape, self.calls, plan.bundle_bytes)
+        self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
+        self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
+        self.copies = Copies(self._call_for)
+        self.numerators = {
+            term.numerator: index
+            for index, term in enumerate(self.program.loss)
+            if blocks.group_of(blocks.maker[term.numerator]) == group
+        }
+
+    def grad_spec(self, name: str) -> TensorSpec:
+        """The spec of a parameter's gradient as it accumulates."""
+        spec = self.program.params[name].spec
+        return TensorSpec(master_dtype(self.program.precision, spec.dtype), spec.shape)
+
+    def _call(self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...]) -> None:
+        self.add(StepKind.CALL, block, args=args, outs=outs)
+
+    def _call_for(
+        self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...], microbatch: int, segment: int
+    ) -> None:
+        self.add(StepKind.CALL, block, args=args, outs=outs, microbatch=microbatch, segment=segment)
+
+    def add(self, kind: StepKind, block: Block | None = None, **fields: object) -> None:
+        """Write a step."""
+        if block is not None:
+            self.blocks[block.name] = block
+            fields["block"] = block.name
+        self.steps.append(Step(kind=kind, action=self.action, **fields))  # type: ignore[arg-type]
+
+    def _at(self, value: str, m: int) -> str:
+        return value if value.startswith("buffer:") else f"{value}@{m}"
+
+    def _visit(self, index: int, early: Sequence[Move | None]) -> Visit:
+        """What is gathered for a segment before its block is called."""
+        segment = self.program.segments[index]
+        parcels = (
+            Parcel(f"param:{name}", self._whole(index, slot), self.program.params[name].spec, (move,))
+            for slot, (name, move) in enumerate(zip(segment.params, early, strict=True))
+            if move is not None
+        )
+        return Visit(index, tuple(parcels))
+
+    def _whole(self, index: int, slot: int) -> str:
+        return f"whole:{index}/{slot}@{self.action}"
+
+    def _sources(self, index: int, m: int, early: Sequence[Move | None]) -> dict[str, str]:
+        """Local name in a segment's blocks -> outer name."""
+        segment = self.program.segments[index]
+        kind = self.program.kinds[segment.kind]
+        names = {
+            local: f"param:{outer}" if early[slot] is None else self._whole(index, slot)
+            for slot, (local, outer) in enumerate(zip(kind.params, segment.params, strict=True))
+        }
+        names |= {local: self._at(outer, m) for local, outer in zip(kind.inputs, segment.inputs, strict=True)}
+        if kind.seed is not None:
+            names[kind.seed] = f"seed:{index}"
+        return names
+
+    def forward(self, stage: int, m: int) -> None:
+        """Run a stage's forward."""
+        held = self.plan.stages[stage]
+        order = range(held.first, held.stop)
+        self.gathers.start([self._visit(index, self.parts.forwards[index].early) for index in order])
+        for index in order:
+            segment, lowered = self.program.segments[index], self.parts.forwards[index]
+            self.gathers.reach(index)
+            names = self._sources(index, m, lowered.early)
+            asides = segment.asides if self.evaluates else ()
+            outs = tuple(f"{out}@{m}" for out in (*segment.outputs, *asides))
+            saved = tuple(at(index, local, m) for local in lowered.block.saved)
+            args = tuple(names[local] for local in lowered.block.inputs)
+            self.add(StepKind.CALL, lowered.block, args=args, outs=(*outs, *saved), microbatch=m, segment=index)
+            for out in segment.outputs:
+                if out in self.numerators:
+                    self.add(
+                        StepKind.ACCUMULATE, args=(f"num{self.numerators[out]}", f"{out}@{m}"), microbatch=m,
+                        segment=index,
+                    )  # fmt: skip
+            self.copies.passed(CopyVisit(index, tuple(lowered.away.values())), m)
+        self.copies.end()
+
+    def backward(self, stage: int, m: int, half: ActionKind, final: dict[int, list[str]]) -> None:
+        """Run a stage's backward, or half of it.
+
+        Args:
+            stage, m: of which microbatch.
+            half: B for all of it.
+            final: segment -> the parameters whose gradients are complete once it is through.
+        """
+        held = self.plan.stages[stage]
+        order = tuple(reversed(range(held.first, held.stop)))
+        lowered_of = {index: self._half(index, half) for index in order}
+        self.gathers.start([self._visit(index, lowered_of[index].early) for index in order])
+        self.copies.start([CopyVisit(index, self._returning(index, half)) for index in order], m)
+        self.partials.start(max((self._partial_bytes(index) for index in order), default=0))
+        for index in order:
+            segment, lowered = self.program.segments[index], lowered_of[index]
+            kind = self.program.kinds[segment.kind]
+            self.gathers.reach(index)
+            self.copies.reach(m)
+            names = self._sources(index, m, lowered.early)
+            names |= {local: at(index, local, m) for local in self.parts.forwards[index].block.saved}
+            for value in self._returning(index, half):
+                names |= {each.base: at(index, each.base, m) for each in (value.back, value.there)}
+            if half is ActionKind.W:
+                names |= {local: f"{index}^{local}@{m}" for local in self._half(index, ActionKind.I).block.saved}
+            names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
+            for tangent, local, out in zip(kind.tangents, kind.outputs, segment.outputs, strict=True):
+                if tangent is not None:
+                    names[tangent] = self.tangent_of.get(out, f"d:{out}@{m}")
+                    if out in self.parts.zeros and self._needs_zero(index, half, tangent):
+                        self._zero(kind.graph.values[local], out, m, index)
+            self._call_backward(index, m, lowered, names)
+            self.partials.passed(final.get(index, ()))
+
+    def _returning(self, index: int, half: ActionKind) -> tuple[AwayValue, ...]:
+        """What a segment's backward, or half of it, reads from tiers."""
+        inputs = self._half(index, half).block.inputs
+        return tuple(value for value in self.parts.forwards[index].away.values() if value.back.base in inputs)
+
+    def _half(self, index: int, half: ActionKind) -> LoweredBackward:
+        lowered = self.parts.backwards[index]
+        if lowered.parts is None or half is ActionKind.B:
+            return lowered
+        return lowered.parts[0 if half is ActionKind.I else 1]
+
+    def _needs_zero(self, index: int, half: ActionKind, tangent: str) -> bool:
+        """Whether this half is the first that reads a tangent nobody gives."""
+        first = half is not ActionKind.W or tangent not in self._half(index, ActionKind.I).block.inputs
+        return first and tangent in self._half(index, half).block.inputs
+
+    def finals(self, actions: Sequence[tuple[int, ActionKind]]) -> dict[int, dict[int, list[str]]]:
+        """Action -> segment -> the parameters whose gradients it is the last to add to.
+
+        Args:
+            actions: (stage, kind) of every action, in order.
+        """
+        last: dict[str, tuple[int, int]] = {}
+        for position, (stage, kind) in enumerate(actions):
+            if kind not in (ActionKind.B, ActionKind.W):
+                continue
+            for index in reversed(range(self.plan.stages[stage].first, self.plan.stages[stage].stop)):
+                params = self.program.segments[index].params
+                grads = self._half(index, kind).block.outputs[-len(params) :] if params else ()
+                last.update({n: (position, index) for n, grad in zip(params, grads, strict=True) if grad is not None})
+        found: dict[int, dict[int, list[str]]] = {}
+        for name in self.trained:
+            position, index = last[name]
+            found.setdefault(position, {}).setdefault(index, []).append(name)
+        return found
+
+    def _zero(self, spec: TensorSpec, out: str, m: int, index: int) -> None:
+        block = zero_block(f"zero.{out}", spec, self.parts.grads[out].layout, self.extended)
+        self.add(StepKind.CALL, block, args=(), outs=(f"d:{out}@{m}",), microbatch=m, segment=index)
+
+    def _call_backward(self, index: int, m: int, lowered: LoweredBackward, names: dict[str, str]) -> None:
+        segment, block = self.program.segments[index], lowered.block
+        first = len(segment.inputs)
+        targets = [f"d:{outer}@{m}" for outer in segment.inputs] + [f"acc:{outer}" for outer in segment.params]
+        if not any(local is not None for local in (*block.outputs, *block.saved)):
+            return
+        outs = tuple(
+            None if local is None else f"{target}+{index}.{position}"
+            for position, (local, target) in enumerate(zip(block.outputs, targets, strict=True))
+        )
+        saved = tuple(f"{index}^{local}@{m}" for local in block.saved)
+        args = tuple(names[local] for local in block.inputs)
+        self.add(StepKind.CALL, block, args=args, outs=(*outs, *saved), microbatch=m, segment=index)
+        for position, (out, target) in enumerate(zip(outs, targets, strict=True)):
+            path = lowered.partial[position - first] if position >= first else ()
+            if out is not None and not path:
+                local = block.outputs[position]
+                assert local is not None
+                self.strides_of.setdefault(target, block.values[local].strides)
+                self.add(StepKind.ACCUMULATE, args=(target, out), microbatch=m, segment=index)
+            elif out is not None:
+                self._send(segment.params[position - first], out, path)
+
+    def _partial_bytes(self, index: int) -> int:
+        """Bytes of the gradients that a segment's backward leaves as they were made."""
+        params, paths = self.program.segments[index].params, self.parts.backwards[index].partial
+        found = zip((self.program.params[name].spec for name in params), paths, strict=True)
+        return sum(local_bytes(spec, path[0].before, self.extended) for spec, path in found if path)
+
+    def _send(self, name: str, out: str, path: tuple[Move, ...]) -> None:
+        param = self.program.params[name]
+        dtype = self.grad_spec(name).dtype
+        self.partials.send(name, Parcel(out, f"{out}^", param.spec, path, dtype))
+
+    def _accumulate(self, name: str, addend: str) -> None:
+        self.add(StepKind.ACCUMULATE, args=(f"acc:{name}", addend))

@@ -1,0 +1,80 @@
+"""From a plan of one stage to a pipeline: segments cut into stages, each on a mesh of its own, under a schedule.
+
+The stages keep the plan's choices; every stage lies on a mesh of the plan's shape, over the next devices. Stages of an
+interleaved schedule share the meshes of their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.mesh import Mesh
+from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.program import Program
+from paraplan.ir.schedule import Schedule, split_classes, spread
+
+
+def cut_stages(
+    program: Program, whole: Stage, bounds: Sequence[tuple[int, int]], meshes: Sequence[Mesh]
+) -> tuple[Stage, ...]:
+    """A stage of all segments, cut.
+
+    Args:
+        program: whose segments.
+        whole: the stage.
+        bounds: [first, stop) of every new one.
+        meshes: of every new one, of the old one's shape.
+    """
+    return tuple(_cut(program, whole, *bound, mesh) for bound, mesh in zip(bounds, meshes, strict=True))
+
+
+def _cut(program: Program, whole: Stage, first: int, stop: int, mesh: Mesh) -> Stage:
+    chosen = whole.segment_choice[first - whole.first : stop - whole.first]
+    used = tuple(dict.fromkeys(chosen))
+    segments = program.segments[first:stop]
+    params = {name for segment in segments for name in segment.params}
+    batch = {name for segment in segments for name in segment.inputs} | _counted(program, whole, first, stop)
+    return Stage(
+        first=first, stop=stop, mesh=mesh,
+        choices=tuple(whole.choices[index] for index in used),
+        segment_choice=tuple(used.index(index) for index in chosen),
+        batch={name: layout for name, layout in whole.batch.items() if f"batch:{name}" in batch},
+        params={name: layouts for name, layouts in whole.params.items() if name in params},
+    )  # fmt: skip
+
+
+def _counted(program: Program, whole: Stage, first: int, stop: int) -> set[str]:
+    """What the denominators of the loss terms made in some segments read."""
+    made = {name for segment in program.segments[first:stop] for name in segment.outputs}
+    needed = {term.denominator for term in program.loss if term.numerator in made and term.denominator is not None}
+    return {name for index in needed for name in program.denominators[index].inputs}
+
+
+def pipelined(
+    plan: Plan, cluster: ClusterSpec, bounds: Sequence[tuple[int, int]], schedule: Schedule,
+    positions: Sequence[int] | None = None,
+) -> Plan:  # fmt: skip
+    """A plan of one stage as a pipeline; neither priced nor proved.
+
+    Args:
+        plan: of one stage, on a mesh of as many devices as a position has.
+        cluster: of all positions.
+        bounds: of the stages.
+        schedule: of one rank per position.
+        positions: the position that holds each stage; stages one by one where left out.
+    """
+    whole = plan.stages[0]
+    at = tuple(range(len(bounds))) if positions is None else tuple(positions)
+    size = whole.mesh.size
+    meshes = [
+        Mesh(axes=whole.mesh.axes, shape=whole.mesh.shape, devices=tuple(range(p * size, (p + 1) * size))) for p in at
+    ]
+    kinds = cluster.device_kinds()
+    placed = spread(schedule, tuple(rank // size for rank in range(size * (max(at) + 1))))
+    return msgspec.structs.replace(
+        plan, cluster=cluster, stages=cut_stages(plan.program, whole, bounds, meshes),
+        schedule=split_classes(placed, kinds), prediction=None, certificate=None,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Pipelines equal one device: values that skip stages, tied weights, several losses, statistics, split backwards."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paraplan.ir.plan import Plan
+from paraplan.ir.program import Program
+from paraplan.ir.trace import capture
+from paraplan.planner.sampling import random_plan
+from runtime.pipelines import cut, job_of, pipeline_of, run
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "hanayo")
+
+
+class Web(nn.Module):
+    """Every kind of value that crosses stages: skips, a weight used at both ends, losses on the way, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.blocks[2].bias.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("scale", torch.full((8,), 0.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        first = h = self.embed(x)
+        middle = None
+        for index, block in enumerate(self.blocks):
+            h = h + torch.tanh(block(h)) * self.scale
+            if index == 2:
+                middle = h
+            if index == 4:
+                h = h + 0.5 * middle + torch.tanh(first)
+        with torch.no_grad():
+            self.seen.add_(h.detach().sum((0, 1)))
+        loss = F.cross_entropy((h @ self.embed.weight.t()).flatten(0, 1), y.flatten())
+        return {"main": loss, "small": 0.1 * (middle * middle).mean()}
+
+
+def web() -> Web:
+    torch.manual_seed(0)
+    return Web().train()
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 12, (4, 4), generator=generator)
+    y = torch.randint(0, 12, (4, 4), generator=generator)
+    y[0, 1] = y[2, :3] = -100
+    return {"x": x, "y": y}
+
+
+@functools.cache
+def program() -> Program:
+    return capture(web(), batch(), precision="fp64", loss={"main": 1.0, "small": 0.5})
+
+
+@functools.cache
+def one_stage(num_devices: int = 1, microbatches: int = 4, seed: int = 0) -> Plan:
+    """A random plan of the model on one stage's devices."""
+    for candidate in range(seed, seed + 400):
+        plan = random_plan(job_of(program(), num_devices), candidate, max_microbatches=4)
+        if plan.num_microbatches == microbatches:
+            return plan
+    raise AssertionError("no such random plan")
+
+
+def stages_of(schedule: str, positions: int) -> int:
+    return positions * (1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_equals_one_device(schedule: str) -> None:
+    one = one_stage()
+    stages = cut(len(one.program.segments), stages_of(schedule, 2))
+    assert run(pipeline_of(one, schedule, 2, stages), web().double(), batch(), clip=0.1) <= 1e-9
+
+
+@pytest.mark.parametrize("positions", [3, 4])
+def test_uneven_stages_equal_one_device(positions: int) -> None:
+    one = one_stage()
+    stages = cut(len(one.program.segments), positions, uneven=True)
+    assert run(pipeline_of(one, "1f1b", positions, stages), web().double(), batch()) <= 1e-9
+
+
+@pytest.mark.parametrize("seed", [0, 40, 80])
+def test_sharded_stages_equal_one_device(seed: int) -> None:
+    one = one_stage(2, 2, seed)
+    stages = cut(len(one.program.segments), 2)
+    assert run(pipeline_of(one, "1f1b", 2, stages), web().double(), batch()) <= 1e-9
