@@ -83,7 +83,7 @@ class Searched(Value, frozen=True, kw_only=True):
 
 @dataclass
 class _Case:
-    """One shop and what is known of it: (step, found by, sequences), shortest first."""
+    """One shop and what is known of it: (step, found by, sequences), shortest first, of equal ones the smallest."""
 
     placed: Placed
     split: bool
@@ -99,7 +99,7 @@ class _Case:
         known = timing(self.shop, sequences)
         if known is not None and all(sequences != other for _, _, other in self.found):
             self.found.append((known.step_s, found_by, sequences))
-            self.found.sort(key=lambda each: each[0])
+            self.found.sort(key=lambda each: (float(f"{each[0]:.12g}"), self.shop.peak(each[2])))
 
 
 def search(problem: PipelineProblem, effort: Effort | None = None, time_limit_s: float | None = None) -> Searched:
