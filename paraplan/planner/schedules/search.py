@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.schedule import Schedule
 from paraplan.ir.struct import Value
 from paraplan.planner.schedules.bound import machine_bound
@@ -107,7 +107,6 @@ def search(problem: PipelineProblem, effort: Effort | None = None, time_limit_s:
 
     Raises:
         InfeasibleError: one microbatch at a time does not fit, under any placement.
-        SolverLimitError: none found that fits, though one may exist.
         ConstraintError: sizes, costs or limits that mean nothing.
     """
     started = time.perf_counter()
@@ -119,12 +118,7 @@ def search(problem: PipelineProblem, effort: Effort | None = None, time_limit_s:
         _from_rules(problem, case, effort.dispatched // len(cases), deadline)
     _improve(cases, effort, deadline)
     _solve(cases, effort, deadline)
-    best = min((case for case in cases if case.found), key=lambda case: case.found[0][0], default=None)
-    if best is None:
-        raise SolverLimitError(
-            "schedule searched: nothing found that fits, though one microbatch alone would; give more memory or whole "
-            "backwards (split_backward=False)"
-        )
+    best = min((case for case in cases if case.found), key=lambda case: case.found[0][0])
     _, found_by, sequences = best.found[0]
     orders = best.shop.orders(sequences)
     evaluation = evaluate(orders, problem.stages)
