@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -36,7 +37,7 @@ def cut(num_segments: int, num_stages: int, uneven: bool = False) -> list[tuple[
     points = [round(index * num_segments / num_stages) for index in range(num_stages + 1)]
     if uneven:
         points = [*range(num_stages), num_segments]
-    return list(zip(points, points[1:], strict=False))
+    return list(itertools.pairwise(points))
 
 
 def pipeline_of(one: Plan, schedule: str, num_positions: int, bounds: Bounds) -> Plan:
