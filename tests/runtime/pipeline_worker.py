@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paraplan.api import Plan
 from paraplan.codegen import build_modules
@@ -18,7 +17,7 @@ from paraplan.jobs.check import max_error
 from paraplan.runtime.launch import init_distributed, leave_job
 from paraplan.runtime.local import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
-from runtime.test_pipelines import batch, web
+from tests.runtime.test_pipelines import batch, web
 
 
 def trained(plan: Plan) -> Trainer:

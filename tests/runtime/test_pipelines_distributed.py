@@ -11,8 +11,8 @@ from paraplan.api import Plan
 from paraplan.cost_models.predict import predict
 from paraplan.ir.lower import lower
 from paraplan.runtime.launch import spawn_local
-from runtime.pipelines import cut, pipeline_of
-from runtime.test_pipelines import one_stage, stages_of
+from tests.runtime.pipelines import cut, pipeline_of
+from tests.runtime.test_pipelines import one_stage, stages_of
 
 WORKER = str(Path(__file__).with_name("pipeline_worker.py"))
 
