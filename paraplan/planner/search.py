@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +24,7 @@ from paraplan.ir.plan import Certificate, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.meshes import candidate_meshes
+from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.pipeline_search import search_pipeline
 from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, solve_mesh
@@ -128,7 +130,8 @@ def _solve(
     job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits,
     failures: list[InfeasibleError | SolverLimitError], cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
-    """Plans for a mesh: one that keeps every activation, and where memory binds one that may recompute some."""
+    """Plans for a mesh: one that keeps every activation, and where memory binds what may recompute some: one that does
+    so by kinds, and on one device one that does so op by op."""
     found: list[Candidate] = []
     if constraints.recompute in (None, "none"):
         try:
@@ -144,6 +147,10 @@ def _solve(
         found.append(solve_with_recomputation(job, mesh, count, constraints, limits))
     except (InfeasibleError, SolverLimitError) as fault:
         failures.append(fault)
+    if mesh.size == 1 and constraints.recompute is None:
+        # Its failures are of one order of ops; what the others say is about all.
+        with suppress(InfeasibleError, SolverLimitError):
+            found.append(solve_op_by_op(job, mesh, count, constraints, limits))
     return found
 
 

@@ -10,13 +10,16 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.mesh import make_mesh
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.search import search
+from paraplan.planner.sharding.solve import Limits
 from paraplan.runtime.local import InProcessTrainer
 from tests.numerics import relative_error
 
@@ -44,7 +47,7 @@ def test_a_budget_is_kept_and_nothing_else_changes(gpt2, share: float, recompute
     small, program, (loss, grads, _), free = gpt2
     budget = int(free.prediction.peak_bytes[0] * share)
     plan = search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=budget, recompute=recompute)).plan
-    assert any(choice.activations for choice in plan.stages[0].choices)
+    assert any(choice.activations for choice in plan.stages[0].choices) or plan.memory_actions is not None
     assert free.prediction.step_s < plan.prediction.step_s and plan.certificate.bound_s <= plan.prediction.step_s
     programs = verify_plan(plan)
     trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
@@ -54,6 +57,23 @@ def test_a_budget_is_kept_and_nothing_else_changes(gpt2, share: float, recompute
     assert [entry.key for entry in trainer.entries(0)] == [entry.key for entry in entries(programs[0])]
     assert trainer.peak_bytes(0) <= plan.prediction.peak_bytes[0] <= 1.02 * trainer.peak_bytes(0)
     assert trainer.peak_bytes(0) <= budget
+
+
+def test_op_by_op_competes_and_runs(gpt2) -> None:  # type: ignore[no-untyped-def]
+    small, program, wanted, free = gpt2
+    budget = int(free.prediction.peak_bytes[0] * 0.65)
+    constraints = Constraints(mesh=(1,), memory_bytes=budget, microbatches=1)
+    job, limits = job_of(program, 1), Limits(time_s=10, memory_bytes=budget)
+    by_kinds = solve_with_recomputation(job, make_mesh((1,), ("d0",)), 1, constraints, limits)
+    plan = search(job, constraints).plan
+    assert plan.memory_actions is not None and plan.prediction.step_s < by_kinds.simulation.step_s
+    assert plan.certificate.bound_s <= plan.prediction.step_s and "op by op" in " ".join(plan.notes)
+    programs = verify_plan(plan)
+    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
+    assert float(abs(trainer.step(small.batch) - wanted.loss)) <= 1e-12
+    assert relative_error(trainer.grads(), wanted.grads) <= 1e-9
+    trainer.apply_optimizer(torch.optim.SGD, lr=1e-3)
+    assert trainer.peak_bytes(0) == plan.prediction.peak_bytes[0] <= budget
 
 
 def test_recomputing_beats_what_keeps_everything(gpt2) -> None:  # type: ignore[no-untyped-def]
