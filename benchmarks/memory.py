@@ -7,7 +7,10 @@ max(flops / 60 T, bytes / 1.2 TB/s) + 3 us per op. FOLDER holds Checkmate's grap
 is a share of the peak without recomputation, above what is always there. `overhead` and `bound` are shares of the step
 without recomputation in %, `gap` is (step - bound) / step in %, `cpu_s` the processor's seconds (which a busy machine
 does not stretch, though it cuts short what S seconds, 60 without the option, allow), `peak` the plan's, as a share like
-the budget. Without `--only`, what takes some minutes together: every model at `QUICK`. `--only .` runs all, hours.
+the budget. The sizes do not run in float64 here, so each row has a `twin`, the same layers narrow on small inputs,
+planned at the same share of its own peak and executed: `measured_peak` in bytes, `simulated_peak` as a multiple of it,
+and whether its gradients are those of one device. Without `--only`, what takes some minutes together: every model at
+`QUICK`. `--only .` runs all, hours.
 """
 
 from __future__ import annotations
@@ -43,7 +46,12 @@ MODELS = (
     "gpt2-48",
     "llama-8",
 )
-COLUMNS = ("case", "ops", "budget", "overhead", "bound", "gap", "solve_s", "cpu_s", "peak", "status")
+COLUMNS = (
+    *("case", "ops", "budget", "overhead", "bound", "gap", "solve_s", "cpu_s", "peak", "status"),
+    *("twin", "measured_peak", "simulated_peak", "gradients_equal"),
+)
+TWIN_S = 10.0
+"""For planning a twin; of the seconds given where those are less."""
 
 
 def planned(problem: MemoryProblem, share: float, time_s: float) -> Row:
@@ -65,10 +73,12 @@ def planned(problem: MemoryProblem, share: float, time_s: float) -> Row:
 
 
 def model(name: str, share: float, time_s: float) -> Row:
-    """A captured model at one budget."""
-    from benchmarks.zoo.sized import memory_problem  # noqa: PLC0415  (imports torch, which graphs need not)
+    """A captured model at one budget, and its twin executed."""
+    from benchmarks.executed import executed  # noqa: PLC0415  (imports torch, which graphs need not)
+    from benchmarks.zoo.sized import memory_problem  # noqa: PLC0415
 
-    return planned(memory_problem(name).problem, share, time_s)
+    row = planned(memory_problem(name).problem, share, time_s)
+    return {**row, **executed(name, share, min(time_s, TWIN_S))}
 
 
 def cases(folder: Path | None, time_s: float, quick: bool) -> dict[str, Callable[[], Row]]:

@@ -30,6 +30,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "report": ("ir", "cost_models"),
     "jobs": ("ir", "cost_models", "runtime", "codegen"),
     "api": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "__version__"),
+    "fitting": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "api"),
     "terminal": ("ir", "report", "jobs"),
     "cli": ("ir", "api", "report", "jobs", "terminal", "__version__"),
 }
@@ -44,7 +45,7 @@ SOLVERS = ("ortools", "pulp")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 PUBLIC = {
-    *("__version__", "compile", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"),
+    *("__version__", "compile", "fit", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"),
     *("register_rule", "register_cost"),
 }
 

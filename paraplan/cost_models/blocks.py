@@ -15,8 +15,7 @@ from paraplan.cost_models.costs import Costs
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import refs
 from paraplan.ir.rank_program import Block, InstrKind
-
-BEGIN, NEVER = -1, 1 << 60
+from paraplan.ir.storages import BEGIN, BlockStorages
 
 # Per argument: (position of the first argument with the same storage, whether no outer name holds it, its bytes).
 ArgState = tuple[int, bool, int]
@@ -51,64 +50,10 @@ NO_EFFECT = Profile(begin_drop=0, allocated=(), freed=(), end_drop=0, net=0, pea
 
 
 @dataclass(frozen=True)
-class MemoryBlock:
-    """A block's storages: who owns what, and when the block lets go of it."""
+class MemoryBlock(BlockStorages):
+    """A block's storages, and what calls of it do to memory."""
 
-    block: Block
     _profiles: dict[object, Profile] = field(default_factory=dict, repr=False, compare=False)
-
-    @cached_property
-    def results(self) -> tuple[str | None, ...]:
-        """Local names behind a CALL's `outs`: outputs, then saved values."""
-        return (*self.block.outputs, *self.block.saved)
-
-    @cached_property
-    def owners(self) -> dict[str, str]:
-        """For every name, the name that owns its storage; inputs own theirs."""
-        inputs, values = frozenset(self.block.inputs), self.block.values
-        found: dict[str, str] = {}
-        for name in values:
-            root = name
-            while root not in inputs and values[root].base != root:
-                root = values[root].base
-            found[name] = root
-        return found
-
-    @cached_property
-    def released(self) -> dict[str, int]:
-        """Per name: the instruction after which the block no longer holds it; BEGIN: an input it never reads.
-
-        A name in no `frees` is held to its last use if it is an input, else to the end (index len(instrs)).
-        """
-        last_use = dict.fromkeys(self.block.inputs, BEGIN)
-        end = len(self.block.instrs)
-        found: dict[str, int] = {}
-        for index, instr in enumerate(self.block.instrs):
-            for name in refs((instr.args, tuple(instr.kwargs.values()))):
-                if name in last_use:
-                    last_use[name] = index
-            found |= {name: end for name in instr.outs if name is not None}
-            for name in instr.frees:
-                found[name] = index
-        return last_use | found
-
-    @cached_property
-    def last_hold(self) -> dict[str, int]:
-        """Per owner: the instruction at which the block's last name of its storage goes."""
-        found: dict[str, int] = {}
-        for name, index in self.released.items():
-            owner = self.owners[name]
-            found[owner] = max(found.get(owner, BEGIN), index)
-        return found
-
-    @cached_property
-    def fresh(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """Per instruction, the storages it makes: (owner, bytes)."""
-        values, owners = self.block.values, self.owners
-        return tuple(
-            tuple((name, values[name].storage_bytes) for name in instr.outs if name and owners[name] == name)
-            for instr in self.block.instrs
-        )
 
     @cached_property
     def tiers(self) -> tuple[str, ...]:
@@ -120,11 +65,6 @@ class MemoryBlock:
         """Per instruction, local shapes of its outputs."""
         values = self.block.values
         return tuple(tuple(values[name].shape for name in instr.outs if name) for instr in self.block.instrs)
-
-    @cached_property
-    def storage_bytes(self) -> dict[str, int]:
-        """Bytes of every storage the block makes, by owner."""
-        return {owner: size for made in self.fresh for owner, size in made}
 
     def profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...]) -> Profile:
         """The effect on memory of a call whose arguments are in state `args`, taking the results in `taken`."""

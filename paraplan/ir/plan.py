@@ -165,6 +165,8 @@ class Plan(Value, frozen=True, kw_only=True):
         bundle_bytes: from how many bytes on small parameters and gradients of several segments set out together;
             0: nothing waits for another segment's.
         stages, schedule: the plan proper.
+        memory_actions: on one device, the order in which the step's ops run, are run again, and tensors are freed and
+            copied to a tier and back (`ir.memory_actions`); None: as lowered.
         profile: measured times the prediction rests on, where there are any: those of this plan's ops alone.
         prediction, certificate: what is foretold and proved.
         notes: what the reader should know (ops replicated for want of a rule, times measured or modelled).
@@ -180,6 +182,7 @@ class Plan(Value, frozen=True, kw_only=True):
     bundle_bytes: int = 8 << 20
     stages: tuple[Stage, ...]
     schedule: Schedule
+    memory_actions: str | None = None
     profile: Profile | None = None
     prediction: Prediction | None = None
     certificate: Certificate | None = None

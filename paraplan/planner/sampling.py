@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh
 from paraplan.ir.micro import program_micro, splittable
@@ -55,19 +54,13 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2) -> Plan:
         [{name: RECOMPUTE for name in recomputable(kind) if rng.random() < share} for _ in range(2)]
         for kind in program.kinds
     ]
-    tiers = [tier for tier in TIERS if has_room(job.cluster, tier, mesh.devices)]
+    tiers = [tier for tier in TIERS if job.cluster.has_room(tier, mesh.devices)]
     away = rng.choice((0.0, 0.0, 0.3, 1.0)) if tiers else 0.0
     for kind, drawn in zip(program.kinds, fates, strict=True):
         for fate in drawn:
             fate |= {n: rng.choice(tiers) for n in recomputable(kind) if n not in fate and rng.random() < away}
     activations = tuple(rng.choice(fates[segment.kind]) for segment in program.segments)
     return assemble(job, replace(decisions, activations=activations))
-
-
-def has_room(cluster: ClusterSpec, tier: str, devices: tuple[int, ...]) -> bool:
-    """Whether a tier has a link and any room, for each of these devices."""
-    linked = tier == "host" or all(cluster.group_of(device).disk is not None for device in devices)
-    return linked and cluster.room_bytes(tier, devices) > 0
 
 
 def _draw(rng: random.Random, keys: list[str], calm: float) -> str:

@@ -27,6 +27,7 @@ from paraplan.ir.rank_program import (
     offset_value,
     place_of,
 )
+from paraplan.ir.sources import Locate, no_source
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.interpret import Tape, make_tape, play
 from paraplan.runtime.ops import INSTR
@@ -35,12 +36,6 @@ from paraplan.runtime.transport import Handle, Port
 
 Modules = Mapping[str, fx.GraphModule]
 Recording = Generator[None, None, None]
-Locate = Callable[[str, int], str]
-
-
-def no_source(block: str, origin: int) -> str:
-    """Where an op comes from, when nobody knows."""
-    return "unknown line"
 
 
 class Executor:

@@ -14,6 +14,7 @@ from paraplan.ir.entry import Entry
 from paraplan.ir.holding import counted_here, holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.sources import source_lines
 from paraplan.runtime.batch import shard_batch
 from paraplan.runtime.evaluate import (
     Build,
@@ -30,7 +31,7 @@ from paraplan.runtime.evaluate import (
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
 from paraplan.runtime.params import join
-from paraplan.runtime.rank import Rank, source_lines
+from paraplan.runtime.rank import Rank
 from paraplan.runtime.scaling import SCALE, Scaler
 from paraplan.runtime.stepping import make_executors, step_together
 from paraplan.runtime.weights import values_of

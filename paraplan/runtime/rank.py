@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from paraplan.ir.holding import Holding, holding_of, holdings
 from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
-from paraplan.runtime.executor import Executor, Locate
+from paraplan.runtime.executor import Executor
 from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part
 
 
@@ -160,17 +159,3 @@ def message_pairs(plan: Plan, programs: Sequence[RankProgram]) -> list[tuple[int
                 if transfer.sends and transfer.peers[place] >= 0:
                     found[rank, transfer.peers[place]] = None
     return list(found)
-
-
-def source_lines(program: Program) -> Locate:
-    """(block, op of its joint graph) -> the user's source line."""
-    graphs = {kind.name: kind.graph for kind in program.kinds}
-    graphs |= {f"den{index}": entry.graph for index, entry in enumerate(program.denominators)}
-
-    def locate(block: str, origin: int) -> str:
-        graph = graphs.get(block.split(".")[0])
-        if graph is None or not 0 <= origin < len(graph.ops):
-            return "unknown line"
-        return graph.source_of(graph.ops[origin])
-
-    return locate

@@ -10,7 +10,8 @@ import torch
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.rank_program import RankProgram, Step
-from paraplan.runtime.executor import Executor, Locate, Modules, make_tapes, no_source
+from paraplan.ir.sources import Locate, no_source
+from paraplan.runtime.executor import Executor, Modules, make_tapes
 from paraplan.runtime.transport import InProcessTransport
 
 

@@ -24,6 +24,7 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.holding import counted_here, holding_of, holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
+from paraplan.ir.sources import source_lines
 from paraplan.runtime import compiled as compiling
 from paraplan.runtime.batch import ShardedBatch, shard_batch, shard_loader
 from paraplan.runtime.checkpoint import Checkpointing
@@ -44,7 +45,7 @@ from paraplan.runtime.evaluate import (
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
 from paraplan.runtime.params import join_over
-from paraplan.runtime.rank import Rank, message_pairs, source_lines
+from paraplan.runtime.rank import Rank, message_pairs
 from paraplan.runtime.scaling import SCALE, Scaler
 from paraplan.runtime.weights import values_of
 

@@ -22,7 +22,7 @@ def finish_block(
     ordered = _overlap(inputs, outputs, saved, instrs)
     kept = {out for out in outputs if out is not None} | set(saved)
     return Block(
-        name=name, inputs=inputs, outputs=outputs, saved=saved, values=values, instrs=_with_frees(inputs, kept, ordered)
+        name=name, inputs=inputs, outputs=outputs, saved=saved, values=values, instrs=with_frees(kept, ordered)
     )
 
 
@@ -108,7 +108,8 @@ def _overlap(
     return ordered
 
 
-def _with_frees(inputs: tuple[str, ...], kept: set[str], instrs: list[Instr]) -> tuple[Instr, ...]:
+def with_frees(kept: set[str], instrs: list[Instr]) -> tuple[Instr, ...]:
+    """The instructions, each freeing the names it is the last to touch, but for those kept."""
     last: dict[str, int] = {}
     for index, instr in enumerate(instrs):
         for name in (*(out for out in instr.outs if out is not None), *_reads(instr)):

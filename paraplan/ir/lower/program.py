@@ -6,42 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.holding import holder_of
 from paraplan.ir.lower.losses import LossSteps
-from paraplan.ir.lower.messages import Messages, in_order
+from paraplan.ir.lower.messages import Messages
 from paraplan.ir.lower.outer import outer_values, with_drops
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.lower.ties import exchange_ends
 from paraplan.ir.lower.updates import buffer_block, restore_block
 from paraplan.ir.mesh import Partial
-from paraplan.ir.plan import Optimizer, Plan
+from paraplan.ir.plan import Optimizer
 from paraplan.ir.program import master_dtype
 from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, StepKind
 from paraplan.ir.schedule import Action, ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
 
 _BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
-
-
-def lower(plan: Plan) -> tuple[RankProgram, ...]:
-    """One program per rank class of the plan's schedule.
-
-    Raises:
-        InvalidPlanError: the plan does not fit its program.
-    """
-    if plan.schedule.num_replicas != 1:
-        raise InvalidPlanError(
-            f"schedule {plan.schedule.name} holds every stage {plan.schedule.num_replicas} times; this version "
-            "executes schedules that hold each once"
-        )
-    blocks = PlanBlocks(plan)
-    # Classes that differ only in the kind of their device share a program.
-    built = {
-        actions: RankSteps(blocks, holder_of(blocks.held, actions), actions).build()
-        for actions in dict.fromkeys(plan.schedule.classes)
-    }
-    ordered = in_order(built)
-    return tuple(ordered[actions] for actions in plan.schedule.classes)
 
 
 class RankSteps(LossSteps):
@@ -72,6 +50,10 @@ class RankSteps(LossSteps):
                 self._forward(action)
                 if index == last[ActionKind.F]:
                     end_loss = self.begin_loss(joined, waits)
+                    if self.plan.cluster.num_devices == 1:  # nothing to wait for: it is known before its gradients
+                        while waits:
+                            waits.pop(0)()
+                        end_loss()
             elif action.kind in _BACKWARD:
                 while waits:
                     waits.pop(0)()
@@ -84,7 +66,8 @@ class RankSteps(LossSteps):
                     for parcel in joined:
                         self.reductions.send(parcel)
                     self.reductions.end()
-                    end_loss()
+                    if self.plan.cluster.num_devices > 1:
+                        end_loss()
                     grads = exchange_ends(self)
                     self._buffers()
             elif action.kind is ActionKind.UPDATE:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from paraplan.planner.memory.schedule import Actions, Evaluation
+from paraplan.ir.memory_actions import Actions
+from paraplan.planner.memory.schedule import Evaluation
 
 
 class MemoryStatus(Enum):

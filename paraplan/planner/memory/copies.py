@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paraplan.ir.memory_actions import Act, Actions, MemAction, free, run
 from paraplan.planner.memory.problem import Tier
 from paraplan.planner.memory.reruns import Floats, Ints, Profile
-from paraplan.planner.memory.schedule import Act, Actions, MemAction, free, run
 
 Stay = tuple[int, int]
 """A tensor, and the key of the reader it is brought back for."""
@@ -68,7 +68,7 @@ def place(profile: Profile, copies: Copies) -> list[Placed]:
     gaps: list[tuple[int, int, int, int]] = []
     for tensor, key in copies.stays:
         reader = int(np.searchsorted(profile.keys, key))
-        if reader >= len(profile.keys) or profile.keys[reader] != key:
+        if reader >= len(profile.keys) or profile.keys[reader] != key or arrays.rewritten[tensor]:
             continue
         version = profile.version_at(tensor, reader)
         before = _use_before(profile, version, reader)

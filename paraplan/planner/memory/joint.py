@@ -17,13 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paraplan.ir.memory_actions import Actions
 from paraplan.planner.memory.copies import Copies, Stay, actions_of, fit
 from paraplan.planner.memory.improve import improve
 from paraplan.planner.memory.problem import MemoryProblem, Tier
 from paraplan.planner.memory.realise import overflowing, realise
 from paraplan.planner.memory.relaxation import Relaxation, build_relaxation
 from paraplan.planner.memory.reruns import Arrays, Floats, Profile, profile_of, without_dead
-from paraplan.planner.memory.schedule import Actions, evaluate
+from paraplan.planner.memory.schedule import evaluate
 from paraplan.planner.memory.squeeze import Prices, polish, squeeze
 from paraplan.planner.milp import Status, solve
 

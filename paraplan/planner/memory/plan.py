@@ -15,13 +15,14 @@ import time
 from typing import NoReturn
 
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.memory_actions import Actions
 from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.exact import search_states
 from paraplan.planner.memory.joint import plan_joint
 from paraplan.planner.memory.problem import MemoryProblem, verify_problem
 from paraplan.planner.memory.recompute import MemoryLimits, Recomputation
 from paraplan.planner.memory.reruns import Arrays
-from paraplan.planner.memory.schedule import Actions, evaluate, freeing
+from paraplan.planner.memory.schedule import evaluate, freeing
 
 __all__ = ["SCOPE", "MemoryAnswer", "MemoryLimits", "plan_memory"]
 
@@ -107,13 +108,13 @@ def _with_copies(alone: Recomputation, limits: MemoryLimits, deadline: float) ->
 
 def _settled(arrays: Arrays, budget_bytes: int, limits: MemoryLimits) -> MemoryAnswer | None:
     """By exhaustion: in the given order, or in any where that one has none; None where there are too many states."""
-    for in_order in (True, False):
+    for in_order in (True,) if arrays.problem.in_order else (True, False):
         found = search_states(arrays.problem, budget_bytes, in_order)
         if not found.complete:
             return None
         if found.ops is not None:
             return _answer(arrays, budget_bytes, freeing(arrays.problem, found.ops), found.seconds, limits)
-    _refuse(arrays, budget_bytes, "in any order of execution")
+    _refuse(arrays, budget_bytes, f"in {'the given' if arrays.problem.in_order else 'any'} order of execution")
 
 
 def _answer(arrays: Arrays, budget_bytes: int, actions: Actions, bound_s: float, limits: MemoryLimits) -> MemoryAnswer:
@@ -128,12 +129,12 @@ def _answer(arrays: Arrays, budget_bytes: int, actions: Actions, bound_s: float,
 
 def _give_up(alone: Recomputation) -> NoReturn:
     if alone.refuted and not alone.arrays.problem.tiers:
-        names = [alone.arrays.problem.ops[op].name for op in alone.refuted]
-        _refuse(alone.arrays, alone.budget, f"at ops {', '.join(names[:8])} taken together")
+        names = [alone.arrays.problem.ops[op].label for op in alone.refuted]
+        _refuse(alone.arrays, alone.budget, f"at ops {'; '.join(names[:4])} taken together")
     op = int(alone.arrays.working.argmax())
     raise SolverLimitError(
         f"no schedule within {alone.budget} bytes was found in {alone.limits.time_s:g} s, nor proved impossible; give "
-        f"more time, or more memory (op {op} ({alone.arrays.problem.ops[op].name}) alone needs "
+        f"more time, or more memory (op {op} ({alone.arrays.problem.ops[op].label}) alone needs "
         f"{int(alone.arrays.working[op])} bytes, {alone.everything.peak} need no recomputation)"
     )
 
@@ -150,7 +151,7 @@ def _refuse_impossible(arrays: Arrays, budget_bytes: int) -> None:
 
 def _refuse(arrays: Arrays, budget_bytes: int, where: str) -> NoReturn:
     op = int(arrays.working.argmax())
-    need, name = int(arrays.working[op]), arrays.problem.ops[op].name
+    need, name = int(arrays.working[op]), arrays.problem.ops[op].label
     if need > budget_bytes:
         raise InfeasibleError(
             f"no schedule fits in {budget_bytes} bytes: op {op} ({name}) alone needs {need}, with what it reads and "

@@ -27,11 +27,13 @@ class MemTensor:
         nbytes: its size.
         maker: index of the op that makes it, or `GIVEN`.
         kept: whether it must be resident after the last op (a gradient, the loss).
+        rewritten: whether an op writes it in place after it was made: no copy of it stays true.
     """
 
     nbytes: int
     maker: int
     kept: bool = False
+    rewritten: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class MemOp:
         workspace_bytes: the most it allocates and drops inside.
         repeatable: whether it may be executed more than once (an update of running statistics may not).
         backward: whether it belongs to the backward.
+        source: the user's line it comes from; "" where that is not known.
     """
 
     name: str
@@ -54,6 +57,12 @@ class MemOp:
     workspace_bytes: int = 0
     repeatable: bool = True
     backward: bool = False
+    source: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name, and where it comes from."""
+        return f"{self.name}, {self.source}" if self.source else self.name
 
 
 @dataclass(frozen=True)
@@ -91,12 +100,14 @@ class MemoryProblem:
         tensors: all storages.
         base_bytes: always resident beside them.
         tiers: where tensors may be copied to.
+        in_order: whether first executions must keep the given order (ops that write in place tell nobody so).
     """
 
     ops: tuple[MemOp, ...]
     tensors: tuple[MemTensor, ...]
     base_bytes: int = 0
     tiers: tuple[Tier, ...] = ()
+    in_order: bool = False
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:

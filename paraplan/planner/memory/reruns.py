@@ -38,6 +38,7 @@ class Arrays:
         self.repeatable: Bools = np.array([op.repeatable for op in problem.ops], bool)
         self.nbytes: Ints = np.array([tensor.nbytes for tensor in problem.tensors], np.int64)
         self.maker: Ints = np.array([tensor.maker for tensor in problem.tensors], np.int64)
+        self.rewritten = [tensor.rewritten for tensor in problem.tensors]
         self.kept: Bools = np.array([tensor.kept for tensor in problem.tensors], bool)
         self.read_start, self.read_tensor = _rows([op.reads for op in problem.ops])
         self.make_start, self.make_tensor = _rows([op.makes for op in problem.ops])

@@ -1,9 +1,4 @@
-"""The order in which a step's ops run within a budget: actions, what they cost, and whether they may be.
-
-    R12         execute op 12
-    F7          free tensor 7 (waits until a copy of it under way has ended)
-    O7:host     begin copying tensor 7 to the host
-    B7:host     allocate tensor 7 and begin copying it back; whoever reads it waits until the copy has ended
+"""What a memory schedule costs, and whether it may be (`ir.memory_actions` has the actions and their text).
 
 Memory follows from the order of the actions alone, never from how long they take: it changes at R (what the op makes),
 F and B. Time is that of an event simulation with a compute stream and, per tier, a copy stream each way; an action is
@@ -13,61 +8,10 @@ issued when the ops before it have ended. A copy on a tier is kept until the ste
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.memory_actions import Act, Actions, MemAction, free, run
 from paraplan.planner.memory.problem import GIVEN, MemoryProblem, Tier
-
-
-class Act(Enum):
-    """What an action does."""
-
-    RUN = "R"
-    FREE = "F"
-    OUT = "O"
-    BACK = "B"
-
-
-@dataclass(frozen=True)
-class MemAction:
-    """One action; `index` is an op's for RUN, else a tensor's; `tier` names where to or from."""
-
-    act: Act
-    index: int
-    tier: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.act.value}{self.index}" + (f":{self.tier}" if self.tier else "")
-
-
-Actions = tuple[MemAction, ...]
-
-
-def parse_actions(text: str) -> Actions:
-    """`"R0 R1 F0"` to its actions.
-
-    Raises:
-        InvalidPlanError: a word is none.
-    """
-    found = []
-    for word in text.split():
-        head, _, tier = word[1:].partition(":")
-        if word[0] not in "RFOB" or not head.isdigit() or bool(tier) != (word[0] in "OB"):
-            raise InvalidPlanError(
-                f"no action of a memory schedule: {word!r} (R<op>, F<tensor>, O<tensor>:<tier>, B...)"
-            )
-        found.append(MemAction(Act(word[0]), int(head), tier))
-    return tuple(found)
-
-
-def run(op: int) -> MemAction:
-    """Execute an op."""
-    return MemAction(Act.RUN, op)
-
-
-def free(tensor: int) -> MemAction:
-    """Free a tensor."""
-    return MemAction(Act.FREE, tensor)
 
 
 @dataclass(frozen=True)

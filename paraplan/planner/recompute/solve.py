@@ -62,18 +62,18 @@ def solve_with_recomputation(
         if found.choices is None:
             if found.status is Status.INFEASIBLE and attempt == 0:
                 raise _too_small(job, space, mesh, limits)
-            raise _not_found(mesh, limits, least)
+            raise _not_found(job, mesh, constraints, limits, least)
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decisions = decisions_of(job, space, mesh, num_microbatches, choices)
-        fitted = _recomputing(job, decisions, constraints.recompute, limits.memory_bytes)
+        fitted = _recomputing(job, decisions, constraints, limits.memory_bytes)
         if isinstance(fitted, Fitted):
             break
         least = min(least, fitted)
         over = fitted / limits.memory_bytes - 1
         rows = tuple(replace(row, limit=max(row.limit - over, 1e-9)) for row in rows)
     else:
-        raise _not_found(mesh, limits, least)
+        raise _not_found(job, mesh, constraints, limits, least)
     work = problem.work(found.choices)
     started = time.perf_counter()
     bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], limits.time_s)
@@ -83,10 +83,11 @@ def solve_with_recomputation(
     )
 
 
-def _recomputing(job: Job, decisions: Decisions, pinned: str | None, limit_bytes: float) -> Fitted | float:
-    """As little recomputation as fits, or the pinned one; the peak in bytes where that does not fit."""
-    if pinned is None:
-        return fit(job, decisions, limit_bytes)
+def _recomputing(job: Job, decisions: Decisions, constraints: Constraints, limit_bytes: float) -> Fitted | float:
+    """As little recomputed and copied away as fits, or what is pinned; the peak in bytes where that does not fit."""
+    pinned = constraints.recompute
+    if pinned is None or constraints.tiers:
+        return fit(job, decisions, limit_bytes, pinned, constraints.tiers)
     fates = [dict.fromkeys(preset(kind, pinned), RECOMPUTE) for kind in job.program.kinds]
     activations = tuple(fates[segment.kind] for segment in job.program.segments)
     made = realise(job, replace(decisions, activations=activations), limit_bytes)
@@ -102,13 +103,26 @@ def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> Infeasible
     return InfeasibleError(
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, gradients and "
         f"optimizer states alone take at least {say_size(need)}, {say_size(need - limits.memory_bytes)} are missing "
-        f"whatever is recomputed; {largest(job)}; use more devices, or devices with more memory"
+        f"whatever is recomputed or offloaded; {largest(job)}; use more devices, or devices with more memory"
     )
 
 
-def _not_found(mesh: Mesh, limits: Limits, least: float) -> SolverLimitError:
+def _not_found(job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, least: float) -> SolverLimitError:
     seen = f"; the closest peaks at {say_size(least)}" if least < float("inf") else ""
+    rooms = [
+        f"{say_size(job.cluster.room_bytes(tier, mesh.devices))} per device on {tier}" for tier in constraints.tiers
+    ]
+    ways = {None: ["recomputed"], "none": []}.get(
+        constraints.recompute, [f"recomputed as pinned ({constraints.recompute})"]
+    )
+    ways += [f"offloaded (room: {', '.join(rooms)})"] if rooms else []
+    more = "" if rooms else f"allow offload ({_host_words(job, mesh)}), "
+    how = " or ".join(ways) or "kept"
     return SolverLimitError(
         f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {mesh.shape} even with every "
-        f"activation inside segments recomputed{seen}; use smaller microbatches or more devices"
+        f"activation inside segments {how}{seen}; {more}use smaller microbatches or more devices"
     )
+
+
+def _host_words(job: Job, mesh: Mesh) -> str:
+    return f"the host has room for {say_size(job.cluster.room_bytes('host', mesh.devices))} per device"

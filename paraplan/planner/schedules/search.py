@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.schedule import Schedule
 from paraplan.ir.struct import Value
 from paraplan.planner.schedules.bound import machine_bound
@@ -83,7 +83,7 @@ class Searched(Value, frozen=True, kw_only=True):
 
 @dataclass
 class _Case:
-    """One shop and what is known of it: (step, found by, sequences), shortest first."""
+    """One shop and what is known of it: (step, found by, sequences), shortest first, of equal ones the smallest."""
 
     placed: Placed
     split: bool
@@ -99,7 +99,7 @@ class _Case:
         known = timing(self.shop, sequences)
         if known is not None and all(sequences != other for _, _, other in self.found):
             self.found.append((known.step_s, found_by, sequences))
-            self.found.sort(key=lambda each: each[0])
+            self.found.sort(key=lambda each: (float(f"{each[0]:.12g}"), self.shop.peak(each[2])))
 
 
 def search(problem: PipelineProblem, effort: Effort | None = None, time_limit_s: float | None = None) -> Searched:
@@ -107,7 +107,6 @@ def search(problem: PipelineProblem, effort: Effort | None = None, time_limit_s:
 
     Raises:
         InfeasibleError: one microbatch at a time does not fit, under any placement.
-        SolverLimitError: none found that fits, though one may exist.
         ConstraintError: sizes, costs or limits that mean nothing.
     """
     started = time.perf_counter()
@@ -119,12 +118,7 @@ def search(problem: PipelineProblem, effort: Effort | None = None, time_limit_s:
         _from_rules(problem, case, effort.dispatched // len(cases), deadline)
     _improve(cases, effort, deadline)
     _solve(cases, effort, deadline)
-    best = min((case for case in cases if case.found), key=lambda case: case.found[0][0], default=None)
-    if best is None:
-        raise SolverLimitError(
-            "schedule searched: nothing found that fits, though one microbatch alone would; give more memory or whole "
-            "backwards (split_backward=False)"
-        )
+    best = min((case for case in cases if case.found), key=lambda case: case.found[0][0])
     _, found_by, sequences = best.found[0]
     orders = best.shop.orders(sequences)
     evaluation = evaluate(orders, problem.stages)

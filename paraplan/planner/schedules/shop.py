@@ -135,6 +135,18 @@ class Shop:
         """Orders of actions as sequences of operations."""
         return [[self.number[action] for action in order] for order in orders]
 
+    def peak(self, sequences: list[list[int]]) -> int:
+        """The most bytes any position holds."""
+        peaks = []
+        for live, sequence in zip(self.start_bytes, sequences, strict=True):
+            peaks.append(live)
+            for op in sequence:
+                live += self.before_bytes[op]
+                peaks.append(live)
+                live += self.after_bytes[op]
+                peaks.append(live)
+        return max(peaks)
+
     def fits(self, position: int, sequence: list[int]) -> bool:
         """Whether a position's order keeps within its memory."""
         if self.limit_bytes is None:

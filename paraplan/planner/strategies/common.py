@@ -11,9 +11,10 @@ import time
 from dataclasses import dataclass
 
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.memory_actions import Actions
 from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.problem import GIVEN, MemoryProblem, Tier
-from paraplan.planner.memory.schedule import Actions, evaluate, freeing
+from paraplan.planner.memory.schedule import evaluate, freeing
 
 GIB = 2**30
 

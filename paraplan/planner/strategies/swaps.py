@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from paraplan.ir.memory_actions import Act, Actions, MemAction, free, run
 from paraplan.planner.memory.problem import GIVEN, MemoryProblem, Tier
-from paraplan.planner.memory.schedule import Act, Actions, MemAction, free, run
 
 
 @dataclass(frozen=True)

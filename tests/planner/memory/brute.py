@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 
+from paraplan.ir.memory_actions import Actions, free, run
 from paraplan.planner.memory.problem import GIVEN, MemoryProblem
-from paraplan.planner.memory.schedule import Actions, free, run
 
 State = tuple[frozenset[int], frozenset[int]]
 

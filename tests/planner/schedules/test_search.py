@@ -232,6 +232,13 @@ def test_uneven_stages_and_a_placement_of_ones_own() -> None:
     assert verify_schedule(found.schedule(problem), 3, 3, stages_of(found.orders))
 
 
+def test_out_of_time_the_best_so_far() -> None:
+    problem = PipelineProblem(stages=stages(random.Random(5), 6), num_positions=3, num_microbatches=6)
+    hurried, longer = search(problem, time_limit_s=0.0), search(problem, SMALL)
+    assert hurried.found_by in NAMED and hurried.evaluation.step_s >= longer.evaluation.step_s
+    assert longer.bound_s >= hurried.bound_s * (1 - 1e-12)
+
+
 def test_noise_is_of_the_seed_alone() -> None:
     costs = (StageCosts(),) * 3
     orders = applicable(3, 3, 4)["1f1b"]

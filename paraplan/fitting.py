@@ -1,0 +1,166 @@
+"""`paraplan.fit`: a model that trains as before, within a memory budget on the device it is on.
+
+The model is captured, lowered for one device, and its step planned op by op: what is freed and executed again, and
+when. What counts towards the budget: parameters, gradients, the optimizer's states and what its update allocates one
+parameter at a time, buffers, one batch, activations, and what ops allocate inside. What does not: what the caller holds
+besides, the allocator's rounding, and the device's own context.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paraplan.api import Plan, as_cluster
+from paraplan.api import compile as compile_plan
+from paraplan.codegen import build_modules
+from paraplan.cost_models.predict import predict
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.sizes import parse_bytes
+from paraplan.ir.trace.autocast import ambient_autocast, forward_under
+from paraplan.ir.trace.fake import name_inputs
+from paraplan.ir.trace.returned import returned_by
+from paraplan.jobs.detect import detect
+from paraplan.planner.compare import host_tiers
+from paraplan.planner.memory.plan import MemoryLimits
+from paraplan.planner.memory.problem import Tier
+from paraplan.planner.memory.whole import least_found, memory_problem, peak_without, schedule_memory
+from paraplan.report.units import show_bytes
+from paraplan.runtime.fitted import FittedModule
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_LOSS_BYTES = 8
+"""The gradient of the loss, which autograd makes."""
+
+
+def fit(
+    model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[object] | Tensor, memory: int | str, *,
+    loss_fn: Callable[..., Any] | None = None, optimizer: str = "adamw", accumulate: bool = False,
+    microbatches: int = 1, offload: bool = False, batch_dims: Mapping[str, int | None] | None = None,
+    time_limit_s: float = 30.0, cluster: ClusterSpec | str | None = None, seed: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> FittedModule:  # fmt: skip
+    """The model, trained within a memory budget.
+
+        model = paraplan.fit(model, example_inputs, memory="8GiB")
+        loss = model(**batch).loss; loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    It shares the model's parameters, buffers and names, so any torch optimizer takes its `parameters()`, and
+    checkpoints are the model's. `plan` of the result says what is executed again and what that costs. Called under
+    `torch.autocast`, it plans the model as it runs there, and is to be called there.
+
+    Args:
+        model: any nn.Module in training mode, float32 or float64, on one device; it is not modified.
+        example_inputs: one batch, as the model is called with it: by name, or in order.
+        memory: the budget, bytes or text such as "8GiB".
+        loss_fn: (model output, batch by name) -> scalar loss, where the model does not return its loss; the fitted
+            module then returns the loss.
+        optimizer: whose states count: sgd, momentum, adam, adamw.
+        accumulate: gradients are accumulated over several backwards: the sum so far counts too.
+        microbatches: how many parts a batch is worked on in, one after another.
+        offload: whether tensors may wait in the host's memory, where copying them costs less than making them again.
+        batch_dims: the batch dim of each input; dim 0 by default.
+        time_limit_s: for planning.
+        cluster: one device whose rates decide what is cheap to execute again; the model's own, if left out.
+        seed: of dropout; torch's generator decides if left out.
+        progress: told what is being done.
+    Raises:
+        CaptureError: the model is outside what can be captured; names the user's line.
+        ConstraintError: the budget is no size, or the model is not one for this.
+        InfeasibleError: proved that the budget is too small; names the op that needs most and what would do.
+        SolverLimitError: nothing was found in time.
+    """
+    started = time.perf_counter()
+    budget = parse_bytes(memory)
+    inputs = _inputs(example_inputs)
+    precision, device = _precision(model)
+    spec = as_cluster(cluster) if cluster is not None else _here(device)
+    casts = ambient_autocast(device)
+    with forward_under(model, device, casts):
+        returns = returned_by(model, inputs, precision) if loss_fn is None else lambda loss: loss
+        whole = compile_plan(
+            model, _roomy(spec), example_inputs=inputs, loss_fn=loss_fn, optimizer=optimizer, precision=precision,
+            batch_dims=batch_dims, recompute="none", microbatches=microbatches, progress=progress,
+        )  # fmt: skip
+    sizes = {name: whole.programs[0].outer[f"param:{name}"].nbytes for name in whole.programs[0].grads}
+    beside = sum(sizes.values()) * accumulate + _LOSS_BYTES
+    plan = _scheduled(whole, budget, beside, time_limit_s, host_tiers(spec) if offload else ())
+    plan = replace(plan, data=msgspec.structs.replace(plan.data, cluster=spec), total_s=time.perf_counter() - started)
+    modules = build_modules(plan.programs[0], device=device)
+    return FittedModule(
+        model, plan, plan.data, plan.programs[0], modules, name_inputs(model, inputs)[1], returns, casts, seed
+    )
+
+
+def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tuple[Tier, ...]) -> Plan:
+    """The plan within a budget, of which something beside the step takes a part; an error says what would do."""
+    started = time.perf_counter()
+    try:
+        made = schedule_memory(whole.data, budget - beside, MemoryLimits(time_s=time_s), tiers)
+    except (InfeasibleError, SolverLimitError) as fault:
+        problem = memory_problem(whole.data, tiers)
+        least = least_found(problem, budget - beside, time_s) + beside
+        raise type(fault)(
+            f"{fault}. The least budget found to do is {show_bytes(least)} ({least} bytes); "
+            f"{show_bytes(peak_without(problem))} need nothing executed again. {show_bytes(problem.base_bytes)} are "
+            "there all the time (parameters, optimizer states, buffers, the batch). Less is needed with a smaller "
+            "batch, with microbatches=2 or more, with offload=True, or with an optimizer of fewer states "
+            "(optimizer='sgd' or 'momentum')"
+        ) from None
+    again = 100 * made.answer.evaluation.recomputed_s / made.simulation.step_s
+    note = (
+        f"memory schedule within {budget} bytes: {again:.1f} % of the step executes ops again, at most "
+        f"{100 * (made.answer.gap or 0.0):.2f} % more than the fastest in this order of ops"
+    )
+    prediction = predict(made.plan, made.programs, made.simulation)
+    data = msgspec.structs.replace(made.plan, prediction=prediction, notes=(*made.plan.notes, note))
+    return Plan(data, made.programs, solve_s=time.perf_counter() - started)
+
+
+def _inputs(example_inputs: Any) -> dict[str, Any] | tuple[object, ...]:
+    if isinstance(example_inputs, Mapping):
+        return dict(example_inputs)
+    return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+
+
+def _precision(model: nn.Module) -> tuple[str, str]:
+    """What the model computes in, and the kind of device it is on."""
+    params = dict(model.named_parameters())
+    kinds = {str(param.dtype).removeprefix("torch.") for param in params.values() if param.is_floating_point()}
+    if kinds not in ({"float32"}, {"float64"}):
+        raise ConstraintError(
+            f"the parameters are {', '.join(sorted(kinds)) or 'none'}: fit trains models whose parameters are all "
+            "float32, or all float64"
+        )
+    devices = {param.device.type for param in params.values()}
+    if devices not in ({"cpu"}, {"cuda"}):
+        raise ConstraintError(f"the parameters are on {', '.join(sorted(devices))}: put the model on one cpu or cuda")
+    if not model.training:
+        raise ConstraintError(f"{type(model).__name__} is in evaluation mode; fit plans training: call model.train()")
+    return ("fp64" if kinds == {"float64"} else "fp32"), devices.pop()
+
+
+def _here(device: str) -> ClusterSpec:
+    """One device like the model's."""
+    if device == "cpu":
+        return ClusterSpec.local(1)
+    found = detect()
+    return msgspec.structs.replace(
+        found, groups=(msgspec.structs.replace(found.groups[0], nodes=1, devices_per_node=1),)
+    )
+
+
+def _roomy(cluster: ClusterSpec) -> ClusterSpec:
+    """The device with memory for anything: the budget is met by the schedule, not by the layouts."""
+    if cluster.num_devices != 1:
+        raise ConstraintError(f"{cluster.name} has {cluster.num_devices} devices; fit is for one: local:1, 1xH100")
+    group = cluster.groups[0]
+    device = msgspec.structs.replace(group.device, memory_bytes=1 << 60)
+    return msgspec.structs.replace(cluster, groups=(msgspec.structs.replace(group, device=device),))

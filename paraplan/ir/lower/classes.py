@@ -1,0 +1,41 @@
+"""A plan's programs, one per class of equal ranks; in the order of its memory schedule where it has one."""
+
+from __future__ import annotations
+
+from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.holding import holder_of
+from paraplan.ir.lower.messages import in_order
+from paraplan.ir.lower.ordered import order_program
+from paraplan.ir.lower.program import RankSteps
+from paraplan.ir.lower.stage import PlanBlocks
+from paraplan.ir.memory_actions import parse_actions
+from paraplan.ir.plan import Plan
+from paraplan.ir.rank_program import RankProgram
+
+
+def lower(plan: Plan) -> tuple[RankProgram, ...]:
+    """One program per rank class of the plan's schedule.
+
+    Raises:
+        InvalidPlanError: the plan does not fit its program.
+    """
+    if plan.schedule.num_replicas != 1:
+        raise InvalidPlanError(
+            f"schedule {plan.schedule.name} holds every stage {plan.schedule.num_replicas} times; this version "
+            "executes schedules that hold each once"
+        )
+    blocks = PlanBlocks(plan)
+    # Classes that differ only in the kind of their device share a program.
+    built = {
+        actions: RankSteps(blocks, holder_of(blocks.held, actions), actions).build()
+        for actions in dict.fromkeys(plan.schedule.classes)
+    }
+    ordered = in_order(built)
+    if plan.memory_actions is not None:
+        if plan.cluster.num_devices > 1:
+            raise InvalidPlanError(
+                f"memory_actions on {plan.cluster.num_devices} devices: a memory schedule is for one"
+            )
+        order = parse_actions(plan.memory_actions)
+        ordered = {actions: order_program(program, order) for actions, program in ordered.items()}
+    return tuple(ordered[actions] for actions in plan.schedule.classes)

@@ -1,0 +1,31 @@
+"""Where a lowered instruction comes from: the user's own line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paraplan.ir.program import Program
+
+Locate = Callable[[str, int], str]
+"""(block, op of its joint graph) -> the user's source line."""
+
+UNKNOWN = "unknown line"
+
+
+def no_source(block: str, origin: int) -> str:
+    """Where an op comes from, when nobody knows."""
+    return UNKNOWN
+
+
+def source_lines(program: Program) -> Locate:
+    """The lines of a program's ops."""
+    graphs = {kind.name: kind.graph for kind in program.kinds}
+    graphs |= {f"den{index}": entry.graph for index, entry in enumerate(program.denominators)}
+
+    def locate(block: str, origin: int) -> str:
+        graph = graphs.get(block.split(".")[0])
+        if graph is None or not 0 <= origin < len(graph.ops):
+            return UNKNOWN
+        return graph.source_of(graph.ops[origin])
+
+    return locate

@@ -1,0 +1,101 @@
+"""A plan of one device within a budget: its step flattened, planned op by op, and the actions written into the plan.
+
+Recomputation reaches across segments here, which `planner.recompute` (per kind, for many devices) does not; the price
+is a problem as long as the step. `least_found` looks for the least budget that does, by bisection between the largest
+working set and the peak without recomputation, for the error where one does not.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from paraplan.cost_models.predict import plan_costs, simulate_plan
+from paraplan.cost_models.simulate import Simulation
+from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.lower import lower
+from paraplan.ir.memory_actions import format_actions
+from paraplan.ir.plan import Plan
+from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.sources import source_lines
+from paraplan.planner.memory.answer import MemoryAnswer
+from paraplan.planner.memory.flatten import flatten
+from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.problem import MemoryProblem, Tier
+from paraplan.planner.memory.schedule import evaluate, freeing
+
+ROUNDS = 6
+"""Budgets tried to name the least that was found to do."""
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A plan with a memory schedule.
+
+    Attributes:
+        plan: with its actions; not yet certified.
+        programs: what it lowers to.
+        simulation: of those.
+        answer: what was proved of the schedule.
+    """
+
+    plan: Plan
+    programs: tuple[RankProgram, ...]
+    simulation: Simulation
+    answer: MemoryAnswer
+
+
+def memory_problem(plan: Plan, tiers: tuple[Tier, ...] = ()) -> MemoryProblem:
+    """What is to be planned of a plan's step; any schedule it has already is left out.
+
+    Raises:
+        InvalidPlanError: the plan is for several devices.
+    """
+    plain = msgspec.structs.replace(plan, memory_actions=None)
+    problem = flatten(lower(plain)[0], plan_costs(plain)[0], source_lines(plan.program)).problem
+    return replace(problem, tiers=tiers)
+
+
+def schedule_memory(
+    plan: Plan, budget_bytes: int, limits: MemoryLimits | None = None, tiers: tuple[Tier, ...] = ()
+) -> Scheduled:
+    """The plan, its step run in the fastest order found within a budget.
+
+    Raises:
+        InfeasibleError: proved that there is none.
+        SolverLimitError: none was found, nor proved impossible.
+        InvalidPlanError: the plan is for several devices.
+    """
+    answer = plan_memory(memory_problem(plan, tiers), budget_bytes, limits)
+    bound = msgspec.structs.replace(
+        plan, memory_actions=format_actions(answer.actions), prediction=None, certificate=None
+    )
+    programs = lower(bound)
+    simulation = simulate_plan(bound, programs)
+    assert simulation.peak_bytes[0] == answer.evaluation.peak_bytes, "the ordered program is not the schedule priced"
+    return Scheduled(bound, programs, simulation, answer)
+
+
+def peak_without(problem: MemoryProblem) -> int:
+    """The peak of every op once, each result freed after its last reader."""
+    alone = replace(problem, tiers=())
+    return evaluate(alone, freeing(alone, tuple(range(len(problem.ops))))).peak_bytes
+
+
+def least_found(problem: MemoryProblem, above_bytes: int, time_s: float) -> int:
+    """The least budget above one that does not do for which a schedule was found."""
+    low = max(above_bytes, *(problem.working_bytes(op) for op in range(len(problem.ops))))
+    high = peak_without(problem)
+    deadline = time.perf_counter() + time_s
+    for _ in range(ROUNDS):
+        left = deadline - time.perf_counter()
+        if high - low <= 0.01 * high or left <= 0:
+            break
+        middle = (low + high) // 2
+        try:
+            high = plan_memory(problem, middle, MemoryLimits(time_s=left / 2, gap=1.0)).evaluation.peak_bytes
+        except (InfeasibleError, SolverLimitError):
+            low = middle
+    return high
