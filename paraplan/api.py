@@ -246,7 +246,7 @@ def compile(
     cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
     pp: int | None = None, schedule: str | None = None, stages: Sequence[tuple[int, int]] | None = None,
     microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
-    recompute: str | None = None, params: Mapping[str, str] | None = None,
+    recompute: str | None = None, offload: str = "none", params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
     profile_any: bool = False,
 ) -> Plan:  # fmt: skip
@@ -270,6 +270,7 @@ def compile(
         memory_reserve: device memory to leave free, likewise.
         recompute: "none", "selective" or "full" activation recomputation; chosen, and only where memory is short, if
             left out.
+        offload: "host" or "disk" (both) lets activations wait there where memory is short and that is fastest.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
         profile: a file of measured times (`paraplan profile`), asked before the analytic model.
@@ -286,7 +287,8 @@ def compile(
         mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, ep=ep,
         zero=zero, pp=pp, schedule=schedule, stages=None if stages is None else tuple(map(tuple, stages)),
         microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory),
-        recompute=recompute, memory_reserve_bytes=parse_bytes(memory_reserve), params=dict(params or {}),
+        recompute=recompute, offload=offload, memory_reserve_bytes=parse_bytes(memory_reserve),
+        params=dict(params or {}),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
     times, warning = (None, "") if profile is None else profile_for(profile, spec, versions()["torch"], profile_any)

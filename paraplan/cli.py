@@ -61,6 +61,10 @@ CpMode = Annotated[
 Recompute = Annotated[
     str | None, typer.Option(help="Activations made again: none, selective or full; chosen if not given.")
 ]
+Offload = Annotated[
+    str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
+]
+ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
 Pipeline = Annotated[int | None, typer.Option(help="Pipeline-parallel degree; other degrees are within a stage.")]
 ScheduleName = Annotated[
     str | None, typer.Option(help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v or hanayo.")
@@ -125,11 +129,10 @@ def plan(
     stages: StageBounds = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     recompute: Recompute = None,
+    offload: Offload = "none",
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")] = None,
-    profile_any: Annotated[
-        bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")
-    ] = False,
+    profile_any: ProfileAny = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a model for a cluster."""
@@ -137,7 +140,7 @@ def plan(
     pins = {
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
         "pp": pp, "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
-        "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute,
+        "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")

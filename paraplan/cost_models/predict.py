@@ -12,6 +12,7 @@ from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.measured import INTERPOLATED, MEASURED, MODELLED
 from paraplan.cost_models.ops import op_cost, rate_of
 from paraplan.cost_models.simulate import Simulation, simulate
+from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.plan import Plan, Prediction
 from paraplan.ir.profile import UPDATE, VIEW
@@ -71,6 +72,22 @@ def simulate_plan(plan: Plan, programs: Sequence[RankProgram]) -> Simulation:
     return simulate(programs, plan_costs(plan), plan.schedule.rank_class)
 
 
+def check_room(plan: Plan, simulation: Simulation) -> None:
+    """What waits on tiers fits there.
+
+    Raises:
+        CostModelError: it does not; says what is missing.
+    """
+    devices = tuple(device for stage in plan.stages for device in stage.mesh.devices)
+    for tier, size in sorted(simulation.tier_peak_bytes.items()):
+        room = plan.cluster.room_bytes(tier, devices)
+        if size > room:
+            raise CostModelError(
+                f"the plan has {size} bytes per device wait on {tier}, where {plan.cluster.name} has room for {room}: "
+                f"{size - room} are missing; offload less, or describe more (host_memory_bytes, disk_bytes of a node)"
+            )
+
+
 def predict(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation | None = None) -> Prediction:
     """What the simulator says of a plan.
 
@@ -81,9 +98,10 @@ def predict(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation 
         programs: its lowered programs, one per rank class.
         simulation: of these programs, where it was already made.
     Raises:
-        CostModelError: see `simulate`; or a device has no rate for the compute dtype.
+        CostModelError: see `simulate`; or a device has no rate for the compute dtype, or no room on a tier.
     """
     result = simulation or simulate_plan(plan, programs)
+    check_room(plan, result)
     program = plan.program
     dtype = _COMPUTE_DTYPE.get(program.precision, program.precision)
     peak = sum(

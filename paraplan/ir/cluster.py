@@ -176,6 +176,11 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         room = {"host": [g.host_memory_bytes for g in groups], "disk": [g.disk_bytes for g in groups]}[tier]
         return min(size // group.devices_per_node for size, group in zip(room, groups, strict=True))
 
+    def has_room(self, tier: str, devices: tuple[int, ...]) -> bool:
+        """Whether each of these devices has a link to a tier and some room there."""
+        linked = all(tier == "host" or self.group_of(device).disk is not None for device in devices)
+        return linked and self.room_bytes(tier, devices) > 0
+
     def device_kinds(self) -> tuple[int, ...]:
         """Per device, the first group with an equal device: ranks of one number do equal work in equal time."""
         kinds: list[int] = []

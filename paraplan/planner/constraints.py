@@ -11,6 +11,8 @@ PRESETS = ("none", "selective", "full")
 """`none`: every activation is kept. `full`: segments keep their inputs alone (Chen et al. 2016). `selective`: results
 of matrix products, convolutions and attention are kept, what is cheap is recomputed (Korthikanti et al. 2022, as
 practised today)."""
+OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
+"""The tiers activations may wait on."""
 CP_MODES = ("gather", "alltoall", "ring")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -35,6 +37,7 @@ class Constraints(Value, frozen=True, kw_only=True):
         memory_bytes: what a device may hold at most; None: its memory.
         memory_reserve_bytes: device memory to leave free.
         recompute: "none", "selective" or "full" (see `PRESETS`); None: what pays where memory is short.
+        offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
         params: layouts of named parameters, "stored/grad/state" texts.
     """
 
@@ -53,7 +56,13 @@ class Constraints(Value, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     memory_reserve_bytes: int = 0
     recompute: str | None = None
+    offload: str = "none"
     params: dict[str, str] = {}
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Where activations may wait."""
+        return OFFLOAD[self.offload]
 
 
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
@@ -88,6 +97,8 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         raise ConstraintError(
             f"recompute={c.recompute}: one of {', '.join(PRESETS)}, or nothing for the planner's choice"
         )
+    if c.offload not in OFFLOAD:
+        raise ConstraintError(f"offload={c.offload}: one of {', '.join(OFFLOAD)}")
     if c.memory_bytes is not None and c.memory_bytes <= 0:
         raise ConstraintError(f"memory={c.memory_bytes}: must be more than 0 bytes")
     if c.mesh is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.graph import Phase
 from paraplan.ir.lower.chunks import gradients_known, letters_of
 from paraplan.ir.lower.kind import chosen_strategies
@@ -59,7 +58,7 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2) -> Plan:
         [{name: RECOMPUTE for name in recomputable(kind) if rng.random() < share} for _ in range(2)]
         for kind in program.kinds
     ]
-    tiers = [tier for tier in TIERS if has_room(job.cluster, tier, mesh.devices)]
+    tiers = [tier for tier in TIERS if job.cluster.has_room(tier, mesh.devices)]
     away = rng.choice((0.0, 0.0, 0.3, 1.0)) if tiers else 0.0
     for kind, drawn in zip(program.kinds, fates, strict=True):
         for fate in drawn:
@@ -88,12 +87,6 @@ def _splits(
         at_once = known and rng.random() < 0.5
         found.append(Split(op=op, letter=rng.choice(letters), chunks=chunks, at_once=at_once) if letters else None)
     return tuple(found[segment.kind] for segment in program.segments)
-
-
-def has_room(cluster: ClusterSpec, tier: str, devices: tuple[int, ...]) -> bool:
-    """Whether a tier has a link and any room, for each of these devices."""
-    linked = tier == "host" or all(cluster.group_of(device).disk is not None for device in devices)
-    return linked and cluster.room_bytes(tier, devices) > 0
 
 
 def _draw(rng: random.Random, keys: list[str], calm: float) -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from paraplan.cost_models.predict import predict, with_used_profile
 from paraplan.ir.collecting import seldom_collected
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
@@ -64,6 +64,7 @@ def search(
     """
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
+    _check_tiers(job, constraints)
     if constraints.pp is not None and constraints.pp > 1:
         seconds: list[float] = []
 
@@ -111,7 +112,7 @@ def _on_mesh(
         step_s = min((candidate.simulation.step_s for candidate in here), default=float("inf"))
         if here and (step_s >= best_s or not here[0].memory_binds):
             break
-        if not here and constraints.recompute != "none" and isinstance(failures[-1], InfeasibleError):
+        if not here and not _keeps_all(constraints) and isinstance(failures[-1], InfeasibleError):
             break  # what is kept whatever is recomputed does not get less with smaller microbatches
         best_s = min(best_s, step_s)
     return found
@@ -130,7 +131,7 @@ def _solve(
     job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits,
     failures: list[InfeasibleError | SolverLimitError], cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
-    """Plans for a mesh: one that keeps every activation, and where memory binds what may recompute some: one that does
+    """Plans for a mesh: one that keeps every activation, and where memory binds what need not: one that does
     so by kinds, and on one device one that does so op by op."""
     found: list[Candidate] = []
     if constraints.recompute in (None, "none"):
@@ -141,7 +142,7 @@ def _solve(
             found.append(solved)
         except (InfeasibleError, SolverLimitError) as fault:
             failures.append(fault)
-        if constraints.recompute == "none" or (found and not found[0].memory_binds):
+        if _keeps_all(constraints) or (found and not found[0].memory_binds):
             return found
     try:
         found.append(solve_with_recomputation(job, mesh, count, constraints, limits))
@@ -152,6 +153,27 @@ def _solve(
         with suppress(InfeasibleError, SolverLimitError):
             found.append(solve_op_by_op(job, mesh, count, constraints, limits))
     return found
+
+
+def _keeps_all(constraints: Constraints) -> bool:
+    """Whether every activation has to stay on its device."""
+    return constraints.recompute == "none" and not constraints.tiers
+
+
+def _check_tiers(job: Job, constraints: Constraints) -> None:
+    """The cluster has what may be used.
+
+    Raises:
+        ConstraintError: no link to a tier, or no room there.
+    """
+    devices = tuple(range(job.cluster.num_devices))
+    for tier in constraints.tiers:
+        if not job.cluster.has_room(tier, devices):
+            field = "host_memory_bytes" if tier == "host" else "disk and disk_bytes"
+            raise ConstraintError(
+                f"offload={constraints.offload}: {job.cluster.name} describes no room on {tier} for every device; "
+                f"give its groups {field}"
+            )
 
 
 def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:

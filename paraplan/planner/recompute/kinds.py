@@ -18,8 +18,9 @@ here with measured seconds against bytes in place of a ban on dear ops.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import networkx as nx
 
@@ -31,6 +32,9 @@ from paraplan.planner.sharding.options import storage_roots
 MOST_OPTIONS = 12
 """Of a kind: the hull of a transformer's half block has fewer."""
 
+MOST_AWAY = 6
+"""How many sets of an option's values may be away."""
+
 
 @dataclass(frozen=True)
 class RematOption:
@@ -38,29 +42,42 @@ class RematOption:
 
     Attributes:
         recomputed: the values made again.
-        saved_bytes: what it holds from its forward to its backward.
+        saved_bytes: what it holds on the device from its forward to its backward.
         extra_s: seconds of executing ops again.
+        away: the values that wait on `tier`.
+        tier: "" where none do.
+        away_bytes: what they take there.
+        copy_s: seconds of copying them, each way.
     """
 
     recomputed: tuple[str, ...]
     saved_bytes: int
     extra_s: float
+    away: tuple[str, ...] = ()
+    tier: str = ""
+    away_bytes: int = 0
+    copy_s: float = 0.0
 
     @property
     def activations(self) -> dict[str, str]:
         """As `KindChoice.activations`."""
-        return dict.fromkeys(self.recomputed, RECOMPUTE)
+        return dict.fromkeys(self.recomputed, RECOMPUTE) | dict.fromkeys(self.away, self.tier)
 
 
-def kind_options(kind: SegmentKind, op_s: Sequence[float], nbytes: Mapping[str, int]) -> tuple[RematOption, ...]:
+def kind_options(
+    kind: SegmentKind, op_s: Sequence[float], nbytes: Mapping[str, int], pinned: tuple[str, ...] | None = None
+) -> tuple[RematOption, ...]:
     """The hull of (bytes saved, seconds recomputed), most bytes first.
 
     Args:
         kind: whose.
         op_s: seconds of every op of the joint graph under its strategy; those of forward ops are read.
         nbytes: local bytes of every value the forward makes.
+        pinned: the values that are recomputed, if that is not to be chosen.
     """
     cuts = _Cuts(kind, op_s, nbytes)
+    if pinned is not None:
+        return (cuts.option(pinned),)
     most, least = cuts.option(()), cuts.cut(1.0 + sum(op_s))
     found = {(option.saved_bytes, option.extra_s): option for option in (most, least)}
     pending = [(most, least)]
@@ -73,6 +90,49 @@ def kind_options(kind: SegmentKind, op_s: Sequence[float], nbytes: Mapping[str, 
             found[between.saved_bytes, between.extra_s] = between
             pending += [(high, between), (between, low)]
     return tuple(sorted(found.values(), key=lambda option: (-option.saved_bytes, option.extra_s)))
+
+
+def away_options(
+    kind: SegmentKind, nbytes: Mapping[str, int], options: Sequence[RematOption], tier: str,
+    copy_s: Callable[[int], float],
+) -> tuple[RematOption, ...]:  # fmt: skip
+    """Each option with some of what it saves on a tier instead: the largest storages, more and more of them.
+
+    A copy costs its latency and its bytes over the link's bandwidth, so of two sets of equal bytes the one of fewer,
+    larger storages is dearer nowhere. A storage leaves the device only if all values saved in it do.
+
+    Args:
+        kind, nbytes: as for `kind_options`.
+        options: which keep or recompute.
+        tier: where to.
+        copy_s: seconds of one copy of so many bytes.
+    """
+    cuts = _Cuts(kind, (0.0,) * len(kind.graph.ops), nbytes)
+    found = []
+    for option in options:
+        # What only looks at another value's storage is looked up again, not copied beside it.
+        looks = tuple(
+            n for n in cuts.allowed if n in cuts.nbytes and cuts.roots[n] != n and cuts.roots[n] in cuts.allowed
+        )
+        again = cuts.option((*option.recomputed, *looks)).recomputed
+        option = replace(option, recomputed=again)
+        together: dict[str, list[str]] = {}
+        for name in remat_of(kind, option.activations).saved:
+            if name in cuts.nbytes:
+                together.setdefault(cuts.roots[name], []).append(name)
+        order = sorted(together, key=lambda root: (-nbytes[root], root))
+        counts = {math.ceil(len(order) * share / MOST_AWAY) for share in range(1, MOST_AWAY + 1)} - {0}
+        for count in sorted(counts):
+            names = [name for root in order[:count] for name in together[root]]
+            held = option.saved_bytes - sum(nbytes[root] for root in order[:count])
+            moved = [nbytes[name] for name in names]
+            found.append(
+                replace(
+                    option, saved_bytes=held, away=tuple(names), tier=tier, away_bytes=sum(moved),
+                    copy_s=sum(map(copy_s, moved)),
+                )
+            )  # fmt: skip
+    return tuple(found)
 
 
 def _below(point: RematOption, high: RematOption, low: RematOption) -> bool:

@@ -23,7 +23,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
 from paraplan.planner.realise import realise
 from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
-from paraplan.planner.recompute.stage import Fitted, Unfit, preset
+from paraplan.planner.recompute.stage import Fitted, Unfit, fit, preset
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.formulate import formulate, memory_rows, with_rows
 from paraplan.planner.sharding.optimise import optimise
@@ -64,11 +64,11 @@ def solve_with_recomputation(
         if found.choices is None:
             if found.status is Status.INFEASIBLE and attempt == 0:
                 raise _too_small(job, space, mesh, limits)
-            raise _not_found(job, mesh, limits, closest)
+            raise _not_found(job, mesh, constraints, limits, closest)
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decisions = decisions_of(job, space, mesh, num_microbatches, choices)
-        fitted = _recomputing(job, decisions, constraints.recompute, limits.memory_bytes)
+        fitted = _recomputing(job, decisions, constraints, limits.memory_bytes)
         if isinstance(fitted, Fitted):
             break
         if closest is None or fitted.peak_bytes < closest[1].peak_bytes:
@@ -76,7 +76,7 @@ def solve_with_recomputation(
         over = fitted.peak_bytes / limits.memory_bytes - 1
         rows = tuple(replace(row, limit=max(row.limit - over, 1e-9)) for row in rows)
     else:
-        raise _not_found(job, mesh, limits, closest)
+        raise _not_found(job, mesh, constraints, limits, closest)
     work = problem.work(found.choices)
     started = time.perf_counter()
     bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], limits.time_s)
@@ -86,10 +86,13 @@ def solve_with_recomputation(
     )
 
 
-def _recomputing(job: Job, decisions: Decisions, pinned: str | None, limit_bytes: float) -> Fitted | Unfit:
-    """As little recomputation as fits, with splits where it peaks, or the pinned one; else what comes closest."""
+def _recomputing(job: Job, decisions: Decisions, constraints: Constraints, limit_bytes: float) -> Fitted | Unfit:
+    """As little recomputed, copied away and run in chunks as fits, or what is pinned; else what comes closest."""
+    pinned = constraints.recompute
     if pinned is None:
-        return fit_split(job, decisions, limit_bytes)
+        return fit_split(job, decisions, limit_bytes, constraints.tiers)
+    if constraints.tiers:
+        return fit(job, decisions, limit_bytes, pinned, constraints.tiers)
     fates = [dict.fromkeys(preset(kind, pinned), RECOMPUTE) for kind in job.program.kinds]
     activations = tuple(fates[segment.kind] for segment in job.program.segments)
     made = realise(job, replace(decisions, activations=activations), limit_bytes)
@@ -104,21 +107,41 @@ def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> Infeasible
     return InfeasibleError(
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, gradients and "
         f"optimizer states alone take at least {say_size(need)}, {say_size(need - limits.memory_bytes)} are missing "
-        f"whatever is recomputed; {largest(job)}; use more devices, or devices with more memory"
+        f"whatever is recomputed or offloaded; {largest(job)}; use more devices, or devices with more memory"
     )
 
 
-def _not_found(job: Job, mesh: Mesh, limits: Limits, closest: tuple[Decisions, Unfit] | None) -> SolverLimitError:
-    text = f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {mesh.shape} even with every "
-    text += "activation inside segments recomputed"
-    if closest is not None:
-        decisions, found = closest
-        text += f"; the closest peaks at {say_size(found.peak_bytes)}"
-        if found.peak is not None:
-            kind = job.program.kinds[job.program.segments[found.peak.segment].kind]
-            op = kind.graph.ops[found.peak.position]
-            text += f", in {op.target} of segment {found.peak.segment} ({kind.graph.source_of(op)})"
-        gives = what_splitting_gives(job, decisions, found)
-        if gives is not None:
-            text += f"; in {gives[0]} chunks it would be {say_size(gives[1])}, which plans with recompute unpinned try"
-    return SolverLimitError(text + "; use smaller microbatches or more devices")
+def _not_found(
+    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, closest: tuple[Decisions, Unfit] | None
+) -> SolverLimitError:
+    seen = "" if closest is None else _closest_words(job, *closest)
+    rooms = [
+        f"{say_size(job.cluster.room_bytes(tier, mesh.devices))} per device on {tier}" for tier in constraints.tiers
+    ]
+    ways = {None: ["recomputed"], "none": []}.get(
+        constraints.recompute, [f"recomputed as pinned ({constraints.recompute})"]
+    )
+    ways += [f"offloaded (room: {', '.join(rooms)})"] if rooms else []
+    more = "" if rooms else f"allow offload ({_host_words(job, mesh)}), "
+    how = " or ".join(ways) or "kept"
+    return SolverLimitError(
+        f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {mesh.shape} even with every "
+        f"activation inside segments {how}{seen}; {more}use smaller microbatches or more devices"
+    )
+
+
+def _closest_words(job: Job, decisions: Decisions, found: Unfit) -> str:
+    """Where the closest plan peaks, and what chunks would give."""
+    text = f"; the closest peaks at {say_size(found.peak_bytes)}"
+    if found.peak is not None:
+        kind = job.program.kinds[job.program.segments[found.peak.segment].kind]
+        op = kind.graph.ops[found.peak.position]
+        text += f", in {op.target} of segment {found.peak.segment} ({kind.graph.source_of(op)})"
+    gives = what_splitting_gives(job, decisions, found)
+    if gives is not None:
+        text += f"; in {gives[0]} chunks it would be {say_size(gives[1])}, which plans with recompute unpinned try"
+    return text
+
+
+def _host_words(job: Job, mesh: Mesh) -> str:
+    return f"the host has room for {say_size(job.cluster.room_bytes('host', mesh.devices))} per device"

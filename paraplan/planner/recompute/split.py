@@ -11,6 +11,7 @@ Source: TSplit (Nie et al. 2022) splits where memory peaks, as here; it prices s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from paraplan.cost_models.simulate import Simulation
@@ -31,13 +32,13 @@ ROUNDS = 10
 """Splits fitted one after another."""
 
 
-def fit_split(job: Job, decisions: Decisions, limit_bytes: float) -> Fitted | Unfit:
+def fit_split(job: Job, decisions: Decisions, limit_bytes: float, tiers: Sequence[str] = ()) -> Fitted | Unfit:
     """A plan with these layouts, recomputation and splits: the fastest found, or the one that is closest to fitting."""
     best: Fitted | None = None
     closest: Unfit | None = None
     tried = decisions
     for _ in range(ROUNDS):
-        found = fit(job, tried, limit_bytes)
+        found = fit(job, tried, limit_bytes, None, tiers)
         if isinstance(found, Fitted):
             if best is not None and found.simulation.step_s >= best.simulation.step_s:
                 break

@@ -11,8 +11,8 @@ from paraplan.ir.graph import Graph, Op, Phase
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable, remat_of
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.tensor import TensorSpec
-from paraplan.planner.recompute.kinds import RematOption, kind_options
-from paraplan.planner.recompute.stage import choose
+from paraplan.planner.recompute.kinds import MOST_AWAY, RematOption, away_options, kind_options
+from paraplan.planner.recompute.stage import HIDDEN_SHARE, choose
 
 
 def random_kind(seed: int, num_ops: int = 8) -> SegmentKind:
@@ -106,3 +106,58 @@ def test_the_fewest_seconds_that_fit(seed: int) -> None:
         for kind in (0, 1):
             of = [at for at, k in zip(found, kinds, strict=True) if k == kind]
             assert of == sorted(of, reverse=True)  # the leanest first
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_and_more_of_the_largest_storages_go_away(seed: int) -> None:
+    kind, draw = random_kind(seed), random.Random(seed + 1000)
+    op_s = [0.0 if "view" in op.target else float(draw.randint(1, 9)) for op in kind.graph.ops]
+    nbytes = {f"v{index}": draw.randint(1, 9) for index in range(8)}
+    for name, op in ((op.outs[0], op) for op in kind.graph.ops if "view" in op.target):
+        nbytes[str(name)] = nbytes.get(op.tensors[0], 1)
+    options = kind_options(kind, op_s, nbytes)
+    found = away_options(kind, nbytes, options, "host", lambda size: 1.0 + size)
+    for base in options:
+        mine = [o for o in found if o.extra_s == base.extra_s]
+        assert len(mine) <= MOST_AWAY and (mine or not base.saved_bytes)
+        for option in mine:
+            remat = remat_of(kind, option.activations)
+            assert [name for name, tier in remat.away if tier == "host"] == [n for n in remat.saved if n in option.away]
+            assert set(option.away) <= set(remat.saved), "what is away is saved there"
+            assert option.away_bytes == sum(nbytes[name] for name in option.away)
+            assert option.copy_s == len(option.away) + option.away_bytes
+            assert option.away_bytes >= base.saved_bytes - option.saved_bytes, "nothing leaves without being copied"
+        if mine:
+            assert mine[-1].saved_bytes == 0 and mine[-1].away_bytes == base.saved_bytes, "all of it, each storage once"
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_the_least_time_with_copies_beside_compute(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = [draw.randrange(2) for _ in range(3)] + [0, 1]
+    options = []
+    for _ in range(2):
+        saved, away = draw.randint(10, 20), draw.randint(3, 10)
+        copied = RematOption(
+            (), saved - away, 0.0, ("v",), draw.choice(["host", "disk"]), away, float(draw.randint(1, 9))
+        )
+        options.append((RematOption((), saved, 0.0), copied, RematOption(("v",), 2, float(draw.randint(1, 5)))))
+    times, rooms, m = (float(draw.randint(0, 30)), float(draw.randint(0, 30))), {"host": 12.0, "disk": 25.0}, 2
+
+    def seconds(taken: tuple[int, ...]) -> float:
+        chosen = [options[kind][at] for kind, at in zip(kinds, taken, strict=True)]
+        copies = {tier: m * sum(o.copy_s for o in chosen if o.tier == tier) for tier in rooms}
+        stalls = sum(max(0.0, copy - free) for copy in copies.values() for free in times)
+        return m * sum(o.extra_s + HIDDEN_SHARE * o.copy_s for o in chosen) + stalls
+
+    for allowed in range(5, 90, 14):
+        ways = []
+        for taken in itertools.product(range(3), repeat=len(kinds)):
+            chosen = [options[kind][at] for kind, at in zip(kinds, taken, strict=True)]
+            fits = all(sum(o.away_bytes for o in chosen if o.tier == tier) <= room for tier, room in rooms.items())
+            if fits and sum(o.saved_bytes for o in chosen) <= allowed:
+                ways.append(seconds(taken))
+        found = choose(Bare(kinds), options, allowed, rooms, times, m)  # type: ignore[arg-type]
+        assert (found is None) == (not ways)
+        if found is not None:
+            assert seconds(found) == pytest.approx(min(ways), rel=1e-6)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
 import pytest
 import torch
 
 from benchmarks.zoo import build
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
+from paraplan.cost_models.predict import predict
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, CostModelError, InfeasibleError, SolverLimitError
 from paraplan.ir.mesh import make_mesh
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.ir.trace import capture
@@ -92,3 +96,58 @@ def test_what_cannot_fit_says_what_it_would_take(gpt2) -> None:  # type: ignore[
         search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=states // 2, recompute="full"))
     with pytest.raises(SolverLimitError, match="the closest peaks at"):
         search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=states * 5 // 2, microbatches=1))
+
+
+def linked(program, host_bytes_per_s: float, **fields: object) -> Job:  # type: ignore[no-untyped-def]
+    """A job on one device with a host as fast as said."""
+    job = job_of(program, 1)
+    (group,) = job.cluster.groups
+    host = msgspec.structs.replace(group.host, bytes_per_s=host_bytes_per_s, latency_s=0.0)
+    group = msgspec.structs.replace(group, host=host, **fields)
+    return dataclasses.replace(job, cluster=msgspec.structs.replace(job.cluster, groups=(group,)))
+
+
+def test_offload_is_never_worse_than_recomputation_and_taken_where_it_is_free(gpt2) -> None:  # type: ignore[no-untyped-def]
+    small, program, (loss, grads, _), free = gpt2
+    budget = int(free.prediction.peak_bytes[0] * 0.7)
+    pins = Constraints(mesh=(1,), memory_bytes=budget, microbatches=1)
+    for speed in (1e8, 1e12):
+        job = linked(program, speed)
+        again = search(job, pins).plan.prediction.step_s
+        away = search(job, msgspec.structs.replace(pins, recompute="none", offload="host")).plan.prediction.step_s
+        both = search(job, msgspec.structs.replace(pins, offload="host")).plan
+        assert both.prediction.step_s <= min(again, away)
+        assert both.certificate.bound_s <= both.prediction.step_s
+        assert both.prediction.peak_bytes[0] <= budget
+    assert both.prediction.tier_peak_bytes["host"] > 0 and both.prediction.step_s < again, "a fast host is used"
+    programs = verify_plan(both)
+    trainer = InProcessTrainer(both, programs, [build_modules(p) for p in programs], small.model)
+    assert float(abs(trainer.step(small.batch) - loss) / abs(loss)) <= 1e-9
+    assert relative_error(trainer.grads(), grads) <= 1e-9
+    trainer.apply_optimizer(torch.optim.SGD, lr=1e-3)
+    assert [entry.key for entry in trainer.entries(0)] == [entry.key for entry in entries(programs[0])]
+    assert trainer.tier_peak_bytes(0) == both.prediction.tier_peak_bytes
+
+
+def test_a_host_with_little_room_takes_little(gpt2) -> None:  # type: ignore[no-untyped-def]
+    _, program, _, free = gpt2
+    pins = Constraints(
+        mesh=(1,),
+        memory_bytes=int(free.prediction.peak_bytes[0] * 0.8),
+        microbatches=1,
+        recompute="none",
+        offload="host",
+    )
+    roomy = search(linked(program, 1e12), pins).plan
+    taken = roomy.prediction.tier_peak_bytes["host"]
+    again = msgspec.structs.replace(pins, recompute=None)
+    assert search(linked(program, 1e12, host_memory_bytes=taken // 2), again).plan.prediction.tier_peak_bytes.get(
+        "host", 0
+    ) <= (taken // 2)
+    with pytest.raises(ConstraintError, match="describes no room on host"):
+        search(linked(program, 1e12, host_memory_bytes=0), pins)
+    with pytest.raises(SolverLimitError, match=r"offloaded \(room: 9.77 KiB per device on host\)"):
+        search(linked(program, 1e12, host_memory_bytes=10_000), pins)
+    smaller = linked(program, 1e12, host_memory_bytes=taken - 1).cluster
+    with pytest.raises(CostModelError, match=r"wait on host, where local:1 has room for \d+: 1 are missing"):
+        predict(msgspec.structs.replace(roomy, cluster=smaller), verify_plan(roomy))
