@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.lower.remat import recomputable
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program
 from paraplan.ir.trace import capture
+from paraplan.ir.verify import verify_plan
 from paraplan.planner.sampling import random_plan
 from runtime.pipelines import cut, job_of, pipeline_of, run
 
@@ -95,3 +99,18 @@ def test_sharded_stages_equal_one_device(seed: int) -> None:
     one = one_stage(2, 2, seed)
     stages = cut(len(one.program.segments), 2)
     assert run(pipeline_of(one, "1f1b", 2, stages), web().double(), batch()) <= 1e-9
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_activations_wait_on_tiers_with_several_microbatches_in_flight(schedule: str) -> None:
+    one = one_stage()
+    (stage,) = one.stages
+    choices = []
+    for choice in stage.choices:
+        names = recomputable(one.program.kinds[choice.kind])
+        fates = {name: ("host", "disk")[index % 2] for index, name in enumerate(names)}
+        choices.append(msgspec.structs.replace(choice, activations=fates))
+    away = msgspec.structs.replace(one, stages=(msgspec.structs.replace(stage, choices=tuple(choices)),))
+    plan = pipeline_of(away, schedule, 2, cut(len(one.program.segments), 2))
+    assert set(simulate_plan(plan, verify_plan(plan)).tier_peak_bytes) == {"host", "disk"}
+    assert run(plan, web().double(), batch()) <= 1e-9
