@@ -52,6 +52,8 @@ def fit(
         model = paraplan.fit(model, example_inputs, memory="8GiB")
         loss = model(**batch).loss; loss.backward(); optimizer.step(); optimizer.zero_grad()
 
+    It returns what the model returns, with the loss alone in it: other tensors are None, since they would have to be
+    held through the backward (under `no_grad` or in `eval()` the model itself runs, and returns all).
     It shares the model's parameters, buffers and names, so any torch optimizer takes its `parameters()`, and
     checkpoints are the model's. `plan` of the result says what is executed again and what that costs. Called under
     `torch.autocast`, it plans the model as it runs there, and is to be called there.

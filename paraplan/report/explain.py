@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulate import RankTrace, Simulation
 from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.memory_actions import Act, Actions, parse_actions
 from paraplan.ir.mesh import parse_layout
 from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import Program
@@ -91,12 +92,22 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
 
 def _activation_words(plan: Plan) -> str:
     """`kept but for what is recomputed: 12 x (h.*: ln_2, mlp): gelu, dropout`, and what waits elsewhere likewise."""
+    if plan.memory_actions is not None:
+        return _schedule_words(parse_actions(plan.memory_actions))
     rows = [row for stage in plan.stages for row in kind_rows(plan.program, stage)]
     made = [f"{row.instances} x ({row.label}): {row.recomputed}" for row in rows if row.recomputed]
     away = [f"{row.instances} x ({row.label}): {row.away}" for row in rows if row.away]
     parts = [("what is recomputed", made), ("what waits elsewhere", away)]
     said = [f"{what}: {'; '.join(each)}" for what, each in parts if each]
     return "kept" if not said else "kept but for " + "; and for ".join(said)
+
+
+def _schedule_words(actions: Actions) -> str:
+    """`by a schedule of 136 ops, 12 of them executed again`, and what is copied."""
+    runs = [action.index for action in actions if action.act is Act.RUN]
+    backs = sum(action.act is Act.BACK for action in actions)
+    text = f"by a schedule of {len(set(runs))} ops, {len(runs) - len(set(runs))} executions again"
+    return f"{text}, {backs} tensors brought back from elsewhere" if backs else text
 
 
 def _devices(cluster: ClusterSpec) -> str:

@@ -1,0 +1,156 @@
+"""Whether costs from profiles hold: predicted against measured, on this machine.
+
+`step <model>`: one CPU thread, float32, AdamW; the model's local ops are measured, a plan for one device is made with
+them, and its steps are run before and after the measuring, so that both see the same machine. Steps and ops are
+timed by processor time, which other processes do not stretch (but they do take cache and memory bandwidth).
+`error_percent` is predicted over the median measured step, less one.
+
+`collectives`: Gloo between two processes. Curves are fitted to sizes a factor of four apart and foretell the sizes
+between, measured before and after; those of 64 KiB and more count. Wall clock: on a busy machine these say little.
+
+`layer`: all local shapes of a Llama layer on meshes of up to 8 devices, and then a model of three such layers.
+`cpu_s` is of measuring alone, as is `wall_s`; interpolation errors are by cross-validation.
+
+    python -m benchmarks.profiles [--only "step gpt2"] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paraplan as pp
+from benchmarks.table import main
+from examples.models.resnet import ResNet, images
+from paraplan.cost_models.curves import fit_curve
+from paraplan.ir.trace import capture
+from paraplan.jobs.data import RandomBatches
+from paraplan.jobs.links import collective_times
+from paraplan.jobs.models import Made, hf_batch, hf_model
+from paraplan.jobs.profile import Measuring, profile_program
+
+COLUMNS = (
+    *("case", "predicted_ms", "measured_ms", "error_percent", "median_error_percent", "worst_error_percent", "points"),
+    *("shapes", "cpu_s", "wall_s", "interpolation_median_percent", "interpolation_9_of_10_percent"),
+)
+Row = dict[str, Any]
+
+BATCH, SEQ, ROUNDS = 4, 64, 5
+LLAMA: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 2048, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "max_position_embeddings": 256,
+}  # fmt: skip
+_QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+_STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_WIDTHS = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6, "num_hidden_layers": 3}
+LANGUAGE: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 3, "n_embd": 384, "n_head": 6, "vocab_size": 2048, "n_positions": 128, **_QUIET},
+    "bert": {**_WIDTHS, **_STILL, "vocab_size": 2048, "max_position_embeddings": 128},
+    "llama": {**LLAMA, "num_hidden_layers": 2},
+    "vit": {**_WIDTHS, **_STILL, "image_size": 64, "patch_size": 8, "num_labels": 16},
+}
+SMALLEST_COUNTED = 64 << 10
+LARGEST = 64 << 20
+
+
+def made(name: str) -> Made:
+    """A small model with weights, and for images its batch."""
+    torch.manual_seed(0)
+    if name == "resnet50":
+        return Made(ResNet((3, 4, 6, 3), 32, 16), images(4, 64, 16))
+    return Made(hf_model(name, LANGUAGE[name], meta=False))
+
+
+def step(name: str) -> Row:
+    """One device's step, predicted from its ops and measured."""
+    torch.set_num_threads(1)
+    model = made(name)
+    inputs = model.example_inputs if model.example_inputs is not None else hf_batch(model.model, BATCH, SEQ)
+    program = capture(model.model, inputs)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.db"
+        given = {"example_inputs": model.example_inputs} if model.example_inputs else {"batch": BATCH, "seq": SEQ}
+        bare = pp.compile(model.model, "local:1", microbatches=1, recompute="none", **given)
+        trainer = bare.executable(model.model)
+        optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-4)
+        batch = RandomBatches(bare.data, model, 0)(0)
+
+        def steps() -> list[float]:
+            found = []
+            for _ in range(ROUNDS + 1):
+                started = time.process_time()
+                trainer.step(batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(time.process_time() - started)
+            return found[1:]
+
+        before = steps()
+        done = profile_program(program, path, ways=1)
+        plan = pp.compile(model.model, "local:1", microbatches=1, recompute="none", profile=path, **given)
+        measured = statistics.median([*before, *steps()])
+    predicted = plan.prediction.step_s
+    return {
+        "predicted_ms": 1e3 * predicted, "measured_ms": 1e3 * measured, "shapes": done.measured,
+        "error_percent": 100 * (predicted / measured - 1), "notes": list(plan.data.notes),
+    }  # fmt: skip
+
+
+def collectives() -> list[Row]:
+    """Every collective of two processes at sizes between those its curve was fitted to."""
+    between = collective_times(2, LARGEST // 2)
+    knots = collective_times(2, LARGEST)
+    again = collective_times(2, LARGEST // 2)
+    rows = []
+    for target in dict.fromkeys(each.target for each in knots):
+        curve = fit_curve((each.input_bytes, each.seconds) for each in knots if each.target == target)
+        assert curve is not None
+        errors = [
+            abs(curve.at(first.input_bytes) / statistics.mean((first.seconds, second.seconds)) - 1)
+            for first, second in zip(between, again, strict=True)
+            if first.target == target and first.input_bytes >= SMALLEST_COUNTED
+        ]
+        rows.append({
+            "collective": target, "points": len(errors), "median_error_percent": 100 * statistics.median(errors),
+            "worst_error_percent": 100 * max(errors),
+        })  # fmt: skip
+    return [{"target": row.pop("collective"), **row} for row in rows]
+
+
+def layer() -> list[Row]:
+    """All local shapes of one layer, then a deeper model of the same sizes."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for layers in (1, 3):
+            settings = {**LLAMA, "num_hidden_layers": layers}
+            model = hf_model("llama", settings, meta=True)
+            wall, busy = time.perf_counter(), time.process_time()
+            program = capture(model, hf_batch(model, 8, 64))
+            done: Measuring = profile_program(program, Path(folder) / "profile.db")
+            errors = done.errors["all"]
+            rows.append({
+                "layers": layers, "shapes": done.measured, "cpu_s": time.process_time() - busy,
+                "wall_s": time.perf_counter() - wall, "points": errors.points, "failed": done.failed,
+                "interpolation_median_percent": 100 * errors.median,
+                "interpolation_9_of_10_percent": 100 * errors.ninth_decile,
+                "interpolation": {kind: [e.points, e.median, e.ninth_decile] for kind, e in done.errors.items()},
+            })  # fmt: skip
+    return rows
+
+
+def cases() -> dict[str, Callable[[], Row | list[Row]]]:
+    """Steps of five models, collectives, a layer."""
+    found: dict[str, Callable[[], Row | list[Row]]] = {
+        f"step {name}": lambda name=name: step(name) for name in ("gpt2", "bert", "resnet50", "vit", "llama")
+    }
+    return {**found, "collectives": collectives, "layer": layer}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("profiles", cases(), COLUMNS))
