@@ -1,6 +1,6 @@
 """The memory strategies of the literature on steps of several shapes, at shrinking budgets.
 
-    python -m benchmarks.strategies [--graphs FOLDER] [--seconds S] [--only PATTERN] [--json FILE]
+    python -m benchmarks.strategies [--graphs FOLDER] [--seconds S] [--ours S] [--only PATTERN] [--json FILE]
 
 Without a folder: synthetic steps. With one: the training graphs of Checkmate in it too (`formats/checkmate.py`).
 Budgets are shares of the peak with every op once and each result freed after its last reader. The tier, for the
@@ -10,7 +10,8 @@ has ten seconds of wall time unless `--seconds` says otherwise.
 Columns: `overhead` is step / (every op once) − 1; `peak` and `budget` shares of that peak; `bound` what is proved of
 the overhead; `solve_s` processor seconds; `status` "optimal" or "feasible", or why there is no schedule: "infeasible"
 (proved of every schedule: an op alone needs more), "none" (none found within the budget), "n/a" (the graph lacks what
-it needs).
+it needs). With `--ours S`, `ours` is the overhead of `plan_memory` within the peak the strategy reached, given S
+seconds (and the tier where the strategy had it); a row in which it is higher counts as failed.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from pathlib import Path
 from benchmarks.formats.checkmate import read_folder
 from benchmarks.table import Row, main
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.planner.memory.plan import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor, Tier
 from paraplan.planner.memory.schedule import evaluate, freeing
 from paraplan.planner.strategies import MEMORY, OFFLOADING, Limits
 
 TIME_S = 10.0
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3)
-COLUMNS = ("case", "overhead", "bound", "peak", "solve_s", "status")
+COLUMNS = ("case", "overhead", "ours", "bound", "peak", "solve_s", "status")
 
 
 def uniform(layers: int) -> MemoryProblem:
@@ -66,7 +68,7 @@ def _chain(layers: list[tuple[float, int]]) -> MemoryProblem:
     return MemoryProblem(tuple(ops), tuple(tensors))
 
 
-def row(problem: MemoryProblem, strategy: str, share: float, time_s: float) -> Row:
+def row(problem: MemoryProblem, strategy: str, share: float, time_s: float, ours_s: float) -> Row:
     """One strategy on one step at one budget."""
     whole = evaluate(problem, freeing(problem, tuple(range(len(problem.ops)))))
     budget_bytes = int(share * whole.peak_bytes)
@@ -92,16 +94,29 @@ def row(problem: MemoryProblem, strategy: str, share: float, time_s: float) -> R
             "status": "over budget" if over else answer.status.value,
             "notes": "; ".join(answer.notes),
         }
-    return found | {"solve_s": time.process_time() - begun}
+    found["solve_s"] = time.process_time() - begun
+    if ours_s and "peak" in found:
+        found |= ours(problem, answer.evaluation.peak_bytes, answer.evaluation.step_s, whole.step_s, ours_s)
+    return found
 
 
-def cases(folder: Path | None, time_s: float) -> dict[str, Callable[[], Row]]:
+def ours(problem: MemoryProblem, peak_bytes: int, step_s: float, whole_s: float, time_s: float) -> Row:
+    """Our overhead within a strategy's own peak."""
+    try:
+        mine = plan_memory(problem, peak_bytes, MemoryLimits(time_s=time_s)).evaluation.step_s
+    except SolverLimitError:
+        return {"ours": None, "failures": ["nothing found within the strategy's peak"]}
+    found: Row = {"ours": mine / whole_s - 1}
+    return found | ({"failures": ["more than the strategy takes"]} if mine > step_s * (1 + 1e-9) else {})
+
+
+def cases(folder: Path | None, time_s: float, ours_s: float) -> dict[str, Callable[[], Row]]:
     """A case per step, budget and strategy."""
     problems = {"chain 32": uniform(32), "uneven chain 60": uneven(60)}
     if folder is not None:
         problems |= read_folder(folder)
     return {
-        f"{name} {share:.0%} {strategy}": lambda p=problem, n=strategy, s=share: row(p, n, s, time_s)
+        f"{name} {share:.0%} {strategy}": lambda p=problem, n=strategy, s=share: row(p, n, s, time_s, ours_s)
         for name, problem in problems.items()
         for share in BUDGETS
         for strategy in MEMORY
@@ -113,9 +128,10 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--graphs", type=Path)
     parser.add_argument("--seconds", type=float, default=TIME_S)
+    parser.add_argument("--ours", type=float, default=0.0)
     own, rest = parser.parse_known_args(arguments)
     try:
-        chosen = cases(own.graphs, own.seconds)
+        chosen = cases(own.graphs, own.seconds, own.ours)
     except (FileNotFoundError, ValueError) as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 2

@@ -85,7 +85,20 @@ def reference_cluster() -> ClusterSpec:
 def memory_problem(name: str) -> Flattened:
     """A model captured, lowered for one device and flattened, at the reference's costs."""
     with torch.device("meta"):
-        model, batch = MODELS[name]()
-    job = Job(capture(model.train(), batch), reference_cluster(), OPTIMIZERS["adamw"], ModelRef(display=name), {})
+        return flattened(MODELS[name](), name)
+
+
+def flattened(made: Made, name: str, optimizer: str = "adamw") -> Flattened:
+    """A model on the meta device and its batch, captured, lowered for one device and flattened, at those costs."""
+    model, batch = made
+    job = Job(capture(model.train(), batch), reference_cluster(), OPTIMIZERS[optimizer], ModelRef(display=name), {})
     plan = search(job, Constraints(mesh=(1,), microbatches=1)).plan
     return flatten(lower(plan)[0], plan_costs(plan)[0])
+
+
+def vgg19(batch: int) -> Made:
+    """VGG-19 of the paper, without batch norm, on the meta device."""
+    with torch.device("meta"):
+        model = VGG((2, 2, 4, 4, 4), pooled=7)
+        model.features = nn.Sequential(*(each for each in model.features if not isinstance(each, nn.BatchNorm2d)))
+        return model, _images(batch, 224, 1000)

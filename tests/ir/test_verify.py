@@ -122,7 +122,7 @@ def test_broken_input_gradients_are_refused(tiny_stacks, text: str) -> None:  # 
         verify_plan(mutated(good, ("stages", 0, "choices", which, "input_grads", at), None))
 
 
-def test_pipelines_are_not_lowered_yet(plan: Plan) -> None:
+def test_stages_that_do_not_follow_each_other_are_refused(plan: Plan) -> None:
     stages = (plan.stages[0], plan.stages[0])
     with pytest.raises(InvalidPlanError):
         verify_plan(msgspec.structs.replace(plan, stages=stages))

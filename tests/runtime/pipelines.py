@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -13,15 +16,17 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
+from paraplan.ir.schedule import spread
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.check import max_error
 from paraplan.planner.assemble import Job
-from paraplan.planner.pipeline import pipelined
+from paraplan.planner.pipeline import cut_stages, pipelined
 from paraplan.planner.schedules.named import named_orders
 from paraplan.planner.schedules.transfers import complete
 from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.params import full_tensors
 
 Bounds = Sequence[tuple[int, int]]
 
@@ -36,7 +41,7 @@ def cut(num_segments: int, num_stages: int, uneven: bool = False) -> list[tuple[
     points = [round(index * num_segments / num_stages) for index in range(num_stages + 1)]
     if uneven:
         points = [*range(num_stages), num_segments]
-    return list(zip(points, points[1:], strict=False))
+    return list(itertools.pairwise(points))
 
 
 def pipeline_of(one: Plan, schedule: str, num_positions: int, bounds: Bounds) -> Plan:
@@ -47,23 +52,34 @@ def pipeline_of(one: Plan, schedule: str, num_positions: int, bounds: Bounds) ->
     return pipelined(one, cluster, bounds, complete(schedule, orders), [at[stage] for stage in range(len(bounds))])
 
 
-def run(plan: Plan, model: nn.Module, batch: dict[str, Tensor], steps: int = 2, clip: float | None = None) -> float:
-    """Train some steps; the worst error of loss, gradients and written buffers against the captured program.
+@dataclass(frozen=True)
+class Account:
+    """What a run was like: the worst error, whether entries were those predicted, measured over predicted peak of every
+    rank, and the first rank's bubble as a share of the simulated step."""
 
-    Every rank's loss counts, entries must equal those predicted, and the peak of some rank, the optimizer's slack
-    aside, the predicted one.
-    """
+    error: float
+    entries_equal: bool
+    peaks: tuple[float, ...]
+    bubble: float
+
+
+def account(
+    plan: Plan, model: nn.Module, batch: dict[str, Tensor], steps: int = 2, clip: float | None = None
+) -> Account:
+    """Train some steps; errors of every rank's loss, gradients, their norm and written buffers against one device."""
     program = plan.program
     programs = verify_plan(plan)
     simulation = simulate_plan(plan, programs)
     trainer = InProcessTrainer(plan, programs, [build_modules(each) for each in programs], model)
     given = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in program.batch.items()}
+    whole = full_tensors(program, model)
+    still = {name: whole[f"param:{name}"] for name in program.params}
     worst = 0.0
     for step in range(steps):
-        params, buffers = trainer.params(), trainer.buffers()
-        params = {name: params[name].clone() for name in program.params}
+        params = still | {name: value.clone() for name, value in trainer.params().items()}
+        buffers = {name: whole[f"buffer:{name}"] for name in program.buffers} | trainer.buffers()
         seeds = [torch.tensor(segment_seed(0, step, index)) for index in range(len(program.segments))]
-        loss, grads, written = run_step(program, params, dict(buffers), given, seeds, 1.0)
+        loss, grads, written = run_step(program, params, buffers, given, seeds, 1.0)
         wanted = {name: grad for name, grad in grads.items() if grad is not None}
         trainer.step(batch)
         found = trainer.grads()
@@ -74,10 +90,35 @@ def run(plan: Plan, model: nn.Module, batch: dict[str, Tensor], steps: int = 2, 
             norm = torch.stack([grad.norm() for grad in wanted.values()]).norm()
             worst = max(worst, abs(float(trainer.clip_grad_norm_(clip) - norm)) / float(norm))
         trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
-    ratios = []
-    for rank, index in enumerate(plan.schedule.rank_class):
-        expected = [entry.key for entry in entries(programs[index])]
-        assert [entry.key for entry in trainer.entries(rank)] == expected
-        ratios.append(trainer.peak_bytes(rank) / simulation.peak_bytes[index])
-    assert 0.98 <= min(ratios) <= max(ratios) <= 1.0, ratios
-    return worst
+    classes = plan.schedule.rank_class
+    expected = [[entry.key for entry in entries(each)] for each in programs]
+    return Account(
+        worst,
+        all([entry.key for entry in trainer.entries(rank)] == expected[at] for rank, at in enumerate(classes)),
+        tuple(trainer.peak_bytes(rank) / simulation.peak_bytes[at] for rank, at in enumerate(classes)),
+        simulation.traces[0].bubble_s / simulation.step_s,
+    )
+
+
+def run(plan: Plan, model: nn.Module, batch: dict[str, Tensor], clip: float | None = None) -> float:
+    """The worst error; entries must equal those predicted, and peaks be at most and nearly the predicted ones."""
+    found = account(plan, model, batch, clip=clip)
+    assert found.entries_equal
+    assert 0.98 <= min(found.peaks) <= max(found.peaks) <= 1.0, found.peaks
+    return found.error
+
+
+def mixed(ones: Sequence[Plan], schedule: str, bounds: Bounds) -> Plan:
+    """A pipeline whose stages come from plans of one stage each, on meshes of any shapes."""
+    first, stages, positions = 0, [], []
+    for index, (one, bound) in enumerate(zip(ones, bounds, strict=True)):
+        mesh = one.stages[0].mesh
+        there = msgspec.structs.replace(mesh, devices=tuple(range(first, first + mesh.size)))
+        stages += cut_stages(one.program, one.stages[0], [bound], [there])
+        positions += [index] * mesh.size
+        first += mesh.size
+    orders = named_orders(schedule, len(ones), ones[0].num_microbatches, 1)
+    return msgspec.structs.replace(
+        ones[0], cluster=ClusterSpec.local(first), stages=tuple(stages),
+        schedule=spread(complete(schedule, orders), tuple(positions)),
+    )  # fmt: skip

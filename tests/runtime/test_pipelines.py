@@ -10,14 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.errors import ConstraintError, CostModelError, InvalidPlanError
+from paraplan.ir.lower import lower, lower_evaluation
 from paraplan.ir.lower.remat import recomputable
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program
+from paraplan.ir.rank_program import StepKind
 from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.sampling import random_plan
-from runtime.pipelines import cut, job_of, pipeline_of, run
+from paraplan.runtime.local import InProcessTrainer
+from tests.runtime.pipelines import cut, job_of, mixed, pipeline_of, run
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "hanayo")
 
@@ -114,3 +119,48 @@ def test_activations_wait_on_tiers_with_several_microbatches_in_flight(schedule:
     plan = pipeline_of(away, schedule, 2, cut(len(one.program.segments), 2))
     assert set(simulate_plan(plan, verify_plan(plan)).tier_peak_bytes) == {"host", "disk"}
     assert run(plan, web().double(), batch()) <= 1e-9
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1, 2)])
+@pytest.mark.parametrize("seed", [0, 40])
+def test_stages_on_meshes_of_different_shapes_equal_one_device(sizes: tuple[int, ...], seed: int) -> None:
+    ones = [one_stage(size, 2, seed) for size in sizes]
+    plan = mixed(ones, "1f1b", cut(len(program().segments), len(sizes)))
+    assert run(plan, web().double(), batch()) <= 1e-9
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    one = one_stage()
+    plan = pipeline_of(one, "1f1b", 2, cut(len(program().segments), 2))
+    programs = list(lower(plan))
+    steps = [step for step in programs[1].steps if step.kind is not StepKind.SEND]
+    programs[1] = msgspec.structs.replace(programs[1], steps=tuple(steps))
+    with pytest.raises(CostModelError, match=r"deadlocks.*class 0, 0B0 waits for message d:"):
+        simulate_plan(plan, programs)
+
+
+def test_schedules_with_replicas_are_refused() -> None:
+    plan = pipeline_of(one_stage(), "1f1b", 2, cut(len(program().segments), 2))
+    schedule = msgspec.structs.replace(plan.schedule, num_replicas=2)
+    with pytest.raises(InvalidPlanError, match="holds every stage 2 times"):
+        lower(msgspec.structs.replace(plan, schedule=schedule))
+
+
+def test_stages_that_share_ranks_share_a_mesh() -> None:
+    plan = pipeline_of(one_stage(2, 2), "1f1b", 2, cut(len(program().segments), 2))
+    overlapping = msgspec.structs.replace(plan.stages[1].mesh, devices=(1, 2))
+    stages = (plan.stages[0], msgspec.structs.replace(plan.stages[1], mesh=overlapping))
+    with pytest.raises(InvalidPlanError, match="rank 1 holds stage 0 on mesh"):
+        lower(msgspec.structs.replace(plan, stages=stages))
+
+
+def test_evaluations_of_pipelines_give_the_loss() -> None:
+    plan = pipeline_of(one_stage(), "interleaved", 2, cut(len(program().segments), 4))
+    programs = verify_plan(plan)
+    modules = [build_modules(each) for each in programs]
+    trainer = InProcessTrainer(plan, programs, modules, web().double(), build=build_modules)
+    found = trainer.eval_step(batch())
+    assert torch.allclose(found.loss, trainer.step(batch()), rtol=1e-12)
+    assert set(found.metrics) == {"main", "small"}
+    with pytest.raises(ConstraintError, match="evaluates only its loss"):
+        lower_evaluation(plan, ["anything"])

@@ -1,8 +1,8 @@
 """Planning memory: the least step time within a budget, with a proved bound.
 
 Recomputation alone is planned first (`recompute`); where there are tiers, recomputation and copies together (`joint`),
-and the better is taken. Steps of some dozens of ops that leave a gap are searched exhaustively (`exact`), from the
-schedule known.
+and the better is taken. Steps of some dozens of ops are searched exhaustively (`exact`), shortly first, and from the
+schedule known where that leaves a gap.
 
 The bound holds for schedules that execute ops for the first time in the given order (`SCOPE`); a step that has none in
 that order, but has one in another, is given the best of any order where it is small.
@@ -31,6 +31,8 @@ SMALL_OPS = 24
 """Steps of up to so many ops and tensors are searched exhaustively in any order where all else leaves a gap."""
 MIDDLE_OPS = 80
 """Likewise, in the given order, in the time that is kept for it."""
+_FIRST_STATES = 15_000
+"""Looked at before anything else: a few seconds."""
 _MIDDLE_STATES = 400_000
 _MIDDLE_SHARE = 0.3
 """Of the time, kept for what comes before exhaustion."""
@@ -53,6 +55,10 @@ def plan_memory(problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits 
     _refuse_impossible(arrays, budget_bytes)
     middle = not problem.tiers and arrays.num_ops <= MIDDLE_OPS
     share = _ALONE_SHARE if problem.tiers else _MIDDLE_SHARE if middle else 1.0
+    if middle:
+        quick = search_states(problem, budget_bytes, True, _FIRST_STATES, deadline=started + share * limits.time_s)
+        if quick.complete and quick.ops is not None:
+            return _answer(arrays, budget_bytes, freeing(problem, quick.ops), quick.bound_s, limits)
     alone = Recomputation(
         arrays, budget_bytes, MemoryLimits(share * limits.time_s, limits.gap, limits.rounds, limits.instants)
     )

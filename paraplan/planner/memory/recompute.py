@@ -2,8 +2,9 @@
 
 First what is cheap is squeezed: everything kept, nothing kept, every sqrt(n)-th result kept (Chen et al. 2016). Then
 the relaxation at a few critical instants is solved; its answer is realised just in time, squeezed where it overflows,
-polished and searched around; where the realised plan overflows becomes an instant. It ends when the gap is closed,
-nothing new is learnt, or time is up.
+polished and searched around; where the realised plan overflows becomes an instant. At deep budgets relaxations branch
+long and prove little more, so a share of the time is local search's. It ends when the gap is closed or time is up, or
+some rounds after nothing new was learnt.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from paraplan.planner.memory.relaxation import build_relaxation
 from paraplan.planner.memory.reruns import Arrays, Profile, profile_of
 from paraplan.planner.memory.squeeze import polish, squeeze
 from paraplan.planner.milp import Status, solve
+
+_SEARCH_SHARE = 0.4
+"""Of the time: kept for local search while the gap is above `_WIDE`."""
+_WIDE = 0.01
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,10 @@ class Recomputation:
                 self._consider(_keeping(self.arrays, highest, stride))
         if self.best is not None:
             self._improve(self.limits.rounds, self.left_s / 4)
-        while self.gap > self.limits.gap and self.left_s > 0 and self._refine():
+        while self.gap > self.limits.gap and self._relaxing_s > 0 and self._refine():
             pass
         if self.best is not None and self.gap > self.limits.gap:
-            self._improve(5 * self.limits.rounds, self.left_s)
+            self._improve(100 * self.limits.rounds, self.left_s)
 
     def _improve(self, rounds: int, seconds: float) -> None:
         assert self.best is not None
@@ -97,6 +102,12 @@ class Recomputation:
         """Seconds to the deadline."""
         return self.deadline - time.perf_counter()
 
+    @property
+    def _relaxing_s(self) -> float:
+        """Seconds left to relaxations."""
+        kept = _SEARCH_SHARE * self.limits.time_s if self.best is not None and self.gap > _WIDE else 0.0
+        return self.left_s - kept
+
     def _consider(self, start: Profile) -> None:
         """Squeezes a schedule until it fits, polishes it and keeps the better."""
         most = math.inf if self.best is None else 1.5 * self.best.recomputed_s + 0.02 * self.compute_s
@@ -112,7 +123,7 @@ class Recomputation:
         instants = tuple(sorted(self.instants))
         relaxation = build_relaxation(self.arrays, instants, self.budget)
         solution = solve(
-            relaxation.milp, time_limit_s=max(0.1, self.left_s / 4), relative_gap=min(self.limits.gap / 2, 1e-3),
+            relaxation.milp, time_limit_s=max(0.1, self._relaxing_s / 3), relative_gap=min(self.limits.gap / 2, 1e-3),
             warm_start=None if self.best is None else relaxation.encode(self.best),
         )  # fmt: skip
         if solution.status is Status.INFEASIBLE:

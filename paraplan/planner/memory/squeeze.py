@@ -60,7 +60,7 @@ class Prices:
     @staticmethod
     def drawn(arrays: Arrays, draw: np.random.Generator) -> Prices:
         """Seconds times random factors."""
-        spread = draw.choice((0.1, 0.4, 1.0))
+        spread = draw.choice((0.1, 0.1, 0.4, 1.0))
         true = Prices.true(arrays)
         return Prices(true.seconds * np.exp(draw.normal(0.0, spread, arrays.num_ops)), true.nbytes)
 

@@ -158,6 +158,6 @@ def test_exhaustion_cut_off_or_from_a_known_schedule(seed: int) -> None:
 
 def test_a_chain_of_some_dozens_of_ops_is_settled() -> None:
     problem = chain(12)
-    found = plan_memory(problem, 6, LIMITS)
+    found = plan_memory(problem, 6, MemoryLimits(time_s=600.0))
     check(problem, 6, found)
     assert found.status is MemoryStatus.OPTIMAL

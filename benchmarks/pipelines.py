@@ -1,0 +1,119 @@
+"""Pipelines against one device, in this process: models x schedules x even and uneven stages x tensor parallelism.
+
+    python -m benchmarks.pipelines [--models gpt2,t5] [--tp 1,2] [--schedules 1f1b,zb-v]
+
+Float64, four microbatches, two steps of AdamW, two positions (and three for 1F1B). Per run: the worst error of the loss
+(of every rank), the gradients and written buffers against the captured program on one device, whether the recorded
+entries equal those predicted, measured over predicted peak (smallest and largest of the ranks), and the share of the
+simulated step that the first rank stands still for messages not yet begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from examples.models import unet
+from paraplan.ir.errors import ParaplanError
+from paraplan.ir.plan import Plan
+from paraplan.ir.trace import capture
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.search import search
+from tests.runtime.pipelines import account, cut, job_of, pipeline_of
+
+Made = tuple[nn.Module, dict[str, Tensor]]
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2, "hanayo": 2}
+
+
+def tokens(vocabulary: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, vocabulary, (4, 8), generator=generator)
+    labels = ids.clone()
+    labels[0, 3] = labels[2, 1:5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def language(kind: str) -> Made:
+    sizes = {"vocab_size": 64}
+    if kind == "gpt2":
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(n_positions=16, n_embd=16, n_layer=4, n_head=2, **sizes))
+    elif kind == "llama":
+        model = hf.LlamaForCausalLM(
+            hf.LlamaConfig(
+                hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+                num_key_value_heads=2, max_position_embeddings=32, **sizes,
+            )
+        )  # fmt: skip
+    else:
+        model = hf.T5ForConditionalGeneration(
+            hf.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, **sizes)
+        )
+    return model, tokens(64)
+
+
+def vit() -> Made:
+    model = hf.ViTForImageClassification(
+        hf.ViTConfig(
+            hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, image_size=16,
+            patch_size=8, num_labels=4,
+        )
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    return model, {"pixel_values": torch.randn(4, 3, 16, 16, generator=generator), "labels": torch.tensor([0, 1, 2, 3])}
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "gpt2": lambda: language("gpt2"),
+    "llama": lambda: language("llama"),
+    "t5": lambda: language("t5"),
+    "unet": lambda: unet.factory(batch=4, width=4, groups=2),
+    "vit": vit,
+}
+
+
+def runs(one: Plan, names: list[str]) -> list[tuple[str, int, bool]]:
+    """(schedule, positions, uneven) of every run."""
+    found = [(name, 2, False) for name in names]
+    return [*found, ("1f1b", 2, True), ("1f1b", 3, False), ("1f1b", 3, True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--tp", default="1,2")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print(
+        f"{'model':6} {'tp':>2} {'schedule':12} {'stages':>6} {'even':5} {'error':>8} {'entries':7} {'peak':13} bubble"
+    )
+    for name in given.models.split(","):
+        torch.manual_seed(0)
+        model, batch = MODELS[name]()
+        program = capture(model.train(), batch, precision="fp64")
+        model = model.double()
+        for tp in map(int, given.tp.split(",")):
+            pins = Constraints(tp=tp if tp > 1 else None, microbatches=4)
+            one = search(job_of(program, tp), pins).plan
+            for schedule, positions, uneven in runs(one, given.schedules.split(",")):
+                count = positions * SCHEDULES[schedule]
+                bounds = cut(len(program.segments), count, uneven)
+                row = f"{name:6} {tp:2} {schedule:12} {count:6} {'no' if uneven else 'yes':5}"
+                try:
+                    found = account(pipeline_of(one, schedule, positions, bounds), model, batch)
+                except ParaplanError as fault:
+                    print(row, f"{type(fault).__name__}: {fault}", flush=True)
+                    continue
+                print(
+                    row, f"{found.error:8.1e} {'equal' if found.entries_equal else 'DIFFER':7} "
+                    f"{min(found.peaks):.4f}-{max(found.peaks):.4f} {found.bubble:6.1%}", flush=True,
+                )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
