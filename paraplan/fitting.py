@@ -26,10 +26,9 @@ from paraplan.ir.trace.autocast import ambient_autocast, forward_under
 from paraplan.ir.trace.fake import name_inputs
 from paraplan.ir.trace.returned import returned_by
 from paraplan.jobs.detect import detect
-from paraplan.planner.compare import host_tiers
 from paraplan.planner.memory.plan import MemoryLimits
 from paraplan.planner.memory.problem import Tier
-from paraplan.planner.memory.whole import least_found, memory_problem, peak_without, schedule_memory
+from paraplan.planner.memory.whole import host_tiers, least_found, memory_problem, peak_without, schedule_memory
 from paraplan.report.units import show_bytes
 from paraplan.runtime.fitted import FittedModule
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paraplan.cost_models.predict import plan_costs
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.planner.memory.answer import MemoryAnswer
 from paraplan.planner.memory.flatten import flatten
 from paraplan.planner.memory.plan import MemoryLimits, plan_memory
-from paraplan.planner.memory.problem import MemoryProblem, Tier
+from paraplan.planner.memory.problem import MemoryProblem
 from paraplan.planner.memory.schedule import evaluate, freeing
+from paraplan.planner.memory.whole import host_tiers
 from paraplan.planner.strategies import MEMORY, Limits
 
 OURS = "paraplan"
@@ -91,16 +91,6 @@ def compare(
             tell(f"{name} within {budget} bytes")
             rows.append(_row(problem, name, budget, time_s))
     return Comparison(start.step_s, start.peak_bytes, problem.base_bytes, len(problem.ops), tuple(rows))
-
-
-def host_tiers(cluster: ClusterSpec) -> tuple[Tier, ...]:
-    """The host's memory as one device of the cluster sees it; nothing where none is for offloading."""
-    group = cluster.groups[0]
-    room = group.host_memory_bytes // group.devices_per_node
-    if not room:
-        return ()
-    rate = group.host.bytes_per_s
-    return (Tier("host", room, rate, rate, group.host.latency_s),)
 
 
 def _row(problem: MemoryProblem, name: str, budget: int, time_s: float) -> Compared:

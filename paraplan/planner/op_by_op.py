@@ -17,7 +17,7 @@ from paraplan.ir.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.plan import MemoryLimits
-from paraplan.planner.memory.whole import schedule_memory
+from paraplan.planner.memory.whole import host_tiers, schedule_memory
 from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, solve_mesh
 
 ROOM = float(1 << 60)
@@ -26,7 +26,8 @@ MOST_S = 30.0
 
 
 def solve_op_by_op(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits) -> Candidate:
-    """The best plan found on one device in whose step any op may be executed again.
+    """The best plan found on one device in whose step any op may be executed again, and any tensor wait on the host
+    where that is allowed.
 
     Raises:
         InfeasibleError: proved of the order of ops the layouts give.
@@ -36,7 +37,10 @@ def solve_op_by_op(job: Job, mesh: Mesh, num_microbatches: int, constraints: Con
     if isinstance(roomy, Skipped):
         raise SolverLimitError(f"mesh {mesh.shape} was not solved")
     started = time.perf_counter()
-    made = schedule_memory(roomy.plan, int(limits.memory_bytes), MemoryLimits(time_s=min(limits.time_s, MOST_S)))
+    tiers = () if constraints.offload == "none" else host_tiers(job.cluster)
+    made = schedule_memory(
+        roomy.plan, int(limits.memory_bytes), MemoryLimits(time_s=min(limits.time_s, MOST_S)), tiers
+    )  # fmt: skip
     note = (
         "memory planned op by op: at most "
         f"{100 * (made.answer.gap or 0.0):.2f} % slower than any schedule that fits in this order of ops"

@@ -31,10 +31,10 @@ from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.compare import host_tiers
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.flatten import Flattened, flatten
 from paraplan.planner.memory.schedule import evaluate, freeing
+from paraplan.planner.memory.whole import host_tiers
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
 from tests.numerics import relative_error

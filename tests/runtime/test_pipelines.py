@@ -14,6 +14,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import ConstraintError, CostModelError, InvalidPlanError
 from paraplan.ir.lower import lower, lower_evaluation
+from paraplan.ir.lower.remat import recomputable
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import StepKind
@@ -103,6 +104,21 @@ def test_sharded_stages_equal_one_device(seed: int) -> None:
     one = one_stage(2, 2, seed)
     stages = cut(len(one.program.segments), 2)
     assert run(pipeline_of(one, "1f1b", 2, stages), web().double(), batch()) <= 1e-9
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_activations_wait_on_tiers_with_several_microbatches_in_flight(schedule: str) -> None:
+    one = one_stage()
+    (stage,) = one.stages
+    choices = []
+    for choice in stage.choices:
+        names = recomputable(one.program.kinds[choice.kind])
+        fates = {name: ("host", "disk")[index % 2] for index, name in enumerate(names)}
+        choices.append(msgspec.structs.replace(choice, activations=fates))
+    away = msgspec.structs.replace(one, stages=(msgspec.structs.replace(stage, choices=tuple(choices)),))
+    plan = pipeline_of(away, schedule, 2, cut(len(one.program.segments), 2))
+    assert set(simulate_plan(plan, verify_plan(plan)).tier_peak_bytes) == {"host", "disk"}
+    assert run(plan, web().double(), batch()) <= 1e-9
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1, 2)])

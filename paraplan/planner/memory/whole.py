@@ -14,6 +14,7 @@ import msgspec
 
 from paraplan.cost_models.predict import plan_costs, simulate_plan
 from paraplan.cost_models.simulate import Simulation
+from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.memory_actions import format_actions
@@ -45,6 +46,16 @@ class Scheduled:
     programs: tuple[RankProgram, ...]
     simulation: Simulation
     answer: MemoryAnswer
+
+
+def host_tiers(cluster: ClusterSpec) -> tuple[Tier, ...]:
+    """The host's memory as one device of the cluster sees it; nothing where none is for offloading."""
+    group = cluster.groups[0]
+    room = group.host_memory_bytes // group.devices_per_node
+    if not room:
+        return ()
+    rate = group.host.bytes_per_s
+    return (Tier("host", room, rate, rate, group.host.latency_s),)
 
 
 def memory_problem(plan: Plan, tiers: tuple[Tier, ...] = ()) -> MemoryProblem:
