@@ -152,7 +152,10 @@ def lower_forward(
         saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
     issued = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.away}
     block = emitter.finish(locals_, (*(local for local, _ in saved.values()), *issued.values()))
-    away = {value: AwayValue(saved[value][0], emitter.values[local]) for value, local in issued.items()}
+    away = {
+        value: AwayValue(saved[value][0], emitter.values[saved[value][0]].strides, emitter.values[local])
+        for value, local in issued.items()
+    }
     return LoweredForward(block, outputs, saved, strategies, gathered, remat, away)
 
 
