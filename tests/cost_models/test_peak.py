@@ -185,3 +185,17 @@ def test_rounding_is_of_cuda_and_beside_the_peak() -> None:
     assert peak.rounding_bytes == blocks * CUDA_BLOCK_BYTES - sum(sizes) > 0
     assert peak.nbytes == trace.peak_bytes
     assert peak_of(made, trace, plan.program).rounding_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2 zero3", "pipeline", "split backwards", "host"])
+def test_nothing_is_held_only_to_be_given_up_for_another_value(name: str) -> None:
+    """What a microbatch makes goes with its last reader, not when the next one takes the name."""
+    _, programs, _ = lowered(name)
+    for made in programs:
+        walk, nexts = MemoryWalk(made), [set(made.outer) | {made.loss, *made.grads.values(), *made.metrics.values()}]
+        for step in reversed(made.steps):
+            written = {out for out in step.outs if out is not None}
+            nexts.append((nexts[-1] - (written - nexts[0])) | set(step.args) | set(step.drops))
+        for step, read in zip(made.steps, reversed(nexts[:-1]), strict=True):
+            walk.advance(step)
+            assert set(walk.outer) <= read, (step.action, set(walk.outer) - read)

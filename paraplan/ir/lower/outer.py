@@ -62,8 +62,12 @@ def _value(
 
 
 def with_drops(steps: tuple[Step, ...], outer: dict[str, OuterValue], kept: set[str]) -> tuple[Step, ...]:
-    """The steps, each giving up the values it is the last to read (what nobody reads is dropped at once)."""
-    seen = set(outer) | kept
+    """The steps, each giving up the values it is the last to read (what nobody reads is dropped at once).
+
+    A name that a later microbatch gives to another value is given up by the last reader of the first.
+    """
+    always = set(outer) | kept
+    seen = set(always)
     found: list[Step] = []
     for step in reversed(steps):
         unread = tuple(out for out in step.outs if out is not None and out not in seen)
@@ -77,8 +81,9 @@ def with_drops(steps: tuple[Step, ...], outer: dict[str, OuterValue], kept: set[
                     segment=step.segment,
                 )
             )
+        seen.difference_update(out for out in step.outs if out is not None and out not in always)
         dying = dict.fromkeys(name for name in step.args if name not in seen)
-        seen.update((*dying, *(out for out in step.outs if out is not None)))
+        seen.update(dying)
         gives_up = step.kind in (StepKind.CALL, StepKind.AWAIT)
         found.append(msgspec.structs.replace(step, drops=(*step.drops, *dying)) if gives_up else step)
     return tuple(reversed(found))
