@@ -1,11 +1,11 @@
 """A program of more layers from one of few: what a deeper model's capture would be, without exporting every layer.
 
-Problem: `torch.export` visits every layer, so capturing a model of a hundred layers costs a hundred times what one layer
-costs, though all its layers are segments of the same kinds. Method: capture three layers; the middle one's segments are
-repeated under further names (parameters "h.1.", "h.2.", ...; values "s3.0", "s4.0", ...). Limits: layers are numbered in
-the names of their parameters, of equal kinds, and read values of their own or the layer before alone; anything else is
-refused. Outputs beside the loss are dropped, and the fingerprint stays the shallow model's: this is for pricing. A test
-holds it against real captures.
+Problem: `torch.export` visits every layer, so capturing a model of a hundred layers costs a hundred times what one
+layer costs, though all its layers are segments of the same kinds. Method: capture three layers; the middle one's
+segments are repeated under further names (parameters "h.1.", "h.2.", ...; values "s3.0", "s4.0", ...). Limits: layers
+are numbered in the names of their parameters, of equal kinds, and read values of their own or the layer before alone;
+anything else is refused. Outputs beside the loss are dropped, and the fingerprint stays the shallow model's: this is
+for pricing. A test holds it against real captures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def deepen(program: Program, layers: int) -> Program:
     """
     of = [_layer_of(segment) for segment in program.segments]
     old = _places(of, CAPTURED)
-    if layers < CAPTURED or program.buffer_updates or len({tuple(program.segments[i].kind for i in place) for place in old}) != 1:
+    kinds = {tuple(program.segments[index].kind for index in place) for place in old}
+    if layers < CAPTURED or program.buffer_updates or len(kinds) != 1:
         raise CaptureError(f"{program.name} cannot be made {layers} layers deep: give {CAPTURED} layers of equal kinds")
     head, tail = old[0][0], len(of) - 1 - old[-1][-1]
     order = [(index, 0) for index in range(head)]  # (segment repeated, layer it stands for)
@@ -69,7 +70,8 @@ def _places(of: list[int | None], layers: int) -> list[list[int]]:
     """The segments of every layer, which follow one another."""
     places = [[index for index, layer in enumerate(of) if layer == wanted] for wanted in range(layers)]
     flat = [index for place in places for index in place]
-    if not flat or flat != list(range(flat[0], flat[-1] + 1)) or any(layer not in (None, *range(layers)) for layer in of):
+    known = all(layer in (None, *range(layers)) for layer in of)
+    if not known or not flat or flat != list(range(flat[0], flat[-1] + 1)):
         raise CaptureError(f"layers are not numbered one after another in the names of parameters: {of}")
     return places
 
