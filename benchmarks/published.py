@@ -4,9 +4,9 @@
 
 FOLDER holds JSON files of published rows; `published_rows` says how they are read. A model is captured from meta at
 three layers, once per architecture and batch, and made as deep as it is (`deepen`). Of what a row leaves open the
-fastest that fits counts, never the best match. fp8 rows say `needs fp8`, for no plan computes in it. `torch.compile` is
-not modelled: a row with it is priced like one without. Only PATTERN (searched in "file row") are predicted; with
---resume those already in --json are kept.
+fastest that fits counts, never the best match; choices are made one after another. fp8 rows say `needs fp8`, for no
+plan computes in it. `torch.compile` is not modelled: a row with it is priced like one without. Only PATTERN (searched
+in "file row") are predicted; with --resume those already in --json are kept.
 
 `error_percent` is signed, predicted over published. Orderings: of all pairs of rows of a file, how many the prediction
 ranks as published, and those that sources report by name. Left out: the one scale that fits all other files best (the
@@ -66,17 +66,17 @@ REPORTED = (
 
 @lru_cache(maxsize=2)
 def captured(family: str, settings: str, batch: int, seq: int, precision: str) -> tuple[Program, ModelRef]:
-    """A model of `CAPTURED` layers (settings as JSON, so that equal ones are captured once)."""
-    model = hf_model(family, {**json.loads(settings), DEPTH[family]: CAPTURED}, meta=True)
+    """A model by its settings as JSON, so that equal ones are captured once."""
+    model = hf_model(family, json.loads(settings), meta=True)
     program = capture(model, hf_batch(model, batch, seq), precision=precision)
     return program, model_ref(model, program, made_here=True)
 
 
 def program_of(case: Case) -> tuple[Program, ModelRef]:
     """The row's model, whole."""
-    settings = json.dumps({key: value for key, value in case.settings.items() if key != DEPTH[case.family]})
+    settings = json.dumps({**case.settings, DEPTH[case.family]: min(case.layers, CAPTURED)})
     program, reference = captured(case.family, settings, case.batch, case.seq, case.precision)
-    return deepen(program, case.layers) if case.layers != CAPTURED else program, reference
+    return deepen(program, case.layers) if case.layers > CAPTURED else program, reference
 
 
 def predict(case: Case, time_limit_s: float) -> Row:
@@ -93,19 +93,25 @@ def predict(case: Case, time_limit_s: float) -> Row:
         program=program, cluster=as_cluster(case.cluster), optimizer=OPTIMIZERS["adamw"], model=reference,
         versions=versions(),
     )  # fmt: skip
+    tried: dict[str, str] = {}
     best: Plan | None = None
-    tried = []
-    for free in case.free:
-        try:
-            plan = search(job, Constraints(**case.pins, **free), time_limit_s, certify=False).plan
-        except ParaplanError as fault:
-            tried.append(f"{_text(free)}: {type(fault).__name__}: {str(fault)[:120]}")
-            continue
-        assert plan.prediction is not None
-        tried.append(f"{_text(free)}: {plan.prediction.step_s:.4g} s")
-        if best is None or plan.prediction.step_s < _step_s(best):
-            best = plan
-    row |= {"cpu_s": time.process_time() - started, "tried": tried, "chosen": tried[0]}
+    chosen = [group[0] for group in case.free]
+    for place, group in enumerate(case.free or (({},),)):
+        for option in group:
+            trial = [*chosen[:place], option, *chosen[place + 1 :]]
+            pins = {key: value for each in trial for key, value in each.items()}
+            if _text(pins) in tried:
+                continue
+            try:
+                plan = search(job, Constraints(**case.pins, **pins), time_limit_s, certify=False).plan
+            except ParaplanError as fault:
+                tried[_text(pins)] = f"{type(fault).__name__}: {str(fault)[:200]}"
+                continue
+            tried[_text(pins)] = f"{_step_s(plan):.4g} s"
+            if best is None or _step_s(plan) < _step_s(best):
+                best, chosen = plan, trial
+    said = [f"{text}: {found}" for text, found in tried.items()]
+    row |= {"cpu_s": time.process_time() - started, "tried": said, "chosen": said[0]}
     return row if best is None else row | _said(case, best)
 
 

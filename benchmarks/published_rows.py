@@ -49,7 +49,7 @@ class Case:
         cluster: by name.
         batch, seq, precision: of a step.
         pins: what the row states.
-        free: the alternatives for what it does not, each further pins.
+        free: what it does not, one choice after another: alternatives, each further pins, the likeliest first.
         unit: of what was published, "TFLOP/s" or "tokens/s", per GPU.
         published: in it.
         work: of a step, in the unit's numerator (teraflops, tokens).
@@ -66,7 +66,7 @@ class Case:
     seq: int
     precision: str
     pins: Pins
-    free: tuple[Pins, ...]
+    free: tuple[tuple[Pins, ...], ...]
     unit: str
     published: float
     work: float
@@ -92,15 +92,16 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     pins: Pins = {"dp": dp, **({"tp": tp, "sp": True} if tp > 1 else {})}
     if again:
         pins["recompute"] = "full"
-    free: tuple[Pins, ...] = ({},)
+    free: tuple[tuple[Pins, ...], ...] = ()
     if row.get("scheme") == "zero3":
         pins |= {"zero": 3, "microbatches": b // (gpus * int(row["microbatch"]))}
     elif pp > 1:
         pins |= {"pp": pp}
-        free = pipelines(layers, pp, b // dp, None if not again else 1)
-    if "zero" not in pins:
-        stages = (0,) if again else (0, 1)
-        free = tuple({**each, "zero": stage} for each in free for stage in stages)
+        free = pipelines(layers, pp, b // dp, 1 if again else None, int(row.get("microbatch", 0)))
+    if "zero" not in pins and again:
+        pins["zero"] = 0
+    elif "zero" not in pins:
+        free = (*free, ({"zero": 0}, {"zero": 1}))
     settings = {
         "n_embd": h, "n_layer": layers, "n_head": int(sizes["heads"]), "vocab_size": v, "n_positions": s,
         "tie_word_embeddings": again, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -113,8 +114,10 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     )  # fmt: skip
 
 
-def pipelines(layers: int, pp: int, batch: int, stages_per_position: int | None) -> tuple[Pins, ...]:
-    """Schedules, cuts and microbatches of a pipeline, interleaved where nothing else is said.
+def pipelines(
+    layers: int, pp: int, batch: int, stages_per_position: int | None, microbatch: int
+) -> tuple[tuple[Pins, ...], ...]:
+    """Schedule with cuts, and microbatches, of a pipeline.
 
     Args:
         layers: of the model.
@@ -122,21 +125,17 @@ def pipelines(layers: int, pp: int, batch: int, stages_per_position: int | None)
         batch: samples of one pipeline.
         stages_per_position: None for the choice: one; and where microbatches come in multiples of the positions, as
             Megatron-LM wants for interleaving, one layer a stage (at most `MOST_STAGES`).
+        microbatch: samples of one; 0 for the choice of one or two.
     """
-    found: list[Pins] = []
-    for size in (1, 2):
-        micros = batch // size
-        if batch % size or micros < pp:
-            continue
-        each = [stages_per_position or 1]
-        if stages_per_position is None and micros % pp == 0:
-            each += [max(v for v in range(1, MOST_STAGES + 1) if layers % (pp * v) == 0)]
-        for v in dict.fromkeys(each):
-            bounds = even_layers(layers, pp * v)
-            found.append({
-                "microbatches": micros, "schedule": "interleaved" if v > 1 else "1f1b", "stages": bounds,
-            })  # fmt: skip
-    return tuple(found)
+    sizes = [size for size in ((microbatch,) if microbatch else (1, 2)) if batch % size == 0]
+    each = [stages_per_position or 1]
+    if stages_per_position is None and batch // sizes[0] % pp == 0:
+        each.insert(0, max(v for v in range(1, MOST_STAGES + 1) if layers % (pp * v) == 0))
+    schedules: tuple[Pins, ...] = tuple(
+        {"schedule": "interleaved" if v > 1 else "1f1b", "stages": even_layers(layers, pp * v)}
+        for v in dict.fromkeys(each)
+    )
+    return schedules, tuple({"microbatches": batch // size} for size in sizes)
 
 
 MOST_STAGES = 8
@@ -161,7 +160,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     name = f"{row['name']} {'x'.join(map(str, parallel.values()))}{' compiled' if row['compile'] else ''}"
     return Case(
         file, name, "llama", {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False},
-        _cluster(data, gpus), batch, s, "bf16", pins, ({},), "tokens/s", float(row["tokens_per_s_per_gpu"]), batch * s,
+        _cluster(data, gpus), batch, s, "bf16", pins, (), "tokens/s", float(row["tokens_per_s_per_gpu"]), batch * s,
         gpus, needs,
     )  # fmt: skip
 
