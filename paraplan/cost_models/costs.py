@@ -30,7 +30,7 @@ from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg, refs
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, Transfer
+from paraplan.ir.rank_program import GROW, PUT, ROOM, Block, Instr, InstrKind, LocalValue, Transfer
 
 COMPUTE = "compute"
 COPY = "copy"
@@ -260,6 +260,12 @@ class Costs:
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
         if instr.target == "paraplan.fill_tail_":
             return self.memory_s(0, tail_bytes(instr.args, inputs[0]))
+        if instr.target == GROW:
+            return self.memory_s(inputs[0].nbytes + inputs[1].nbytes, inputs[0].nbytes)
+        if instr.target == PUT:
+            return self.memory_s(inputs[1].nbytes, inputs[1].nbytes)
+        if instr.target == ROOM:
+            return self.memory_s(0, 0)
         if all(_is_view(name, out) for name, out in made) and (made or is_free(instr.target)):
             return 0.0 if self.measured is None else self.measured.view_s
         if is_free(instr.target):

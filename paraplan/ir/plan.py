@@ -73,6 +73,23 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     state: str
 
 
+class Split(Value, frozen=True, kw_only=True):
+    """A run of a kind's ops that is executed in chunks of one dim, one after another (see `ir.lower.chunks`).
+
+    Attributes:
+        op: index of the op of the joint graph the run begins with.
+        letter: the named dim of that op that is cut.
+        chunks: how many.
+        at_once: whether the backward runs with the forward, chunk by chunk: of a segment that makes numerators of the
+            loss, whose gradients are known beforehand.
+    """
+
+    op: int
+    letter: str
+    chunks: int
+    at_once: bool = False
+
+
 class KindChoice(Value, frozen=True, kw_only=True):
     """How the instances of a kind that take this choice run.
 
@@ -82,12 +99,14 @@ class KindChoice(Value, frozen=True, kw_only=True):
         input_grads: per boundary input, the layout its gradient is handed over in, or None.
         activations: per value of the forward not simply kept for the backward: "recompute", or the tier it waits on,
             "host" or "disk" (see `ir.lower.remat`).
+        split: what runs in chunks, or None.
     """
 
     kind: int
     ops: tuple[str, ...]
     input_grads: tuple[str | None, ...]
     activations: dict[str, str] = {}
+    split: Split | None = None
 
 
 class Stage(Value, frozen=True, kw_only=True):

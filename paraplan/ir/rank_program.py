@@ -8,7 +8,7 @@ call it: instructions over named local values. `Step`s call blocks on values of 
 
 Rank-dependent numbers (shard offsets) are strings in instruction arguments: "#0:256,m:1024" means
 256 * coordinate on mesh axis 0 + 1024 * microbatch index. "#" alone is 0. "#0+3%4:256" is
-256 * ((coordinate + 3) mod 4): where a block that goes round a ring of 4 came from.
+256 * ((coordinate + 3) mod 4): where a block that goes round a ring of 4 came from. "+" is always 1: "#0:256,+:64".
 
 Memory semantics, the same in simulator and runtime: a value holds its storage (`LocalValue.base` names the
 value that owns it, views share it); a storage lives while any name in a block or in the outer namespace, or
@@ -25,6 +25,9 @@ from enum import Enum
 from paraplan.ir.graph import Arg
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
+
+ROOM, PUT, GROW = "aten.empty.memory_format", "paraplan.put_", "paraplan.grow_"
+"""What gathers chunks: a buffer, a chunk put into it, an addend of a sum. The last two write their first argument."""
 
 TIERS = ("host", "disk")
 """Where a value may live besides its device: the node's memory, or files on its disk."""
@@ -293,7 +296,10 @@ def place_of(coordinates: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
 
 
 def parse_offset(text: str) -> tuple[tuple[str, int], ...]:
-    """`"#0:256,m:1024"` to (("0", 256), ("m", 1024)); the key is a mesh axis number, "m", or either turned: "0+3%4"."""
+    """`"#0:256,m:1024"` to (("0", 256), ("m", 1024)).
+
+    A key is a mesh axis number, "m", either turned ("0+3%4"), or "+".
+    """
     body = text[1:]
     if not body:
         return ()
@@ -304,6 +310,8 @@ def offset_value(text: str, coordinates: tuple[int, ...], microbatch: int) -> in
     """The number an offset stands for on a rank, in a microbatch."""
 
     def place(key: str) -> int:
+        if key == "+":
+            return 1
         turned, _, size = key.partition("%")
         name, _, by = turned.partition("+")
         index = microbatch if name == "m" else coordinates[int(name)]

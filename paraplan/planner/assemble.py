@@ -8,7 +8,7 @@ from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.lower.bundle import BUNDLE_BYTES
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.op_rule import DISCOVERED
-from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
+from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Split, Stage
 from paraplan.ir.profile import Profile
 from paraplan.ir.program import Program
 from paraplan.ir.rules.route import KEY, ROUTED
@@ -48,6 +48,7 @@ class Decisions:
         params: per parameter class (order of `param_classes`).
         batch: layout of each batch input.
         activations: per segment, what becomes of values not simply kept for the backward; empty where all are kept.
+        splits: per segment, what runs in chunks; empty where nothing does.
         bundle_bytes: as in the plan.
     """
 
@@ -58,6 +59,7 @@ class Decisions:
     params: tuple[ParamLayouts, ...]
     batch: dict[str, str]
     activations: tuple[dict[str, str], ...] = ()
+    splits: tuple[Split | None, ...] = ()
     bundle_bytes: int = BUNDLE_BYTES
 
 
@@ -95,14 +97,21 @@ def _routing(program: Program, choices: tuple[KindChoice, ...]) -> tuple[str, ..
 def _choices(program: Program, decisions: Decisions) -> tuple[tuple[KindChoice, ...], tuple[int, ...]]:
     """The distinct choices, and which one each segment takes."""
     fates = decisions.activations or ({},) * len(program.segments)
-    found: dict[tuple[int, tuple[tuple[str, str], ...]], int] = {}
+    splits = decisions.splits or (None,) * len(program.segments)
+    found: dict[tuple[int, tuple[tuple[str, str], ...], Split | None], int] = {}
     chosen = tuple(
-        found.setdefault((segment.kind, tuple(fate.items())), len(found))
-        for segment, fate in zip(program.segments, fates, strict=True)
+        found.setdefault((segment.kind, tuple(fate.items()), split), len(found))
+        for segment, fate, split in zip(program.segments, fates, splits, strict=True)
     )
     choices = tuple(
-        KindChoice(kind=kind, ops=decisions.ops[kind], input_grads=decisions.input_grads[kind], activations=dict(fate))
-        for kind, fate in found
+        KindChoice(
+            kind=kind,
+            ops=decisions.ops[kind],
+            input_grads=decisions.input_grads[kind],
+            activations=dict(fate),
+            split=split,
+        )
+        for kind, fate, split in found
     )
     return choices, chosen
 

@@ -14,6 +14,7 @@ from paraplan.ir.lower import lower
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.sharding.instants import Instant, peak_instant
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Realised:
     def peak_bytes(self) -> int:
         """The most any rank holds."""
         return max(self.simulation.peak_bytes)
+
+    @property
+    def peak(self) -> Instant | None:
+        """Where; None where that is not inside a segment."""
+        return peak_instant(self.programs, self.simulation)
 
 
 def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -> Realised:

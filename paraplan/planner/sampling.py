@@ -1,7 +1,8 @@
 """Random legal plans: every op, parameter and gradient takes any layout the rules allow.
 
 They are rarely good; they exist to hold rules, lowering, simulator and runtime against each other. In half of them some
-activations are recomputed, in half of them some wait on the host or on disk, where the cluster has room there.
+activations are recomputed, in half of them some wait on the host or on disk, where the cluster has room there; in half
+of them some segments run in chunks.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from paraplan.ir.graph import Phase
+from paraplan.ir.lower.chunks import gradients_known, letters_of
+from paraplan.ir.lower.kind import chosen_strategies
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh
-from paraplan.ir.micro import program_micro, splittable
-from paraplan.ir.plan import ParamLayouts, Plan
+from paraplan.ir.micro import ProgramMicro, program_micro, splittable
+from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Split
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import TIERS
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
@@ -60,7 +64,29 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2) -> Plan:
         for fate in drawn:
             fate |= {n: rng.choice(tiers) for n in recomputable(kind) if n not in fate and rng.random() < away}
     activations = tuple(rng.choice(fates[segment.kind]) for segment in program.segments)
-    return assemble(job, replace(decisions, activations=activations))
+    decisions = replace(decisions, activations=activations)
+    return assemble(job, replace(decisions, splits=_splits(rng, program, decisions, micro)))
+
+
+def _splits(
+    rng: random.Random, program: Program, decisions: Decisions, micro: ProgramMicro
+) -> tuple[Split | None, ...]:
+    """Of some kinds, a run of ops in chunks: any op, any letter of it."""
+    if rng.random() < 0.5:
+        return ()
+    shape, m = decisions.mesh.shape, decisions.num_microbatches
+    found: list[Split | None] = []
+    for index, kind in enumerate(program.kinds):
+        first = next(i for i, segment in enumerate(program.segments) if segment.kind == index)
+        choice = KindChoice(kind=index, ops=decisions.ops[index], input_grads=decisions.input_grads[index])
+        strategies = chosen_strategies(kind, choice, micro.segments[first], shape, m)
+        op, chunks = rng.randrange(len(kind.graph.ops)), rng.choice((2, 2, 4))
+        forward = kind.graph.ops[op].phase is Phase.FORWARD and rng.random() < 0.7
+        letters = letters_of(kind, op, chunks, strategies, (m, *shape)) if forward else ()
+        known = all(gradients_known(program, i) for i, segment in enumerate(program.segments) if segment.kind == index)
+        at_once = known and rng.random() < 0.5
+        found.append(Split(op=op, letter=rng.choice(letters), chunks=chunks, at_once=at_once) if letters else None)
+    return tuple(found[segment.kind] for segment in program.segments)
 
 
 def _draw(rng: random.Random, keys: list[str], calm: float) -> str:

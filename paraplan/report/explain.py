@@ -97,7 +97,8 @@ def _activation_words(plan: Plan) -> str:
     rows = [row for stage in plan.stages for row in kind_rows(plan.program, stage)]
     made = [f"{row.instances} x ({row.label}): {row.recomputed}" for row in rows if row.recomputed]
     away = [f"{row.instances} x ({row.label}): {row.away}" for row in rows if row.away]
-    parts = [("what is recomputed", made), ("what waits elsewhere", away)]
+    cut = [f"{row.instances} x ({row.label}): {row.chunks}" for row in rows if row.chunks]
+    parts = [("what is recomputed", made), ("what waits elsewhere", away), ("what runs in chunks", cut)]
     said = [f"{what}: {'; '.join(each)}" for what, each in parts if each]
     return "kept" if not said else "kept but for " + "; and for ".join(said)
 

@@ -55,6 +55,7 @@ class KindRow(Value, frozen=True, kw_only=True):
         outputs: how the values it hands on lie, in words.
         recomputed: the ops its backward executes again, in words; "" for none.
         away: what its backward has from the host or the disk, likewise.
+        chunks: what of it runs in chunks, likewise.
     """
 
     name: str
@@ -64,6 +65,7 @@ class KindRow(Value, frozen=True, kw_only=True):
     outputs: tuple[str, ...]
     recomputed: str = ""
     away: str = ""
+    chunks: str = ""
 
 
 def layout_words(layout: Layout, mesh: Mesh) -> str:
@@ -167,7 +169,7 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     )
     return KindRow(
         name=kind.name, label=label, instances=len(segments), params=tuple(rows), outputs=outputs,
-        recomputed=_recomputed(kind, choice), away=_away(kind, choice),
+        recomputed=_recomputed(kind, choice), away=_away(kind, choice), chunks=_chunks(kind, choice),
     )  # fmt: skip
 
 
@@ -182,6 +184,14 @@ def _recomputed(kind: SegmentKind, choice: KindChoice) -> str:
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in names.items()) or (
         "views" if again else ""
     )
+
+
+def _chunks(kind: SegmentKind, choice: KindChoice) -> str:
+    """`8 from linear on, with the backward`."""
+    if choice.split is None:
+        return ""
+    begins = kind.graph.ops[choice.split.op].target.split(".")[1]
+    return f"{choice.split.chunks} from {begins} on" + (", with the backward" if choice.split.at_once else "")
 
 
 def _away(kind: SegmentKind, choice: KindChoice) -> str:

@@ -82,7 +82,7 @@ class DistributedTransport:
         # Messages up and down the ranks go by lanes of their own: a pair's messages in one lane are one after another,
         # and a send that waits for its receive must not hold up what comes the other way.
         self._lanes = (dist.new_group(), dist.new_group()) if self.num_meshes > 1 else ()
-        self.groups = tuple(self._group_name(axis) for axis in range(len(mesh.shape)))
+        self.groups = tuple(self._group_name(axis) for axis in range(len(self.mesh.shape)))
 
     def _group(self, axis: int) -> dist.ProcessGroup:
         assert self.device_mesh is not None

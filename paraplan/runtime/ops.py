@@ -3,7 +3,7 @@
 `resolve` turns a target's name into a callable: "aten.mm.default" into torch's operator, "paraplan.linear" into
 the canonical op's kernel, "mylib.fused.default" into an op the user registered with torch, and the ops that
 lowering itself adds (cuts, joins, copies) into the functions below.
-All of ours return fresh contiguous storage, as lowering assumes; `write` returns nothing.
+All of ours return fresh contiguous storage, as lowering assumes; `write`, `put_` and `grow_` return nothing.
 
 Collectives appear twice: `collective` and `wait` are the abstract forms a graph holds until it is bound to
 process groups (an interpreter hands them to a transport); `permute`, `wait_holding` and `copy_alone` are bound forms.
@@ -132,6 +132,16 @@ def write(dst: Tensor, src: Tensor) -> None:
     dst.copy_(src)
 
 
+def put_(whole: Tensor, part: Tensor, dim: int, start: int) -> None:
+    """whole[..., start : start + length, ...] := part along `dim`, in place."""
+    whole.narrow(dim, start, part.shape[dim]).copy_(part)
+
+
+def grow_(total: Tensor, addend: Tensor) -> None:
+    """total := total + addend, in place."""
+    total.add_(addend)
+
+
 def constant(
     values: Sequence[float | int | bool], dtype: torch.dtype, shape: Sequence[int], device: str = "cpu"
 ) -> Tensor:
@@ -209,7 +219,7 @@ def copy_alone(x: Tensor) -> Tensor:
 _OWN: dict[str, Callable[..., Any]] = {
     "shard": shard, "stack": stack, "unstack": unstack, "first_only": first_only, "reshape_copy": reshape_copy,
     "write": write, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
-    "fill_tail": fill_tail, "fill_tail_": fill_tail_,
+    "fill_tail": fill_tail, "fill_tail_": fill_tail_, "put_": put_, "grow_": grow_,
 }  # fmt: skip
 
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())

@@ -133,6 +133,8 @@ def function(target: str):  # type: ignore[no-untyped-def]
         "first_only": lambda x, c: x.clone(**fresh) if c == 0 else torch.zeros(x.shape, dtype=x.dtype),
         "reshape_copy": lambda x, shape: x.clone(**fresh).view(shape),
         "write": lambda dst, src: dst.copy_(src),
+        "put_": _into,
+        "grow_": lambda total, addend: total.copy_(total + addend),
         "pack": lambda xs, n, dims: torch.cat(
             [
                 x.chunk(n, dim)[r].flatten() if n > 1 else x.flatten()
@@ -161,6 +163,11 @@ def _set_tail(x: Tensor, dim: int, size: int, start: int, value: float) -> Tenso
         if start + index >= size:
             x.select(dim, index).copy_(torch.tensor(value, dtype=x.dtype))
     return x
+
+
+def _into(whole: Tensor, part: Tensor, dim: int, start: int) -> Tensor:
+    whole[(slice(None),) * dim + (slice(start, start + part.shape[dim]),)] = part
+    return whole
 
 
 def _views(buffer: Tensor, shapes: list[list[int]]) -> list[Tensor]:

@@ -36,9 +36,9 @@ def reads(instr: Instr) -> list[str]:
 
 
 def kept(plan: Plan) -> Plan:
-    """The plan with every activation kept."""
+    """The plan with every activation kept and nothing in chunks."""
     (stage,) = plan.stages
-    choices = tuple(msgspec.structs.replace(choice, activations={}) for choice in stage.choices)
+    choices = tuple(msgspec.structs.replace(choice, activations={}, split=None) for choice in stage.choices)
     return msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, choices=choices),))
 
 

@@ -37,10 +37,12 @@ class AwayValue:
 
     Attributes:
         local: its name in the forward and the backward block.
+        strides: as the forward made it.
         issued: what the forward block issues, called by its base.
     """
 
     local: str
+    strides: tuple[int, ...]
     issued: LocalValue
 
     @property
@@ -123,13 +125,13 @@ class Copies:
 
 
 def _away_block(name: str, values: tuple[AwayValue, ...]) -> Block:
-    """Waits for copies away. In what a value lies on the device is the forward block's business."""
+    """Waits for copies away."""
     known: dict[str, LocalValue] = {}
     instrs = []
     for value in values:
         issued, there = value.issued, value.there.base
         known[issued.base] = issued
-        known[value.local] = msgspec.structs.replace(issued, base=value.local, tier="")
+        known[value.local] = msgspec.structs.replace(issued, base=value.local, strides=value.strides, tier="")
         known[there] = msgspec.structs.replace(issued, storage_bytes=0)
         instrs.append(
             Instr(kind=InstrKind.WAIT, target="wait", args=("%" + issued.base, "%" + value.local), outs=(there,))

@@ -13,16 +13,22 @@ from dataclasses import dataclass
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Phase
+from paraplan.ir.lower.chunks import Chunks
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import (
     Given,
     KindContext,
     LoweredForward,
     Path,
+    at_once,
+    chosen_chunks,
     early,
+    executed,
     give_sources,
     ops_of,
+    unshared,
 )
+from paraplan.ir.lower.loops import emit_ops
 from paraplan.ir.lower.parcels import travels_with
 from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
 from paraplan.ir.micro import KindMicro, dual
@@ -30,7 +36,6 @@ from paraplan.ir.plan import KindChoice
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.rank_program import Block
 from paraplan.ir.reshard import Move
-from paraplan.ir.strides import is_dense
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class _Task:
     context: KindContext
     forward: LoweredForward
     tangents: tuple[Given | None, ...]
+    chunks: Chunks
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,9 @@ def lower_backward(
     tangents: tuple[Given | None, ...], split: bool = False,
 ) -> LoweredBackward:  # fmt: skip
     """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
-    task = _Task(name, kind, choice, micro, context, forward, tangents)
+    chunks = chosen_chunks(kind, choice, forward.strategies, context)
+    kind = executed(kind, choice)
+    task = _Task(name, kind, choice, micro, context, forward, tangents, chunks)
     every = frozenset((*ops_of(kind, Phase.BACKWARD), *forward.remat.again))
     if not split:
         return _lower_part(task, name, every, True, True, _Kept({}))[0]
@@ -133,7 +141,10 @@ def _lower_part(
         if tangent is not None and arrives is not None:
             emitter.give(tangent, kind.graph.values[tangent], arrives.layout, arrives.strides)
     results = (*(kind.input_grads if inputs else ()), *(kind.param_grads if weights else ()))
-    _emit_ops(emitter, task, ops, results)
+    order = _ordered(task, ops, results)
+    needed = {name for index in later for name in kind.graph.ops[index].tensors}
+    handed = {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
+    emit_ops(emitter, kind.graph, forward.strategies, order, task.chunks, needed | handed, forward.remat.again)
     kept = _keep(emitter, task, ops, later)
     layouts = _input_grad_layouts(kind, task.choice, task.micro, emitter)
     grads = tuple(
@@ -142,7 +153,8 @@ def _lower_part(
     )
     partial, param_grads = _param_grads(emitter, kind, context, weights)
     saved = tuple(local for local, _ in kept.values.values())
-    found = _unshared(emitter, (*grads, *param_grads), saved)
+    own = {local for local, _ in forward.saved.values()} if at_once(task.choice) else frozenset[str]()
+    found = unshared(emitter, (*grads, *param_grads), saved, own)
     grads = found[: len(grads)]
     lies_at = tuple(
         None if local is None or layout is None else Given(layout, emitter.values[local].strides)
@@ -151,33 +163,32 @@ def _lower_part(
     return LoweredBackward(emitter.finish(found, saved), lies_at, gathered, partial), kept
 
 
-def _emit_ops(emitter: BlockEmitter, task: _Task, taken: Collection[int], results: Collection[str | None]) -> None:
+def _ordered(task: _Task, taken: Collection[int], results: Collection[str | None]) -> list[int]:
     """Ops of the backward in order, each after what it reads that is to be made again."""
-    kind, strategies = task.kind, task.forward.strategies
-    ops = kind.graph.ops
+    ops = task.kind.graph.ops
     again = [index for index in task.forward.remat.again if index in taken]
     makers = {out: index for index in again for out in ops[index].outs if out is not None}
-    emitted: set[int] = set()
+    found: dict[int, None] = {}
 
-    def emit(index: int) -> None:
-        emitted.add(index)
+    def take(index: int) -> None:
         for name in ops[index].tensors:
             ensure(name)
-        emitter.op(ops[index], kind.graph, strategies[index], index)
+        found[index] = None
 
     def ensure(name: str) -> None:
-        if name in makers and makers[name] not in emitted:
-            emit(makers[name])
+        if name in makers and makers[name] not in found:
+            take(makers[name])
 
-    for index in ops_of(kind, Phase.BACKWARD):
+    for index in ops_of(task.kind, Phase.BACKWARD):
         if index in taken:
-            emit(index)
+            take(index)
     for grad in results:
         if grad is not None:
             ensure(grad)
     for index in again:  # what only a later part reads
-        if index not in emitted:
-            emit(index)
+        if index not in found:
+            take(index)
+    return list(found)
 
 
 def _keep(emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Collection[int]) -> _Kept:
@@ -195,27 +206,6 @@ def _keep(emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Colle
             local = emitter.get(value, emitter.home(value))
             found[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
     return _Kept(found)
-
-
-def _unshared(emitter: BlockEmitter, results: tuple[str | None, ...], saved: tuple[str, ...]) -> tuple[str | None, ...]:
-    """Results that own their storage: gradients are accumulated in place."""
-    taken = set(emitter.inputs) | {emitter.values[local].base for local in saved}
-    found: list[str | None] = []
-    for local in results:
-        if local is not None:
-            value = emitter.values[local]
-            if value.base in taken or not is_dense(value.shape, value.strides):
-                local = emitter.local(
-                    "paraplan.reshape_copy",
-                    ("%" + local, value.shape),
-                    f"{local}^own{len(found)}",
-                    value.dtype,
-                    value.shape,
-                )
-                value = emitter.values[local]
-            taken.add(value.base)
-        found.append(local)
-    return tuple(found)
 
 
 def _input_grad_layouts(

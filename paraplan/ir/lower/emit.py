@@ -95,6 +95,10 @@ class BlockEmitter(LayoutMoves):
         self._home[name] = layout
         self._at[name, layout] = self.get(source, layout)
 
+    def serves(self, origin: int) -> None:
+        """What is emitted from here on serves this op of the joint graph."""
+        self._origin = origin
+
     def home(self, name: str) -> Layout:
         """The layout a value was given or made in."""
         return self._home[name]
@@ -118,7 +122,14 @@ class BlockEmitter(LayoutMoves):
 
     def path(self, name: str, layout: Layout) -> tuple[Move, ...]:
         """The moves that bring a value from where it was given or made to a layout."""
-        return reshard_path(self.specs[name].shape, self._home[name], layout, self.mesh_shape, frozen=1)
+        return self._steps(name, self._home[name], layout)
+
+    def _steps(self, name: str, before: Layout, after: Layout) -> tuple[Move, ...]:
+        return reshard_path(self.specs[name].shape, before, after, self.mesh_shape, frozen=1)
+
+    def _named(self, name: str) -> str:
+        """What the block calls a value of the graph."""
+        return name
 
     def _use(self, local: str) -> str:
         if local in self._given and local not in self.values:
@@ -150,8 +161,8 @@ class BlockEmitter(LayoutMoves):
                 locals_.append(None)
                 continue
             self.specs[out] = graph.values[out]
-            self._home[out] = final
-            locals_.append(out if layout == final else f"{out}@{layout_text(layout)}")
+            named = self._named(out)
+            locals_.append(named if layout == final else f"{named}@{layout_text(layout)}")
         inputs, outs = [names[key] for key in wanted], tuple(locals_)
         steps = expansion(op, graph.values, strategy, self.mesh_shape)
         if steps is not None:
@@ -169,9 +180,7 @@ class BlockEmitter(LayoutMoves):
         for out, computed, final, local in zip(op.outs, strategy.computed, strategy.outputs, locals_, strict=True):
             if out is None or computed is None or final is None or local is None:
                 continue
-            for move in reshard_path(self.specs[out].shape, computed, final, self.mesh_shape, frozen=1):
-                local = self.move(out, local, move)
-            self._at[out, final] = local
+            self.adopt(out, graph.values[out], local, computed, final)
 
     def _local_spec(self, name: str, layout: Layout) -> TensorSpec:
         spec = self.specs[name]
@@ -275,6 +284,13 @@ class BlockEmitter(LayoutMoves):
         self.specs[name] = spec
         self._home[name] = layout
         self._at[name, layout] = name
+
+    def adopt(self, name: str, spec: TensorSpec, local: str, made: Layout, home: Layout) -> None:
+        """Declare that a local value is a value in the layout it was made in, and bring it to another at once."""
+        self.specs[name], self._home[name] = spec, home
+        for move in self._steps(name, made, home):
+            local = self.move(name, local, move)
+        self._at[name, home] = local
 
     def _fresh(self, name: str, dtype: str, shape: Dims, strides: Dims) -> None:
         nbytes = math.prod(shape) * DTYPE_BYTES[dtype]

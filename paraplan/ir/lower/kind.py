@@ -9,6 +9,7 @@ one inside the block, a small one before it, with those of other segments (`earl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,7 +17,9 @@ import msgspec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Op, Phase
 from paraplan.ir.lower.away import AwayValue
+from paraplan.ir.lower.chunks import WHOLE, Chunks, chunks_of
 from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.loops import emit_ops
 from paraplan.ir.lower.parcels import travels_with
 from paraplan.ir.lower.remat import NOTHING, Remat, remat_of
 from paraplan.ir.mesh import Layout, P, R
@@ -26,6 +29,7 @@ from paraplan.ir.program import SegmentKind
 from paraplan.ir.rank_program import Block
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.rules.strategies import AxisChoice, Strategy, op_strategies, strategy_named
+from paraplan.ir.strides import is_dense
 
 Dims = tuple[int, ...]
 Path = tuple[Move, ...]
@@ -128,22 +132,30 @@ def lower_forward(
     """Lower a kind's forward ops."""
     m = context.num_microbatches
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
+    chunks = chosen_chunks(kind, choice, strategies, context)
+    kind = executed(kind, choice)
+    remat = remat_of(kind, choice.activations)
     emitter = BlockEmitter(name, (m, *context.mesh_shape))
     gathered = early(kind, strategies, ops_of(kind, Phase.FORWARD), context)
     give_sources(emitter, kind, context, gathered)
-    for index in ops_of(kind, Phase.FORWARD):
-        emitter.op(kind.graph.ops[index], kind.graph, strategies[index], index)
-    remat = remat_of(kind, choice.activations)
+    if at_once(choice):
+        for tangent in filter(None, kind.tangents):
+            emitter.give(tangent, kind.graph.values[tangent], (R,) * (1 + len(context.mesh_shape)))
+    emit_ops(emitter, kind.graph, strategies, ops_of(kind, Phase.FORWARD), chunks, (*kind.outputs, *remat.saved))
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in kind.outputs)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(kind.outputs, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
     saved = {}
-    for value in remat.saved:
-        local = emitter.get(value, emitter.home(value))
+    kept: tuple[str | None, ...] = tuple(emitter.get(value, emitter.home(value)) for value in remat.saved)
+    for value, local in zip(remat.saved, unshared(emitter, kept) if at_once(choice) else kept, strict=True):
+        assert local is not None
         saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
     issued = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.away}
     block = emitter.finish(locals_, (*(local for local, _ in saved.values()), *issued.values()))
-    away = {value: AwayValue(saved[value][0], emitter.values[local]) for value, local in issued.items()}
+    away = {
+        value: AwayValue(saved[value][0], emitter.values[saved[value][0]].strides, emitter.values[local])
+        for value, local in issued.items()
+    }
     return LoweredForward(block, outputs, saved, strategies, gathered, remat, away)
 
 
@@ -165,17 +177,73 @@ def evaluate_forward(
     taken = [index for index in ops_of(kind, Phase.FORWARD) if not needed.isdisjoint(graph.ops[index].outs)]
     gathered = early(kind, strategies, taken, context)
     give_sources(emitter, kind, context, gathered)
-    for index in taken:
-        op, strategy = graph.ops[index], strategies[index]
+
+    def calm(to: BlockEmitter, index: int, strategy: Strategy) -> None:
+        op = graph.ops[index]
         if op.target == "paraplan.dropout":
             assert op.outs[0] is not None and strategy.computed[0] is not None
-            emitter.rename(op.outs[0], op.tensors[0], strategy.inputs[0])
+            to.rename(op.outs[0], op.tensors[0], strategy.inputs[0])
         else:
-            emitter.op(_certain(op), graph, strategy, index)
+            to.op(_certain(op), graph, strategy, index)
+
+    emit_ops(emitter, graph, strategies, taken, chosen_chunks(kind, choice, strategies, context), results, emit=calm)
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in results)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(results, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
     return LoweredForward(emitter.finish(locals_, ()), outputs, {}, strategies, gathered)
+
+
+def at_once(choice: KindChoice) -> bool:
+    """Whether the backward runs with the forward."""
+    return choice.split is not None and choice.split.at_once
+
+
+def executed(kind: SegmentKind, choice: KindChoice) -> SegmentKind:
+    """The kind as its choice runs it: where forward and backward are one, all of its ops are the forward's."""
+    if not at_once(choice):
+        return kind
+    ops = tuple(msgspec.structs.replace(op, phase=Phase.FORWARD) for op in kind.graph.ops)
+    return msgspec.structs.replace(kind, graph=msgspec.structs.replace(kind.graph, ops=ops))
+
+
+def chosen_chunks(
+    kind: SegmentKind, choice: KindChoice, strategies: tuple[Strategy, ...], context: KindContext
+) -> Chunks:
+    """What of the kind runs in chunks."""
+    if choice.split is None:
+        return WHOLE
+    return chunks_of(kind, choice.split, strategies, (context.num_microbatches, *context.mesh_shape))
+
+
+def unshared(
+    emitter: BlockEmitter, results: tuple[str | None, ...], saved: tuple[str, ...] = (),
+    own: AbstractSet[str] = frozenset(),
+) -> tuple[str | None, ...]:  # fmt: skip
+    """Results that own their storage: gradients are accumulated in place.
+
+    Args:
+        emitter: of the block.
+        results: local names.
+        saved: local names whose storage is somebody else's.
+        own: inputs of the block that nobody else holds.
+    """
+    taken = (set(emitter.inputs) - own) | {emitter.values[local].base for local in saved}
+    found: list[str | None] = []
+    for local in results:
+        if local is not None:
+            value = emitter.values[local]
+            if value.base in taken or not is_dense(value.shape, value.strides):
+                local = emitter.local(
+                    "paraplan.reshape_copy",
+                    ("%" + local, value.shape),
+                    f"{local}^own{len(found)}",
+                    value.dtype,
+                    value.shape,
+                )
+                value = emitter.values[local]
+            taken.add(value.base)
+        found.append(local)
+    return tuple(found)
 
 
 def _certain(op: Op) -> Op:

@@ -39,7 +39,7 @@ class RankSteps(LossSteps):
 
     def build(self) -> RankProgram:
         """The program of a training step."""
-        waits = self.tangents(self.denominators())
+        self.waits = self.tangents(self.denominators())
         finals = self.finals([(action.stage, action.kind) for action in self.actions])
         last = {action.kind: index for index, action in enumerate(self.actions)}
         end_loss: Callable[[], None] = lambda: None  # noqa: E731
@@ -49,14 +49,12 @@ class RankSteps(LossSteps):
             if action.kind is ActionKind.F:
                 self._forward(action)
                 if index == last[ActionKind.F]:
-                    end_loss = self.begin_loss(joined, waits)
+                    end_loss = self.begin_loss(joined, self.waits)
                     if self.plan.cluster.num_devices == 1:  # nothing to wait for: it is known before its gradients
-                        while waits:
-                            waits.pop(0)()
+                        self.end_waits()
                         end_loss()
             elif action.kind in _BACKWARD:
-                while waits:
-                    waits.pop(0)()
+                self.end_waits()
                 self._backward(action, finals.get(index, {}))
                 if index != last.get(ActionKind.B) and index != last.get(ActionKind.W):
                     self.partials.end()

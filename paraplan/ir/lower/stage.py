@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.holding import Holding, holdings
 from paraplan.ir.lower.backward import LoweredBackward, lower_backward
+from paraplan.ir.lower.chunks import gradients_known
 from paraplan.ir.lower.kind import Given, KindContext, LoweredForward, evaluate_forward, lower_forward
 from paraplan.ir.lower.transfers import Message, crossing_layouts
 from paraplan.ir.mesh import Layout, R, Shard, parse_layout
@@ -115,6 +116,13 @@ class PlanBlocks:
         micro = parts.micro.segments[index]
         key = (choice, context, tuple(micro.placements[name] for name in kind.inputs))
         if key not in self._done:
+            split = self._choices[choice].split
+            if split is not None and split.at_once and not gradients_known(program, index):
+                raise InvalidPlanError(
+                    f"segment {index}: its split is at_once, but the gradients of its outputs come from other "
+                    "segments; only a segment that makes numerators of the loss and nothing else is differentiated at "
+                    "once"
+                )
             lowering, letter = (evaluate_forward, "E") if self.evaluates else (lower_forward, "F")
             name = f"{kind.name}.{len(self._done)}.{letter}"
             self._done[key] = lowering(name, kind, self._choices[choice], micro, context)

@@ -10,7 +10,7 @@ of ranks that hold it), `sum:<i>` (under way), `whole:<segment>/<slot>@<action>`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paraplan.ir.lower.ahead import Gathers, Visit
 from paraplan.ir.lower.away import AwayValue, Copies, at
@@ -45,6 +45,7 @@ class SegmentSteps:
         self.blocks: dict[str, Block] = {}
         self.steps: list[Step] = []
         self.tangent_of: dict[str, str] = {}
+        self.waits: list[Callable[[], None]] = []  # what ends the denominators
         self.strides_of: dict[str, tuple[int, ...]] = {}
         self.action = ""
         self.trained = self.holding.trained
@@ -119,6 +120,11 @@ class SegmentSteps:
             segment, lowered = self.program.segments[index], self.parts.forwards[index]
             self.gathers.reach(index)
             names = self._sources(index, m, lowered.early)
+            tangents = zip(self.program.kinds[segment.kind].tangents, segment.outputs, strict=True)
+            known = {t: self.tangent_of[out] for t, out in tangents if t in lowered.block.inputs and t is not None}
+            names |= known
+            if known:
+                self.end_waits()
             asides = segment.asides if self.evaluates else ()
             outs = tuple(f"{out}@{m}" for out in (*segment.outputs, *asides))
             saved = tuple(at(index, local, m) for local in lowered.block.saved)
@@ -132,6 +138,11 @@ class SegmentSteps:
                     )  # fmt: skip
             self.copies.passed(CopyVisit(index, tuple(lowered.away.values())), m)
         self.copies.end()
+
+    def end_waits(self) -> None:
+        """Denominators are whole and gradients of numerators known from here on."""
+        while self.waits:
+            self.waits.pop(0)()
 
     def backward(self, stage: int, m: int, half: ActionKind, final: dict[int, list[str]]) -> None:
         """Run a stage's backward, or half of it.

@@ -21,7 +21,8 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
 from paraplan.planner.realise import realise
-from paraplan.planner.recompute.stage import Fitted, fit, preset_activations
+from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
+from paraplan.planner.recompute.stage import Fitted, Unfit, fit, preset_activations
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.formulate import formulate, memory_rows, with_rows
 from paraplan.planner.sharding.optimise import optimise
@@ -53,7 +54,8 @@ def solve_with_recomputation(
     space = problem_of(job, mesh, num_microbatches, constraints)
     network = formulate(space).network
     base = memory_rows(space, limits.memory_bytes, activations=False)
-    rows, solve_s, least = base, 0.0, float("inf")
+    rows, solve_s = base, 0.0
+    closest: tuple[Decisions, Unfit] | None = None
     for attempt in range(ROUNDS):
         problem = with_rows(network, rows)
         found = optimise(problem, limits.time_s, limits.relative_gap, limits.backend)
@@ -61,18 +63,19 @@ def solve_with_recomputation(
         if found.choices is None:
             if found.status is Status.INFEASIBLE and attempt == 0:
                 raise _too_small(job, space, mesh, limits)
-            raise _not_found(job, mesh, constraints, limits, least)
+            raise _not_found(job, mesh, constraints, limits, closest)
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decisions = decisions_of(job, space, mesh, num_microbatches, choices)
         fitted = _recomputing(job, decisions, constraints, limits.memory_bytes)
         if isinstance(fitted, Fitted):
             break
-        least = min(least, fitted)
-        over = fitted / limits.memory_bytes - 1
+        if closest is None or fitted.peak_bytes < closest[1].peak_bytes:
+            closest = decisions, fitted
+        over = fitted.peak_bytes / limits.memory_bytes - 1
         rows = tuple(replace(row, limit=max(row.limit - over, 1e-9)) for row in rows)
     else:
-        raise _not_found(job, mesh, constraints, limits, least)
+        raise _not_found(job, mesh, constraints, limits, closest)
     work = problem.work(found.choices)
     started = time.perf_counter()
     bound_s = 0.0
@@ -84,17 +87,18 @@ def solve_with_recomputation(
     )
 
 
-def _recomputing(job: Job, decisions: Decisions, constraints: Constraints, limit_bytes: float) -> Fitted | float:
-    """As little recomputed and copied away as fits, or what is pinned; the peak in bytes where that does not fit."""
+def _recomputing(job: Job, decisions: Decisions, constraints: Constraints, limit_bytes: float) -> Fitted | Unfit:
+    """As little recomputed, copied away and run in chunks as fits, or what is pinned; else what comes closest."""
     pinned = constraints.recompute
-    if pinned is None or constraints.tiers:
+    if pinned is None:
+        return fit_split(job, decisions, limit_bytes, constraints.tiers)
+    if constraints.tiers:
         return fit(job, decisions, limit_bytes, pinned, constraints.tiers)
     made = realise(job, replace(decisions, activations=preset_activations(job.program, pinned)), limit_bytes)
     if made.peak_bytes > limit_bytes:
-        return float(made.peak_bytes)
-    again, kept = made.simulation, realise(job, replace(decisions, bundle_bytes=made.plan.bundle_bytes)).simulation
-    extra = again.compute_s + sum(again.comm_s.values()) - kept.compute_s - sum(kept.comm_s.values())
-    return Fitted(made.plan, again, extra)
+        return Unfit(made.plan, float(made.peak_bytes), made.peak)
+    kept = realise(job, replace(decisions, bundle_bytes=made.plan.bundle_bytes)).simulation
+    return Fitted(made.plan, made.simulation, work_s(made.simulation) - work_s(kept), made.peak)
 
 
 def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> InfeasibleError:
@@ -106,8 +110,10 @@ def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> Infeasible
     )
 
 
-def _not_found(job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, least: float) -> SolverLimitError:
-    seen = f"; the closest peaks at {say_size(least)}" if least < float("inf") else ""
+def _not_found(
+    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, closest: tuple[Decisions, Unfit] | None
+) -> SolverLimitError:
+    seen = "" if closest is None else _closest_words(job, *closest)
     rooms = [
         f"{say_size(job.cluster.room_bytes(tier, mesh.devices))} per device on {tier}" for tier in constraints.tiers
     ]
@@ -121,6 +127,19 @@ def _not_found(job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, l
         f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {mesh.shape} even with every "
         f"activation inside segments {how}{seen}; {more}use smaller microbatches or more devices"
     )
+
+
+def _closest_words(job: Job, decisions: Decisions, found: Unfit) -> str:
+    """Where the closest plan peaks, and what chunks would give."""
+    text = f"; the closest peaks at {say_size(found.peak_bytes)}"
+    if found.peak is not None:
+        kind = job.program.kinds[job.program.segments[found.peak.segment].kind]
+        op = kind.graph.ops[found.peak.position]
+        text += f", in {op.target} of segment {found.peak.segment} ({kind.graph.source_of(op)})"
+    gives = what_splitting_gives(job, decisions, found)
+    if gives is not None:
+        text += f"; in {gives[0]} chunks it would be {say_size(gives[1])}, which plans with recompute unpinned try"
+    return text
 
 
 def _host_words(job: Job, mesh: Mesh) -> str:

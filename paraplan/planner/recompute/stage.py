@@ -37,6 +37,7 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.milp import MilpBuilder, solve
 from paraplan.planner.realise import Realised, realise
 from paraplan.planner.recompute.kinds import RematOption, away_options, kind_options
+from paraplan.planner.sharding.instants import Instant
 
 ROUNDS = 12
 """Plans simulated before giving up."""
@@ -52,6 +53,16 @@ class Fitted:
     plan: Plan
     simulation: Simulation
     extra_s: float
+    peak: Instant | None = None
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A plan over its budget with all recomputed or away that may be: its peak, and where that is."""
+
+    plan: Plan
+    peak_bytes: float
+    peak: Instant | None
 
 
 def options_of(
@@ -67,9 +78,10 @@ def options_of(
     stage, program, costs = plan.stages[0], plan.program, plan_costs(plan)[0]
     forwards = PlanBlocks(plan).parts[0].forwards
     extended = (plan.num_microbatches, *stage.mesh.shape)
-    found = []
+    found: list[tuple[RematOption, ...]] = []
     for index, kind in enumerate(program.kinds):
-        forward = forwards[next(i for i, segment in enumerate(program.segments) if segment.kind == index)]
+        first = next(i for i, segment in enumerate(program.segments) if segment.kind == index)
+        forward = forwards[first]
         seconds = [0.0] * len(kind.graph.ops)
         for instr in forward.block.instrs:
             if instr.origin >= 0:
@@ -83,6 +95,10 @@ def options_of(
                     for size in local_shape(spec.shape, layout, extended):
                         count *= size
                     nbytes[out] = count
+        choice = stage.choices[stage.segment_choice[first]]
+        if choice.split is not None and choice.split.at_once:  # nothing is saved, nor made again
+            found.append((RematOption((), 0, 0.0),))
+            continue
         here = kind_options(kind, seconds, nbytes, None if recompute is None else preset(kind, recompute))
         away = [o for tier in tiers for o in away_options(kind, nbytes, here, tier, partial(costs.copy_s, tier))]
         found.append(tuple(sorted((*here, *away), key=lambda o: (-o.saved_bytes, not o.tier, o.extra_s))))
@@ -91,8 +107,8 @@ def options_of(
 
 def fit(
     job: Job, decisions: Decisions, limit_bytes: float, recompute: str | None = None, tiers: Sequence[str] = ()
-) -> Fitted | float:
-    """A plan with these layouts that fits, recomputing and copying away as little as that takes.
+) -> Fitted | Unfit:
+    """A plan with these layouts and splits that fits, recomputing and copying away as little as that takes.
 
     Recomputing alone and copying alone are tried beside both together, so that allowing more is never worse.
 
@@ -102,11 +118,11 @@ def fit(
         recompute: as in `Constraints`.
         tiers: where activations may wait.
     Returns:
-        The plan; or, where even the leanest is not enough, the least peak seen, in bytes.
+        The plan; or, where even the leanest is not enough, the one that peaks lowest.
     """
     kept = realise(job, decisions, limit_bytes)
     if kept.peak_bytes <= limit_bytes and recompute in (None, "none"):
-        return Fitted(kept.plan, kept.simulation, 0.0)
+        return Fitted(kept.plan, kept.simulation, 0.0, kept.peak)
     ways: list[tuple[str | None, Sequence[str]]] = [(recompute, tiers)]
     if tiers:
         ways += [(recompute, ()), *([("none", tiers)] if recompute is None else [])]
@@ -114,12 +130,12 @@ def fit(
     plans = [each for each in found if isinstance(each, Fitted)]
     if plans:
         return min(plans, key=lambda each: each.simulation.step_s)
-    return min(each for each in found if not isinstance(each, Fitted))
+    return min((each for each in found if isinstance(each, Unfit)), key=lambda each: each.peak_bytes)
 
 
 def _fit(
     job: Job, decisions: Decisions, limit_bytes: float, kept: Realised, options: Sequence[tuple[RematOption, ...]]
-) -> Fitted | float:
+) -> Fitted | Unfit:
     """As `fit`, of some options; `kept` is the plan that keeps everything."""
     segments, devices = job.program.segments, decisions.mesh.devices
     rooms = {
@@ -128,7 +144,7 @@ def _fit(
     spare = dict(rooms)
     taken = (0,) * len(segments)
     allowed = float(sum(options[segment.kind][0].saved_bytes for segment in segments))
-    times, least = phase_seconds(kept.simulation), float("inf")
+    times, least = phase_seconds(kept.simulation), kept
     for _ in range(ROUNDS):
         chosen = [options[segment.kind][at] for segment, at in zip(segments, taken, strict=True)]
         activations = tuple(option.activations for option in chosen)
@@ -136,9 +152,9 @@ def _fit(
         over = {tier: made.simulation.tier_peak_bytes.get(tier, 0) - room for tier, room in rooms.items()}
         if made.peak_bytes <= limit_bytes and all(size <= 0 for size in over.values()):
             extra = sum(option.extra_s + 2 * option.copy_s for option in chosen) * decisions.num_microbatches
-            return Fitted(made.plan, made.simulation, extra)
+            return Fitted(made.plan, made.simulation, extra, made.peak)
         if all(size <= 0 for size in over.values()):
-            least = min(least, made.peak_bytes)
+            least = min(least, made, key=lambda each: each.peak_bytes)
         if made.peak_bytes > limit_bytes:
             allowed = min(allowed, sum(option.saved_bytes for option in chosen) - (made.peak_bytes - limit_bytes))
         spare = {tier: size - max(over[tier], 0) for tier, size in spare.items()}
@@ -147,7 +163,7 @@ def _fit(
         if following == taken:
             break
         taken = following
-    return least
+    return Unfit(least.plan, float(least.peak_bytes), least.peak)
 
 
 def phase_seconds(simulation: Simulation) -> tuple[float, float]:

@@ -1,0 +1,134 @@
+"""Ops too large for a budget run in chunks: which kind of segment is split, where its run begins, and in how many.
+
+A plan that peaks inside a segment is offered a split of that segment's kind: the run begins with the op that makes the
+kind's largest value, along the first dim of it that divides, in 2 chunks, then 4, 8, ... Each is fitted with as little
+recomputation as it needs (`stage.fit`) and simulated; splits are added where the plan peaks as long as nothing fits or
+the step gets faster. A segment that makes the loss is differentiated at once, chunk by chunk: no op runs twice.
+
+Limits: a local search; one split a kind, the same for all of its segments.
+Source: TSplit (Nie et al. 2022) splits where memory peaks, as here; it prices splits of single tensors one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paraplan.cost_models.simulate import Simulation
+from paraplan.ir.graph import Phase
+from paraplan.ir.lower.chunks import gradients_known, letters_of
+from paraplan.ir.lower.kind import chosen_strategies
+from paraplan.ir.mesh import local_shape
+from paraplan.ir.micro import program_micro
+from paraplan.ir.plan import Plan, Split
+from paraplan.ir.rules.strategies import Strategy, dims_of
+from paraplan.ir.tensor import TensorSpec
+from paraplan.planner.assemble import Decisions, Job
+from paraplan.planner.realise import realise
+from paraplan.planner.recompute.stage import Fitted, Unfit, fit
+
+MOST_CHUNKS = 64
+ROUNDS = 10
+"""Splits fitted one after another."""
+
+
+def fit_split(job: Job, decisions: Decisions, limit_bytes: float, tiers: Sequence[str] = ()) -> Fitted | Unfit:
+    """A plan with these layouts, recomputation and splits: the fastest found, or the one that is closest to fitting."""
+    best: Fitted | None = None
+    closest: Unfit | None = None
+    tried = decisions
+    for _ in range(ROUNDS):
+        found = fit(job, tried, limit_bytes, None, tiers)
+        if isinstance(found, Fitted):
+            if best is not None and found.simulation.step_s >= best.simulation.step_s:
+                break
+            best = found
+            if not found.extra_s:
+                break
+        elif best is not None or (closest is not None and found.peak_bytes >= closest.peak_bytes):
+            break
+        else:
+            closest = found
+        further = split_where_it_peaks(tried, found)
+        if further is None:
+            break
+        tried = further
+    if best is None:
+        assert closest is not None
+        return closest
+    if not any(choice.split for choice in best.plan.stages[0].choices):
+        return best
+    kept = realise(job, replace(decisions, bundle_bytes=best.plan.bundle_bytes)).simulation
+    return replace(best, extra_s=work_s(best.simulation) - work_s(kept))
+
+
+def work_s(simulation: Simulation) -> float:
+    """Seconds of work on all streams."""
+    return simulation.compute_s + sum(simulation.comm_s.values())
+
+
+def split_where_it_peaks(decisions: Decisions, found: Fitted | Unfit) -> Decisions | None:
+    """The decisions with the kind that a plan peaks in cut finer; None where it cannot be."""
+    program = found.plan.program
+    if found.peak is None:
+        return None
+    kind = program.segments[found.peak.segment].kind
+    now = decisions.splits or (None,) * len(program.segments)
+    split = finer(found.plan, kind, now[found.peak.segment])
+    if split is None:
+        return None
+    splits = tuple(split if s.kind == kind else old for s, old in zip(program.segments, now, strict=True))
+    return replace(decisions, splits=splits)
+
+
+def finer(plan: Plan, kind: int, now: Split | None) -> Split | None:
+    """A kind's run cut in twice as many chunks as now, or in two; None where nothing divides."""
+    (stage,), program, m = plan.stages, plan.program, plan.num_microbatches
+    graph, extended = program.kinds[kind].graph, (m, *stage.mesh.shape)
+    first = next(i for i, segment in enumerate(program.segments) if segment.kind == kind)
+    choice = stage.choices[stage.segment_choice[first]]
+    micro = program_micro(program, m).segments[first]
+    strategies = chosen_strategies(program.kinds[kind], choice, micro, stage.mesh.shape, m)
+    op = _largest(plan, kind, strategies)
+    chunks = 2 * now.chunks if now is not None else 2
+    if op is None or chunks > MOST_CHUNKS:
+        return None
+    names = next(names for names in dims_of(graph.ops[op], graph.values).outputs if names is not None)
+    legal = letters_of(program.kinds[kind], op, chunks, strategies, extended)
+    letter = next((name for name in names if name in legal), None)
+    if letter is None:
+        return None
+    segments = [index for index, segment in enumerate(program.segments) if segment.kind == kind]
+    return Split(op=op, letter=letter, chunks=chunks, at_once=all(gradients_known(program, i) for i in segments))
+
+
+def _largest(plan: Plan, kind: int, strategies: tuple[Strategy, ...]) -> int | None:
+    """The op of a kind's forward that makes its largest value on a rank."""
+    graph, extended = plan.program.kinds[kind].graph, (plan.num_microbatches, *plan.stages[0].mesh.shape)
+    best: tuple[int, int] | None = None
+    for index, (op, strategy) in enumerate(zip(graph.ops, strategies, strict=True)):
+        for out, layout in zip(op.outs, strategy.computed, strict=True):
+            if op.phase is Phase.FORWARD and out is not None and layout is not None:
+                spec = graph.values[out]
+                nbytes = TensorSpec(spec.dtype, local_shape(spec.shape, layout, extended)).nbytes
+                if best is None or nbytes > best[0]:
+                    best = nbytes, index
+    return None if best is None else best[1]
+
+
+def what_splitting_gives(job: Job, decisions: Decisions, found: Unfit) -> tuple[int, float] | None:
+    """(chunks, peak bytes) of splits where it peaks, as fine as still lowers the peak; None where none does."""
+    seen: list[tuple[int, float]] = []
+    (stage,), at = found.plan.stages, found
+    taken = [stage.choices[chosen] for chosen in stage.segment_choice]
+    tried = replace(
+        decisions, activations=tuple(each.activations for each in taken), splits=tuple(each.split for each in taken)
+    )
+    while (further := split_where_it_peaks(tried, at)) is not None:
+        made = realise(job, further)
+        chunks = max(split.chunks for split in further.splits if split is not None)
+        if made.peak_bytes >= at.peak_bytes:
+            break
+        seen.append((chunks, float(made.peak_bytes)))
+        at, tried = replace(at, plan=made.plan, peak_bytes=float(made.peak_bytes), peak=made.peak), further
+    return seen[-1] if seen else None
