@@ -31,6 +31,7 @@ from paraplan.ir.verify import verify_plan
 from paraplan.jobs.files import profile_for, read_plan, write_plan
 from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
+from paraplan.report.memory import MemoryTold, memory_told
 from paraplan.report.perfetto import chrome_trace
 
 if TYPE_CHECKING:
@@ -145,6 +146,14 @@ class Plan:
     def explain(self) -> Explanation:
         """Layouts in words, where time and memory go."""
         return explain(self.data, self.programs, self._simulation)
+
+    def memory(self, largest: int = 10) -> tuple[MemoryTold, ...]:
+        """Per rank class, its peak taken apart, to the byte.
+
+        Args:
+            largest: how many of the largest tensors to tell.
+        """
+        return memory_told(self.data, self.programs, self._simulation, largest)
 
     def trace(self) -> bytes:
         """The simulated step as a Chrome trace (open in ui.perfetto.dev)."""

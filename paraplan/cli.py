@@ -48,6 +48,8 @@ _PARTS = {
     "show_plan": "paraplan.terminal.show",
     "show_summary": "paraplan.terminal.show",
     "show_simulation": "paraplan.terminal.show",
+    "show_memory": "paraplan.terminal.memory",
+    "memory_json": "paraplan.terminal.memory",
     "compare_table": "paraplan.terminal.compare",
     "compare_json": "paraplan.terminal.compare",
 }
@@ -187,9 +189,24 @@ def _sequence(model: Any, given: int | None) -> int:
 
 
 @app.command()
-def show(path: PlanFile) -> None:
+def show(
+    path: PlanFile,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Only memory: every rank's peak taken apart, the largest tensors.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Show a plan: layouts, where time and memory go, what was proved."""
-    _part("show_plan")(out(), _part("Plan").load(path))
+    loaded = _part("Plan").load(path)
+    if not memory and as_json:
+        raise ConstraintError("show --json prints memory as an object: give --memory too; prices are simulate --json")
+    if not memory:
+        _part("show_plan")(out(), loaded)
+        return
+    told = loaded.memory()
+    _part("show_memory")(out(), f"{loaded.data.model.display} on {loaded.data.cluster.name}", told)
+    if as_json:
+        _print_json(_part("memory_json")(told))
 
 
 @app.command()

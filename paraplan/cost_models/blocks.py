@@ -74,28 +74,46 @@ class MemoryBlock(BlockStorages):
             self._profiles[key] = replace(self._make_profile(args, taken, ""), tiers=away)
         return self._profiles[key]
 
-    def _make_profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...], tier: str) -> Profile:
-        block, owners = self.block, self.owners
-        count = len(block.instrs)
+    def ends(self, args: tuple[ArgState, ...], taken: tuple[bool, ...]) -> tuple[dict[str, int], dict[int, int]]:
+        """After which instruction of such a call what dies in it dies: what it makes, by owner, and its arguments.
+
+        An argument goes by the position of the first with its storage. BEGIN: as the call begins; len(instrs): as it
+        ends. What outlives the call is left out.
+        """
+        owners, count = self.owners, len(self.block.instrs)
         kept = {owners[name] for name, take in zip(self.results, taken, strict=True) if take and name is not None}
         # Results the caller does not take are held to the end of the block, as results are.
         held = {owners[name] for name in self.results if name is not None} - kept
-        freed = [0] * (count + 1)
+        made = {
+            owner: count if owner in held else min(self.last_hold[owner], count)
+            for owner in self.storage_bytes
+            if owner not in kept
+        }
+        given: dict[int, int] = {}
+        for index, (first, orphan, _) in enumerate(args):
+            if first != index or not orphan:
+                continue
+            same = [name for name, state in zip(self.block.inputs, args, strict=True) if state[0] == index]
+            if not any(name in kept for name in same):
+                last = count if any(name in held for name in same) else max(self.last_hold[name] for name in same)
+                given[index] = min(last, count)
+        return made, given
+
+    def _make_profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...], tier: str) -> Profile:
+        block = self.block
+        freed = [0] * (len(block.instrs) + 1)
         begin_drop = 0
-        for owner, size in self.storage_bytes.items():
-            if owner not in kept and block.values[owner].tier == tier:
-                freed[count if owner in held else min(self.last_hold[owner], count)] += size
-        for index, (first, orphan, size) in enumerate(args):
-            if first != index or not orphan or block.values[block.inputs[index]].tier != tier:
+        made, given = self.ends(args, taken)
+        for owner, last in made.items():
+            if block.values[owner].tier == tier:
+                freed[last] += self.storage_bytes[owner]
+        for index, last in given.items():
+            if block.values[block.inputs[index]].tier != tier:
                 continue
-            same = [name for name, state in zip(block.inputs, args, strict=True) if state[0] == index]
-            if any(name in kept for name in same):
-                continue
-            last = count if any(name in held for name in same) else max(self.last_hold[name] for name in same)
             if last == BEGIN:
-                begin_drop += size
+                begin_drop += args[index][2]
             else:
-                freed[min(last, count)] += size
+                freed[last] += args[index][2]
         return self._walk(begin_drop, freed, tier)
 
     def _walk(self, begin_drop: int, freed: list[int], tier: str) -> Profile:

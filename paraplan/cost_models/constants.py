@@ -1,8 +1,8 @@
-"""Every efficiency constant of the cost model, with its meaning and its source.
+"""Every efficiency constant of the cost model, with its meaning and its source; and the allocator's block.
 
 A cluster's rates are peaks from data sheets; these numbers say what share of a peak real kernels reach.
-There are seven, none fitted per model or per published row. Bandwidths and latencies of links stand with the links
-(`links.py`). A CPU "cluster" carries measured rates
+There are seven shares, none fitted per model or per published row. Bandwidths and latencies of links stand with the
+links (`links.py`). A CPU "cluster" carries measured rates
 (`ClusterSpec.local`), so its shares are 1.
 """
 
@@ -59,6 +59,11 @@ GPU = Efficiency(
 CPU = Efficiency(
     matmul=1.0, attention=1.0, half_dim=16, memory=1.0, in_node=1.0, between_nodes=1.0, collective_start_s=0.0
 )  # fmt: skip
+
+CUDA_BLOCK_BYTES = 512
+"""What CUDA's caching allocator rounds every allocation up to (kMinBlockSize, c10/cuda/CUDACachingAllocator.h, torch
+2.11 to 2.13); `torch.cuda.memory_allocated` counts rounded blocks. Its segments (2 MiB, 20 MiB, multiples of 2 MiB) are
+memory_reserved, which depends on what ran before; nothing here models them."""
 
 
 def efficiency_of(backend: str) -> Efficiency:

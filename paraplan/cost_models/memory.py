@@ -68,6 +68,7 @@ class StepMemory:
         moved: whether an ACCUMULATE found no accumulator.
         held: an ACCUMULATE's accumulator.
         made: bytes a SEND or RECV allocated.
+        args: the state a CALL found its arguments in.
         tiers: the same of every tier in use.
     """
 
@@ -80,6 +81,7 @@ class StepMemory:
     moved: bool = False
     held: Held | None = None
     made: int = 0
+    args: tuple[ArgState, ...] = ()
     tiers: dict[str, StepMemory] = field(default_factory=dict)
 
 
@@ -161,12 +163,12 @@ class MemoryWalk:
         overwritten = self._take_results(step, block, held)
         profiles = {"": profile, **dict(profile.tiers)}
         tiers = sorted({tier for tier in self.levels if tier} | {*profiles} - {""})
-        return self._called("", profile, dropped, overwritten, {
+        return self._called("", profile, dropped, overwritten, tuple(states), {
             tier: self._called(tier, profiles.get(tier, NO_EFFECT), dropped, overwritten) for tier in tiers
         })  # fmt: skip
 
     def _called(
-        self, tier: str, profile: Profile, dropped: Bytes, overwritten: Bytes,
+        self, tier: str, profile: Profile, dropped: Bytes, overwritten: Bytes, args: tuple[ArgState, ...] = (),
         tiers: dict[str, StepMemory] | None = None,
     ) -> StepMemory:  # fmt: skip
         """What a call did to one tier."""
@@ -174,7 +176,7 @@ class MemoryWalk:
         start = before - dropped[tier]
         return StepMemory(
             before=before, after=start + profile.net - overwritten[tier], peak=max(before, start + profile.peak),
-            dropped=dropped[tier] + profile.begin_drop, overwritten=overwritten[tier], profile=profile,
+            dropped=dropped[tier] + profile.begin_drop, overwritten=overwritten[tier], profile=profile, args=args,
             tiers=tiers or {},
         )  # fmt: skip
 

@@ -61,7 +61,7 @@ class TimeWalk:
 
     def stalled_s(self, copies: bool) -> float:
         """Seconds compute stood still for copies, or for communication."""
-        return sum(seconds for stream, seconds in self.stalled.items() if stream.startswith(COPY) is copies)
+        return sum((seconds for stream, seconds in self.stalled.items() if stream.startswith(COPY) is copies), 0.0)
 
     def call(self, step: Step, block: TimeBlock) -> None:
         """Run a block's events."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paraplan.ir.graph import Graph
 from paraplan.ir.program import Program
 
 Locate = Callable[[str, int], str]
@@ -17,13 +18,19 @@ def no_source(block: str, origin: int) -> str:
     return UNKNOWN
 
 
-def source_lines(program: Program) -> Locate:
-    """The lines of a program's ops."""
+def graph_of_block(program: Program) -> Callable[[str], Graph | None]:
+    """(block) -> the joint graph it comes from; None for what is no kind's."""
     graphs = {kind.name: kind.graph for kind in program.kinds}
     graphs |= {f"den{index}": entry.graph for index, entry in enumerate(program.denominators)}
+    return lambda block: graphs.get(block.split(".")[0])
+
+
+def source_lines(program: Program) -> Locate:
+    """The lines of a program's ops."""
+    graphs = graph_of_block(program)
 
     def locate(block: str, origin: int) -> str:
-        graph = graphs.get(block.split(".")[0])
+        graph = graphs(block)
         if graph is None or not 0 <= origin < len(graph.ops):
             return UNKNOWN
         return graph.source_of(graph.ops[origin])

@@ -1,7 +1,6 @@
-"""Where a step's time and memory go: one rank class, summed over its program.
+"""Where a step's time goes: one rank class, summed over its program.
 
-Time: every instruction at its price, grouped by class of op; collectives by what they do and over which axis.
-Memory: what is alive at the instant of the peak, by role.
+Every instruction at its price, grouped by class of op; collectives by what they do and over which axis.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field
 
 from paraplan.cost_models.collectives import input_bytes_of
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.memory import MemoryWalk
 from paraplan.cost_models.ops import is_free, op_name, work_of
 from paraplan.cost_models.simulate import RankTrace
 from paraplan.cost_models.timeline import phase_of
@@ -56,13 +54,6 @@ class CollectiveRow(Value, frozen=True, kw_only=True):
     count: int
     nbytes: int
     seconds: float
-
-
-class MemoryRow(Value, frozen=True, kw_only=True):
-    """Bytes of one role at the peak."""
-
-    name: str
-    nbytes: int
 
 
 @dataclass
@@ -128,39 +119,3 @@ def _class_of(block: Block, instr: Instr) -> str:
     inputs = tuple(values[name] for name in refs((instr.args, tuple(instr.kwargs.values()))))
     outputs = tuple(None if name is None else values[name] for name in instr.outs)
     return _CLASS_WORDS[work_of(instr.target, False, inputs, outputs).kind]
-
-
-def memory_breakdown(program: RankProgram, trace: RankTrace) -> tuple[MemoryRow, ...]:
-    """What is alive on the device at the peak, in the order of the ledger; adds up to the peak."""
-    walk = MemoryWalk(program)
-    for step in program.steps[: max(trace.peak_step, 0)]:
-        walk.advance(step)
-    totals: Counter[str] = Counter({"optimizer states": program.optimizer_bytes})
-    seen: set[int] = set()
-    for name, held in walk.outer.items():
-        if id(held.storage) not in seen:
-            seen.add(id(held.storage))
-            totals[_role(program, name)] += 0 if held.storage.tier else held.storage.nbytes
-    totals["inside the running step"] = trace.peak_bytes - sum(totals.values())
-    order = (
-        "parameters",
-        "master and updated copies",
-        "optimizer states",
-        "gradients",
-        "saved activations",
-        "batch and buffers",
-        "other values",
-    )
-    rows = [MemoryRow(name=name, nbytes=totals[name]) for name in order if totals[name]]
-    return (*rows, MemoryRow(name="inside the running step", nbytes=totals["inside the running step"]))
-
-
-def _role(program: RankProgram, name: str) -> str:
-    outer = program.outer.get(name)
-    if outer is not None:
-        roles = {"param": "parameters", "state": "master and updated copies"}
-        return roles.get(outer.role, "batch and buffers")
-    if name.startswith(("acc:", "grad:")):
-        return "gradients"
-    head, slash, _ = name.partition("/")
-    return "saved activations" if (slash and head.isdigit()) or name.startswith("s") else "other values"

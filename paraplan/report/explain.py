@@ -13,8 +13,9 @@ from paraplan.ir.mesh import parse_layout
 from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
-from paraplan.report.breakdown import CollectiveRow, MemoryRow, TimeRow, memory_breakdown, time_breakdown
+from paraplan.report.breakdown import CollectiveRow, TimeRow, time_breakdown
 from paraplan.report.layouts import KindRow, kind_rows, layout_words
+from paraplan.report.memory import MemoryTold, class_told
 from paraplan.report.units import show_bytes, show_count, show_seconds, show_share
 
 Fact = tuple[str, str]
@@ -44,7 +45,7 @@ class Explanation:
     batch: tuple[Fact, ...]
     times: tuple[TimeRow, ...]
     collectives: tuple[CollectiveRow, ...]
-    memory: tuple[MemoryRow, ...]
+    memory: MemoryTold
     memory_bytes: int
     trace: RankTrace
     notes: tuple[str, ...]
@@ -66,7 +67,7 @@ def explain(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation)
         title=f"{plan.model.display} on {plan.cluster.name}", facts=facts(plan), verdict=verdict(plan, simulation),
         kinds=tuple(kind_rows(plan.program, each) for each in plan.stages),
         batch=tuple((name, layout_words(parse_layout(text), stage.mesh)) for name, text in stage.batch.items()),
-        times=times, collectives=collectives, memory=memory_breakdown(programs[fullest], simulation.traces[fullest]),
+        times=times, collectives=collectives, memory=class_told(plan, programs, simulation, fullest),
         memory_bytes=device_memory(plan), trace=simulation.traces[busiest], notes=plan.notes,
     )  # fmt: skip
 

@@ -49,6 +49,8 @@ def html_fragment(told: Explanation) -> str:
         f"<h4>Memory over the step</h4>{memory_svg(told.trace, told.memory_bytes)}",
         f'<div class="two"><div><h4>Where compute time goes</h4>{_times(told)}</div>',
         f"<div><h4>Memory at the peak</h4>{_memory(told)}</div></div>",
+        f"<details><summary><b>Largest tensors at the peak</b> ({escape(told.memory.running)})</summary>"
+        f"{_largest(told)}</details>",
         f"<h4>Communication per step and rank</h4>{_collectives(told)}<h4>Layouts</h4>{kinds}",
         f"<h4>Notes</h4><ul>{notes}</ul>" if notes else "", "</div>",
     ))  # fmt: skip
@@ -104,12 +106,28 @@ def _times(told: Explanation) -> str:
 
 
 def _memory(told: Explanation) -> str:
-    whole = told.trace.peak_bytes
+    whole = told.memory.peak_bytes
     rows = (
-        (escape(row.name), _bar(row.nbytes, whole), show_bytes(row.nbytes), show_share(row.nbytes, whole))
-        for row in told.memory
+        (escape(row.what), _bar(row.nbytes, whole), show_bytes(row.nbytes), show_share(row.nbytes, whole))
+        for row in told.memory.by_role()
     )
     return _table(("", "", "#bytes", "#share"), rows)
+
+
+def _largest(told: Explanation) -> str:
+    rows = (
+        (
+            f"<code>{escape(row.name)}</code>{_soft(row.of)}", str(row.count), show_bytes(row.nbytes),
+            f"{' x '.join(map(str, row.shape))} {row.dtype}{_soft(row.layout)}", escape(row.what),
+            f"{escape(row.made_by)}{_soft(row.source)}", f"{escape(row.read_by)}{_soft(row.read_source)}",
+        )
+        for row in told.memory.largest
+    )  # fmt: skip
+    return _table(("tensor", "#count", "#bytes each", "shape", "what for", "made by", "read next by"), rows)
+
+
+def _soft(text: str) -> str:
+    return f'<div class="soft">{escape(text)}</div>' if text else ""
 
 
 def _bar(part: float, whole: float) -> str:

@@ -148,9 +148,9 @@ def _collectives(told: Explanation) -> Table:
 
 
 def _memory(told: Explanation) -> Table:
-    whole = sum(row.nbytes for row in told.memory)
+    whole = told.memory.peak_bytes
     table = _table("what", ">bytes", ">share")
-    for row in told.memory:
-        table.add_row(row.name, show_bytes(row.nbytes), show_share(row.nbytes, whole))
+    for row in told.memory.by_role():
+        table.add_row(row.what, show_bytes(row.nbytes), show_share(row.nbytes, whole))
     table.add_row("[bold]peak[/bold]", f"[bold]{show_bytes(whole)}[/bold]", "")
     return table

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from paraplan import Plan
+
 PLAN_KEYS = ["step_s", "peak_bytes", "bound_s", "gap", "status", "solve_s", "total_s", "tokens_per_s", "mfu"]
 RUN_KEYS = {
     "loss", "max_rel_err_loss", "max_rel_err_grad", "max_rel_err_param", "max_rel_err_eager", "predicted_peak_bytes",
@@ -41,6 +43,24 @@ def test_equal_input_gives_equal_bytes(here: Path, command: Any) -> None:
     env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": f"{ROOT}{os.pathsep}{here}"}
     subprocess.run([sys.executable, "-m", "paraplan.cli", *args, "b.json"], env=env, check=True, capture_output=True)
     assert (here / "a.json").read_bytes() == (here / "b.json").read_bytes()
+
+
+def test_show_memory(plan_file: Path, command: Any) -> None:
+    outcome = command("show", "plan.json", "--memory", "--json")
+    assert outcome.code == 0, outcome.err
+    text, _, last = outcome.out.rstrip().rpartition("\n")
+    (told,) = json.loads(last)["classes"]
+    (trace,) = Plan.load(plan_file).simulate().traces
+    assert sum(part["nbytes"] for part in told["parts"]) == told["peak_bytes"] == trace.peak_bytes
+    assert told["ranks"] == [0, 1] and len(told["largest"]) == min(10, told["count"])
+    for part in told["parts"]:
+        assert part["what"] in text and str(part["nbytes"]) in text
+    assert str(trace.peak_bytes) in text and "zoo.py" in text
+
+
+def test_show_json_is_memory_s(plan_file: Path, command: Any) -> None:
+    outcome = command("show", "plan.json", "--json")
+    assert outcome.code == 2 and "--memory" in outcome.err
 
 
 def test_show(plan_file: Path, command: Any) -> None:

@@ -27,7 +27,7 @@ OPTIONS = {
         "MODEL", "CLUSTER", "--memory", "--strategies", "--set", "--batch", "--seq", "--optimizer", "--precision",
         "--time-limit", "--json",
     ],
-    "show": ["PLAN"],
+    "show": ["PLAN", "--memory", "--json"],
     "simulate": ["PLAN", "--cluster", "--trace", "--json"],
     "cluster list": ["--json"],
     "cluster show": ["CLUSTER", "--json"],

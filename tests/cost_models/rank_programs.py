@@ -127,6 +127,7 @@ class NaiveReplay:
         self.live: list[int] = []
         self.entries: list[tuple[str, int, int, tuple[tuple[str, int, int], ...]]] = []
         self.tier_peaks = self.away()
+        self.instants: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}
 
     def alive(self) -> int:
         """Bytes on the device reached by any name."""
@@ -153,10 +154,11 @@ class NaiveReplay:
 
     def run(self) -> NaiveReplay:
         """Take every step."""
-        for step in self.program.steps:
+        for number, step in enumerate(self.program.steps):
             before, away = self.alive(), self.away()
+            self.instants[number, -1] = before, away
             if step.kind is StepKind.CALL:
-                self.call(step)
+                self.call(step, number)
             elif step.kind is StepKind.ACCUMULATE:
                 total, addend = step.args
                 self.outer.setdefault(total, self.outer[addend])
@@ -171,7 +173,7 @@ class NaiveReplay:
                 self.note("update", before, 0, away, {})
         return self
 
-    def call(self, step: Step) -> None:
+    def call(self, step: Step, number: int) -> None:
         """Run a block, instruction by instruction."""
         code = self.program.blocks[step.block]
         self.local = {name: self.outer[outer] for name, outer in zip(code.inputs, step.args, strict=True)}
@@ -184,7 +186,7 @@ class NaiveReplay:
         for name in set(code.inputs) - read - set(results):
             del self.local[name]
         self.note("drop", before, 0, away, {})
-        for instr in code.instrs:
+        for index, instr in enumerate(code.instrs):
             before, away = self.alive(), self.away()
             for name in instr.outs:
                 value = code.values[name]
@@ -193,6 +195,7 @@ class NaiveReplay:
             allocated = self.alive() - before
             more = {tier: size - away[tier] for tier, size in self.away().items()}
             self.peak = max(self.peak, before + allocated + instr.workspace_bytes)
+            self.instants[number, index] = self.alive() + instr.workspace_bytes, self.away()
             for name in instr.frees:
                 del self.local[name]
             self.note("wait" if instr.kind is InstrKind.WAIT else instr.target, before, allocated, away, more)

@@ -38,10 +38,35 @@ def plan() -> pp.Plan:
 
 def test_memory_adds_up_to_the_peak(plan: pp.Plan) -> None:
     told = plan.explain()
-    assert sum(row.nbytes for row in told.memory) == max(plan.simulate().peak_bytes)
-    by_name = {row.name: row.nbytes for row in told.memory}
+    assert sum(row.nbytes for row in told.memory.parts) == told.memory.peak_bytes == max(plan.simulate().peak_bytes)
+    by_name = {row.what: row.nbytes for row in told.memory.by_role()}
     assert by_name["optimizer states"] == plan.programs[0].optimizer_bytes
     assert all(nbytes >= 0 for nbytes in by_name.values())
+
+
+def test_memory_of_every_class_in_words(plan: pp.Plan) -> None:
+    (told,) = plan.memory(largest=50)
+    (trace,) = plan.simulate().traces
+    assert told.ranks == (0, 1, 2, 3) and max(told.curve) == trace.peak_bytes
+    assert told.curve[-1] >= trace.memory[-1].live_bytes and min(told.curve) >= trace.start_bytes
+    sizes = [row.nbytes for row in told.largest]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(row.count for row in told.largest) == told.count
+    at_peak = {row.what: row.nbytes for row in told.by_role()}
+    rest = at_peak["optimizer states"] + at_peak.get("workspace of the running op", 0)
+    assert sum(row.count * row.nbytes for row in told.largest if not row.tier) == told.peak_bytes - rest
+    rows = {row.name: row for row in told.largest}
+    weights = [row for name, row in rows.items() if name.startswith("layers.") and row.what == "parameters"]
+    assert sum(row.count for row in weights) == 8
+    assert {row.layout for row in weights} == {"split over tp (dim 0)", "whole on every rank", "split over tp (dim 1)"}
+    grads = [row for row in told.largest if row.name.startswith("gradient of layers.")]
+    assert grads and {row.what for row in grads} == {"gradients"}
+    assert all("test_report.py" in row.source and row.made_by and row.read_by for row in grads)
+
+
+def test_largest_rows_are_cut_at_rows_of_equal_tensors(plan: pp.Plan) -> None:
+    (few,), (all_of_them,) = plan.memory(largest=3), plan.memory(largest=50)
+    assert few.largest == all_of_them.largest[:3]
 
 
 def test_time_adds_up_to_the_streams(plan: pp.Plan) -> None:
