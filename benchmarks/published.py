@@ -1,15 +1,16 @@
 """Published training results, predicted through the planner: a row's parallelism pinned, the rest as its user would.
 
-    python -m benchmarks.published --published FOLDER [--only PATTERN] [--json FILE]
+    python -m benchmarks.published --published FOLDER [--only PATTERN] [--json FILE [--resume]]
 
-FOLDER holds JSON files of published rows (device, sequence, model, rows with degrees and what was measured; nothing
-here needs them otherwise). Models are captured from meta. What a row leaves open (ZeRO level where none is named,
-microbatches) is the fastest that fits. Rows with pipelines say `needs stages`; fp8 rows `needs fp8`, for no plan
-computes in it. `torch.compile` is not modelled: a row with it is priced like one without.
+FOLDER holds JSON files of published rows; `published_rows` says how they are read. A model is captured from meta at
+three layers, once per architecture and batch, and made as deep as it is (`deepen`). Of what a row leaves open the
+fastest that fits counts, never the best match; choices are made one after another. fp8 rows say `needs fp8`, for no
+plan computes in it. `torch.compile` is not modelled: a row with it is priced like one without. Only PATTERN (searched
+in "file row") are predicted; with --resume those already in --json are kept.
 
 `error_percent` is signed, predicted over published. Orderings: of all pairs of rows of a file, how many the prediction
-ranks as published. Left out: the one scale that fits all other files best (the median), applied to this one; nothing in
-the package is changed by it.
+ranks as published, and those that sources report by name. Left out: the one scale that fits all other files best (the
+median), applied to this one; nothing in the package is changed by it.
 """
 
 from __future__ import annotations
@@ -21,150 +22,124 @@ import re
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-import paraplan as pp
+from benchmarks.deepen import CAPTURED, deepen
+from benchmarks.published_rows import DEPTH, Case, Row, read_cases
+from paraplan.api import as_cluster, versions
 from paraplan.ir.errors import ParaplanError
-from paraplan.jobs.models import hf_model
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.program import Program
+from paraplan.ir.trace import capture
+from paraplan.jobs.inputs import hf_batch
+from paraplan.jobs.models import hf_model, model_ref
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.search import search
 
-Row = dict[str, Any]
-
-DEVICES = {"H100-SXM-80GB": "H100", "A100-SXM-80GB": "A100-80", "H100-96GB-HBM2e-500W": "H100-HBM2e-96"}
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
-LLAMA: dict[str, dict[str, Any]] = {
-    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "vocab_size": 128256},
-    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
-             "num_key_value_heads": 8, "vocab_size": 128256},
-}  # fmt: skip
-COLUMNS = ("file", "row", "pins", "published", "predicted", "unit", "error_percent", "chosen", "seconds")
+COLUMNS = ("file", "row", "published", "predicted", "unit", "error_percent", "exposed", "bubble", "chosen", "cpu_s")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A published row in the planner's terms.
+class Ordering(NamedTuple):
+    """Two rows of a file, the first of which is published as the faster one."""
 
-    Attributes:
-        file, name: which.
-        settings, family: of the model.
-        cluster: by name.
-        batch, seq, precision: of a step.
-        pins: what the row states.
-        unit: of what was published, "TFLOP/s" or "tokens/s", per GPU.
-        published: in it.
-        work: of a step, in the unit's numerator (teraflops, tokens).
-        gpus: how many.
-        needs: why no plan can be made of it; "" where one can.
-    """
-
+    says: str
     file: str
-    name: str
-    family: str
-    settings: dict[str, Any]
-    cluster: str
-    batch: int
-    seq: int
-    precision: str
-    pins: dict[str, Any]
-    unit: str
-    published: float
-    work: float
-    gpus: int
-    needs: str = ""
+    faster: str
+    slower: str
 
 
-def gpt_case(file: str, data: Row, row: Row) -> Case:
-    """A GPT model, judged by TFLOP/s."""
-    sizes = {**data, **data.get("models", {}).get(row.get("name", ""), {}), **row}
-    h, layers, s, v, b = (int(sizes[key]) for key in ("hidden", "layers", "sequence", "vocab", "batch"))
-    again = "recompute" in data or data.get("includes_recompute", False)
-    flops = (
-        (96 if again else 72) * b * s * layers * h * h * (1 + s / (6 * h) + v / ((16 if again else 12) * layers * h))
-    )
-    gpus, tp, pp_ = int(row["gpus"]), int(sizes.get("tp", 1)), int(sizes.get("pp", 1))
-    pins: dict[str, Any] = {"dp": gpus // (tp * pp_), **({"tp": tp, "sp": True} if tp > 1 else {})}
-    if again:
-        pins["recompute"] = "full"
-    if row.get("scheme") == "zero3":
-        pins |= {"zero": 3, "microbatches": b // (gpus * int(row["microbatch"]))}
-    settings = {
-        "n_embd": h, "n_layer": layers, "n_head": int(sizes["heads"]), "vocab_size": v, "n_positions": s,
-        "tie_word_embeddings": again, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    name = " ".join(str(part) for part in (row.get("name", "530B"), row.get("scheme", ""), gpus) if part)
-    return Case(
-        file, name, "gpt2", settings, _cluster(data, gpus), b, s, PRECISIONS[str(data["dtype"])], pins, "TFLOP/s",
-        float(row["tflops_per_gpu"]), flops / 1e12, gpus, "stages" if pp_ > 1 else "",
-    )  # fmt: skip
+REPORTED = (
+    Ordering("ZeRO-3 falls as GPUs double twice", "megatron_sc21_a100", "174.6B zero3 384", "174.6B zero3 1536"),
+    Ordering("PTD falls as GPUs double twice", "megatron_sc21_a100", "174.6B ptd 384", "174.6B ptd 1536"),
+    Ordering("PTD above ZeRO-3 at 384", "megatron_sc21_a100", "174.6B ptd 384", "174.6B zero3 384"),
+    Ordering("PTD above ZeRO-3 at 1536", "megatron_sc21_a100", "174.6B ptd 1536", "174.6B zero3 1536"),
+    Ordering("PTD above ZeRO-3, 530B", "megatron_sc21_a100", "529.6B ptd 560", "529.6B zero3 640"),
+    Ordering("175B falls from 96 to 4608", "megatron_core_h100", "175B scaling 96", "175B scaling 4608"),
+)
 
 
-def llama_case(file: str, data: Row, row: Row) -> Case:
-    """A Llama, judged by tokens per second."""
-    parallel, gpus, s = row["parallel"], int(row["gpus"]), int(data["sequence"])
-    batch = int(row["local_batch"]) * int(parallel["fsdp"])
-    tp = int(parallel.get("tp", 1))
-    pins: dict[str, Any] = {"dp": int(parallel["fsdp"]), "zero": 3, **({"tp": tp, "sp": True} if tp > 1 else {})}
-    pins["recompute"] = "full" if row["recompute"] == "full" else "selective"
-    needs = "stages" if "pp" in parallel else "fp8" if "float8" in row["dtype"] else ""
-    name = f"{row['name']} {'x'.join(map(str, parallel.values()))}{' compiled' if row['compile'] else ''}"
-    return Case(
-        file, name, "llama", {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False},
-        _cluster(data, gpus), batch, s, "bf16", pins, "tokens/s", float(row["tokens_per_s_per_gpu"]), batch * s, gpus,
-        needs,
-    )  # fmt: skip
+@lru_cache(maxsize=2)
+def captured(family: str, settings: str, batch: int, seq: int, precision: str) -> tuple[Program, ModelRef]:
+    """A model by its settings as JSON, so that equal ones are captured once."""
+    model = hf_model(family, json.loads(settings), meta=True)
+    program = capture(model, hf_batch(model, batch, seq), precision=precision)
+    return program, model_ref(model, program, made_here=True)
 
 
-def _cluster(data: Row, gpus: int) -> str:
-    per_node, kind = int(data["gpus_per_node"]), DEVICES[data["device"]]
-    return f"{per_node}x{kind}:{gpus // per_node}" if gpus > per_node else f"{gpus}x{kind}"
-
-
-def read_cases(folder: Path) -> list[Case]:
-    """Every row of every file."""
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        data = json.loads(path.read_text())
-        make = llama_case if data["model"] == "llama3.1" else gpt_case
-        found += [make(path.stem, data, row) for row in data["rows"]]
-    return found
+def program_of(case: Case) -> tuple[Program, ModelRef]:
+    """The row's model, whole."""
+    settings = json.dumps({**case.settings, DEPTH[case.family]: min(case.layers, CAPTURED)})
+    program, reference = captured(case.family, settings, case.batch, case.seq, case.precision)
+    return deepen(program, case.layers) if case.layers > CAPTURED else program, reference
 
 
 def predict(case: Case, time_limit_s: float) -> Row:
     """The row's plan and what it says of it."""
-    started = time.perf_counter()
+    started = time.process_time()
     row: Row = {
         "file": case.file, "row": case.name, "unit": case.unit, "published": case.published,
         "pins": " ".join(f"{key}={value}" for key, value in case.pins.items()),
     }  # fmt: skip
     if case.needs:
         return {**row, "chosen": f"needs {case.needs}"}
-    model = hf_model(case.family, case.settings, meta=True)
-    best = None
-    for zero in (case.pins["zero"],) if "zero" in case.pins else (0, 1):
-        try:
-            plan = pp.compile(
-                model, case.cluster, batch=case.batch, seq=case.seq, precision=case.precision, optimizer="adamw",
-                time_limit_s=time_limit_s, **{**case.pins, "zero": zero},
-            )  # fmt: skip
-        except ParaplanError as fault:
-            row["chosen"] = f"{type(fault).__name__}: {str(fault)[:120]}"
-            continue
-        if best is None or plan.prediction.step_s < best.prediction.step_s:
-            best, row["chosen"] = plan, f"zero={zero} microbatches={plan.data.num_microbatches}"
-    row["seconds"] = time.perf_counter() - started
-    if best is None:
-        return row
-    predicted = case.work / best.prediction.step_s / case.gpus
+    program, reference = program_of(case)
+    job = Job(
+        program=program, cluster=as_cluster(case.cluster), optimizer=OPTIMIZERS["adamw"], model=reference,
+        versions=versions(),
+    )  # fmt: skip
+    tried: dict[str, str] = {}
+    best: Plan | None = None
+    chosen = [group[0] for group in case.free]
+    for place, group in enumerate(case.free or (({},),)):
+        for option in group:
+            trial = [*chosen[:place], option, *chosen[place + 1 :]]
+            pins = {key: value for each in trial for key, value in each.items()}
+            if _text(pins) in tried:
+                continue
+            try:
+                plan = search(job, Constraints(**case.pins, **pins), time_limit_s, certify=False).plan
+            except ParaplanError as fault:
+                tried[_text(pins)] = f"{type(fault).__name__}: {str(fault)[:200]}"
+                continue
+            tried[_text(pins)] = f"{_step_s(plan):.4g} s"
+            if best is None or _step_s(plan) < _step_s(best):
+                best, chosen = plan, trial
+    said = [f"{text}: {found}" for text, found in tried.items()]
+    row |= {"cpu_s": time.process_time() - started, "tried": said, "chosen": said[0]}
+    return row if best is None else row | _said(case, best)
+
+
+def _text(free: Row) -> str:
+    """Free choices, short."""
+    return " ".join(
+        f"{key}={len(value) if key == 'stages' else value}" for key, value in free.items()
+    ) or "as pinned"  # fmt: skip
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s
+
+
+def _said(case: Case, plan: Plan) -> Row:
+    """What a plan predicts of a row."""
+    said = plan.prediction
+    assert said is not None
+    predicted = case.work / said.step_s / case.gpus
+    remade = any(choice.activations for stage in plan.stages for choice in stage.choices)
+    idle = said.step_s - said.compute_s - said.exposed_comm_s - said.exposed_copy_s
     return {
-        **row, "predicted": predicted, "error_percent": 100 * (predicted / case.published - 1),
-        "step_s": best.prediction.step_s, "compute_s": best.prediction.compute_s,
-        "exposed_comm_s": best.prediction.exposed_comm_s, "peak_gib": max(best.prediction.peak_bytes) / 2**30,
+        "predicted": predicted, "error_percent": 100 * (predicted / case.published - 1), "step_s": said.step_s,
+        "compute_s": said.compute_s, "exposed": said.exposed_comm_s / said.step_s, "bubble": idle / said.step_s,
+        "peak_gib": max(said.peak_bytes) / 2**30,
+        "chosen": f"{plan.schedule.name} stages={len(plan.stages)} microbatches={plan.num_microbatches}"
+        + (" recomputing" if remade else ""),
     }  # fmt: skip
 
 
@@ -177,6 +152,24 @@ def orderings(rows: list[Row]) -> tuple[int, int]:
             total += 1
             right += (a["predicted"] < b["predicted"]) == (a["published"] < b["published"])
     return right, total
+
+
+def reported(rows: list[Row]) -> list[str]:
+    """What sources say by name, and what we predict of it."""
+    done = {(row["file"], row["row"]): row for row in rows if "predicted" in row}
+    lines = []
+    for each in REPORTED:
+        pair = [done.get((each.file, name)) for name in (each.faster, each.slower)]
+        if pair[0] is None or pair[1] is None:
+            continue
+        was, now = (pair[0][key] / pair[1][key] for key in ("published", "predicted"))
+        lines.append(f"{each.says}: {'yes' if now > 1 else 'NO'} (published {was:.3f}, predicted {now:.3f})")
+    return lines
+
+
+def mean_absolute_error(rows: list[Row]) -> float:
+    """Of all predicted rows, in percent."""
+    return statistics.fmean([abs(row["error_percent"]) for row in rows if "predicted" in row] or [0.0])
 
 
 def left_out(rows: list[Row]) -> dict[str, float]:
@@ -192,31 +185,46 @@ def left_out(rows: list[Row]) -> dict[str, float]:
     return found
 
 
-def run(argv: list[str] | None = None) -> int:
-    """Predict, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.published")
-    parser.add_argument("--published", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--only", default="", metavar="PATTERN")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS")
-    options = parser.parse_args(argv)
-    cases = [case for case in read_cases(options.published) if re.search(options.only, f"{case.file} {case.name}")]
-    rows = []
-    for case in cases:
-        rows.append(predict(case, options.time_limit))
-        print(f"{case.file} {case.name}: {rows[-1].get('predicted', rows[-1]['chosen'])}", file=sys.stderr, flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+def show(rows: list[Row]) -> None:
+    """Print everything."""
     table = Table(*COLUMNS, title="published")
     for row in rows:
         cells = (row.get(column, "–") for column in COLUMNS)
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    console = Console(width=180)
+    console = Console(width=200)
     console.print(table)
+    console.print(f"mean absolute error: {mean_absolute_error(rows):.1f} %")
     right, total = orderings(rows)
     console.print(f"orderings: {right} of {total} pairs as published")
+    for line in reported(rows):
+        console.print(f"  {line}")
     for file, error in left_out(rows).items():
         console.print(f"left out {file}: median error {error:.1%} after scaling by the others")
+
+
+def run(argv: list[str] | None = None) -> int:
+    """Predict, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published")
+    parser.add_argument("--published", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--only", default="", metavar="PATTERN", help='rows whose "file row" holds it')
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--resume", action="store_true", help="keep the rows already in --json")
+    parser.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS")
+    options = parser.parse_args(argv)
+    if options.resume and options.json is None:
+        parser.error("--resume continues a file: give --json as well")
+    old = json.loads(options.json.read_text()) if options.resume and options.json.exists() else []
+    known: dict[tuple[str, str], Row] = {(row["file"], row["row"]): row for row in old}
+    cases = read_cases(options.published)
+    for case in cases:
+        key = (case.file, case.name)
+        if key in known or not re.search(options.only, " ".join(key)):
+            continue
+        row = known[key] = predict(case, options.time_limit)
+        print(" ".join(key), row.get("predicted", row["chosen"]), row.get("tried", ""), file=sys.stderr, flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(list(known.values()), indent=1) + "\n")
+    show([known[key] for case in cases if (key := (case.file, case.name)) in known])
     return 0
 
 

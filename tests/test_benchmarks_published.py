@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published import left_out, orderings, predict, read_cases
+from benchmarks.published import REPORTED, left_out, mean_absolute_error, orderings, predict, reported, run
+from benchmarks.published_rows import Case, Row, even_layers, pipelines, read_cases
 
 GPT = {
     "device": "H100-SXM-80GB", "gpus_per_node": 8, "dtype": "bfloat16", "sequence": 64, "vocab": 256, "model": "gpt",
@@ -48,29 +49,78 @@ def folder(tmp_path: Path) -> Path:
 def test_rows_become_pins(folder: Path) -> None:
     tiny, deep, zero, llama = read_cases(folder)
     assert (tiny.cluster, tiny.pins, tiny.needs) == ("4xH100", {"dp": 2, "tp": 2, "sp": True}, "")
+    assert tiny.free == (({"zero": 0}, {"zero": 1}),)
     assert tiny.work == pytest.approx(72e-12 * 8 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (12 * 2 * 64)))
-    assert (deep.cluster, deep.pins["dp"], deep.needs) == ("8xH100:2", 4, "stages")
+    assert (deep.cluster, deep.pins) == ("8xH100:2", {"dp": 4, "tp": 2, "sp": True, "pp": 2})
     assert zero.pins == {"dp": 16, "recompute": "full", "zero": 3, "microbatches": 2}
     assert zero.work == pytest.approx(96e-12 * 64 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (16 * 2 * 64)))
     assert (zero.cluster, zero.precision) == ("8xA100-80:2", "fp16")
     assert (llama.cluster, llama.batch, llama.work, llama.needs) == ("8xH100-HBM2e-96:8", 16, 16 * 128, "fp8")
-    assert llama.pins == {"dp": 8, "zero": 3, "tp": 8, "sp": True, "recompute": "full"}
+    assert llama.pins == {"dp": 8, "zero": 3, "tp": 8, "sp": True, "recompute": "full", "microbatches": 1}
+
+
+def test_pipelines_are_cut_by_layers_and_interleaved_where_that_is_open() -> None:
+    assert even_layers(4, 2) == ((0, 5), (5, 10))
+    schedules, sizes = pipelines(layers=12, pp=2, batch=4, stages_per_position=None, microbatch=0)
+    assert sizes == ({"microbatches": 4}, {"microbatches": 2})
+    assert schedules == (
+        {"schedule": "interleaved", "stages": even_layers(12, 12)}, {"schedule": "1f1b", "stages": even_layers(12, 2)}
+    )  # fmt: skip
+    assert pipelines(12, 2, 4, 1, 1) == (schedules[1:], sizes[:1])
+    assert pipelines(12, 2, 3, None, 0) == (schedules[1:], ({"microbatches": 3},))
 
 
 def test_a_row_is_planned_as_pinned_and_one_that_needs_more_is_not(folder: Path) -> None:
-    tiny, deep, *_ = read_cases(folder)
+    tiny, _, _, llama = read_cases(folder)
     row = predict(tiny, 10.0)
     assert row["predicted"] == pytest.approx(tiny.work / row["step_s"] / 4)
     assert row["error_percent"] == pytest.approx(100 * (row["predicted"] - 1.0))
-    assert predict(deep, 10.0)["chosen"] == "needs stages"
+    assert predict(llama, 10.0)["chosen"] == "needs fp8"
+
+
+def test_the_fastest_of_what_a_pipeline_leaves_open_counts(folder: Path) -> None:
+    row = predict(read_cases(folder)[1], 10.0)
+    steps = [float(text.split(": ")[1].split(" s")[0]) for text in row["tried"] if text.endswith(" s")]
+    assert len(row["tried"]) == 4  # interleaved and plain, one microbatch of both samples, ZeRO-1
+    assert row["step_s"] == pytest.approx(min(steps), rel=1e-3)
+
+
+def test_a_run_goes_on_where_it_was_left(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def counted(case: Case, time_limit_s: float) -> Row:
+        asked.append(case.name)
+        row = {"file": case.file, "row": case.name, "published": case.published, "chosen": "as told"}
+        return row | {"predicted": 2 * case.published, "error_percent": 100.0}
+
+    monkeypatch.setattr("benchmarks.published.predict", counted)
+    given = ["--published", str(folder), "--json", str(tmp_path / "rows.out")]
+    assert run([*given, "--only", "a_gpt tiny"]) == 0
+    assert run([*given, "--resume"]) == 0
+    assert asked == ["tiny 4", "deep 16", "m zero3 16", "405B 8x8 compiled"]
+    assert "mean absolute error: 100.0 %" in capsys.readouterr().out
 
 
 def test_orderings_and_errors_with_a_file_left_out() -> None:
     rows = [
-        {"file": "a", "published": 1.0, "predicted": 2.0}, {"file": "a", "published": 2.0, "predicted": 3.0},
-        {"file": "a", "published": 3.0, "predicted": 1.0}, {"file": "b", "published": 1.0, "predicted": 4.0},
-        {"file": "b", "published": 9.0, "chosen": "needs stages"},
-    ]  # fmt: skip
+        {"file": "a", "published": 1.0, "predicted": 2.0, "error_percent": 100.0},
+        {"file": "a", "published": 2.0, "predicted": 3.0, "error_percent": 50.0},
+        {"file": "a", "published": 3.0, "predicted": 1.0, "error_percent": -66.0},
+        {"file": "b", "published": 1.0, "predicted": 4.0, "error_percent": 300.0},
+        {"file": "b", "published": 9.0, "chosen": "needs fp8"},
+    ]
     assert orderings(rows) == (1, 3)
+    assert mean_absolute_error(rows) == pytest.approx(129.0)
     # a's scales are 1/2, 2/3 and 3: their median applied to b is 8/3; b's 1/4 applied to a errs by 1/2, 5/8, 11/12
     assert left_out(rows) == {"a": pytest.approx(5 / 8), "b": pytest.approx(5 / 3)}
+
+
+def test_what_sources_report_is_answered() -> None:
+    each = REPORTED[0]
+    rows = [
+        {"file": each.file, "row": each.faster, "published": 3.0, "predicted": 1.0},
+        {"file": each.file, "row": each.slower, "published": 1.0, "predicted": 2.0},
+    ]
+    assert reported(rows) == [f"{each.says}: NO (published 3.000, predicted 0.500)"]

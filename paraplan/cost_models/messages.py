@@ -23,6 +23,7 @@ class _Channel:
     posted: tuple[dict[Key, tuple[float, float]], dict[Key, tuple[float, float]]] = field(
         default_factory=lambda: ({}, {})
     )
+    order: tuple[list[Key], list[Key]] = field(default_factory=lambda: ([], []))
     begun: int = 0
     clock: float = 0.0
 
@@ -51,8 +52,10 @@ class Mailbox:
             CostModelError: the ends have it in different places of their order.
         """
         found = self._channels.setdefault(channel, _Channel())
-        found.posted[sends].setdefault(key, (now, seconds))
-        receives, sent = (list(ends) for ends in found.posted)
+        if key not in found.posted[sends]:
+            found.posted[sends][key] = (now, seconds)
+            found.order[sends].append(key)
+        receives, sent = found.order
         while found.begun < min(len(receives), len(sent)):
             first, other = sent[found.begun], receives[found.begun]
             if first != other:

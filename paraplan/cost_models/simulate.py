@@ -160,6 +160,7 @@ class RankEngine:
         self.tier_peaks = {tier: size for tier, size in self.memory.levels.items() if tier}
         self.points: list[MemoryPoint] = []
         self._blocks: dict[str, TimeBlock] = {}
+        self._accumulates: dict[tuple[str, tuple[int, ...]], float] = {}
         self._next = 0
         self._mailbox = mailbox or Mailbox()
         self._parts = Counter((transfer.message, transfer.sends) for transfer in program.transfers.values())
@@ -238,8 +239,13 @@ class RankEngine:
         """Nothing for a move; else one kernel that reads both and writes one."""
         if memory.moved or memory.held is None:
             return 0.0
-        held = TensorSpec(memory.held.dtype, memory.held.shape)
-        return self.costs.op_s("aten.add_.Tensor", ("%0", "%1"), {}, (held, held), (held,))
+        key = (memory.held.dtype, memory.held.shape)
+        seconds = self._accumulates.get(key)
+        if seconds is None:
+            held = TensorSpec(*key)
+            seconds = self.costs.op_s("aten.add_.Tensor", ("%0", "%1"), {}, (held, held), (held,))
+            self._accumulates[key] = seconds
+        return seconds
 
     def _update_s(self, step: Step) -> float:
         """Parameters and states read and written, gradients read."""

@@ -9,6 +9,7 @@ torch.distributed: one communication stream per link level. Copies do the same o
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from paraplan.cost_models.blocks import Issue, Run, TimeBlock
 from paraplan.cost_models.costs import COMPUTE, COPY
@@ -60,7 +61,7 @@ class TimeWalk:
 
     def stalled_s(self, copies: bool) -> float:
         """Seconds compute stood still for copies, or for communication."""
-        return sum(seconds for stream, seconds in self.stalled.items() if stream.startswith(COPY) is copies)
+        return sum((seconds for stream, seconds in self.stalled.items() if stream.startswith(COPY) is copies), 0.0)
 
     def call(self, step: Step, block: TimeBlock) -> None:
         """Run a block's events."""
@@ -124,6 +125,7 @@ class TimeWalk:
             self.spans.append(span)
 
 
+@cache
 def phase_of(action: str) -> str:
     """The kind in an action's text: "F" of "0F1"."""
     match = _PHASE.match(action)

@@ -1,10 +1,9 @@
 """Pipelines with pinned stages and schedule.
 
-The stages' meshes are equal in shape. Sharding and, where memory is short, recomputation are chosen by the search for
-one stage's devices as if they held the whole model, with memory left out; the stages then take the choices of their
-segments. Stages not given are cut so that the slowest takes as little time as can be: a dynamic program over segments
-in order, each as long as simulated. Memory is what the simulation of the pipeline says; where it does not fit,
-"selective" and "full" recomputation are tried before giving up.
+The stages' meshes are equal in shape. Sharding is chosen once for one stage's devices as if they held the whole model,
+with memory left out; the stages then take the choices of their segments. Stages not given are cut so that the slowest
+takes as little time as can be: a dynamic program over segments in order, each as long as simulated. Memory is what the
+simulation of the pipeline says; where it does not fit, "selective" and "full" recomputation are tried before giving up.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from paraplan.cost_models.bound import rank_bound
-from paraplan.cost_models.predict import predict, simulate_plan
+from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError
@@ -23,42 +22,45 @@ from paraplan.ir.lower import lower
 from paraplan.ir.micro import splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.program import Program
-from paraplan.planner.assemble import Job
+from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline import pipelined
+from paraplan.planner.recompute.stage import preset_activations
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.transfers import complete
 
-Solve = Callable[[Job, Constraints], Plan]
+Choose = Callable[[Job, Constraints], Decisions]
 UNLIMITED = 1 << 60
 SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
 
 
-def search_pipeline(job: Job, constraints: Constraints, solve: Solve) -> Plan:
+def search_pipeline(job: Job, constraints: Constraints, choose_sharding: Choose) -> Plan:
     """The pipeline the constraints ask for.
 
     Args:
         job: what is planned.
         constraints: with `pp`.
-        solve: finds a plan of one stage.
+        choose_sharding: of one stage's devices, with everything kept.
     Raises:
         ConstraintError: the devices, segments or microbatches cannot be divided so.
         InfeasibleError: it does not fit; says which rank, and by how much.
     """
     positions, name = constraints.pp or 1, constraints.schedule or "1f1b"
-    part = first_devices(job.cluster, positions)
+    part = replace(job, cluster=first_devices(job.cluster, positions))
     micros = _microbatches(job.program, constraints, positions)
     num_stages = _num_stages(constraints, positions, name, len(job.program.segments))
     orders = named_orders(name, positions, micros, num_stages // positions)
     at = {action.stage: position for position, order in enumerate(orders) for action in order}
     budget = _budget(job, constraints)
+    inner = msgspec.structs.replace(
+        constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
+        memory_reserve_bytes=0, recompute="none",
+    )  # fmt: skip
+    decisions = choose_sharding(part, inner)
     tried = []
     for recompute in (constraints.recompute,) if constraints.recompute else ("none", "selective", "full"):
-        inner = msgspec.structs.replace(
-            constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
-            memory_reserve_bytes=0, recompute=recompute,
-        )  # fmt: skip
-        whole = solve(replace(job, cluster=part), inner)
+        activations = () if recompute == "none" else preset_activations(job.program, recompute)
+        whole = assemble(part, replace(decisions, activations=activations))
         bounds = constraints.stages or even_stages(whole, num_stages)
         plan = pipelined(whole, job.cluster, bounds, complete(name, orders), [at[stage] for stage in range(num_stages)])
         plan = _priced(plan)
@@ -191,4 +193,5 @@ def _priced(plan: Plan) -> Plan:
         "devices as if they held the whole model"
     )
     prediction = predict(plan, programs, simulation)
-    return msgspec.structs.replace(plan, prediction=prediction, certificate=certificate, notes=(*plan.notes, note))
+    plan = msgspec.structs.replace(plan, prediction=prediction, certificate=certificate, notes=(*plan.notes, note))
+    return plan if plan.profile is None else with_used_profile(plan, programs)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -21,13 +22,13 @@ from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
 from paraplan.ir.plan import Certificate, Plan
-from paraplan.planner.assemble import Job
+from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.pipeline_search import search_pipeline
 from paraplan.planner.recompute.solve import solve_with_recomputation
-from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, solve_mesh
+from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, choose, solve_mesh
 
 HIDDEN = 0.02
 """How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
@@ -66,15 +67,9 @@ def search(
     check_constraints(constraints, job.cluster.num_devices)
     _check_tiers(job, constraints)
     if constraints.pp is not None and constraints.pp > 1:
-        seconds: list[float] = []
-
-        def solve(part: Job, pins: Constraints) -> Plan:
-            inner = search(part, pins, time_limit_s, progress, certify=False)
-            seconds.append(inner.solve_s)
-            return inner.plan
-
-        pipeline = search_pipeline(job, constraints, solve)
-        return Found(pipeline, sum(seconds), time.perf_counter() - started)
+        pipeline = search_pipeline(job, constraints, partial(_sharding, time_limit_s=time_limit_s, progress=progress))
+        seconds = time.perf_counter() - started
+        return Found(pipeline, seconds, seconds)
     limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=certify)
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
@@ -91,8 +86,19 @@ def search(
     best = min(found, key=lambda candidate: candidate.simulation.step_s)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best)))
-    plan = with_used_profile(plan, lower(plan))
+    if plan.profile is not None:
+        plan = with_used_profile(plan, lower(plan))
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
+
+
+def _sharding(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress) -> Decisions:
+    """The sharding of a pipeline's stages; where the mesh is not pinned, on that of the fastest plan of one stage."""
+    meshes = candidate_meshes(job, constraints)
+    mesh = meshes[0]
+    if len(meshes) > 1:
+        mesh = search(job, constraints, time_limit_s, progress, certify=False).plan.stages[0].mesh
+    limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=False)
+    return choose(job, mesh, constraints.microbatches or 1, constraints, limits)
 
 
 def _on_mesh(

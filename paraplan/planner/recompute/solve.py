@@ -16,14 +16,13 @@ import time
 from dataclasses import replace
 
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
-from paraplan.ir.lower.remat import RECOMPUTE
 from paraplan.ir.mesh import Mesh
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
 from paraplan.planner.realise import realise
 from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
-from paraplan.planner.recompute.stage import Fitted, Unfit, fit, preset
+from paraplan.planner.recompute.stage import Fitted, Unfit, fit, preset_activations
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.formulate import formulate, memory_rows, with_rows
 from paraplan.planner.sharding.optimise import optimise
@@ -79,7 +78,9 @@ def solve_with_recomputation(
         raise _not_found(job, mesh, constraints, limits, closest)
     work = problem.work(found.choices)
     started = time.perf_counter()
-    bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], limits.time_s)
+    bound_s = 0.0
+    if limits.certify:
+        bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], limits.time_s)
     solve_s += time.perf_counter() - started
     return Candidate(
         fitted.plan, fitted.simulation, float(work.sum()) + fitted.extra_s, bound_s, "feasible", solve_s, True
@@ -93,9 +94,7 @@ def _recomputing(job: Job, decisions: Decisions, constraints: Constraints, limit
         return fit_split(job, decisions, limit_bytes, constraints.tiers)
     if constraints.tiers:
         return fit(job, decisions, limit_bytes, pinned, constraints.tiers)
-    fates = [dict.fromkeys(preset(kind, pinned), RECOMPUTE) for kind in job.program.kinds]
-    activations = tuple(fates[segment.kind] for segment in job.program.segments)
-    made = realise(job, replace(decisions, activations=activations), limit_bytes)
+    made = realise(job, replace(decisions, activations=preset_activations(job.program, pinned)), limit_bytes)
     if made.peak_bytes > limit_bytes:
         return Unfit(made.plan, float(made.peak_bytes), made.peak)
     kept = realise(job, replace(decisions, bundle_bytes=made.plan.bundle_bytes)).simulation

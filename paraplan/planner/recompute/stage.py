@@ -27,7 +27,7 @@ from paraplan.cost_models.costs import COMPUTE
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.graph import Phase
-from paraplan.ir.lower.remat import recomputable
+from paraplan.ir.lower.remat import RECOMPUTE, recomputable
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.mesh import local_shape
 from paraplan.ir.plan import Plan
@@ -250,3 +250,9 @@ def preset(kind: SegmentKind, name: str) -> tuple[str, ...]:
         return values
     dear = {out for op in kind.graph.ops for out in op.outs if any(word in op.target.split(".")[1] for word in _DEAR)}
     return tuple(value for value in values if value not in dear)
+
+
+def preset_activations(program: Program, name: str) -> tuple[dict[str, str], ...]:
+    """Per segment, what a named strategy does with its values: `Decisions.activations`."""
+    fates = [dict.fromkeys(preset(kind, name), RECOMPUTE) for kind in program.kinds]
+    return tuple(fates[segment.kind] for segment in program.segments)

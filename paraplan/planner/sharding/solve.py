@@ -156,6 +156,23 @@ def solve_mesh(
     return Candidate(made.plan, made.simulation, float(work.sum()), bound_s, status, solve_s, binds)
 
 
+def choose(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits) -> Decisions:
+    """The sharding of least work on a mesh, memory left out; nothing is lowered or simulated, so depth costs nothing.
+
+    Raises:
+        InfeasibleError: proved: the constraints leave no sharding.
+        SolverLimitError: the time limit passed first.
+    """
+    space = problem_of(job, mesh, num_microbatches, constraints)
+    found = optimise(formulate(space).network, limits.time_s, limits.relative_gap, limits.backend)
+    if found.choices is None:
+        _fail(job, space, found, limits, proved=True)
+    assert found.choices is not None
+    choices = found.choices[: len(space.deciders)]
+    check_objective(space, choices, found)
+    return decisions_of(job, space, mesh, num_microbatches, choices)
+
+
 def _at_peak(problem: Formulation, row: Row, choices: Sequence[int], peak: float, known: Row | None) -> Row:
     """The row of an instant, its limit lowered by what the simulation found above the row."""
     counted = float(with_rows(problem.network, (row,)).activity(choices)[0])

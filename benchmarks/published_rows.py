@@ -1,0 +1,191 @@
+"""Published rows in the planner's terms: what a source states is pinned, what it leaves out is listed as free.
+
+In: JSON files of rows (device, sequence, model, degrees, what was measured). Out: a `Case` per row: model, cluster,
+pins, and the alternatives a user of that system would try, of which the fastest that fits counts.
+
+What follows from a source's text rather than from its rows' fields stands here: the layers of a GPT pipeline are cut
+evenly, the embedding with the first stage and the head with the last (Megatron-LM); the rows of Narayanan et al. 2021
+are plain 1F1B with unsharded optimizers (their Table 2's ratio is that of the non-interleaved bubbles), as is MT-NLG
+(Smith et al. 2022, section 3); torchtitan runs a local batch as one microbatch. Megatron-LM's README also says that
+175B at batch 1,152 falls from 47 to 42 % MFU between 96 and 4,608 H100: two more rows, marked as scaling.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Pins = dict[str, Any]
+
+DEVICES = {"H100-SXM-80GB": "H100", "A100-SXM-80GB": "A100-80", "H100-96GB-HBM2e-500W": "H100-HBM2e-96"}
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+LLAMA: dict[str, dict[str, Any]] = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256},
+    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+             "num_key_value_heads": 8, "vocab_size": 128256},
+}  # fmt: skip
+DEPTH = {"gpt2": "n_layer", "llama": "num_hidden_layers"}
+PER_LAYER = 2
+"""Segments of a layer of either family: attention and feed-forward."""
+
+MFU = {96: 0.47, 4608: 0.42}
+"""Of GPT-3 175B at batch 1,152, by H100s (Megatron-LM's README)."""
+PEAK_TFLOPS = 989.4
+"""What its MFU is a share of."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published row in the planner's terms.
+
+    Attributes:
+        file, name: which.
+        settings, family: of the model.
+        cluster: by name.
+        batch, seq, precision: of a step.
+        pins: what the row states.
+        free: what it does not, one choice after another: alternatives, each further pins, the likeliest first.
+        unit: of what was published, "TFLOP/s" or "tokens/s", per GPU.
+        published: in it.
+        work: of a step, in the unit's numerator (teraflops, tokens).
+        gpus: how many.
+        needs: why no plan can be made of it; "" where one can.
+    """
+
+    file: str
+    name: str
+    family: str
+    settings: dict[str, Any]
+    cluster: str
+    batch: int
+    seq: int
+    precision: str
+    pins: Pins
+    free: tuple[tuple[Pins, ...], ...]
+    unit: str
+    published: float
+    work: float
+    gpus: int
+    needs: str = ""
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return int(self.settings[DEPTH[self.family]])
+
+
+def gpt_case(file: str, data: Row, row: Row) -> Case:
+    """A GPT model, judged by TFLOP/s."""
+    sizes = {**data, **data.get("models", {}).get(row.get("name", ""), {}), **row}
+    h, layers, s, v, b = (int(sizes[key]) for key in ("hidden", "layers", "sequence", "vocab", "batch"))
+    again = "recompute" in data or data.get("includes_recompute", False)
+    flops = (
+        (96 if again else 72) * b * s * layers * h * h * (1 + s / (6 * h) + v / ((16 if again else 12) * layers * h))
+    )
+    gpus, tp, pp = int(row["gpus"]), int(sizes.get("tp", 1)), int(sizes.get("pp", 1))
+    dp = gpus // (tp * pp)
+    pins: Pins = {"dp": dp, **({"tp": tp, "sp": True} if tp > 1 else {})}
+    if again:
+        pins["recompute"] = "full"
+    free: tuple[tuple[Pins, ...], ...] = ()
+    if row.get("scheme") == "zero3":
+        pins |= {"zero": 3, "microbatches": b // (gpus * int(row["microbatch"]))}
+    elif pp > 1:
+        pins |= {"pp": pp}
+        free = pipelines(layers, pp, b // dp, 1 if again else None, int(row.get("microbatch", 0)))
+    if "zero" not in pins and again:
+        pins["zero"] = 0
+    elif "zero" not in pins:
+        free = (*free, ({"zero": 0}, {"zero": 1}))
+    settings = {
+        "n_embd": h, "n_layer": layers, "n_head": int(sizes["heads"]), "vocab_size": v, "n_positions": s,
+        "tie_word_embeddings": again, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    name = " ".join(str(part) for part in (row.get("name", "530B"), row.get("scheme", ""), gpus) if part)
+    return Case(
+        file, name, "gpt2", settings, _cluster(data, gpus), b, s, PRECISIONS[str(data["dtype"])], pins, free,
+        "TFLOP/s", float(row["tflops_per_gpu"]), flops / 1e12, gpus,
+    )  # fmt: skip
+
+
+def pipelines(
+    layers: int, pp: int, batch: int, stages_per_position: int | None, microbatch: int
+) -> tuple[tuple[Pins, ...], ...]:
+    """Schedule with cuts, and microbatches, of a pipeline.
+
+    Args:
+        layers: of the model.
+        pp: positions.
+        batch: samples of one pipeline.
+        stages_per_position: None for the choice: one; and where microbatches come in multiples of the positions, as
+            Megatron-LM wants for interleaving, one layer a stage (at most `MOST_STAGES`).
+        microbatch: samples of one; 0 for the choice of one or two.
+    """
+    sizes = [size for size in ((microbatch,) if microbatch else (1, 2)) if batch % size == 0]
+    each = [stages_per_position or 1]
+    if stages_per_position is None and batch // sizes[0] % pp == 0:
+        each.insert(0, max(v for v in range(1, MOST_STAGES + 1) if layers % (pp * v) == 0))
+    schedules: tuple[Pins, ...] = tuple(
+        {"schedule": "interleaved" if v > 1 else "1f1b", "stages": even_layers(layers, pp * v)}
+        for v in dict.fromkeys(each)
+    )
+    return schedules, tuple({"microbatches": batch // size} for size in sizes)
+
+
+MOST_STAGES = 8
+"""Stages a position tried at most: beyond, messages outweigh what is left of the bubble."""
+
+
+def even_layers(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Segments of every stage: as many layers each, the embedding with the first and the head with the last."""
+    cuts = [1 + PER_LAYER * layers * stage // stages for stage in range(stages + 1)]
+    cuts[0], cuts[-1] = 0, cuts[-1] + 1
+    return tuple(itertools.pairwise(cuts))
+
+
+def llama_case(file: str, data: Row, row: Row) -> Case:
+    """A Llama, judged by tokens per second."""
+    parallel, gpus, s = row["parallel"], int(row["gpus"]), int(data["sequence"])
+    batch = int(row["local_batch"]) * int(parallel["fsdp"])
+    tp = int(parallel.get("tp", 1))
+    pins: Pins = {"dp": int(parallel["fsdp"]), "zero": 3, **({"tp": tp, "sp": True} if tp > 1 else {})}
+    pins |= {"recompute": "full" if row["recompute"] == "full" else "selective", "microbatches": 1}
+    needs = "fp8" if "float8" in row["dtype"] else ""
+    name = f"{row['name']} {'x'.join(map(str, parallel.values()))}{' compiled' if row['compile'] else ''}"
+    return Case(
+        file, name, "llama", {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False},
+        _cluster(data, gpus), batch, s, "bf16", pins, (), "tokens/s", float(row["tokens_per_s_per_gpu"]), batch * s,
+        gpus, needs,
+    )  # fmt: skip
+
+
+def scaling_rows(data: Row) -> list[Row]:
+    """The strong scaling a README states beside its table, as rows: the 177B model of the table at other sizes."""
+    base = next((row for row in data["rows"] if row.get("name") == "177B"), None)
+    if base is None:
+        return []
+    return [
+        {**base, "name": "175B scaling", "gpus": gpus, "batch": 1152, "tflops_per_gpu": share * PEAK_TFLOPS}
+        for gpus, share in MFU.items()
+    ]
+
+
+def _cluster(data: Row, gpus: int) -> str:
+    per_node, kind = int(data["gpus_per_node"]), DEVICES[data["device"]]
+    return f"{per_node}x{kind}:{gpus // per_node}" if gpus > per_node else f"{gpus}x{kind}"
+
+
+def read_cases(folder: Path) -> list[Case]:
+    """Every row of every file."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text())
+        make = llama_case if data["model"] == "llama3.1" else gpt_case
+        found += [make(path.stem, data, row) for row in (*data["rows"], *scaling_rows(data))]
+    return found
