@@ -50,7 +50,8 @@ def job_of(program, ranks: int) -> Job:  # type: ignore[no-untyped-def]
 def test_a_budget_is_kept_and_nothing_else_changes(gpt2, share: float, recompute: str | None) -> None:  # type: ignore[no-untyped-def]
     small, program, (loss, grads, _), free = gpt2
     budget = int(free.prediction.peak_bytes[0] * share)
-    plan = search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=budget, recompute=recompute)).plan
+    pins = Constraints(mesh=(1,), memory_bytes=budget, recompute=recompute)
+    plan = search(job_of(program, 1), pins, time_limit_s=4.0).plan
     assert any(choice.activations for choice in plan.stages[0].choices) or plan.memory_actions is not None
     assert free.prediction.step_s < plan.prediction.step_s and plan.certificate.bound_s <= plan.prediction.step_s
     programs = verify_plan(plan)
@@ -95,7 +96,7 @@ def test_what_cannot_fit_says_what_it_would_take(gpt2) -> None:  # type: ignore[
     with pytest.raises(InfeasibleError, match="whatever is recomputed"):
         search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=states // 2, recompute="full"))
     with pytest.raises(SolverLimitError, match="the closest peaks at"):
-        search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=states * 5 // 2, microbatches=1))
+        search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=states * 5 // 2, microbatches=1), time_limit_s=4.0)
 
 
 def linked(program, host_bytes_per_s: float, **fields: object) -> Job:  # type: ignore[no-untyped-def]
