@@ -96,7 +96,9 @@ def test_what_cannot_fit_says_what_it_would_take(gpt2) -> None:  # type: ignore[
     with pytest.raises(InfeasibleError, match="whatever is recomputed"):
         search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=states // 2, recompute="full"))
     with pytest.raises(SolverLimitError, match="the closest peaks at"):
-        search(job_of(program, 1), Constraints(mesh=(1,), memory_bytes=states * 5 // 2, microbatches=1), time_limit_s=4.0)
+        search(
+            job_of(program, 1), Constraints(mesh=(1,), memory_bytes=states * 5 // 2, microbatches=1), time_limit_s=4.0
+        )
 
 
 def linked(program, host_bytes_per_s: float, **fields: object) -> Job:  # type: ignore[no-untyped-def]
