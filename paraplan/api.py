@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module, metadata
 from pathlib import Path
@@ -24,6 +24,7 @@ from paraplan.cost_models.simulate import Simulation
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
+from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.schedule import split_classes
 from paraplan.ir.sizes import parse_bytes
@@ -271,50 +272,46 @@ def compile(
         precision: "fp32", "fp64", or "bf16" and "fp16" (float32 master weights; fp16 trains with `Trainer.scaler`).
         batch_dims: the batch dim of each input; dim 0 by default.
         batch, seq: size of the batch made for Hugging Face models.
-        time_limit_s: for the solver, per mesh.
-        progress: told what is being done.
-        mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned choices, see
-            `Constraints`.
-        memory: what a device may hold at most, bytes or text such as "12GiB"; its memory where left out.
-        memory_reserve: device memory to leave free, likewise.
-        recompute: "none", "selective" or "full" activation recomputation; chosen, and only where memory is short, if
-            left out.
+        time_limit_s, progress: seconds for the solver, per mesh; told what is being done.
+        mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned, see `Constraints`.
+        memory, memory_reserve: what a device may hold at most (else its memory) and leaves free; bytes or "12GiB".
+        recompute: "none", "selective" or "full"; left out: chosen, and only where memory is short.
         offload: "host" or "disk" (both) lets activations wait there where memory is short and that is fastest.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
-        profile: a file of measured times (`paraplan profile`), asked before the analytic model.
-        profile_any: take another device's or torch version's times where it has none that fit; the plan says so.
+        profile, profile_any: measured times (`paraplan profile`); another device's or torch's too, said in the plan.
     Raises:
         CaptureError, ConstraintError: the model cannot be captured; choices contradict each other, batch or cluster.
-        InfeasibleError, SolverLimitError: proved that no plan fits; out of time without a plan.
-        ProfileError: the profile cannot be read, or has no times that fit.
+        InfeasibleError, SolverLimitError, ProfileError: proved that no plan fits; out of time; no times that fit.
     """
-    started = time.perf_counter()
-    tell = progress or (lambda text: None)
-    spec = as_cluster(cluster)
+    started, tell, spec = time.perf_counter(), progress or (lambda text: None), as_cluster(cluster)
     constraints = _part("Constraints")(
         mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, ep=ep,
         zero=zero, pp=pp, schedule=schedule, stages=None if stages is None else tuple(map(tuple, stages)),
-        microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory),
-        recompute=recompute, offload=offload, memory_reserve_bytes=parse_bytes(memory_reserve),
-        params=dict(params or {}),
+        microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory), recompute=recompute,
+        offload=offload, memory_reserve_bytes=parse_bytes(memory_reserve), params=dict(params or {}),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
     times, warning = (None, "") if profile is None else profile_for(profile, spec, versions()["torch"], profile_any)
-    inputs = example_inputs if example_inputs is not None else _part("hf_batch")(model, batch, seq)
     tell(f"capturing {type(model).__name__}")
-    program = _part("capture")(
-        model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), loss_fn=loss_fn, precision=precision,
-        batch_dims=dict(batch_dims) if batch_dims else None, loss=loss,
+    program, reference = _captured(
+        model, example_inputs, batch, seq, loss_fn=loss_fn, precision=precision, loss=loss,
+        batch_dims=dict(batch_dims) if batch_dims else None,
     )  # fmt: skip
-    reference = _part("model_ref")(model, program, made_here=example_inputs is None and loss_fn is loss is None)
-    job = _part("Job")(
-        program=program, cluster=spec, optimizer=keeper, model=reference, versions=versions(), profile=times,
-    )  # fmt: skip
+    job = _part("Job")(program, spec, keeper, reference, versions(), profile=times)
     found = _part("search")(job, constraints, time_limit_s, tell)
-    if warning:
-        found = replace(found, plan=msgspec.structs.replace(found.plan, notes=(*found.plan.notes, warning)))
-    return Plan(found.plan, verify_plan(found.plan), found.solve_s, time.perf_counter() - started)
+    data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))))
+    return Plan(data, verify_plan(data), found.solve_s, time.perf_counter() - started)
+
+
+def _captured(
+    model: nn.Module, example_inputs: Mapping[str, Tensor] | Sequence[object] | None, batch: int, seq: int, **how: Any
+) -> tuple[Program, ir_plan.ModelRef]:
+    """The captured program and which model it is of; `how` goes to `capture`."""
+    inputs = example_inputs if example_inputs is not None else _part("hf_batch")(model, batch, seq)
+    program = _part("capture")(model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), **how)
+    made_here = example_inputs is None and how["loss_fn"] is how["loss"] is None
+    return program, _part("model_ref")(model, program, made_here=made_here)
 
 
 def compare_memory(

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.zoo import build
+from benchmarks.zoo import Small, build
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import predict
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, CostModelError, InfeasibleError, SolverLimitError
 from paraplan.ir.mesh import make_mesh
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
@@ -46,20 +46,26 @@ def job_of(program, ranks: int) -> Job:  # type: ignore[no-untyped-def]
     return Job(program, ClusterSpec.local(ranks), OPTIMIZERS["sgd"], ModelRef(display="gpt2"), {})
 
 
+def trained(plan: Plan, small: Small, wanted) -> InProcessTrainer:  # type: ignore[no-untyped-def]
+    """One step of a plan: the single device's loss and gradients, and everything done as predicted."""
+    programs = verify_plan(plan)
+    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
+    assert float(abs(trainer.step(small.batch) - wanted.loss) / abs(wanted.loss)) <= 1e-9
+    assert relative_error(trainer.grads(), wanted.grads) <= 1e-9
+    trainer.apply_optimizer(torch.optim.SGD, lr=1e-3)
+    assert [entry.key for entry in trainer.entries(0)] == [entry.key for entry in entries(programs[0])]
+    return trainer
+
+
 @pytest.mark.parametrize(("share", "recompute"), [(0.8, None), (0.5, None), (1.0, "full"), (1.0, "selective")])
 def test_a_budget_is_kept_and_nothing_else_changes(gpt2, share: float, recompute: str | None) -> None:  # type: ignore[no-untyped-def]
-    small, program, (loss, grads, _), free = gpt2
+    small, program, wanted, free = gpt2
     budget = int(free.prediction.peak_bytes[0] * share)
     pins = Constraints(mesh=(1,), memory_bytes=budget, recompute=recompute)
     plan = search(job_of(program, 1), pins, time_limit_s=4.0).plan
     assert any(choice.activations for choice in plan.stages[0].choices) or plan.memory_actions is not None
     assert free.prediction.step_s < plan.prediction.step_s and plan.certificate.bound_s <= plan.prediction.step_s
-    programs = verify_plan(plan)
-    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
-    assert float(abs(trainer.step(small.batch) - loss) / abs(loss)) <= 1e-9
-    assert relative_error(trainer.grads(), grads) <= 1e-9
-    trainer.apply_optimizer(torch.optim.SGD, lr=1e-3)
-    assert [entry.key for entry in trainer.entries(0)] == [entry.key for entry in entries(programs[0])]
+    trainer = trained(plan, small, wanted)
     assert trainer.peak_bytes(0) <= plan.prediction.peak_bytes[0] <= 1.02 * trainer.peak_bytes(0)
     assert trainer.peak_bytes(0) <= budget
 
@@ -111,7 +117,7 @@ def linked(program, host_bytes_per_s: float, **fields: object) -> Job:  # type: 
 
 
 def test_offload_is_never_worse_than_recomputation_and_taken_where_it_is_free(gpt2) -> None:  # type: ignore[no-untyped-def]
-    small, program, (loss, grads, _), free = gpt2
+    small, program, wanted, free = gpt2
     budget = int(free.prediction.peak_bytes[0] * 0.7)
     pins = Constraints(mesh=(1,), memory_bytes=budget, microbatches=1)
     for speed in (1e8, 1e12):
@@ -123,12 +129,7 @@ def test_offload_is_never_worse_than_recomputation_and_taken_where_it_is_free(gp
         assert both.certificate.bound_s <= both.prediction.step_s
         assert both.prediction.peak_bytes[0] <= budget
     assert both.prediction.tier_peak_bytes["host"] > 0 and both.prediction.step_s < again, "a fast host is used"
-    programs = verify_plan(both)
-    trainer = InProcessTrainer(both, programs, [build_modules(p) for p in programs], small.model)
-    assert float(abs(trainer.step(small.batch) - loss) / abs(loss)) <= 1e-9
-    assert relative_error(trainer.grads(), grads) <= 1e-9
-    trainer.apply_optimizer(torch.optim.SGD, lr=1e-3)
-    assert [entry.key for entry in trainer.entries(0)] == [entry.key for entry in entries(programs[0])]
+    trainer = trained(both, small, wanted)
     assert trainer.tier_peak_bytes(0) == both.prediction.tier_peak_bytes
 
 
