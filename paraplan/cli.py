@@ -66,6 +66,9 @@ Recompute = Annotated[
 Offload = Annotated[
     str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
 ]
+OffloadStates = Annotated[
+    str | None, typer.Option(help="host: optimizer states in the host's memory, updated there; none: on the device.")
+]
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
 Pipeline = Annotated[int | None, typer.Option(help="Pipeline-parallel degree; other degrees are within a stage.")]
 ScheduleName = Annotated[
@@ -132,6 +135,7 @@ def plan(
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     recompute: Recompute = None,
     offload: Offload = "none",
+    offload_states: OffloadStates = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")] = None,
     profile_any: ProfileAny = False,
@@ -143,6 +147,7 @@ def plan(
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
         "pp": pp, "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
+        "offload_states": offload_states,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")

@@ -154,7 +154,7 @@ def _solve(
         found.append(solve_with_recomputation(job, mesh, count, constraints, limits))
     except (InfeasibleError, SolverLimitError) as fault:
         failures.append(fault)
-    if mesh.size == 1 and constraints.recompute is None:
+    if mesh.size == 1 and constraints.recompute is None and constraints.state_tiers == ("",):
         # Its failures are of one order of ops; what the others say is about all.
         with suppress(InfeasibleError, SolverLimitError):
             found.append(solve_op_by_op(job, mesh, count, constraints, limits))
@@ -173,12 +173,18 @@ def _check_tiers(job: Job, constraints: Constraints) -> None:
         ConstraintError: no link to a tier, or no room there.
     """
     devices = tuple(range(job.cluster.num_devices))
-    for tier in constraints.tiers:
+    for group in job.cluster.groups if "host" in constraints.state_tiers else ():
+        if not group.host_memory_bytes_per_s:
+            raise ConstraintError(
+                f"states on the host are updated there, but {job.cluster.name} does not say how fast its memory is; "
+                "give its groups host_memory_bytes_per_s"
+            )
+    for tier in dict.fromkeys((*constraints.tiers, *filter(None, constraints.state_tiers))):
         if not job.cluster.has_room(tier, devices):
+            pinned = f"offload={constraints.offload}" if tier in constraints.tiers else "states on the host"
             field = "host_memory_bytes" if tier == "host" else "disk and disk_bytes"
             raise ConstraintError(
-                f"offload={constraints.offload}: {job.cluster.name} describes no room on {tier} for every device; "
-                f"give its groups {field}"
+                f"{pinned}: {job.cluster.name} describes no room on {tier} for every device; give its groups {field}"
             )
 
 

@@ -27,10 +27,9 @@ def outer_values(plan: Plan, held: Holding, parts: StageBlocks) -> dict[str, Out
         if name in trained:
             dtype = master_dtype(program.precision, spec.dtype)
             stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
-            own = dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
-            found[f"state:{name}"] = _value(
-                "state", name, TensorSpec(dtype, spec.shape), parse_layout(layouts.state), shape, own
-            )
+            tier = layouts.state_tier
+            own = bool(tier) or dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
+            found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), state, shape, own, tier)
     for name, text in held.batch.items():
         entry = program.batch[name]
         extended = (parts.micro.values[f"batch:{name}"], *parse_layout(text))
@@ -52,12 +51,12 @@ def outer_values(plan: Plan, held: Holding, parts: StageBlocks) -> dict[str, Out
 
 
 def _value(
-    role: str, source: str, spec: TensorSpec, layout: Layout, mesh_shape: tuple[int, ...], own: bool
+    role: str, source: str, spec: TensorSpec, layout: Layout, mesh_shape: tuple[int, ...], own: bool, tier: str = ""
 ) -> OuterValue:
     local = local_shape(spec.shape, layout, mesh_shape)
     nbytes = math.prod(local) * DTYPE_BYTES[spec.dtype] if own else 0
     return OuterValue(
-        role=role, source=source, dtype=spec.dtype, shape=local, layout=layout_text(layout), nbytes=nbytes
+        role=role, source=source, dtype=spec.dtype, shape=local, layout=layout_text(layout), nbytes=nbytes, tier=tier
     )
 
 

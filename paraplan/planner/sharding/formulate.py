@@ -99,6 +99,19 @@ def memory_rows(space: Space, limit: float, activations: bool = True) -> tuple[R
     return tuple(rows)
 
 
+def host_rows(space: Space) -> tuple[Row, ...]:
+    """What lives in the host's memory, where anything may, in units of a device's room there."""
+    if not space.away:
+        return ()
+    return (Row("host", 1.0, _sums(space.away, max(host_room_bytes(space), 1))),)
+
+
+def host_room_bytes(space: Space) -> int:
+    """What a device may fill of its host's memory."""
+    costs = space.prices.costs
+    return costs.cluster.room_bytes("host", costs.mesh.devices)
+
+
 def _sums(held: list[tuple[int, tuple[int, ...]]], limit: float) -> dict[int, Floats]:
     found: dict[int, Floats] = {}
     for decider, nbytes in held:
