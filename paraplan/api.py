@@ -277,8 +277,8 @@ def compile(
         mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned, see `Constraints`.
         memory, memory_reserve: what a device may hold at most (else its memory) and leaves free; bytes or "12GiB".
         recompute: "none", "selective" or "full"; left out: chosen, and only where memory is short.
-        offload: "host" or "disk" (both) lets activations wait there where memory is short and that is fastest.
-        offload_states: "host" keeps optimizer states in the host's memory, and the host updates parameters.
+        offload: "host" or "disk" (both) lets activations wait there if memory is short, and states live on the host.
+        offload_states: "host" has all optimizer states in the host's memory, which updates parameters, "none" no state.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
         profile, profile_any: measured times (`paraplan profile`); another device's or torch's too, said in the plan.

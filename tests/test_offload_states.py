@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import msgspec
@@ -23,6 +24,7 @@ from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
+from paraplan.planner.classes import param_classes
 from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
@@ -173,7 +175,7 @@ def test_what_cannot_be_is_refused() -> None:
     wrong = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
     with pytest.raises(InvalidPlanError, match=rf"parameter {name}: state_tier is 'disk'; states can be on '', 'host'"):
         verify_plan(wrong)
-    with pytest.raises(ConstraintError, match=r"offload_states=disk: one of none, host; an update works in memory"):
+    with pytest.raises(ConstraintError, match=r"offload_states=disk: one of none, host, either; an update works"):
         check_constraints(Constraints(offload_states="disk"), 1)
     with pytest.raises(ConstraintError, match=r"params\['w'\].*'@host' after it"):
         check_constraints(Constraints(params={"w": "R/R/R@tape"}), 1)
@@ -202,3 +204,40 @@ def test_a_host_without_room_or_rate_is_named() -> None:
     moved_bytes = 7 * sum(param.spec.nbytes for param in params.values()) + 2 * 4 * len(params)  # and step counters
     assert slow is not None and fast is not None
     assert slow.step_s - fast.step_s == pytest.approx(moved_bytes * (1 / 1e8 - 1 / 1e10), rel=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.6])
+def test_the_planner_moves_the_states_that_cost_least(share: float) -> None:
+    """Against every assignment of classes to places."""
+    given = job(captured("mlp")[1], 1, "momentum")
+    free, moved_all = (
+        search(given, Constraints(offload_states=states, microbatches=1), certify=False).plan
+        for states in ("none", "host")
+    )
+    peaks = [max(plan.prediction.peak_bytes) for plan in (free, moved_all) if plan.prediction is not None]
+    limit = int(peaks[1] + share * (peaks[0] - peaks[1]))
+    pins = Constraints(offload="host", recompute="none", memory_bytes=limit, microbatches=1)
+    found = search(given, pins)
+    (stage,) = found.plan.stages
+    classes = param_classes(given.program)
+    best = float("inf")
+    for places in itertools.product(("", "host"), repeat=len(classes)):
+        tier = {name: place for of, place in zip(classes, places, strict=True) for name in of.params}
+        params = {
+            name: msgspec.structs.replace(layouts, state_tier=tier[name]) for name, layouts in stage.params.items()
+        }
+        plan = msgspec.structs.replace(free, stages=(msgspec.structs.replace(stage, params=params),))
+        simulation = simulate_plan(plan, verify_plan(plan))
+        if simulation.peak_bytes[0] <= limit:
+            best = min(best, simulation.step_s)
+    assert found.plan.prediction is not None and found.plan.certificate is not None
+    assert {layouts.state_tier for layouts in stage.params.values()} == {"", "host"}
+    assert max(found.plan.prediction.peak_bytes) <= limit
+    assert found.plan.certificate.bound_s <= best * (1 + 1e-9)
+    assert found.plan.prediction.step_s <= best * 1.02
+
+
+def test_states_stay_where_memory_is_ample() -> None:
+    given = job(captured("mlp")[1], 2)
+    plan = search(given, Constraints(dp=2, zero=0, offload="host"), certify=False).plan
+    assert {layouts.state_tier for layouts in plan.stages[0].params.values()} == {""}

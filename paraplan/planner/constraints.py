@@ -14,8 +14,8 @@ of matrix products, convolutions and attention are kept, what is cheap is recomp
 practised today)."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 """The tiers activations may wait on."""
-OFFLOAD_STATES = {"none": ("",), "host": ("host",)}
-"""Where optimizer states may be."""
+OFFLOAD_STATES = {"none": ("",), "host": ("host",), "either": ("", "host")}
+"""Where optimizer states may be; "either" is the planner's choice, where activations may wait on the host too."""
 CP_MODES = ("gather", "alltoall", "ring")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -42,7 +42,7 @@ class Constraints(Value, frozen=True, kw_only=True):
         recompute: "none", "selective" or "full" (see `PRESETS`); None: what pays where memory is short.
         offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
         offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "none" on the
-            device; None: on the device.
+            device, "either" leaves it to the planner; None: to the planner where `offload` allows the host.
         params: layouts of named parameters, "stored/grad/state" texts.
     """
 
@@ -72,9 +72,14 @@ class Constraints(Value, frozen=True, kw_only=True):
 
     @property
     def state_tiers(self) -> tuple[str, ...]:
-        """Where optimizer states may be; "" is the device."""
-        pinned = {parse_param_pin(name, text)[3] for name, text in self.params.items()}
-        return tuple(sorted({*OFFLOAD_STATES[self.offload_states or "none"], *pinned}))
+        """Where optimizer states may be, of parameters not pinned by name; "" is the device."""
+        return OFFLOAD_STATES[self.offload_states or "none"]
+
+    @property
+    def states_leave(self) -> bool:
+        """Whether any optimizer state may be on the host."""
+        pinned = [parse_param_pin(name, text)[3] for name, text in self.params.items()]
+        return any(pinned) or any(self.state_tiers)
 
 
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:

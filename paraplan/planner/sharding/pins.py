@@ -19,7 +19,7 @@ from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.strategies import AxisKeys, Strategy, dims_of, mesh_choices
 from paraplan.planner.classes import ParamClass
-from paraplan.planner.constraints import OFFLOAD_STATES, Constraints, parse_param_pin
+from paraplan.planner.constraints import Constraints, parse_param_pin
 from paraplan.planner.sharding.experts import ExpertAxis, expert_axis
 from paraplan.planner.sharding.options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
@@ -112,7 +112,7 @@ class Pins:
         if pinned:
             text = (layout_text(option.stored), layout_text(option.grad), layout_text(option.state), option.state_tier)
             return text == parse_param_pin(cls.params[0], sorted(pinned)[0])
-        if cls.trained and option.state_tier not in OFFLOAD_STATES[self.constraints.offload_states or "none"]:
+        if cls.trained and option.state_tier not in self.constraints.state_tiers:
             return False
         if self.tp >= 0:
             on_tp = (option.stored[self.tp], option.state[self.tp])

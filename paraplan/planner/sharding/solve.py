@@ -104,10 +104,12 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
         InfeasibleError: what is pinned to the host does not fit there.
     """
     costs = Costs(job.cluster, mesh, job.profile, job.optimizer.name)
-    prices = Prices(costs, (num_microbatches, *mesh.shape), tuple(filter(None, constraints.state_tiers)))
+    prices = Prices(costs, (num_microbatches, *mesh.shape), ("host",) if constraints.states_leave else ())
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
     space = build_space(job, prices, num_microbatches, pins)
-    need, room = sum(min(nbytes) for _, nbytes in space.away), host_room_bytes(space)
+    need = sum(min(nbytes) for _, nbytes in space.away)
+    need += max((min(nbytes) for _, nbytes in space.away_workspace), default=0)
+    room = host_room_bytes(space)
     if need > room:
         raise InfeasibleError(
             f"optimizer states and their gradients take at least {say_size(need)} per device in the host's memory on "

@@ -109,7 +109,8 @@ class Space:
         deciders, transfers: see the module's head.
         at_loss, at_update: bytes each decider's options hold at these two instants: (decider, bytes per option).
         update_workspace: bytes needed while one parameter updates: (decider, bytes per option).
-        away: states, and their gradients at the update, on the host: (decider, bytes per option).
+        away, away_workspace: on the host, states and their gradients at the update, and what the update of one
+            parameter needs besides: (decider, bytes per option).
         kept: per parameter class, what is alive all through the step: (decider, bytes per option).
         grads: per parameter class, bytes of one parameter's gradient per option, and whose: (decider, bytes, class).
         saved: per (kind, value), bytes one microbatch of one instance keeps for the backward: (decider, bytes).
@@ -128,6 +129,7 @@ class Space:
     at_update: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     update_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     away: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    away_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     kept: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     grads: list[tuple[int, tuple[int, ...], ParamClass]] = field(default_factory=list)
     saved: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
@@ -227,7 +229,7 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
     master = TensorSpec(options[0].state_dtype, cls.spec.shape)
     slots = job.optimizer.state_slots
     costs, loss, update, work, grads = [], [], [], [], []
-    away = [0] * len(options)
+    away, away_work = [0] * len(options), [0] * len(options)
     for number, option in enumerate(options):
         stored = prices.nbytes(cls.spec, (R, *option.stored))
         if not cls.trained:
@@ -252,7 +254,9 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
         grads.append(0 if m > 1 or tier else grad)  # those of states on a tier go there as they are made
         loss.append((kept + (grad if m > 1 else 0)) * n)
         update.append((kept + (0 if tier else shard)) * n)
-        work.append(0 if tier else shard * job.optimizer.workspace_slots)
+        needed = shard * job.optimizer.workspace_slots
+        work.append(0 if tier else needed)
+        away_work[number] = needed if tier else 0
         away[number] = (states + shard) * n if tier else 0
     index = space.decide(f"param {cls.params[0]}", tuple(costs))
     space.param_decider.append(index)
@@ -264,6 +268,7 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
     space.update_workspace.append((index, tuple(work)))
     if any(away):
         space.away.append((index, tuple(away)))
+        space.away_workspace.append((index, tuple(away_work)))
 
 
 def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:
