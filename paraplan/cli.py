@@ -66,6 +66,7 @@ Recompute = Annotated[
 Offload = Annotated[
     str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
 ]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB.")]
 OffloadStates = Annotated[
     str | None, typer.Option(help="host: optimizer states in the host's memory, updated there; none: on the device.")
 ]
@@ -115,10 +116,7 @@ def plan(
     mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB; default: its memory."),
-    ] = None,
+    memory: Memory = None,
     memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
