@@ -36,6 +36,7 @@ PINS = {
     "zero1": (2, Constraints(dp=2, zero=1)),
     "zero3": (2, Constraints(dp=2, zero=3, microbatches=2)),
     "tp": (2, Constraints(tp=2)),
+    "pp": (2, Constraints(pp=2, microbatches=2)),
 }
 STEPS = 3
 
@@ -93,16 +94,17 @@ def single(name: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("name", ["gpt2", "mlp"])
 def test_steps_equal_one_device_and_are_as_predicted(name: str, pin: str) -> None:
     plan = planned(name, pin, optimizer="momentum")
-    assert {each.state_tier for each in plan.stages[0].params.values()} == {"host"}
+    assert {each.state_tier for stage in plan.stages for each in stage.params.values()} == {"host"}
     programs = verify_plan(plan)
     simulation = simulate_plan(plan, programs)
     trainer = trained(plan, name, torch.optim.SGD, lr=0.05, momentum=0.9)
     loss, grads, params = single(name)
     assert relative_error(trainer.params(), params) <= 1e-9
     for rank in range(len(trainer.ranks)):
-        assert [entry.key for entry in trainer.entries(rank)] == [entry.key for entry in entries(programs[0])]
-        assert 1.0 <= simulation.peak_bytes[0] / trainer.peak_bytes(rank) <= 1.001
-        assert trainer.tier_peak_bytes(rank) == simulation.tier_peak_bytes != {}
+        of = plan.schedule.rank_class[rank]
+        assert [entry.key for entry in trainer.entries(rank)] == [entry.key for entry in entries(programs[of])]
+        assert 1.0 <= simulation.peak_bytes[of] / trainer.peak_bytes(rank) <= 1.001
+        assert trainer.tier_peak_bytes(rank) == simulation.traces[of].tier_peak_bytes != {}
     again = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], captured(name)[0])
     assert abs(float(again.step(captured(name)[2])) - loss) <= 1e-9 * abs(loss)
     assert relative_error(again.grads(), grads) <= 1e-9
