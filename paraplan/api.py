@@ -275,7 +275,7 @@ def compile(
         memory, memory_reserve: what a device may hold at most (else its memory) and leaves free; bytes or "12GiB".
         recompute: "none", "selective" or "full"; left out: chosen, and only where memory is short.
         offload: "host" or "disk" (both) lets activations wait there if memory is short, and states live on the host.
-        offload_states: "host" has all optimizer states in the host's memory, which updates parameters, "none" no state.
+        offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "none" neither.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
         profile, profile_any: measured times (`paraplan profile`); another device's or torch's too, said in the plan.

@@ -69,7 +69,7 @@ Offload = Annotated[
 ]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB.")]
 OffloadStates = Annotated[
-    str | None, typer.Option(help="host: optimizer states in the host's memory, updated there; none: on the device.")
+    str | None, typer.Option(help="host: optimizer states on the host, updated there; all: parameters too; none.")
 ]
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
 Pipeline = Annotated[int | None, typer.Option(help="Pipeline-parallel degree; other degrees are within a stage.")]

@@ -50,6 +50,7 @@ class Role(Enum):
 _OUTER = {"param": Role.PARAMETERS, "state": Role.MASTERS, "batch": Role.BATCH}
 _PREFIXES = {
     "acc": Role.GRADIENTS, "grad": Role.GRADIENTS, "tied": Role.GRADIENTS, "whole": Role.GATHERED,
+    "here": Role.GATHERED,
     "sum": Role.COMMUNICATION, "d": Role.BOUNDARY_GRADIENTS, "param": Role.PARAMETERS, "state": Role.MASTERS,
     "buffer": Role.BUFFERS,
 }  # fmt: skip
@@ -205,8 +206,8 @@ class _Roles:
     def _made(self, each: Alive, step: Step, instr: Instr, held: Role | None) -> Role:
         """What its maker says, where its holders leave it open."""
         backward = is_backward(step)
-        if instr.kind is InstrKind.COPY and step.segment < 0:
-            return Role.MASTERS
+        if instr.kind is InstrKind.COPY and (step.segment < 0 or step.block.startswith("fetch")):
+            return Role.MASTERS if step.segment < 0 else Role.GATHERED
         if instr.kind is InstrKind.COPY:
             return Role.SAVED if each.tier else Role.FETCHED
         if held is not None and step.segment >= 0:

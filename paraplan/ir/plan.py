@@ -21,6 +21,9 @@ PLAN_VERSION = 1
 STATE_TIERS = ("", "host")
 """Where an optimizer's states may be, and are updated; "" is the device."""
 
+PLACES = {("", ""): "", ("host", ""): "@host", ("host", "host"): "@all"}
+"""How pins say where state and stored copy of a parameter are."""
+
 
 class ModelRef(Value, frozen=True, kw_only=True):
     """Which model a plan is for.
@@ -71,18 +74,21 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     ZeRO-1 the last.
 
     `state_tier` is where the optimizer's copy and states are: "" for the device, or "host": gradients are then copied
-    there, the host updates, and the updated parameter is copied back (ZeRO-Offload, Ren et al. 2021).
+    there, the host updates, and the updated parameter is copied back (ZeRO-Offload, Ren et al. 2021). `stored_tier` is
+    where the stored copy is: with "host" it is copied to the device a segment before it is read, and given up after it.
+    A trained parameter's state then is there too, in the same storage.
     """
 
     stored: str
     grad: str
     state: str
     state_tier: str = ""
+    stored_tier: str = ""
 
     @property
     def text(self) -> str:
-        """As a pin says it: "stored/grad/state", then "@host" where the state is there."""
-        return f"{self.stored}/{self.grad}/{self.state}" + (f"@{self.state_tier}" if self.state_tier else "")
+        """As a pin says it: "stored/grad/state", then "@host" where the state is there, "@all" where all of it is."""
+        return f"{self.stored}/{self.grad}/{self.state}" + PLACES[self.state_tier or self.stored_tier, self.stored_tier]
 
 
 class Split(Value, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from paraplan.ir.lower import lower
 from paraplan.ir.lower.remat import remat_of
 from paraplan.ir.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, parse_layout
 from paraplan.ir.plan import PLAN_VERSION, STATE_TIERS, ParamLayouts, Plan, Stage
-from paraplan.ir.program import Program, SegmentKind
+from paraplan.ir.program import Program, SegmentKind, master_dtype, trained_params
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.rules.carried import rule_fault
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
@@ -229,6 +229,7 @@ def _verify_stage(plan: Plan, stage: Stage, where: str) -> None:
         if name not in program.params:
             raise InvalidPlanError(f"{where}: no parameter {name!r}")
         _verify_param(name, layouts, program.params[name].spec.shape, shape, where)
+        _verify_tiers(plan, name, layouts, f"{where}, parameter {name}")
     for name, text in stage.batch.items():
         if name not in program.batch:
             raise InvalidPlanError(f"{where}: no batch input {name!r}")
@@ -267,11 +268,25 @@ def _verify_param(
 ) -> None:
     for role, text in (("stored", layouts.stored), ("grad", layouts.grad), ("state", layouts.state)):
         _verify_layout(text, shape, mesh_shape, f"{where}, parameter {name}, {role}", partial=role == "grad")
-    if layouts.state_tier not in STATE_TIERS:
-        known = ", ".join(repr(tier) for tier in STATE_TIERS)
-        raise InvalidPlanError(
-            f"{where}, parameter {name}: state_tier is {layouts.state_tier!r}; states can be on {known}"
-        )
+
+
+def _verify_tiers(plan: Plan, name: str, layouts: ParamLayouts, where: str) -> None:
+    for role, tier in (("state_tier", layouts.state_tier), ("stored_tier", layouts.stored_tier)):
+        if tier not in STATE_TIERS:
+            known = ", ".join(repr(each) for each in STATE_TIERS)
+            raise InvalidPlanError(f"{where}: {role} is {tier!r}; it can be {known}")
+    spec, precision = plan.program.params[name].spec, plan.program.precision
+    if layouts.stored_tier and name in trained_params(plan.program):
+        if layouts.state_tier != layouts.stored_tier or layouts.state != layouts.stored:
+            raise InvalidPlanError(
+                f"{where}: stored on the {layouts.stored_tier} as {layouts.stored}, but its state is "
+                f"{layouts.state} on the {layouts.state_tier or 'device'}; give the state the same layout and tier"
+            )
+        if master_dtype(precision, spec.dtype) != spec.dtype:
+            raise InvalidPlanError(
+                f"{where}: stored on the {layouts.stored_tier} in {spec.dtype}, while {precision} updates a copy in "
+                f"{master_dtype(precision, spec.dtype)}; keep it stored on the device, or plan in fp32"
+            )
 
 
 def _verify_layout(text: str, shape: tuple[int, ...], mesh_shape: tuple[int, ...], where: str, partial: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.plan import STATE_TIERS
+from paraplan.ir.plan import PLACES
 from paraplan.ir.struct import Value
 
 PRESETS = ("none", "selective", "full")
@@ -14,8 +14,12 @@ of matrix products, convolutions and attention are kept, what is cheap is recomp
 practised today)."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 """The tiers activations may wait on."""
-OFFLOAD_STATES = {"none": ("",), "host": ("host",), "either": ("", "host")}
-"""Where optimizer states may be; "either" is the planner's choice, where activations may wait on the host too."""
+OFFLOAD_STATES = {
+    "none": (("", ""),), "host": (("host", ""),), "all": (("host", "host"),),
+    "either": (("", ""), ("host", ""), ("host", "host")),
+}  # fmt: skip
+"""Where the optimizer's states and the stored parameters may be ("" is the device); "either" is the planner's choice,
+where activations may wait on the host too."""
 CP_MODES = ("gather", "alltoall", "ring")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -41,8 +45,9 @@ class Constraints(Value, frozen=True, kw_only=True):
         memory_reserve_bytes: device memory to leave free.
         recompute: "none", "selective" or "full" (see `PRESETS`); None: what pays where memory is short.
         offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
-        offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "none" on the
-            device, "either" leaves it to the planner; None: to the planner where `offload` allows the host.
+        offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "all" keeps
+            parameters there too, "none" all on the device, "either" leaves it to the planner; None: to the planner
+            where `offload` allows the host.
         params: layouts of named parameters, "stored/grad/state" texts.
     """
 
@@ -71,15 +76,15 @@ class Constraints(Value, frozen=True, kw_only=True):
         return OFFLOAD[self.offload]
 
     @property
-    def state_tiers(self) -> tuple[str, ...]:
-        """Where optimizer states may be, of parameters not pinned by name; "" is the device."""
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """Where states and stored parameters may be, of parameters not pinned by name."""
         return OFFLOAD_STATES[self.offload_states or "none"]
 
     @property
     def states_leave(self) -> bool:
         """Whether any optimizer state may be on the host."""
         pinned = [parse_param_pin(name, text)[3] for name, text in self.params.items()]
-        return any(pinned) or any(self.state_tiers)
+        return any(map(any, (*pinned, *self.places)))
 
 
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
@@ -123,6 +128,10 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
             f"offload_states={c.offload_states}: one of {', '.join(OFFLOAD_STATES)}; an update works in memory, so "
             "states cannot be on disk"
         )
+    if c.offload_states == "all" and c.zero in (1, 2):
+        raise ConstraintError(
+            f"offload_states=all with zero={c.zero}: parameters on the host lie as their states do; give zero=3 or 0"
+        )
     if c.memory_bytes is not None and c.memory_bytes <= 0:
         raise ConstraintError(f"memory={c.memory_bytes}: must be more than 0 bytes")
     if c.mesh is not None:
@@ -148,17 +157,17 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     return c
 
 
-def parse_param_pin(name: str, text: str) -> tuple[str, str, str, str]:
-    """`"S0/S0/S0@host"` to (stored, grad, state, tier of the state); "" for the device, where no tier is named.
+def parse_param_pin(name: str, text: str) -> tuple[str, str, str, tuple[str, str]]:
+    """`"S0/S0/S0@host"` to (stored, grad, state, tiers of state and stored copy); without "@", the device.
 
     Raises:
         ConstraintError: not three layouts, or states cannot be there.
     """
-    layouts, _, tier = text.partition("@")
-    parts = layouts.split("/")
-    if len(parts) != 3 or tier not in STATE_TIERS:
+    layouts, at, place = text.partition("@")
+    parts, places = layouts.split("/"), {words: tiers for tiers, words in PLACES.items()}
+    if len(parts) != 3 or at + place not in places:
         raise ConstraintError(
             f"params[{name!r}] = {text!r}: give stored/grad/state, e.g. 'R,S0/R,S0/R,S0', and '@host' after it where "
-            "the states are to be in the host's memory"
+            "the states are to be in the host's memory, '@all' where the parameter is too"
         )
-    return parts[0], parts[1], parts[2], tier
+    return parts[0], parts[1], parts[2], places[at + place]

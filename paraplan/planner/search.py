@@ -165,7 +165,8 @@ def _solve(
 
 def _states_pinned_away(constraints: Constraints) -> bool:
     """Whether some state cannot be on the device."""
-    return msgspec.structs.replace(constraints, offload_states="none").states_leave or "" not in constraints.state_tiers
+    named = msgspec.structs.replace(constraints, offload_states="none").states_leave
+    return named or ("", "") not in constraints.places
 
 
 def _keeps_all(constraints: Constraints) -> bool:

@@ -89,7 +89,12 @@ class Executor:
                     f"rank {self.rank}: {name} is {dtype}{tuple(tensor.shape)}, "
                     f"the program expects {said.dtype}{said.shape}"
                 )
-            self.outer[name] = Away.kept(tensor, said.tier) if said.tier else tensor
+            if said.tier:
+                shared = said.role == "state" and not said.nbytes  # the parameter's own storage
+                away = self.outer[f"param:{said.source}"] if shared else Away.kept(tensor, said.tier)
+                self.outer[name] = away
+            else:
+                self.outer[name] = tensor
 
     def inputs(self, step: Step) -> list[Any]:
         """What a call is given: its arguments, its offsets, the copier; names the step drops are given up."""
@@ -142,8 +147,7 @@ class Executor:
         for name in step.outs:
             if name is not None:
                 dtype = getattr(torch, transfer.dtype)
-                like = self._any_tensor() if x is None else x
-                made = torch.empty(transfer.shape, dtype=dtype, device=like.device)
+                made = torch.empty(transfer.shape, dtype=dtype, device=self.copier.device if x is None else x.device)
                 if x is not None and peer >= 0:
                     made.copy_(_part(x, transfer.starts[self._place], transfer.shape))
                 self.outer[name] = x = made
@@ -155,9 +159,6 @@ class Executor:
         else:
             handle = self.port.receive(x, peer, what)
         self._messages[step.transfer, step.microbatch] = handle
-
-    def _any_tensor(self) -> Tensor:
-        return next(iter(self.outer.values()))
 
     def _accumulate(self, step: Step) -> Tensor:
         total, addend = step.args

@@ -142,8 +142,9 @@ class Trainer(Checkpointing):
             program, modules = self._evaluations.get(key, self.plan.schedule.rank_class[self.rank])
             here = self.state.executor.coordinates
             self._evaluators[key] = Executor(
-                program, modules, here, self.transport, self.rank, source_lines(self.plan.program)
-            )
+                program, modules, here, self.transport, self.rank, source_lines(self.plan.program),
+                copier=self.state.executor.copier,
+            )  # fmt: skip
         executor = self._evaluators[key]
         rows = None if isinstance(batch, ShardedBatch) else missing_rows(self.plan, batch)
         bind(executor, self.state, batch if isinstance(batch, ShardedBatch) else self.cut(batch))

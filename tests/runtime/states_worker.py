@@ -23,13 +23,13 @@ from runtime import plans
 
 
 def planned(every: int) -> Plan:
-    """A random plan, every so-manieth parameter's states on the host; 0: none."""
+    """A random plan, every so-manieth parameter's states on the host, and it too where it lies as they do; 0: none."""
     plan, _ = plans.planned(plans.SEEDS[0])
     (stage,) = plan.stages
-    params = {
-        name: msgspec.structs.replace(layouts, state_tier="host" if every and index % every == 0 else "")
-        for index, (name, layouts) in enumerate(stage.params.items())
-    }
+    params = dict(stage.params)
+    for name, layouts in list(params.items())[::every] if every else ():
+        stored = "host" if layouts.stored == layouts.state else ""
+        params[name] = msgspec.structs.replace(layouts, state_tier="host", stored_tier=stored)
     made = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
     return Plan(made, verify_plan(made))
 
@@ -52,6 +52,7 @@ def main() -> None:
     rank, _ = init_distributed("gloo", timeout_s=60)
     torch.set_num_threads(1)
     plan = planned(2)
+    assert {"", "host"} <= {layouts.stored_tier for layouts in planned(1).data.stages[0].params.values()}
     trainer = plan.executable(plans.net(), paced=True)
     local = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], plans.net())
     optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)

@@ -94,6 +94,12 @@ class _Evaluation(RankSteps):
         spec = graph.values[str(graph.outputs[0])]
         sources = {local: self._at(source, m) for local, source in zip(graph.inputs, output.inputs, strict=True)}
         outer = f"output:{name}@{m}"
+        away = [n for n in output.inputs if n.startswith("param:") and self.fetches.is_away(n.removeprefix("param:"))]
+        if away:
+            raise ConstraintError(
+                f"output {name} reads {away[0]} outside of every segment, and the plan keeps that on the host; leave "
+                "the output out, or keep the parameter on the device"
+            )
         if block is None:
             outer = sources[graph.inputs[0]]
         else:

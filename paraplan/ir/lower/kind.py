@@ -53,6 +53,7 @@ class KindContext:
         params: per parameter slot, where it is stored.
         param_grads: per parameter slot, the layout its gradient is handed over in (on the mesh).
         grad_dtype: dtype gradients are accumulated in, "" for that of the gradient.
+        fetched: per parameter slot, whether it is copied to the device for the block (see `fetch`); empty: none is.
     """
 
     num_microbatches: int
@@ -61,6 +62,7 @@ class KindContext:
     params: tuple[Layout, ...]
     param_grads: tuple[Layout, ...]
     grad_dtype: str
+    fetched: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -282,11 +284,12 @@ def early(
         for name, layout in zip(kind.graph.ops[index].tensors, strategies[index].inputs, strict=True):
             wanted.setdefault(name, {})[layout] = None
     found: list[Move | None] = []
-    for name, stored in zip(kind.params, context.params, strict=True):
+    fetched = context.fetched or (False,) * len(kind.params)
+    for name, stored, away in zip(kind.params, context.params, fetched, strict=True):
         spec, layouts = kind.graph.values[name], tuple(wanted.get(name, ()))
         path = reshard_path(spec.shape, (R, *stored), layouts[0], extended, frozen=1) if len(layouts) == 1 else ()
         gathers = bool(path) and path[0].kind == "all_gather" and travels_with(spec, path[:1], extended) is not None
-        found.append(path[0] if gathers else None)
+        found.append(path[0] if gathers and not away else None)
     return tuple(found)
 
 

@@ -22,12 +22,13 @@ def outer_values(blocks: PlanBlocks, group: int) -> dict[str, OuterValue]:
     trained = set(held.trained)
     for name, layouts in held.params.items():
         spec = program.params[name].spec
-        found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.stored), shape, True)
+        at = layouts.stored_tier
+        found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.stored), shape, True, at)
         if name in trained:
             dtype = master_dtype(program.precision, spec.dtype)
             stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
             tier = layouts.state_tier
-            own = bool(tier) or dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
+            own = tier != at or dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
             found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), state, shape, own, tier)
     for name, text in held.batch.items():
         entry = program.batch[name]

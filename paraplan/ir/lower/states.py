@@ -97,6 +97,8 @@ class StateCopies:
 
     def _differs(self, name: str, param: ParamSpec) -> bool:
         layouts = self.layouts[name]
+        if layouts.stored_tier:
+            return False
         return bool(layouts.state_tier) or layouts.stored != layouts.state or self._dtype(name) != param.spec.dtype
 
     def _dtype(self, name: str) -> str:

@@ -5,8 +5,9 @@ Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what
 `<segment>/<value>@<m>` (saved), `<segment>^<value>@<m>` (kept by the first part of a backward for the second),
 `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
 of ranks that hold it), `new:<buffer>` (its new value, likewise), `sum:<i>` (under way),
-`whole:<segment>/<slot>@<action>` (a parameter gathered ahead), `den<i>`, `tangent<i>`, `num<i>`, `loss`;
-`<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
+`whole:<segment>/<slot>@<action>` (a parameter gathered ahead), `here:<segment>/<slot>@<action>` (one copied to the
+device), `den<i>`, `tangent<i>`, `num<i>`, `loss`; `<name><<group>` is what came from another group of ranks,
+`<name>#<i>` a part of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from paraplan.ir.lower.ahead import Gathers, Visit
 from paraplan.ir.lower.away import AwayValue, Copies, at
 from paraplan.ir.lower.away import Visit as CopyVisit
 from paraplan.ir.lower.backward import LoweredBackward
+from paraplan.ir.lower.fetch import Fetches, FetchVisit
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.parcels import Parcel, local_bytes
 from paraplan.ir.lower.parted import PartedCalls
@@ -63,6 +65,7 @@ class SegmentSteps:
         self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
         self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
         self.copies = Copies(self._call_for)
+        self.fetches = Fetches(self.program.params, params, shape, self._call_for)
         self.numerators = {
             term.numerator: index
             for index, term in enumerate(self.program.loss)
@@ -116,6 +119,22 @@ class SegmentSteps:
         )
         return Visit(index, tuple(parcels))
 
+    def _fetch(self, index: int, m: int, block: Block) -> FetchVisit:
+        """The parameters that are copied to the device for a segment's block."""
+        segment, kind = self.program.segments[index], self.program.kinds[self.program.segments[index].kind]
+        read = [
+            (slot, name)
+            for slot, (local, name) in enumerate(zip(kind.params, segment.params, strict=True))
+            if local in block.inputs and self.fetches.is_away(name)
+        ]
+        return FetchVisit(index, m, tuple(read))
+
+    def _param(self, index: int, slot: int, name: str, early: Sequence[Move | None]) -> str:
+        """What a segment's block is given for a parameter."""
+        if early[slot] is not None:
+            return self._whole(index, slot)
+        return self.fetches.here(index, slot, self.action) if self.fetches.is_away(name) else f"param:{name}"
+
     def _whole(self, index: int, slot: int) -> str:
         return f"whole:{index}/{slot}@{self.action}"
 
@@ -124,7 +143,7 @@ class SegmentSteps:
         segment = self.program.segments[index]
         kind = self.program.kinds[segment.kind]
         names = {
-            local: f"param:{outer}" if early[slot] is None else self._whole(index, slot)
+            local: self._param(index, slot, outer, early)
             for slot, (local, outer) in enumerate(zip(kind.params, segment.params, strict=True))
         }
         names |= {local: self._at(outer, m) for local, outer in zip(kind.inputs, segment.inputs, strict=True)}
@@ -137,9 +156,11 @@ class SegmentSteps:
         held, forwards = self.plan.stages[stage], self.parts(m).forwards
         order = range(held.first, held.stop)
         self.gathers.start([self._visit(index, forwards[index].early) for index in order])
+        self.fetches.start([self._fetch(index, m, forwards[index].block) for index in order], self.action)
         for index in order:
             segment, lowered = self.program.segments[index], forwards[index]
             self.gathers.reach(index)
+            self.fetches.reach()
             names = self._sources(index, m, lowered.early)
             tangents = zip(self.program.kinds[segment.kind].tangents, segment.outputs, strict=True)
             known = {t: self.tangent_of[out] for t, out in tangents if t in lowered.block.inputs and t is not None}
@@ -178,11 +199,13 @@ class SegmentSteps:
         lowered_of = {index: _half(parts, index, half) for index in order}
         self.gathers.start([self._visit(index, lowered_of[index].early) for index in order])
         self.copies.start([CopyVisit(index, _returning(parts, index, half)) for index in order], m)
+        self.fetches.start([self._fetch(index, m, lowered_of[index].block) for index in order], self.action)
         self.partials.start(max((self._partial_bytes(parts, index) for index in order), default=0))
         for index in order:
             segment, lowered = self.program.segments[index], lowered_of[index]
             kind = self.program.kinds[segment.kind]
             self.gathers.reach(index)
+            self.fetches.reach()
             self.copies.reach(m)
             names = self._sources(index, m, lowered.early)
             names |= {local: at(index, local, m) for local in parts.forwards[index].block.saved}

@@ -25,10 +25,17 @@ class ParamOption:
     state: Layout
     state_dtype: str
     state_tier: str = ""
+    stored_tier: str = ""
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where state and stored copy are."""
+        return self.state_tier, self.stored_tier
 
     def needs_restore(self, dtype: str) -> bool:
         """Whether the update is followed by a write into the stored copy."""
-        return bool(self.state_tier) or self.stored != self.state or dtype != self.state_dtype
+        moved = self.stored != self.state or dtype != self.state_dtype
+        return self.state_tier != self.stored_tier or moved
 
     def owns_state(self, spec: TensorSpec, mesh_shape: Dims) -> bool:
         """Whether the optimizer's tensor is a storage of its own, not a slice of the stored copy."""
@@ -39,7 +46,7 @@ class ParamOption:
         """As a plan writes it."""
         return ParamLayouts(
             stored=layout_text(self.stored), grad=layout_text(self.grad), state=layout_text(self.state),
-            state_tier=self.state_tier,
+            state_tier=self.state_tier, stored_tier=self.stored_tier,
         )  # fmt: skip
 
 
@@ -51,12 +58,11 @@ def _axis_options(ndim: int) -> list[tuple[Placement, Placement, Placement]]:
     return found
 
 
-def param_options(
-    precision: str, cls: ParamClass, mesh_shape: Dims, tiers: tuple[str, ...] = ("",)
-) -> tuple[ParamOption, ...]:
+def param_options(precision: str, cls: ParamClass, mesh_shape: Dims, away: bool = False) -> tuple[ParamOption, ...]:
     """Every combination of per-axis options that divides or may be padded; a frozen parameter is only stored.
 
-    `tiers`: where the optimizer's states may be.
+    `away`: also with the optimizer's states in the host's memory, and with the stored copy there too where that can
+    be its state's storage.
     """
     dtype = master_dtype(precision, cls.spec.dtype)
     found: dict[ParamOption, None] = {}
@@ -65,8 +71,11 @@ def param_options(
         if not cls.trained:
             grad = state = stored
         if all(is_shardable(cls.spec.shape, layout, mesh_shape) for layout in (stored, grad, state)):
-            for tier in tiers if cls.trained else ("",):
-                found[ParamOption(stored, grad, state, dtype, tier)] = None
+            found[ParamOption(stored, grad, state, dtype)] = None
+            if away and cls.trained:
+                found[ParamOption(stored, grad, state, dtype, "host")] = None
+            if away and stored == state and dtype == cls.spec.dtype:
+                found[ParamOption(stored, grad, state, dtype, "host", "host")] = None
     return tuple(found)
 
 

@@ -110,9 +110,10 @@ class Pins:
         """Whether a parameter class' option is left over."""
         pinned = {self.constraints.params[name] for name in cls.params if name in self.constraints.params}
         if pinned:
-            text = (layout_text(option.stored), layout_text(option.grad), layout_text(option.state), option.state_tier)
+            text = (layout_text(option.stored), layout_text(option.grad), layout_text(option.state), option.place)
             return text == parse_param_pin(cls.params[0], sorted(pinned)[0])
-        if cls.trained and option.state_tier not in self.constraints.state_tiers:
+        places = self.constraints.places
+        if option.place not in (places if cls.trained else {(stored, stored) for _, stored in places}):
             return False
         if self.tp >= 0:
             on_tp = (option.stored[self.tp], option.state[self.tp])

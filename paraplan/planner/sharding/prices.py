@@ -205,14 +205,15 @@ class Prices:
         read_bytes, write_bytes = param_bytes * (2 + slots), param_bytes * (1 + slots)
         return self._on(COMPUTE, self.costs.update_share_s(param_bytes, read_bytes, write_bytes))
 
-    def updated_away(self, tier: str, param_bytes: int, slots: int) -> Price:
-        """A parameter's gradient copied to a tier, its update there, with `slots` states, and the way back."""
-        copied = self.costs.copy_s(tier, param_bytes)
-        return add(
-            self._on(copy_stream(tier, OUT), copied),
-            self._on(update_stream(tier), self.costs.update_away_s(tier, param_bytes * (3 + 2 * slots))),
-            self._on(copy_stream(tier, IN), copied),
-        )
+    def updated_away(self, tier: str, param_bytes: int, slots: int, back: bool) -> Price:
+        """A parameter's gradient copied to a tier, its update there, with `slots` states, and the way `back`."""
+        update = self._on(update_stream(tier), self.costs.update_away_s(tier, param_bytes * (3 + 2 * slots)))
+        copied = self._on(copy_stream(tier, OUT), self.costs.copy_s(tier, param_bytes))
+        return add(copied, update, self.fetched(tier, param_bytes)) if back else add(copied, update)
+
+    def fetched(self, tier: str, nbytes: int) -> Price:
+        """A parameter copied from a tier to the device."""
+        return self._on(copy_stream(tier, IN), self.costs.copy_s(tier, nbytes))
 
     def nbytes(self, spec: TensorSpec, layout: Layout) -> int:
         """Local bytes."""

@@ -112,7 +112,7 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
     room = host_room_bytes(space)
     if need > room:
         raise InfeasibleError(
-            f"optimizer states and their gradients take at least {say_size(need)} per device in the host's memory on "
+            f"what is pinned to the host takes at least {say_size(need)} per device there, gradients included, on "
             f"mesh {mesh.shape}, where {job.cluster.name} has room for {say_size(room)}: {say_size(need - room)} are "
             "missing; shard them further (zero), keep some on the device, or describe more host_memory_bytes"
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from paraplan.ir.errors import ConstraintError
 from paraplan.ir.graph import Op, Phase
 from paraplan.ir.lower.kind import extend
 from paraplan.ir.mesh import Layout, P, R
@@ -23,6 +24,7 @@ from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, op_sign
 from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.assemble import Job
 from paraplan.planner.classes import GradClass, ParamClass, grad_classes, param_classes
+from paraplan.planner.sharding.held import param_held
 from paraplan.planner.sharding.options import (
     ParamOption,
     backward_reads,
@@ -32,7 +34,7 @@ from paraplan.planner.sharding.options import (
     saved_roots,
 )
 from paraplan.planner.sharding.pins import Pins
-from paraplan.planner.sharding.prices import Floats, Price, Prices, add, scale
+from paraplan.planner.sharding.prices import Floats, Price, Prices
 
 Dims = tuple[int, ...]
 
@@ -220,55 +222,27 @@ def _alike(space: Space, op: Op, kind: SegmentKind, along: AxisChoice, m: int, k
 
 
 def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
-    """A parameter class: what it holds, and what a step's reduction, update and restoration cost."""
-    prices, n = space.prices, len(cls.params)
-    tiers = ("", *prices.tiers)
-    options = tuple(
-        o for o in param_options(job.program.precision, cls, prices.extended[1:], tiers) if pins.param(cls, o)
-    )
-    master = TensorSpec(options[0].state_dtype, cls.spec.shape)
-    slots = job.optimizer.state_slots
-    costs, loss, update, work, grads = [], [], [], [], []
-    away, away_work = [0] * len(options), [0] * len(options)
-    for number, option in enumerate(options):
-        stored = prices.nbytes(cls.spec, (R, *option.stored))
-        if not cls.trained:
-            costs.append(prices.zero)
-            loss.append(stored)
-            update.append(stored)
-            work.append(0)
-            grads.append(0)
-            continue
-        shard = prices.nbytes(master, (R, *option.state))
-        reduced = prices.reshard(master, (R, *option.grad), (R, *option.state), bundled=True)
-        restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored))
-        assert reduced is not None and restored is not None
-        copy = prices.write(cls.spec, (R, *option.stored)) if option.needs_restore(cls.spec.dtype) else prices.zero
-        tier = option.state_tier
-        step = prices.updated_away(tier, shard, slots) if tier else prices.updated(shard, slots)
-        costs.append(scale(add(reduced, restored, copy, step), n))
-        owned = shard if option.owns_state(cls.spec, prices.extended[1:]) else 0
-        states = owned + shard * slots + job.optimizer.scalar_bytes
-        kept = stored + (0 if tier else states)
-        grad = prices.nbytes(master, (R, *option.grad))
-        grads.append(0 if m > 1 or tier else grad)  # those of states on a tier go there as they are made
-        loss.append((kept + (grad if m > 1 else 0)) * n)
-        update.append((kept + (0 if tier else shard)) * n)
-        needed = shard * job.optimizer.workspace_slots
-        work.append(0 if tier else needed)
-        away_work[number] = needed if tier else 0
-        away[number] = (states + shard) * n if tier else 0
-    index = space.decide(f"param {cls.params[0]}", tuple(costs))
+    """A parameter class: what its options hold and cost (see `held`)."""
+    prices = space.prices
+    every = param_options(job.program.precision, cls, prices.extended[1:], bool(prices.tiers))
+    options = tuple(option for option in every if pins.param(cls, option))
+    if not options:
+        raise ConstraintError(
+            f"nothing is left for {cls.params[0]} {cls.spec} on mesh {prices.extended[1:]}: its pinned layouts and "
+            "tiers contradict each other (a parameter on the host lies there as its state does, in one dtype)"
+        )
+    held = [param_held(job, prices, cls, option, m) for option in options]
+    index = space.decide(f"param {cls.params[0]}", tuple(each.cost for each in held))
     space.param_decider.append(index)
     space.param_options.append(options)
-    space.at_loss.append((index, tuple(loss)))
-    space.kept.append((index, tuple(loss)))
-    space.grads.append((index, tuple(grads), cls))
-    space.at_update.append((index, tuple(update)))
-    space.update_workspace.append((index, tuple(work)))
-    if any(away):
-        space.away.append((index, tuple(away)))
-        space.away_workspace.append((index, tuple(away_work)))
+    space.at_loss.append((index, tuple(each.loss for each in held)))
+    space.kept.append((index, tuple(each.loss for each in held)))
+    space.grads.append((index, tuple(each.grad for each in held), cls))
+    space.at_update.append((index, tuple(each.update for each in held)))
+    space.update_workspace.append((index, tuple(each.work for each in held)))
+    if any(each.away for each in held):
+        space.away.append((index, tuple(each.away for each in held)))
+        space.away_workspace.append((index, tuple(each.away_work for each in held)))
 
 
 def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:

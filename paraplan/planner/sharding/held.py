@@ -1,0 +1,79 @@
+"""What one option of a parameter class holds, on the device and on the host, and what a step of it costs.
+
+On the device: the stored copy, the states, the gradient until it has been used. With states on the host nothing of them
+is left here and gradients go there as they are made; with the stored copy there too, what a segment reads is on the
+device for a moment, which simulation finds (`instants`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from paraplan.ir.mesh import R
+from paraplan.ir.tensor import TensorSpec
+from paraplan.planner.assemble import Job
+from paraplan.planner.classes import ParamClass
+from paraplan.planner.sharding.options import ParamOption
+from paraplan.planner.sharding.prices import Price, Prices, add, scale
+
+
+@dataclass(frozen=True)
+class ParamHeld:
+    """Of all parameters of a class under one option.
+
+    Attributes:
+        cost: reduction, update, restoration and copies of a step.
+        loss, update: bytes on the device at these two instants.
+        work: bytes while one of them updates on the device.
+        grad: bytes of one gradient that lives from the backward to the update.
+        away, away_work: bytes on the host at the update, and besides while one of them updates there.
+    """
+
+    cost: Price
+    loss: int
+    update: int
+    work: int = 0
+    grad: int = 0
+    away: int = 0
+    away_work: int = 0
+
+
+def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m: int) -> ParamHeld:
+    """The bytes and the price of an option, with m microbatches."""
+    n, slots = len(cls.params), job.optimizer.state_slots
+    stored, fetched = prices.nbytes(cls.spec, (R, *option.stored)), prices.zero
+    there = 0
+    if option.stored_tier:
+        fetched = scale(prices.fetched(option.stored_tier, stored), _reads(job, cls) * m)
+        stored, there = 0, stored
+    if not cls.trained:
+        return ParamHeld(fetched, stored * n, stored * n, away=there * n)
+    tier, master = option.state_tier, TensorSpec(option.state_dtype, cls.spec.shape)
+    shard, grad = prices.nbytes(master, (R, *option.state)), prices.nbytes(master, (R, *option.grad))
+    reduced = prices.reshard(master, (R, *option.grad), (R, *option.state), bundled=True)
+    restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored))
+    assert reduced is not None and restored is not None
+    copy = prices.write(cls.spec, (R, *option.stored)) if option.needs_restore(cls.spec.dtype) else prices.zero
+    back = not option.stored_tier
+    step = prices.updated_away(tier, shard, slots, back) if tier else prices.updated(shard, slots)
+    cost = add(scale(add(reduced, restored, copy, step), n), fetched)
+    owned = shard if option.owns_state(cls.spec, prices.extended[1:]) else 0
+    states, workspace = owned + shard * slots + job.optimizer.scalar_bytes, shard * job.optimizer.workspace_slots
+    kept = stored + (0 if tier else states)
+    accumulated = grad if m > 1 else 0
+    if tier:
+        away = (states + shard) * n
+        return ParamHeld(cost, (kept + accumulated) * n, kept * n, away=away, away_work=workspace)
+    return ParamHeld(cost, (kept + accumulated) * n, (kept + shard) * n, workspace, grad if m == 1 else 0)
+
+
+def _reads(job: Job, cls: ParamClass) -> int:
+    """How many segments' forwards and backwards read a class' parameters."""
+    counts = Counter(segment.kind for segment in job.program.segments)
+    found = 0
+    for index, slot in cls.slots:
+        kind = job.program.kinds[index]
+        phases = {op.phase for op in kind.graph.ops if kind.params[slot] in op.tensors}
+        found += counts[index] * len(phases)
+    return found
