@@ -15,8 +15,7 @@ practised today)."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 """The tiers activations may wait on."""
 OFFLOAD_STATES = {
-    "none": (("", ""),), "host": (("host", ""),), "all": (("host", "host"),),
-    "either": (("", ""), ("host", ""), ("host", "host")),
+    "none": (("", ""),), "host": (("host", ""),), "all": (("host", "host"),), "either": (("", ""), ("host", "")),
 }  # fmt: skip
 """Where the optimizer's states and the stored parameters may be ("" is the device); "either" is the planner's choice,
 where activations may wait on the host too."""
