@@ -50,7 +50,7 @@ def test_two_axes() -> None:
     agree(one(4, dp=2, tp=2, zero=3))
 
 
-@pytest.mark.parametrize("schedule, stages", (("1f1b", 2), ("zb-h1", 2), ("zb-v", 4)))
+@pytest.mark.parametrize("schedule, stages", (("1f1b", 2), ("zb-v", 4), ("chimera", 2)))
 def test_pipelines(schedule: str, stages: int) -> None:
     agree(pipeline_of(one(1), schedule, 2, cut(len(gpt2().segments), stages)))
 
