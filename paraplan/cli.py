@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import warnings
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ import typer
 from paraplan import __version__
 from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
+from paraplan.ir.lazy import lazy
 from paraplan.terminal import clusters, profiles
 from paraplan.terminal.progress import Progress, out, print_fault
 from paraplan.terminal.settings import parse_settings
@@ -53,6 +53,7 @@ _PARTS = {
     "compare_table": "paraplan.terminal.compare",
     "compare_json": "paraplan.terminal.compare",
 }
+_part = lazy(_PARTS)
 RESULT_ENV = "PARAPLAN_RESULT"
 """Where the first rank of a locally started run leaves its result for the command that started it."""
 
@@ -66,19 +67,20 @@ Recompute = Annotated[
 Offload = Annotated[
     str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
 ]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB.")]
+OffloadStates = Annotated[
+    str | None, typer.Option(help="host: optimizer states in the host's memory, updated there; none: on the device.")
+]
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
 Pipeline = Annotated[int | None, typer.Option(help="Pipeline-parallel degree; other degrees are within a stage.")]
 ScheduleName = Annotated[
-    str | None, typer.Option(help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v or hanayo.")
+    str | None,
+    typer.Option(help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v, hanayo, gems or chimera."),
 ]
 StageBounds = Annotated[
     str | None, typer.Option(metavar="A:B,B:C", help="With --pp: segments of the stages; cut evenly if not given.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
-
-
-def _part(name: str) -> Any:
-    return getattr(import_module(_PARTS[name]), name)
 
 
 def _version(shown: bool) -> None:
@@ -112,10 +114,7 @@ def plan(
     mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB; default: its memory."),
-    ] = None,
+    memory: Memory = None,
     memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
@@ -132,6 +131,7 @@ def plan(
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     recompute: Recompute = None,
     offload: Offload = "none",
+    offload_states: OffloadStates = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")] = None,
     profile_any: ProfileAny = False,
@@ -143,6 +143,7 @@ def plan(
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
         "pp": pp, "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
+        "offload_states": offload_states,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")

@@ -18,6 +18,9 @@ from paraplan.ir.struct import Value
 
 PLAN_VERSION = 1
 
+STATE_TIERS = ("", "host")
+"""Where an optimizer's states may be, and are updated; "" is the device."""
+
 
 class ModelRef(Value, frozen=True, kw_only=True):
     """Which model a plan is for.
@@ -66,11 +69,20 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     microbatch adds into, `state` the layout the optimizer updates in (gradients are brought there once a
     step, and the updated parameter goes back to `stored`). ZeRO-3 shards all three, ZeRO-2 the last two,
     ZeRO-1 the last.
+
+    `state_tier` is where the optimizer's copy and states are: "" for the device, or "host": gradients are then copied
+    there, the host updates, and the updated parameter is copied back (ZeRO-Offload, Ren et al. 2021).
     """
 
     stored: str
     grad: str
     state: str
+    state_tier: str = ""
+
+    @property
+    def text(self) -> str:
+        """As a pin says it: "stored/grad/state", then "@host" where the state is there."""
+        return f"{self.stored}/{self.grad}/{self.state}" + (f"@{self.state_tier}" if self.state_tier else "")
 
 
 class Split(Value, frozen=True, kw_only=True):
@@ -115,6 +127,8 @@ class Stage(Value, frozen=True, kw_only=True):
     Attributes:
         first, stop: segments [first, stop).
         mesh: its devices.
+        replicas: further meshes of the same shape that hold the stage as well, all with the same layouts; the schedule
+            says which microbatches each of them runs (bidirectional pipelines, `ir.schedule`).
         choices: the kind choices used here.
         segment_choice: per segment, index into `choices`.
         batch: layout of each batch input the stage reads.
@@ -128,6 +142,12 @@ class Stage(Value, frozen=True, kw_only=True):
     segment_choice: tuple[int, ...]
     batch: dict[str, str]
     params: dict[str, ParamLayouts]
+    replicas: tuple[Mesh, ...] = ()
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """All meshes that hold the stage, each once."""
+        return tuple(dict.fromkeys((self.mesh, *self.replicas)))
 
 
 class Prediction(Value, frozen=True, kw_only=True):

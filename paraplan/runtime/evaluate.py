@@ -84,20 +84,7 @@ def bind(executor: Executor, rank: Rank, batch: ShardedBatch) -> None:
     """Give an evaluation its rank's tensors and a batch."""
     executor.outer.clear()
     executor.bind(rank.tensors)
-    executor.bind(microbatches(rank.plan, rank.stage, batch))
-
-
-def begin_account(executor: Executor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Book everything alive and measure the peak from here."""
-    for tensor in executor.outer.values():
-        executor.ledger.register(tensor)
-    for optimizer in optimizers:
-        for slots in optimizer.state.values():
-            for value in slots.values():
-                if isinstance(value, Tensor):
-                    executor.ledger.register(value)
-    executor.ledger.reset_peak()
-    executor.entries.clear()
+    executor.bind(microbatches(rank.plan, rank.stage, batch, executor.program.outer))
 
 
 def collect(

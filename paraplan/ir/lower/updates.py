@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paraplan.ir.lower.away import AwayValue
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import extend
 from paraplan.ir.lower.parted import Parted
@@ -11,7 +12,7 @@ from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import Denominator, LossTerm, ParamSpec
 from paraplan.ir.rank_program import Block
 from paraplan.ir.rules.strategies import GraphKey, Strategy, graph_strategies
-from paraplan.ir.strides import contiguous_strides
+from paraplan.ir.strides import contiguous_strides, is_contiguous
 from paraplan.ir.tensor import TensorSpec
 
 Dims = tuple[int, ...]
@@ -128,30 +129,61 @@ def buffer_block(
     emitter = BlockEmitter(name, extended)
     whole = (R,) * len(extended)
     emitter.give("stored", spec, whole)
+    total = _whole_sum(emitter, spec, layout, strides, addends)
+    emitter.effect("paraplan.write", ("%" + emitter.get("stored", whole), "%" + total))
+    return emitter.finish((), ())
+
+
+def share_block(
+    name: str, spec: TensorSpec, layout: Layout, strides: Dims | None, addends: int, extended: Dims
+) -> Block:
+    """A group's share of a buffer's new value, whole in a storage of its own; inputs as of `buffer_block`."""
+    emitter = BlockEmitter(name, extended)
+    total = _whole_sum(emitter, spec, layout, strides, addends)
+    value = emitter.values[total]
+    if value.base in emitter.inputs or not is_contiguous(value.shape, value.strides):
+        total = emitter.local("paraplan.reshape_copy", ("%" + total, value.shape), "own", value.dtype, value.shape)
+    return emitter.finish((total,), ())
+
+
+def _whole_sum(emitter: BlockEmitter, spec: TensorSpec, layout: Layout, strides: Dims | None, addends: int) -> str:
+    """The sum of the inputs `new<i>`, whole."""
     total = ""
     for index in range(addends):
         emitter.give(f"new{index}", spec, (R, *layout[1:]), strides)
-        value = emitter.get(f"new{index}", whole)
+        value = emitter.get(f"new{index}", (R,) * len(layout))
         total = (
             value
             if not total
             else emitter.local("aten.add.Tensor", ("%" + total, "%" + value), f"sum{index}", spec.dtype, spec.shape)
         )
-    emitter.effect("paraplan.write", ("%" + emitter.get("stored", whole), "%" + total))
-    return emitter.finish((), ())
+    return total
 
 
-def restore_block(name: str, param: ParamSpec, state_dtype: str, layouts: ParamLayouts, mesh_shape: Dims) -> Block:
-    """The updated parameter written back into its stored copy; inputs `stored` and `state`."""
+def restore_block(
+    name: str,
+    param: ParamSpec,
+    state_dtype: str,
+    layouts: ParamLayouts,
+    mesh_shape: Dims,
+    away: AwayValue | None = None,
+) -> Block:
+    """The updated parameter written back into its stored copy; inputs `stored` and `state`.
+
+    `away`: the state where it was updated on a tier and is being copied to the device; it takes the place of `state`.
+    """
     emitter = BlockEmitter(name, (1, *mesh_shape))
     stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
     emitter.give("stored", param.spec, (R, *stored))
-    strides = None
-    if state_dtype == param.spec.dtype and is_view_of(
-        param.spec.shape, stored, state, mesh_shape
-    ):  # a view of the stored copy
-        strides = contiguous_strides(local_shape(param.spec.shape, stored, mesh_shape))
-    emitter.give("state", TensorSpec(state_dtype, param.spec.shape), (R, *state), strides)
+    spec, strides = TensorSpec(state_dtype, param.spec.shape), None
+    if away is not None:
+        emitter.arrive("state", spec, (R, *state), away.returning())
+    else:
+        if state_dtype == param.spec.dtype and is_view_of(
+            param.spec.shape, stored, state, mesh_shape
+        ):  # a view of the stored copy
+            strides = contiguous_strides(local_shape(param.spec.shape, stored, mesh_shape))
+        emitter.give("state", spec, (R, *state), strides)
     source = "state"
     if state_dtype != param.spec.dtype:
         shape = local_shape(param.spec.shape, state, mesh_shape)
