@@ -72,9 +72,13 @@ def settings_of(model_type: str, chosen: dict[str, Any], dropout: float) -> dict
 
     kind = CONFIG_MAPPING[model_type]
     known = kind().to_dict()
-    renamed = {*known, *getattr(kind, "attribute_map", {})}
+    renamed: dict[str, str] = getattr(kind, "attribute_map", {})
+    sizes = {
+        key: value for key, value in SIZES.items()
+        if (key in known or key in renamed) and renamed.get(key, key) not in chosen
+    }  # fmt: skip
     dropped = {key: dropout for key, value in known.items() if "drop" in key and isinstance(value, float)}
-    return {**{key: value for key, value in SIZES.items() if key in renamed}, **dropped, **chosen}
+    return {**sizes, **dropped, **chosen}
 
 
 def transformer(model_type: str, dropout: float) -> Small:
