@@ -120,17 +120,7 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         )
     if c.offload not in OFFLOAD:
         raise ConstraintError(f"offload={c.offload}: one of {', '.join(OFFLOAD)}")
-    for name, text in c.params.items():
-        parse_param_pin(name, text)
-    if c.offload_states is not None and c.offload_states not in OFFLOAD_STATES:
-        raise ConstraintError(
-            f"offload_states={c.offload_states}: one of {', '.join(OFFLOAD_STATES)}; an update works in memory, so "
-            "states cannot be on disk"
-        )
-    if c.offload_states == "all" and c.zero in (1, 2):
-        raise ConstraintError(
-            f"offload_states=all with zero={c.zero}: parameters on the host lie as their states do; give zero=3 or 0"
-        )
+    _check_states(c)
     if c.memory_bytes is not None and c.memory_bytes <= 0:
         raise ConstraintError(f"memory={c.memory_bytes}: must be more than 0 bytes")
     if c.mesh is not None:
@@ -154,6 +144,21 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     if c.ep is not None and dp % c.ep:
         raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
     return c
+
+
+def _check_states(c: Constraints) -> None:
+    """Where states are said to be is a place they can be."""
+    for name, text in c.params.items():
+        parse_param_pin(name, text)
+    if c.offload_states is not None and c.offload_states not in OFFLOAD_STATES:
+        raise ConstraintError(
+            f"offload_states={c.offload_states}: one of {', '.join(OFFLOAD_STATES)}; an update works in memory, so "
+            "states cannot be on disk"
+        )
+    if c.offload_states == "all" and c.zero in (1, 2):
+        raise ConstraintError(
+            f"offload_states=all with zero={c.zero}: parameters on the host lie as their states do; give zero=3 or 0"
+        )
 
 
 def parse_param_pin(name: str, text: str) -> tuple[str, str, str, tuple[str, str]]:
