@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -184,3 +185,11 @@ def test_nested_inputs_are_refused_by_name() -> None:
 
     with pytest.raises(CaptureError, match="input 'more' of Nested is a dict that holds tensors"):
         capture(Nested(), {"x": X["x"], "more": {"y": X["x"]}})
+
+
+def test_numbers_from_elsewhere_are_refused() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x * random.random()
+
+    with pytest.raises(CaptureError, match="draws from random, whose numbers would be constants"):
+        capture(Written(scaled), X)
