@@ -193,3 +193,19 @@ def test_numbers_from_elsewhere_are_refused() -> None:
 
     with pytest.raises(CaptureError, match="draws from random, whose numbers would be constants"):
         capture(Written(scaled), X)
+
+
+def test_the_largest_of_a_bag() -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.EmbeddingBag(10, 8, mode="max")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.rows(ids).pow(2).mean()
+
+    torch.manual_seed(0)
+    model, ids = Bag().double(), {"ids": torch.randint(0, 10, (8, 5))}
+    program = capture(model, ids, precision="fp64")
+    assert all(op.rule is None for kind in program.kinds for op in kind.graph.ops)
+    assert worst_error(run(program, model, ids)[1], eager(model, ids, "fp64", None)[1]) <= 1e-12
