@@ -38,6 +38,8 @@ class Constraints(Value, frozen=True, kw_only=True):
         memory_reserve_bytes: device memory to leave free.
         recompute: "none", "selective" or "full" (see `PRESETS`); None: what pays where memory is short.
         offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
+        overlap: in how many pieces at most products go beside the collectives of their rows (see `planner.overlap`);
+            1: none does.
         params: layouts of named parameters, "stored/grad/state" texts.
     """
 
@@ -57,6 +59,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     memory_reserve_bytes: int = 0
     recompute: str | None = None
     offload: str = "none"
+    overlap: int = 1
     params: dict[str, str] = {}
 
     @property
@@ -82,7 +85,9 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
         raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
-    for name, size in (*degrees.items(), ("ep", c.ep), ("pp", c.pp), ("microbatches", c.microbatches)):
+    for name, size in (
+        *degrees.items(), ("ep", c.ep), ("pp", c.pp), ("microbatches", c.microbatches), ("overlap", c.overlap)
+    ):  # fmt: skip
         if size is not None and size < 1:
             raise ConstraintError(f"{name}={size}: must be at least 1")
     if c.zero is not None and c.zero not in (0, 1, 2, 3):

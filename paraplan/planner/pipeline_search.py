@@ -24,6 +24,7 @@ from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.program import Program
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.recompute.stage import preset_activations
 from paraplan.planner.schedules.named import NAMED, named_orders
@@ -63,12 +64,23 @@ def search_pipeline(job: Job, constraints: Constraints, choose_sharding: Choose)
         whole = assemble(part, replace(decisions, activations=activations))
         bounds = constraints.stages or even_stages(whole, num_stages)
         plan = pipelined(whole, job.cluster, bounds, complete(name, orders), [at[stage] for stage in range(num_stages)])
-        plan = _priced(plan)
+        plan = _overlapped(_priced(plan), constraints, budget)
         assert plan.prediction is not None
         if max(plan.prediction.peak_bytes) <= budget:
             return plan
         tried.append((recompute, plan.prediction.peak_bytes))
     raise InfeasibleError(_overflow(tried, budget, positions))
+
+
+def _overlapped(plan: Plan, constraints: Constraints, budget: int) -> Plan:
+    """The plan with products in the pieces that make it fastest."""
+    best = plan
+    for count in piece_counts(constraints.overlap):
+        tried = _priced(msgspec.structs.replace(in_pieces(plan, count), notes=()))
+        assert tried.prediction is not None and best.prediction is not None
+        if tried.prediction.step_s < best.prediction.step_s and max(tried.prediction.peak_bytes) <= budget:
+            best = msgspec.structs.replace(tried, notes=plan.notes)
+    return best
 
 
 def _overflow(tried: Sequence[tuple[str | None, tuple[int, ...]]], budget: int, positions: int) -> str:
