@@ -1,15 +1,18 @@
 """Megatron-LM's GPT, as far as its layouts and kernels are visible from outside.
 
-Published rows of Megatron-LM are of this model, not of Hugging Face's GPT-2, and three things differ in what they cost
+Published rows of Megatron-LM are of this model, not of Hugging Face's GPT-2, and four things differ in what they cost
 over tensor-parallel ranks (Megatron-LM, `megatron/core/transformer`):
 
 - activations lie as [sequence, batch, hidden], so a gather or a scatter of the sequence moves whole blocks and copies
   nothing;
 - the fused projection of queries, keys and values is laid out by heads, [heads, 3, size of a head], so a rank's rows of
   it are its own heads' (GPT-2's lies [3, heads, size], whose thirds are cut across ranks);
-- the activation after the first product of a feed-forward layer is one kernel (`bias_gelu`).
+- the activation after the first product of a feed-forward layer is one kernel (`bias_gelu`);
+- the loss casts its logits to float32 and subtracts their maximum in passes of their own
+  (`tensor_parallel/cross_entropy.py`), where a vocabulary of 131,072 is much to read.
 
-Dropout is left out. Names of parameters number the layers, as `deepen` wants.
+Dropout is left out, and attention is one kernel, which rows from before FlashAttention (2022) did not have. Names of
+parameters number the layers, as `deepen` wants.
 """
 
 from __future__ import annotations
@@ -86,7 +89,8 @@ class MegatronGPT(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, nn.ModuleDict)
             x = layer["feed_forward"](layer["attention"](x))
-        logits = self.head(self.norm(x))
+        logits = self.head(self.norm(x)).float()
+        logits = logits - logits.amax(-1, keepdim=True).detach()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.t().contiguous().view(-1))
 
 

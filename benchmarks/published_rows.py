@@ -7,7 +7,9 @@ What follows from a source's text rather than from its rows' fields stands here:
 (`megatron_gpt`); the layers of a GPT pipeline are cut
 evenly, the embedding with the first stage and the head with the last (Megatron-LM); the rows of Narayanan et al. 2021
 are plain 1F1B with unsharded optimizers (their Table 2's ratio is that of the non-interleaved bubbles), as is MT-NLG
-(Smith et al. 2022, section 3); torchtitan runs a local batch as one microbatch. Megatron-LM's README also says that
+(Smith et al. 2022, section 3), and neither had sequence parallelism, which came later (Korthikanti et al. 2022), nor
+overlapped tensor parallelism; torchtitan runs a local batch as one microbatch, and its selective recomputation by op
+makes every second matrix product again (`alternate`). Megatron-LM's README also says that
 175B at batch 1,152 falls from 47 to 42 % MFU between 96 and 4,608 H100: two more rows, marked as scaling.
 """
 
@@ -90,8 +92,9 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     )
     gpus, tp, pp = int(row["gpus"]), int(sizes.get("tp", 1)), int(sizes.get("pp", 1))
     dp = gpus // (tp * pp)
-    overlap = {"overlap": 1 if again else OVERLAP}
-    pins: Pins = {"dp": dp, **({"tp": tp, "sp": True, **overlap} if tp > 1 else {})}
+    pins: Pins = {"dp": dp}
+    if tp > 1:
+        pins |= {"tp": tp} if again else {"tp": tp, "sp": True, "overlap": OVERLAP}
     if again:
         pins["recompute"] = "full"
     free: tuple[tuple[Pins, ...], ...] = ()
@@ -158,7 +161,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     batch = int(row["local_batch"]) * int(parallel["fsdp"])
     tp = int(parallel.get("tp", 1))
     pins: Pins = {"dp": int(parallel["fsdp"]), "zero": 3, **({"tp": tp, "sp": True} if tp > 1 else {})}
-    pins |= {"recompute": "full" if row["recompute"] == "full" else "selective", "microbatches": 1}
+    pins |= {"recompute": "full" if row["recompute"] == "full" else "alternate", "microbatches": 1}
     needs = "fp8" if "float8" in row["dtype"] else ""
     name = f"{row['name']} {'x'.join(map(str, parallel.values()))}{' compiled' if row['compile'] else ''}"
     return Case(

@@ -336,7 +336,8 @@ def rate_of(device: Device, dtype: str) -> float:
 def op_time_s(work: OpWork, device: Device) -> float:
     """Roofline time of one op on one device.
 
-    t = launch_s + max(flops / (rate · share · w / (w + half_dim)), bytes / (bandwidth · share)), w = work.narrow
+    t = launch_s + max(flops / (rate · power · share · w / (w + half_dim)), bytes / (bandwidth · share)),
+    w = work.narrow; power: the device's `power_share`
 
     Returns:
         Seconds; 0.0 for a view (nothing is launched).
@@ -350,5 +351,5 @@ def op_time_s(work: OpWork, device: Device) -> float:
     if work.flops:
         of_class = share.attention if work.kind == "attention" else share.matmul
         filled = work.narrow / (work.narrow + share.half_dim)
-        time = max(time, work.flops / (rate_of(device, work.dtype) * of_class * filled))
+        time = max(time, work.flops / (rate_of(device, work.dtype) * device.power_share * of_class * filled))
     return device.launch_s + time

@@ -7,10 +7,11 @@ import math
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.struct import Value
 
-PRESETS = ("none", "selective", "full")
+PRESETS = ("none", "selective", "alternate", "full")
 """`none`: every activation is kept. `full`: segments keep their inputs alone (Chen et al. 2016). `selective`: results
 of matrix products, convolutions and attention are kept, what is cheap is recomputed (Korthikanti et al. 2022, as
-practised today)."""
+practised today). `alternate`: and of those every second product with a weight is recomputed as well (torchtitan's
+selective policy by op)."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 """The tiers activations may wait on."""
 CP_MODES = ("gather", "alltoall", "ring")
@@ -36,7 +37,7 @@ class Constraints(Value, frozen=True, kw_only=True):
         microbatches: how many microbatches a step takes.
         memory_bytes: what a device may hold at most; None: its memory.
         memory_reserve_bytes: device memory to leave free.
-        recompute: "none", "selective" or "full" (see `PRESETS`); None: what pays where memory is short.
+        recompute: "none", "selective", "alternate" or "full" (see `PRESETS`); None: what pays where memory is short.
         offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
         overlap: in how many pieces at most products go beside the collectives of their rows (see `planner.overlap`);
             1: none does.
