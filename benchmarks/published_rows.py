@@ -141,8 +141,8 @@ def pipelines(
     return schedules, tuple({"microbatches": batch // size} for size in sizes)
 
 
-OVERLAP = 8
-"""Pieces tried at most, where a source says that tensor-parallel communication is overlapped."""
+OVERLAP = 4
+"""Pieces tried at most, where a source says that tensor-parallel communication is overlapped (Transformer Engine's)."""
 
 MOST_STAGES = 8
 """Stages a position tried at most: beyond, messages outweigh what is left of the bubble."""

@@ -65,10 +65,10 @@ def search_pipeline(job: Job, constraints: Constraints, choose_sharding: Choose)
         bounds = constraints.stages or even_stages(whole, num_stages)
         schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
         plan = pipelined(whole, job.cluster, bounds, schedule, holders_of(orders))
-        plan = _overlapped(_priced(plan), constraints, budget)
+        plan = _priced(plan)
         assert plan.prediction is not None
         if max(plan.prediction.peak_bytes) <= budget:
-            return plan
+            return _overlapped(plan, constraints, budget)
         tried.append((recompute, plan.prediction.peak_bytes))
     raise InfeasibleError(_overflow(tried, budget, positions))
 
