@@ -106,7 +106,7 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     if "zero" not in pins and again:
         pins["zero"] = 0
     elif "zero" not in pins:
-        free = (*free, ({"zero": 0}, {"zero": 1}))
+        free = (({"zero": 1}, {"zero": 0}), *free)
     settings = {
         "hidden": h, "layers": layers, "heads": int(sizes["heads"]), "vocab": v, "sequence": s, "tied": again
     }  # fmt: skip
