@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from paraplan.cost_models.simulate import Simulation
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
+from paraplan.ir.lazy import lazy
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.schedule import split_classes
@@ -56,12 +57,8 @@ _PARTS = {
     "make_bucket_trainer": "paraplan.jobs.trainers",
     "check_buckets": "paraplan.runtime.buckets",
 }
+_part = lazy(_PARTS)
 _LIBRARIES = ("torch", "transformers", "ortools", "pulp")
-
-
-def _part(name: str) -> Any:
-    """What needs torch or a solver, loaded on first use."""
-    return getattr(import_module(_PARTS[name]), name)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import warnings
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ import typer
 from paraplan import __version__
 from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
+from paraplan.ir.lazy import lazy
 from paraplan.terminal import clusters, profiles
 from paraplan.terminal.progress import Progress, out, print_fault
 from paraplan.terminal.settings import parse_settings
@@ -53,6 +53,7 @@ _PARTS = {
     "compare_table": "paraplan.terminal.compare",
     "compare_json": "paraplan.terminal.compare",
 }
+_part = lazy(_PARTS)
 RESULT_ENV = "PARAPLAN_RESULT"
 """Where the first rank of a locally started run leaves its result for the command that started it."""
 
@@ -75,10 +76,6 @@ StageBounds = Annotated[
     str | None, typer.Option(metavar="A:B,B:C", help="With --pp: segments of the stages; cut evenly if not given.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
-
-
-def _part(name: str) -> Any:
-    return getattr(import_module(_PARTS[name]), name)
 
 
 def _version(shown: bool) -> None:

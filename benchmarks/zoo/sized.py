@@ -41,18 +41,24 @@ def _mlp(depth: int) -> Made:
     return MLP(1024, 1024, depth), {"x": x, "y": torch.randn(32768, 1024)}
 
 
-def _language(kind: str, layers: int, vocabulary: int, batch: int) -> Made:
+def decoder(kind: str, layers: int, width: int, heads: int, vocabulary: int, tokens: Tensor) -> Made:
+    """GPT-2 or Llama of these sizes, each token a label; `tokens` is [batch, positions]."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (optional extra)
 
+    positions = tokens.shape[1]
     sizes: dict[str, dict[str, object]] = {
-        "gpt2": {"n_layer": layers, "n_embd": 768, "n_head": 12, "vocab_size": vocabulary, "n_positions": 1024,
+        "gpt2": {"n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": positions,
                  "bos_token_id": None, "eos_token_id": None},
-        "llama": {"num_hidden_layers": layers, "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": vocabulary,
-                  "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 1024},
+        "llama": {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": width * 11 // 4,
+                  "num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": positions},
     }  # fmt: skip
-    config = AutoConfig.for_model(kind, **sizes[kind], use_cache=False)
-    tokens = torch.zeros(batch, 1024, dtype=torch.long)
+    config = AutoConfig.for_model(kind, **sizes[kind], vocab_size=vocabulary, use_cache=False)
     return AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens}
+
+
+def _language(kind: str, layers: int, vocabulary: int) -> Made:
+    width, heads = {"gpt2": (768, 12), "llama": (1024, 16)}[kind]
+    return decoder(kind, layers, width, heads, vocabulary, torch.zeros(8, 1024, dtype=torch.long))
 
 
 MODELS: dict[str, Callable[[], Made]] = {
@@ -62,13 +68,13 @@ MODELS: dict[str, Callable[[], Made]] = {
     "unet": lambda: (UNet(), _images(8, 256, 2, planes=True)),
     "mlp8": lambda: _mlp(8),
     "mlp32": lambda: _mlp(32),
-    "gpt2-4": lambda: _language("gpt2", 4, 8192, 8),
-    "gpt2-4-50k": lambda: _language("gpt2", 4, 50257, 8),
-    "gpt2-12": lambda: _language("gpt2", 12, 8192, 8),
-    "gpt2-12-50k": lambda: _language("gpt2", 12, 50257, 8),
-    "gpt2-24": lambda: _language("gpt2", 24, 8192, 8),
-    "gpt2-48": lambda: _language("gpt2", 48, 8192, 8),
-    "llama-8": lambda: _language("llama", 8, 32000, 8),
+    "gpt2-4": lambda: _language("gpt2", 4, 8192),
+    "gpt2-4-50k": lambda: _language("gpt2", 4, 50257),
+    "gpt2-12": lambda: _language("gpt2", 12, 8192),
+    "gpt2-12-50k": lambda: _language("gpt2", 12, 50257),
+    "gpt2-24": lambda: _language("gpt2", 24, 8192),
+    "gpt2-48": lambda: _language("gpt2", 48, 8192),
+    "llama-8": lambda: _language("llama", 8, 32000),
 }
 
 

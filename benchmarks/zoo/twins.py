@@ -7,12 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from benchmarks.zoo.sized import Made, decoder
 from examples.models.mlp import MLP
 from examples.models.resnet import ResNet, images
 from examples.models.unet import UNet
 from examples.models.vgg import VGG
-
-Made = tuple[nn.Module, dict[str, Tensor]]
 
 
 def _mlp(depth: int) -> Made:
@@ -25,17 +24,7 @@ def _unet() -> Made:
 
 
 def _language(kind: str, layers: int, vocabulary: int) -> Made:
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (optional extra)
-
-    sizes: dict[str, dict[str, object]] = {
-        "gpt2": {"n_layer": layers, "n_embd": 32, "n_head": 4, "vocab_size": vocabulary, "n_positions": 64,
-                 "bos_token_id": None, "eos_token_id": None},
-        "llama": {"num_hidden_layers": layers, "hidden_size": 32, "intermediate_size": 88, "vocab_size": vocabulary,
-                  "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64},
-    }  # fmt: skip
-    config = AutoConfig.for_model(kind, **sizes[kind], use_cache=False)
-    tokens = torch.randint(0, vocabulary, (4, 64))
-    return AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens}
+    return decoder(kind, layers, 32, 4, vocabulary, torch.randint(0, vocabulary, (4, 64)))
 
 
 TWINS: dict[str, tuple[str, Callable[[], Made]]] = {

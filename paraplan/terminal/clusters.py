@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from paraplan.ir.errors import ClusterError
+from paraplan.ir.lazy import lazy
 from paraplan.terminal.progress import Progress, out
 
 app = typer.Typer(help="Describe clusters: the catalog, files, this machine.", no_args_is_help=True)
@@ -31,12 +31,9 @@ _PARTS = {
     "to_json": "paraplan.ir.struct",
     "detect": "paraplan.jobs.detect",
 }
+_part = lazy(_PARTS)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
-
-
-def _part(name: str) -> Any:
-    return getattr(import_module(_PARTS[name]), name)
 
 
 @app.command("list")

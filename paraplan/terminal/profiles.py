@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ClusterError, ConstraintError
+from paraplan.ir.lazy import lazy
 from paraplan.terminal.progress import Progress, out
 from paraplan.terminal.settings import parse_settings
 
@@ -27,11 +27,8 @@ _PARTS = {
     "cluster_yaml": "paraplan.ir.cluster",
     "to_json": "paraplan.ir.struct",
 }
+_part = lazy(_PARTS)
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
-
-
-def _part(name: str) -> Any:
-    return getattr(import_module(_PARTS[name]), name)
 
 
 def add_to(app: typer.Typer) -> None:
