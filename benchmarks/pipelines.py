@@ -2,10 +2,10 @@
 
     python -m benchmarks.pipelines [--models gpt2,t5] [--tp 1,2] [--schedules 1f1b,zb-v]
 
-Float64, four microbatches, two steps of AdamW, two positions (and three for 1F1B). Per run: the worst error of the loss
-(of every rank), the gradients and written buffers against the captured program on one device, whether the recorded
-entries equal those predicted, measured over predicted peak (smallest and largest of the ranks), and the share of the
-simulated step that the first rank stands still for messages not yet begun.
+Float64, four microbatches, two steps of AdamW, two positions (and three for 1F1B and GEMS, four for Chimera). Per run:
+the worst error of the loss (of every rank), the gradients and written buffers against the captured program on one
+device, whether the recorded entries equal those predicted, measured over predicted peak (smallest and largest of the
+ranks), and the share of the simulated step that the first rank stands still for messages not yet begun.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from torch import Tensor, nn
 
 from examples.models import unet
 from paraplan.ir.errors import ParaplanError
-from paraplan.ir.plan import Plan
 from paraplan.ir.trace import capture
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from tests.runtime.pipelines import account, cut, job_of, pipeline_of
 
 Made = tuple[nn.Module, dict[str, Tensor]]
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2, "hanayo": 2}
+SCHEDULES = {
+    "gpipe": 1, "1f1b": 1, "zb-h1": 1, "gems": 1, "chimera": 1, "interleaved": 2, "zb-v": 2, "hanayo": 2,
+}  # fmt: skip
 
 
 def tokens(vocabulary: int) -> dict[str, Tensor]:
@@ -76,10 +77,11 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-def runs(one: Plan, names: list[str]) -> list[tuple[str, int, bool]]:
+def runs(names: list[str]) -> list[tuple[str, int, bool]]:
     """(schedule, positions, uneven) of every run."""
     found = [(name, 2, False) for name in names]
-    return [*found, ("1f1b", 2, True), ("1f1b", 3, False), ("1f1b", 3, True)]
+    more = [("1f1b", 2, True), ("1f1b", 3, False), ("1f1b", 3, True), ("gems", 3, True), ("chimera", 4, False)]
+    return found + [run for run in more if run[0] in names]
 
 
 def main() -> None:
@@ -100,7 +102,7 @@ def main() -> None:
         for tp in map(int, given.tp.split(",")):
             pins = Constraints(tp=tp if tp > 1 else None, microbatches=4)
             one = search(job_of(program, tp), pins).plan
-            for schedule, positions, uneven in runs(one, given.schedules.split(",")):
+            for schedule, positions, uneven in runs(given.schedules.split(",")):
                 count = positions * SCHEDULES[schedule]
                 bounds = cut(len(program.segments), count, uneven)
                 row = f"{name:6} {tp:2} {schedule:12} {count:6} {'no' if uneven else 'yes':5}"

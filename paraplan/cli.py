@@ -70,7 +70,8 @@ Offload = Annotated[
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
 Pipeline = Annotated[int | None, typer.Option(help="Pipeline-parallel degree; other degrees are within a stage.")]
 ScheduleName = Annotated[
-    str | None, typer.Option(help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v or hanayo.")
+    str | None,
+    typer.Option(help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v, hanayo, gems or chimera."),
 ]
 StageBounds = Annotated[
     str | None, typer.Option(metavar="A:B,B:C", help="With --pp: segments of the stages; cut evenly if not given.")

@@ -53,14 +53,16 @@ def model_flops(program: Program) -> int:
 
 def plan_costs(plan: Plan) -> tuple[Costs, ...]:
     """Per rank class of the schedule, what things cost on its stage's mesh."""
-    meshes = dict.fromkeys(stage.mesh for stage in plan.stages)
+    meshes = dict.fromkeys(mesh for stage in plan.stages for mesh in stage.meshes)
     per_mesh = {mesh: Costs(plan.cluster, mesh, plan.profile, plan.optimizer.name) for mesh in meshes}
-    per_stage = [per_mesh[stage.mesh] for stage in plan.stages]
-    stage_of = {device: index for index, stage in enumerate(plan.stages) for device in stage.mesh.devices}
+    mesh_of = {device: mesh for mesh in meshes for device in mesh.devices}
     first_rank: dict[int, int] = {}
     for rank, rank_class in enumerate(plan.schedule.rank_class):
         first_rank.setdefault(rank_class, rank)
-    return tuple(per_stage[stage_of.get(first_rank.get(index, 0), 0)] for index in range(len(plan.schedule.classes)))
+    anywhere = plan.stages[0].mesh
+    return tuple(
+        per_mesh[mesh_of.get(first_rank.get(index, 0), anywhere)] for index in range(len(plan.schedule.classes))
+    )
 
 
 def simulate_plan(plan: Plan, programs: Sequence[RankProgram]) -> Simulation:
@@ -78,7 +80,7 @@ def check_room(plan: Plan, simulation: Simulation) -> None:
     Raises:
         CostModelError: it does not; says what is missing.
     """
-    devices = tuple(device for stage in plan.stages for device in stage.mesh.devices)
+    devices = tuple(device for stage in plan.stages for mesh in stage.meshes for device in mesh.devices)
     for tier, size in sorted(simulation.tier_peak_bytes.items()):
         room = plan.cluster.room_bytes(tier, devices)
         if size > room:

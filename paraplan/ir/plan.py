@@ -115,6 +115,8 @@ class Stage(Value, frozen=True, kw_only=True):
     Attributes:
         first, stop: segments [first, stop).
         mesh: its devices.
+        replicas: further meshes of the same shape that hold the stage as well, all with the same layouts; the schedule
+            says which microbatches each of them runs (bidirectional pipelines, `ir.schedule`).
         choices: the kind choices used here.
         segment_choice: per segment, index into `choices`.
         batch: layout of each batch input the stage reads.
@@ -128,6 +130,12 @@ class Stage(Value, frozen=True, kw_only=True):
     segment_choice: tuple[int, ...]
     batch: dict[str, str]
     params: dict[str, ParamLayouts]
+    replicas: tuple[Mesh, ...] = ()
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """All meshes that hold the stage, each once."""
+        return tuple(dict.fromkeys((self.mesh, *self.replicas)))
 
 
 class Prediction(Value, frozen=True, kw_only=True):

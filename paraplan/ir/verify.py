@@ -188,7 +188,8 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
 def _stage_of_rank(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Per rank, the stages whose mesh holds it."""
     ranks = plan.cluster.num_devices
-    return tuple(tuple(i for i, stage in enumerate(plan.stages) if rank in stage.mesh.devices) for rank in range(ranks))
+    held = [{device for mesh in stage.meshes for device in mesh.devices} for stage in plan.stages]
+    return tuple(tuple(i for i, devices in enumerate(held) if rank in devices) for rank in range(ranks))
 
 
 def _verify_classes(plan: Plan) -> None:
@@ -206,6 +207,7 @@ def _verify_classes(plan: Plan) -> None:
 
 def _verify_stage(plan: Plan, stage: Stage, where: str) -> None:
     _verify_mesh(plan, stage.mesh, where)
+    _verify_replicas(plan, stage, where)
     program, shape = plan.program, stage.mesh.shape
     if len(stage.segment_choice) != stage.stop - stage.first:
         raise InvalidPlanError(
@@ -231,6 +233,22 @@ def _verify_stage(plan: Plan, stage: Stage, where: str) -> None:
         if name not in program.batch:
             raise InvalidPlanError(f"{where}: no batch input {name!r}")
         _verify_layout(text, program.batch[name].spec.shape, shape, f"{where}, batch input {name}", partial=False)
+
+
+def _verify_replicas(plan: Plan, stage: Stage, where: str) -> None:
+    """Meshes that hold one stage are of one shape, as its layouts are."""
+    for mesh in stage.replicas:
+        _verify_mesh(plan, mesh, f"{where}, replica")
+        if (mesh.axes, mesh.shape) != (stage.mesh.axes, stage.mesh.shape):
+            raise InvalidPlanError(
+                f"{where}: it lies on a mesh {stage.mesh.shape} with axes {stage.mesh.axes} and on one {mesh.shape} "
+                f"with axes {mesh.axes}; give its replicas meshes of one shape"
+            )
+    if len(stage.replicas) >= plan.schedule.num_replicas:
+        raise InvalidPlanError(
+            f"{where}: {1 + len(stage.replicas)} meshes hold it, schedule {plan.schedule.name} is for "
+            f"{plan.schedule.num_replicas}; give as many, or another schedule"
+        )
 
 
 def _verify_mesh(plan: Plan, mesh: Mesh, where: str) -> None:

@@ -1,7 +1,7 @@
 """From a plan of one stage to a pipeline: segments cut into stages, each on a mesh of its own, under a schedule.
 
 The stages keep the plan's choices; every stage lies on a mesh of the plan's shape, over the next devices. Stages of an
-interleaved schedule share the meshes of their positions.
+interleaved schedule share the meshes of their positions; those of a bidirectional one lie on several meshes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _counted(program: Program, whole: Stage, first: int, stop: int) -> set[str]:
 
 def pipelined(
     plan: Plan, cluster: ClusterSpec, bounds: Sequence[tuple[int, int]], schedule: Schedule,
-    positions: Sequence[int] | None = None,
+    holders: Sequence[Sequence[int]] | None = None,
 ) -> Plan:  # fmt: skip
     """A plan of one stage as a pipeline; neither priced nor proved.
 
@@ -64,17 +64,23 @@ def pipelined(
         cluster: of all positions.
         bounds: of the stages.
         schedule: of one rank per position.
-        positions: the position that holds each stage; stages one by one where left out.
+        holders: the positions that hold each stage (see `schedules.problem.holders_of`); one by one where left out.
     """
     whole = plan.stages[0]
-    at = tuple(range(len(bounds))) if positions is None else tuple(positions)
-    size = whole.mesh.size
+    at = holders or tuple((stage,) for stage in range(len(bounds)))
+    size, num_positions = whole.mesh.size, 1 + max(position for each in at for position in each)
     meshes = [
-        Mesh(axes=whole.mesh.axes, shape=whole.mesh.shape, devices=tuple(range(p * size, (p + 1) * size))) for p in at
+        Mesh(axes=whole.mesh.axes, shape=whole.mesh.shape, devices=tuple(range(p * size, (p + 1) * size)))
+        for p in range(num_positions)
     ]
     kinds = cluster.device_kinds()
-    placed = spread(schedule, tuple(rank // size for rank in range(size * (max(at) + 1))))
+    placed = spread(schedule, tuple(rank // size for rank in range(size * num_positions)))
+    stages = cut_stages(plan.program, whole, bounds, [meshes[each[0]] for each in at])
+    stages = tuple(
+        msgspec.structs.replace(stage, replicas=tuple(meshes[p] for p in each[1:]))
+        for stage, each in zip(stages, at, strict=True)
+    )
     return msgspec.structs.replace(
-        plan, cluster=cluster, stages=cut_stages(plan.program, whole, bounds, meshes),
+        plan, cluster=cluster, stages=stages,
         schedule=split_classes(placed, kinds), prediction=None, certificate=None,
     )  # fmt: skip

@@ -27,6 +27,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.recompute.stage import preset_activations
 from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.problem import holders_of
 from paraplan.planner.schedules.transfers import complete
 
 Choose = Callable[[Job, Constraints], Decisions]
@@ -50,7 +51,6 @@ def search_pipeline(job: Job, constraints: Constraints, choose_sharding: Choose)
     micros = _microbatches(job.program, constraints, positions)
     num_stages = _num_stages(constraints, positions, name, len(job.program.segments))
     orders = named_orders(name, positions, micros, num_stages // positions)
-    at = {action.stage: position for position, order in enumerate(orders) for action in order}
     budget = _budget(job, constraints)
     inner = msgspec.structs.replace(
         constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
@@ -62,7 +62,8 @@ def search_pipeline(job: Job, constraints: Constraints, choose_sharding: Choose)
         activations = () if recompute == "none" else preset_activations(job.program, recompute)
         whole = assemble(part, replace(decisions, activations=activations))
         bounds = constraints.stages or even_stages(whole, num_stages)
-        plan = pipelined(whole, job.cluster, bounds, complete(name, orders), [at[stage] for stage in range(num_stages)])
+        schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
+        plan = pipelined(whole, job.cluster, bounds, schedule, holders_of(orders))
         plan = _priced(plan)
         assert plan.prediction is not None
         if max(plan.prediction.peak_bytes) <= budget:
@@ -117,11 +118,6 @@ def _microbatches(program: Program, constraints: Constraints, positions: int) ->
 
 
 def _num_stages(constraints: Constraints, positions: int, name: str, segments: int) -> int:
-    if name in NAMED and NAMED[name].num_replicas != 1:
-        raise ConstraintError(
-            f"schedule={name} holds every stage on several groups of ranks, which this version does not execute; use "
-            f"{', '.join(other for other, kind in NAMED.items() if kind.num_replicas == 1)}"
-        )
     each = NAMED[name].stages if name in NAMED else 1
     count = len(constraints.stages) if constraints.stages else positions * each
     if count % positions:

@@ -166,8 +166,9 @@ class _Words:
 
     def __init__(self, plan: Plan, program: RankProgram, rank: int) -> None:
         self.plan, self.program, self.model = plan, program, plan.program
-        self.stages = [stage for stage in plan.stages if rank in stage.mesh.devices] or [plan.stages[0]]
-        self.mesh = self.stages[0].mesh
+        self.stages = [stage for stage in plan.stages if any(rank in mesh.devices for mesh in stage.meshes)]
+        self.stages = self.stages or [plan.stages[0]]
+        self.mesh = next((mesh for mesh in self.stages[0].meshes if rank in mesh.devices), self.stages[0].mesh)
         self.locate, self.graphs = source_lines(plan.program), graph_of_block(plan.program)
         self.layouts = cache(self._layouts)
         self.labels = {kind: label for stage in self.stages for kind, label in _labels(plan.program, stage).items()}

@@ -6,7 +6,7 @@ stage's layout: the microbatch index is the outermost axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,8 +75,8 @@ def _check_shapes(plan: Plan, batch: Mapping[str, Tensor]) -> None:
             )
 
 
-def microbatches(plan: Plan, stage: Holding, batch: ShardedBatch) -> dict[str, Tensor]:
-    """Outer values "batch:<name>@<m>", each with storage of its own.
+def microbatches(plan: Plan, stage: Holding, batch: ShardedBatch, outer: Container[str]) -> dict[str, Tensor]:
+    """Outer values "batch:<name>@<m>", each with storage of its own, of those a program reads (`outer`).
 
     Raises:
         PlanMismatchError: it was cut for another number of microbatches.
@@ -89,7 +89,8 @@ def microbatches(plan: Plan, stage: Holding, batch: ShardedBatch) -> dict[str, T
                 f"batch input {name} was cut into {parts.shape[0]} microbatches, the plan has {plan.num_microbatches}"
             )
         for m in range(plan.num_microbatches):
-            found[f"batch:{name}@{m}"] = parts[m].clone(memory_format=torch.contiguous_format)
+            if f"batch:{name}@{m}" in outer:
+                found[f"batch:{name}@{m}"] = parts[m].clone(memory_format=torch.contiguous_format)
     return found
 
 

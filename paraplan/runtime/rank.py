@@ -64,7 +64,7 @@ class Rank:
         outer = self.executor.outer
         for name in [name for name in outer if name not in self.tensors]:
             del outer[name]
-        self.executor.bind(microbatches(self.plan, self.stage, batch))
+        self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer))
         for name, value in self.program.outer.items():
             if value.role == "seed":
                 outer[name].fill_(segment_seed(self.seed, self.steps_done, int(value.source)))

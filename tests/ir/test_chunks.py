@@ -57,7 +57,7 @@ def logits_op(plan: Plan) -> int:
 def analysed(plan: Plan, split: Split) -> Chunks:
     (stage,), program = plan.stages, plan.program
     last = len(program.segments) - 1
-    strategies = PlanBlocks(plan).parts[0].forwards[last].strategies
+    strategies = PlanBlocks(plan).routes[0].parts[0].forwards[last].strategies
     return chunks_of(program.kinds[head_of(plan)], split, strategies, (plan.num_microbatches, *stage.mesh.shape))
 
 
@@ -108,7 +108,7 @@ def test_what_is_cut_follows_from_the_rules(plans) -> None:  # type: ignore[no-u
 def test_a_letter_may_be_any_that_divides(plans) -> None:  # type: ignore[no-untyped-def]
     plan = plans["tp"]
     kind, op = plan.program.kinds[head_of(plan)], logits_op(plan)
-    strategies = PlanBlocks(plan).parts[0].forwards[len(plan.program.segments) - 1].strategies
+    strategies = PlanBlocks(plan).routes[0].parts[0].forwards[len(plan.program.segments) - 1].strategies
     assert {"a", "b"} <= set(letters_of(kind, op, 4, strategies, (1, 2)))
     assert "b" not in letters_of(kind, op, 8, strategies, (1, 2)), "12 positions"
     for letter, chunks, at in (("k", 2, op), ("b", 8, op), ("a", 1, op), ("a", 2, len(kind.graph.ops) - 1)):
@@ -127,7 +127,7 @@ def test_every_op_of_every_kind_can_begin_a_run(plans, tiny_gpt2, pins) -> None:
     """Attention and dropout included, with everything recomputed: heads, positions, rows and columns."""
     plan = plans[pins]
     (stage,), program = plan.stages, plan.program
-    parts, extended = PlanBlocks(plan).parts[0], (plan.num_microbatches, *stage.mesh.shape)
+    parts, extended = PlanBlocks(plan).routes[0].parts[0], (plan.num_microbatches, *stage.mesh.shape)
     tried = set()
     for kind in range(len(program.kinds)):
         segment = next(i for i, s in enumerate(program.segments) if s.kind == kind)

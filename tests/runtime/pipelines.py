@@ -23,7 +23,8 @@ from paraplan.ir.verify import verify_plan
 from paraplan.jobs.check import max_error
 from paraplan.planner.assemble import Job
 from paraplan.planner.pipeline import cut_stages, pipelined
-from paraplan.planner.schedules.named import named_orders
+from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.problem import holders_of
 from paraplan.planner.schedules.transfers import complete
 from paraplan.runtime.local import InProcessTrainer
 from paraplan.runtime.params import full_tensors
@@ -47,9 +48,9 @@ def cut(num_segments: int, num_stages: int, uneven: bool = False) -> list[tuple[
 def pipeline_of(one: Plan, schedule: str, num_positions: int, bounds: Bounds) -> Plan:
     """A plan of one stage as a pipeline."""
     orders = named_orders(schedule, num_positions, one.num_microbatches, len(bounds) // num_positions)
-    at = {action.stage: position for position, order in enumerate(orders) for action in order}
     cluster = ClusterSpec.local(num_positions * one.stages[0].mesh.size)
-    return pipelined(one, cluster, bounds, complete(schedule, orders), [at[stage] for stage in range(len(bounds))])
+    whole = complete(schedule, orders, num_replicas=NAMED[schedule].num_replicas)
+    return pipelined(one, cluster, bounds, whole, holders_of(orders))
 
 
 @dataclass(frozen=True)

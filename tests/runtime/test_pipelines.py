@@ -15,16 +15,17 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import ConstraintError, CostModelError, InvalidPlanError
 from paraplan.ir.lower import lower, lower_evaluation
 from paraplan.ir.lower.remat import recomputable
-from paraplan.ir.plan import Plan
+from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import StepKind
 from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.sampling import random_plan
+from paraplan.planner.schedules.named import NAMED
 from paraplan.runtime.local import InProcessTrainer
 from tests.runtime.pipelines import cut, job_of, mixed, pipeline_of, run
 
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "hanayo")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "gems", "chimera", "interleaved", "zb-v", "hanayo")
 
 
 class Web(nn.Module):
@@ -82,7 +83,7 @@ def one_stage(num_devices: int = 1, microbatches: int = 4, seed: int = 0) -> Pla
 
 
 def stages_of(schedule: str, positions: int) -> int:
-    return positions * (1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2)
+    return positions * NAMED[schedule].stages
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -139,11 +140,66 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
         simulate_plan(plan, programs)
 
 
-def test_schedules_with_replicas_are_refused() -> None:
-    plan = pipeline_of(one_stage(), "1f1b", 2, cut(len(program().segments), 2))
-    schedule = msgspec.structs.replace(plan.schedule, num_replicas=2)
-    with pytest.raises(InvalidPlanError, match="holds every stage 2 times"):
-        lower(msgspec.structs.replace(plan, schedule=schedule))
+def replicated(schedule: str, positions: int, size: int = 1, seed: int = 0, bundle_bytes: int = 8 << 20) -> Plan:
+    """A pipeline whose stages several groups of ranks hold, of a random plan of one stage."""
+    one = msgspec.structs.replace(one_stage(size, 4, seed), bundle_bytes=bundle_bytes)
+    return pipeline_of(one, schedule, positions, cut(len(program().segments), positions))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "positions", "size", "seed", "bundle_bytes"),
+    [("gems", 3, 1, 0, 0), ("gems", 4, 2, 0, 8 << 20), ("chimera", 4, 2, 40, 0), ("chimera", 4, 1, 0, 8 << 20)],
+)
+def test_stages_held_by_several_groups_equal_one_device(
+    schedule: str, positions: int, size: int, seed: int, bundle_bytes: int
+) -> None:
+    plan = replicated(schedule, positions, size, seed, bundle_bytes)
+    assert run(plan, web().double(), batch(), clip=0.1) <= 1e-9
+
+
+def test_the_copies_of_a_stage_stay_equal_to_the_bit() -> None:
+    plan = replicated("chimera", 4)
+    programs = verify_plan(plan)
+    trainer = InProcessTrainer(plan, programs, [build_modules(each) for each in programs], web().double())
+    for _ in range(3):
+        trainer.step(batch())
+        trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+    for rank, other in ((0, 3), (1, 2)):
+        mine, theirs = trainer.stored_params(rank), trainer.stored_params(other)
+        assert mine and mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert all(torch.equal(x, trainer.buffers(other)[name]) for name, x in trainer.buffers(rank).items())
+    writers = [rank for rank in range(4) if trainer.buffers(rank).get("seen", torch.zeros(1)).any()]
+    assert len(writers) == 2
+
+
+def test_a_group_reads_the_microbatches_it_runs_and_all_that_the_loss_counts() -> None:
+    for program in verify_plan(replicated("chimera", 2)):
+        read = {name for name in program.outer if name.startswith("batch:x@")}
+        assert len(read) == 2
+        assert {name for name in program.outer if name.startswith("batch:y@")} == {f"batch:y@{m}" for m in range(4)}
+    outer = [set(each.outer) for each in verify_plan(replicated("chimera", 4))]
+    assert sorted(sum(name.startswith("batch:x@") for name in names) for names in outer) == [0, 0, 2, 2]
+
+
+def test_replicas_that_mean_nothing_are_refused() -> None:
+    plan = replicated("chimera", 2, 2)
+    first, second = plan.stages
+
+    def refused(match: str, stages: tuple[Stage, ...] = plan.stages, num_replicas: int = 2) -> None:
+        schedule = msgspec.structs.replace(plan.schedule, num_replicas=num_replicas)
+        with pytest.raises(InvalidPlanError, match=match):
+            verify_plan(msgspec.structs.replace(plan, stages=stages, schedule=schedule))
+
+    refused("2 meshes hold it, schedule chimera is for 1", num_replicas=1)
+    other = msgspec.structs.replace(first.mesh, axes=("other",) * len(first.mesh.axes))
+    refused("give its replicas meshes of one shape", (msgspec.structs.replace(first, replicas=(other,)), second))
+    refused("the rank holds stages", (msgspec.structs.replace(first, replicas=()), second))
+    idle = pipeline_of(one_stage(2, 4), "1f1b", 2, cut(len(program().segments), 2))
+    both = msgspec.structs.replace(idle.stages[0], replicas=(idle.stages[1].mesh,))
+    schedule = msgspec.structs.replace(idle.schedule, num_replicas=2)
+    with pytest.raises(InvalidPlanError, match="rank 2 holds stage 0 and runs no microbatch of it"):
+        lower(msgspec.structs.replace(idle, stages=(both, idle.stages[1]), schedule=schedule))
 
 
 def test_stages_that_share_ranks_share_a_mesh() -> None:
@@ -154,8 +210,9 @@ def test_stages_that_share_ranks_share_a_mesh() -> None:
         lower(msgspec.structs.replace(plan, stages=stages))
 
 
-def test_evaluations_of_pipelines_give_the_loss() -> None:
-    plan = pipeline_of(one_stage(), "interleaved", 2, cut(len(program().segments), 4))
+@pytest.mark.parametrize("schedule", ["interleaved", "chimera"])
+def test_evaluations_of_pipelines_give_the_loss(schedule: str) -> None:
+    plan = pipeline_of(one_stage(), schedule, 2, cut(len(program().segments), stages_of(schedule, 2)))
     programs = verify_plan(plan)
     modules = [build_modules(each) for each in programs]
     trainer = InProcessTrainer(plan, programs, modules, web().double(), build=build_modules)

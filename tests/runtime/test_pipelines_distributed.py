@@ -17,7 +17,9 @@ from tests.runtime.test_pipelines import one_stage, stages_of
 WORKER = str(Path(__file__).with_name("pipeline_worker.py"))
 
 
-@pytest.mark.parametrize(("size", "schedules"), [(1, ("1f1b", "zb-v")), (2, ("interleaved", "zb-h1"))])
+@pytest.mark.parametrize(
+    ("size", "schedules"), [(1, ("chimera", "1f1b", "zb-v")), (2, ("interleaved", "zb-h1", "gems"))]
+)
 def test_processes_train_as_one(tmp_path: Path, size: int, schedules: tuple[str, ...]) -> None:
     paths = []
     for schedule in schedules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.holding import holder_of
+from paraplan.ir.holding import group_of_class
 from paraplan.ir.lower.messages import in_order
 from paraplan.ir.lower.ordered import order_program
 from paraplan.ir.lower.program import RankSteps
@@ -19,15 +19,10 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
     Raises:
         InvalidPlanError: the plan does not fit its program.
     """
-    if plan.schedule.num_replicas != 1:
-        raise InvalidPlanError(
-            f"schedule {plan.schedule.name} holds every stage {plan.schedule.num_replicas} times; this version "
-            "executes schedules that hold each once"
-        )
     blocks = PlanBlocks(plan)
     # Classes that differ only in the kind of their device share a program.
     built = {
-        actions: RankSteps(blocks, holder_of(blocks.held, actions), actions).build()
+        actions: RankSteps(blocks, group_of_class(plan, blocks.held, actions), actions).build()
         for actions in dict.fromkeys(plan.schedule.classes)
     }
     ordered = in_order(built)

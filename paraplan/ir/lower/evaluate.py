@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.holding import holder_of
+from paraplan.ir.holding import group_of_class
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import Given, extend
 from paraplan.ir.lower.messages import in_order
@@ -50,7 +50,7 @@ def lower_evaluation(plan: Plan, outputs: Sequence[str] = ()) -> tuple[RankProgr
         )
     blocks = PlanBlocks(plan, evaluate=True)
     built = {
-        actions: _Evaluation(blocks, holder_of(blocks.held, actions), actions, outputs).evaluate()
+        actions: _Evaluation(blocks, group_of_class(plan, blocks.held, actions), actions, outputs).evaluate()
         for actions in dict.fromkeys(plan.schedule.classes)
     }
     ordered = in_order(built)
@@ -66,6 +66,7 @@ class _Evaluation(RankSteps):
         self.places: dict[str, OutputPlace] = {}
 
     def evaluate(self) -> RankProgram:
+        self.action = self.first_action
         layouts = self.denominators()
         for index, term in self.terms.items():
             if term.denominator is not None:
@@ -111,7 +112,7 @@ class _Evaluation(RankSteps):
     def _given(self, source: str) -> Given:
         if source.startswith("param:"):
             return Given((R, *parse_layout(self.holding.params[source.removeprefix("param:")].stored)))
-        return self.parts.given[source]
+        return self.parts(0).given[source]
 
     def _at(self, value: str, m: int) -> str:
         return value if value.startswith("param:") else super()._at(value, m)

@@ -30,15 +30,15 @@ class LossSteps(SegmentSteps):
 
     def denominators(self) -> dict[int, Layout]:
         """Counts what the loss divides by, partial sums; how each lies."""
-        self.action = f"{self.holding.stages[0]}F0"
         layouts = {}
         needed = {term.denominator for term in self.terms.values()}
+        batch = self.lowered.routes[0].parts[self.group].given
         for index, denominator in enumerate(self.program.denominators):
             if index not in needed:
                 continue
-            given = tuple(self.parts.given[name].layout for name in denominator.inputs)
+            given = tuple(batch[name].layout for name in denominator.inputs)
             block, layout = count_block(
-                f"den{index}.count", denominator, self.parts.micro.denominators[index], given, self.extended
+                f"den{index}.count", denominator, self.lowered.micro.denominators[index], given, self.extended
             )
             layouts[index] = layout
             named = dict(zip(denominator.graph.inputs, denominator.inputs, strict=True))
@@ -68,7 +68,7 @@ class LossSteps(SegmentSteps):
         whole = (R,) * len(self.extended)
         parcels = []
         for index, term in self.terms.items():
-            spec, layout = self.lowered.spec_of(term.numerator), (R, *self.parts.given[term.numerator].layout[1:])
+            spec, layout = self.lowered.spec_of(term.numerator), (R, *self.made(term.numerator).layout[1:])
             path = reshard_path(spec.shape, layout, whole, self.extended, frozen=1)
             if self.reductions.takes(spec, path):
                 parcels.append(Parcel(f"num{index}", f"whole:num{index}", spec, path))
@@ -85,7 +85,7 @@ class LossSteps(SegmentSteps):
         specs = tuple(self.lowered.spec_of(term.numerator) for term in terms)
         came = {parcel.source: parcel.result for parcel in joined}
         layouts = tuple(
-            (R,) * len(self.extended) if f"num{i}" in came else self.parts.given[term.numerator].layout
+            (R,) * len(self.extended) if f"num{i}" in came else self.made(term.numerator).layout
             for i, term in self.terms.items()
         )
         block = loss_block("loss", terms, specs, layouts, self.extended)
@@ -105,7 +105,7 @@ class LossSteps(SegmentSteps):
     def losses(self, group: int) -> tuple[str, ...]:
         """The outer names of the loss and of each of several losses that a group has a share of."""
         terms = [
-            term for term in self.program.loss if self.lowered.group_of(self.lowered.maker[term.numerator]) == group
+            term for term in self.program.loss if group in self.lowered.groups_of(self.lowered.maker[term.numerator])
         ]
         named = [f"loss:{name}" for name in dict.fromkeys(term.name for term in terms) if name]
         return ("loss", *named) if terms else ()

@@ -128,6 +128,12 @@ class Messages:
             parts.append((part or name, key, m))
         self._flying.setdefault(message.name, []).append(parts)
 
+    def sent(self, message: Message) -> None:
+        """Wait until all of a message that was sent is through."""
+        flying = self._flying.get(message.name, [])
+        while flying:
+            self._await(flying.pop(0))
+
     def drain(self) -> None:
         """Wait until everything is sent."""
         for flying in self._flying.values():

@@ -6,17 +6,16 @@ import math
 
 import msgspec
 
-from paraplan.ir.holding import Holding
-from paraplan.ir.lower.stage import StageBlocks
+from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.mesh import Layout, R, is_view_of, layout_text, local_shape, parse_layout
-from paraplan.ir.plan import Plan
 from paraplan.ir.program import master_dtype
 from paraplan.ir.rank_program import OuterValue, Step, StepKind
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 
-def outer_values(plan: Plan, held: Holding, parts: StageBlocks) -> dict[str, OuterValue]:
-    """Every value that exists before the step: parameters, optimizer views, batch, buffers, seeds."""
+def outer_values(blocks: PlanBlocks, group: int) -> dict[str, OuterValue]:
+    """What a group of ranks has before the step: parameters, optimizer views, batch, buffers, seeds."""
+    plan, held = blocks.plan, blocks.held[group]
     program, shape = plan.program, held.mesh.shape
     whole = (R,) * len(shape)
     found: dict[str, OuterValue] = {}
@@ -33,9 +32,9 @@ def outer_values(plan: Plan, held: Holding, parts: StageBlocks) -> dict[str, Out
             )
     for name, text in held.batch.items():
         entry = program.batch[name]
-        extended = (parts.micro.values[f"batch:{name}"], *parse_layout(text))
+        extended = (blocks.micro.values[f"batch:{name}"], *parse_layout(text))
         local = local_shape(entry.spec.shape, extended, (plan.num_microbatches, *shape))
-        for m in range(plan.num_microbatches):
+        for m in _microbatches(blocks, group, name):
             nbytes = math.prod(local) * DTYPE_BYTES[entry.spec.dtype]
             found[f"batch:{name}@{m}"] = OuterValue(
                 role="batch", source=name, dtype=entry.spec.dtype, shape=local, layout=text, nbytes=nbytes
@@ -49,6 +48,24 @@ def outer_values(plan: Plan, held: Holding, parts: StageBlocks) -> dict[str, Out
         if program.kinds[program.segments[index].kind].seed is not None:
             found[f"seed:{index}"] = _value("seed", str(index), TensorSpec("int64", ()), whole, shape, True)
     return found
+
+
+def _microbatches(blocks: PlanBlocks, group: int, name: str) -> list[int]:
+    """The microbatches of a batch input that a group reads: those it runs; of what the loss divides by, all."""
+    program, found = blocks.plan.program, set[int]()
+    counted = {
+        (term.numerator, n)
+        for term in program.loss
+        if (at := term.denominator) is not None
+        for n in program.denominators[at].inputs
+    }
+    for stage in blocks.held[group].stages:
+        here = blocks.plan.stages[stage]
+        if name in here.batch:
+            found.update(blocks.microbatches_of(stage, group))
+        if any(blocks.maker[numerator] == stage and n == f"batch:{name}" for numerator, n in counted):
+            found.update(range(blocks.plan.num_microbatches))
+    return sorted(found)
 
 
 def _value(

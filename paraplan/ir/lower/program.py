@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.lower.buffers import send_buffers, write_buffers
 from paraplan.ir.lower.losses import LossSteps
 from paraplan.ir.lower.messages import Messages
 from paraplan.ir.lower.outer import outer_values, with_drops
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.lower.ties import exchange_ends
-from paraplan.ir.lower.updates import buffer_block, restore_block
-from paraplan.ir.mesh import Partial
+from paraplan.ir.lower.updates import restore_block
 from paraplan.ir.plan import Optimizer
 from paraplan.ir.program import master_dtype
 from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, StepKind
@@ -37,10 +37,16 @@ class RankSteps(LossSteps):
         self.actions: tuple[Action, ...] = tuple(parse_action(text) for text in actions)
         self.messages = Messages(blocks, group, self.add)
 
+    @property
+    def first_action(self) -> str:
+        """What comes before all actions counts as part of the first forward."""
+        return next(str(action) for action in self.actions if action.kind is ActionKind.F)
+
     def build(self) -> RankProgram:
         """The program of a training step."""
+        self.action = self.first_action
         self.waits = self.tangents(self.denominators())
-        finals = self.finals([(action.stage, action.kind) for action in self.actions])
+        finals = self.finals(self.actions)
         last = {action.kind: index for index, action in enumerate(self.actions)}
         end_loss: Callable[[], None] = lambda: None  # noqa: E731
         joined = self.joining()
@@ -66,8 +72,8 @@ class RankSteps(LossSteps):
                     self.reductions.end()
                     if self.plan.cluster.num_devices > 1:
                         end_loss()
-                    grads = exchange_ends(self)
-                    self._buffers()
+                    grads = exchange_ends(self, send_buffers(self))
+                    write_buffers(self)
             elif action.kind is ActionKind.UPDATE:
                 if index == last[ActionKind.UPDATE]:
                     self._update()
@@ -80,7 +86,7 @@ class RankSteps(LossSteps):
     def _forward(self, action: Action) -> None:
         """A stage's forward, what it reads received before and what it makes sent after, where no action says when."""
         stage, m = action.stage, action.microbatch
-        self.messages.arrive(self.lowered.values, stage, m, lambda value: f"{value}@{m}")
+        self.messages.arrive(self.lowered.route(m).values, stage, m, lambda value: f"{value}@{m}")
         self.forward(stage, m)
         if not self._is_scheduled(ActionKind.SEND_F, action):
             self._send_values(stage, m)
@@ -88,7 +94,7 @@ class RankSteps(LossSteps):
     def _backward(self, action: Action, final: dict[int, list[str]]) -> None:
         stage, m = action.stage, action.microbatch
         if action.kind is not ActionKind.W:
-            came = self.messages.arrive(self.lowered.grads, stage, m, lambda value: f"d:{value}@{m}<")
+            came = self.messages.arrive(self.lowered.route(m).grads, stage, m, lambda value: f"d:{value}@{m}<")
             for value, name in came:
                 self.add(StepKind.ACCUMULATE, args=(f"d:{value}@{m}", name), microbatch=m)
         self.backward(stage, m, action.kind, final)
@@ -106,23 +112,23 @@ class RankSteps(LossSteps):
         elif action.kind is ActionKind.SEND_B:
             self._send_grads(stage, m)
         elif action.kind is ActionKind.RECV_F:
-            self.messages.post(self.lowered.values, stage, m, lambda value: f"{value}@{m}")
+            self.messages.post(self.lowered.route(m).values, stage, m, lambda value: f"{value}@{m}")
         elif action.kind is ActionKind.RECV_B:
-            self.messages.post(self.lowered.grads, stage, m, lambda value: f"d:{value}@{m}<")
+            self.messages.post(self.lowered.route(m).grads, stage, m, lambda value: f"d:{value}@{m}<")
         else:
             raise InvalidPlanError(f"action {action}: {action.kind.value} is not executed by this version")
 
     def _send_values(self, stage: int, m: int) -> None:
-        for each in self.messages.sent_by(self.lowered.values, stage):
-            self.messages.send(each, f"{each.value}@{m}", self.parts.given[each.value], m)
+        for each in self.messages.sent_by(self.lowered.route(m).values, stage):
+            self.messages.send(each, f"{each.value}@{m}", self.parts(m).given[each.value], m)
 
     def _send_grads(self, stage: int, m: int) -> None:
-        for each in self.messages.sent_by(self.lowered.grads, stage):
-            self.messages.send(each, f"d:{each.value}@{m}", self.parts.grads[each.value], m)
+        for each in self.messages.sent_by(self.lowered.route(m).grads, stage):
+            self.messages.send(each, f"d:{each.value}@{m}", self.parts(m).grads[each.value], m)
 
     def ended(self, kept: set[str], grads: dict[str, str], outputs: dict[str, OutputPlace]) -> RankProgram:
         """The program of the steps written so far; `kept` are values nothing gives up."""
-        outer = outer_values(self.plan, self.holding, self.parts)
+        outer = outer_values(self.lowered, self.group)
         optimizer = self.plan.optimizer
         sizes = [outer[f"state:{name}"] for name in self.trained]
         full = [math.prod(value.shape) * _itemsize(value.dtype) for value in sizes]
@@ -141,24 +147,6 @@ class RankSteps(LossSteps):
             update_workspace_bytes=_update_workspace(full, optimizer),
             transfers=self.messages.transfers,
         )
-
-    def _buffers(self) -> None:
-        """Every buffer the model writes gets its new value, whole on every rank: the sum of what the microbatches
-        say where that is partial, else what all of them say."""
-        made: dict[object, Block] = {}
-        for name, value in self.program.buffer_updates.items():
-            if self.lowered.group_of(self.lowered.maker[value]) != self.group:
-                continue
-            spec, given = self.program.buffers[name], self.parts.given[value]
-            micros = range(self.m) if isinstance(given.layout[0], Partial) else range(self.m - 1, self.m)
-            key = (spec, given)
-            if key not in made:
-                block = buffer_block(
-                    f"buffer.{len(made)}", spec, given.layout, given.strides, len(micros), self.extended
-                )
-                made[key] = block
-            sources = {"stored": f"buffer:{name}"} | {f"new{i}": f"{value}@{m}" for i, m in enumerate(micros)}
-            self.add(StepKind.CALL, made[key], args=tuple(sources[local] for local in made[key].inputs), outs=())
 
     def _update(self) -> None:
         names = self.trained

@@ -2,7 +2,9 @@
 
 Stages are gone through in order for the forward and in reverse for the backward. A value that a segment reads and
 another group of ranks makes arrives by a message (`transfers`), once per group; the gradient of a value goes back, once
-per group, to the ranks that made it, where it is added to what readers there gave.
+per group, to the ranks that made it, where it is added to what readers there gave. Where stages are held by several
+groups this is done for each way that microbatches take through them: what a group makes itself for some microbatches
+it may receive for others.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.holding import Holding, holdings
+from paraplan.ir.holding import Holding, Route, holdings, routes
 from paraplan.ir.lower.backward import LoweredBackward, lower_backward
 from paraplan.ir.lower.chunks import gradients_known
 from paraplan.ir.lower.kind import Given, KindContext, LoweredForward, evaluate_forward, lower_forward
@@ -35,85 +37,122 @@ class Crossing:
 
 @dataclass
 class StageBlocks:
-    """Blocks of the stages of a group of ranks as they are built.
+    """Blocks of what a group of ranks runs on a route, as they are built.
 
     Attributes:
-        micro: what everything does along the microbatch axis.
         forwards, backwards: per segment.
+        contexts: of the segments.
         given: how every program value that is here lies.
         grads: how the gradient of every segment output lies.
         zeros: outputs nobody gives a gradient (their readers detach them): theirs is zero.
     """
 
-    micro: ProgramMicro
     forwards: dict[int, LoweredForward] = field(default_factory=dict)
     backwards: dict[int, LoweredBackward] = field(default_factory=dict)
+    contexts: dict[int, KindContext] = field(default_factory=dict)
     given: dict[str, Given] = field(default_factory=dict)
     grads: dict[str, Given] = field(default_factory=dict)
     zeros: set[str] = field(default_factory=set)
 
 
+@dataclass
+class RouteBlocks:
+    """The blocks of a route.
+
+    Attributes:
+        groups: per stage, the group that runs it.
+        parts: per group of the plan.
+        values: every value that crosses in the forward, in the order it is first read.
+        grads: every gradient that crosses.
+    """
+
+    groups: tuple[int, ...]
+    parts: tuple[StageBlocks, ...]
+    values: list[Crossing] = field(default_factory=list)
+    grads: list[Crossing] = field(default_factory=list)
+
+    def at(self, stage: int) -> StageBlocks:
+        """The part of the group that runs a stage."""
+        return self.parts[self.groups[stage]]
+
+
 class PlanBlocks:
-    """The blocks of a plan, per group of ranks.
+    """The blocks of a plan, per route and group of ranks.
 
     Attributes:
         held: the groups.
-        parts: per group.
-        values: every value that crosses in the forward, in the order it is first read.
-        grads: every gradient that crosses.
+        ways: the routes.
+        routes: the blocks of each.
+        micro: what everything does along the microbatch axis.
         maker: value -> the stage that makes it.
     """
 
     def __init__(self, plan: Plan, evaluate: bool = False) -> None:
         self.plan, self.evaluates = plan, evaluate
         self.held: tuple[Holding, ...] = holdings(plan)
-        micro = program_micro(plan.program, plan.num_microbatches)
-        self.parts = tuple(StageBlocks(micro) for _ in self.held)
-        self.values: list[Crossing] = []
-        self.grads: list[Crossing] = []
+        self.ways: tuple[Route, ...] = routes(plan, self.held)
+        self.micro: ProgramMicro = program_micro(plan.program, plan.num_microbatches)
         self.maker: dict[str, int] = {}
         self._split = _split_stages(plan)
         self._choices: list[KindChoice] = []
         self._done: dict[object, LoweredForward] = {}
         self._done_back: dict[object, LoweredBackward] = {}
-        self._contexts: dict[int, KindContext] = {}
         self._specs: dict[str, TensorSpec] = {}
-        for holding, parts in zip(self.held, self.parts, strict=True):
+        self.routes = tuple(self._route(way.groups) for way in self.ways)
+        self._route_of = {m: self.routes[index] for index, way in enumerate(self.ways) for m in way.microbatches}
+
+    def route(self, m: int) -> RouteBlocks:
+        """The route of a microbatch."""
+        return self._route_of[m]
+
+    def groups_of(self, stage: int) -> tuple[int, ...]:
+        """The groups of ranks that run a stage, in order."""
+        return tuple(sorted({way.groups[stage] for way in self.ways}))
+
+    def part(self, stage: int, group: int) -> StageBlocks:
+        """What a group runs of a stage: layouts are the same on every route, strides of what arrives may differ."""
+        return next(route for route in self.routes if route.groups[stage] == group).parts[group]
+
+    def microbatches_of(self, stage: int, group: int) -> tuple[int, ...]:
+        """The microbatches of a stage that a group runs."""
+        return tuple(sorted(m for way in self.ways if way.groups[stage] == group for m in way.microbatches))
+
+    def _route(self, groups: tuple[int, ...]) -> RouteBlocks:
+        plan = self.plan
+        route = RouteBlocks(groups, tuple(StageBlocks() for _ in self.held))
+        for holding, parts in zip(self.held, route.parts, strict=True):
             whole = (R,) * (1 + len(holding.mesh.shape))
             parts.given.update({f"buffer:{name}": Given(whole) for name in plan.program.buffers})
             for name, text in holding.batch.items():
-                parts.given[f"batch:{name}"] = Given((micro.values[f"batch:{name}"], *parse_layout(text)))
+                parts.given[f"batch:{name}"] = Given((self.micro.values[f"batch:{name}"], *parse_layout(text)))
         for stage in range(len(plan.stages)):
             for index in range(plan.stages[stage].first, plan.stages[stage].stop):
-                self._forward(stage, index)
-        if evaluate:
-            return
+                self._forward(route, stage, index)
+        if self.evaluates:
+            return route
         for term in plan.program.loss:
-            group = self.group_of(self.maker[term.numerator])
-            self.parts[group].grads[term.numerator] = Given((R,) * (1 + len(self.held[group].mesh.shape)))
+            group = groups[self.maker[term.numerator]]
+            route.parts[group].grads[term.numerator] = Given((R,) * (1 + len(self.held[group].mesh.shape)))
         for stage in reversed(range(len(plan.stages))):
             for index in reversed(range(plan.stages[stage].first, plan.stages[stage].stop)):
-                self._backward(stage, index)
-            self._send_grads(stage)
-
-    def group_of(self, stage: int) -> int:
-        """The group of ranks that holds a stage."""
-        return next(index for index, holding in enumerate(self.held) if stage in holding.stages)
+                self._backward(route, stage, index)
+            self._send_grads(route, stage)
+        return route
 
     def spec_of(self, value: str) -> TensorSpec:
         """The global spec of a segment's output."""
         return self._specs[value]
 
-    def _forward(self, stage: int, index: int) -> None:
-        program, group = self.plan.program, self.group_of(stage)
-        segment, parts = program.segments[index], self.parts[group]
+    def _forward(self, route: RouteBlocks, stage: int, index: int) -> None:
+        program, parts = self.plan.program, route.at(stage)
+        segment = program.segments[index]
         kind = program.kinds[segment.kind]
         for name in segment.inputs:
             if name not in parts.given and name in self.maker:
-                self._receive(name, stage)
-        context = self._contexts[index] = self._context(stage, index)
+                self._receive(route, name, stage)
+        context = parts.contexts[index] = self._context(parts, stage, index)
         choice = self._choice(stage, index)
-        micro = parts.micro.segments[index]
+        micro = self.micro.segments[index]
         key = (choice, context, tuple(micro.placements[name] for name in kind.inputs))
         if key not in self._done:
             split = self._choices[choice].split
@@ -132,14 +171,14 @@ class PlanBlocks:
         for outer, local in zip((*segment.outputs, *segment.asides), (*kind.outputs, *kind.asides), strict=True):
             self.maker[outer], self._specs[outer] = stage, kind.graph.values[local]
 
-    def _receive(self, value: str, stage: int) -> None:
+    def _receive(self, route: RouteBlocks, value: str, stage: int) -> None:
         """A value another group makes arrives here for this stage and the later ones of its ranks."""
         maker = self.maker[value]
-        source, target = self.group_of(maker), self.group_of(stage)
-        spec, given = self._specs[value], self.parts[source].given[value]
+        source, target = route.groups[maker], route.groups[stage]
+        spec, given = self._specs[value], route.parts[source].given[value]
         message = self.message(f"{value}:{source}>{target}", spec, given.layout, source, target)
-        self.parts[target].given[value] = Given(message.received)
-        self.values.append(Crossing(message, value, maker, stage))
+        route.parts[target].given[value] = Given(message.received)
+        route.values.append(Crossing(message, value, maker, stage))
 
     def message(
         self, name: str, spec: TensorSpec, layout: Layout, source: int, target: int, wanted: Layout | None = None
@@ -166,8 +205,8 @@ class PlanBlocks:
             self._choices.append(choice)
         return self._choices.index(choice)
 
-    def _context(self, stage: int, index: int) -> KindContext:
-        plan, held, parts = self.plan, self.plan.stages[stage], self.parts[self.group_of(stage)]
+    def _context(self, parts: StageBlocks, stage: int, index: int) -> KindContext:
+        plan, held = self.plan, self.plan.stages[stage]
         segment = plan.program.segments[index]
         try:
             params = [held.params[name] for name in segment.params]
@@ -183,11 +222,11 @@ class PlanBlocks:
             grad_dtype="float32" if plan.program.precision in HALVES else "",
         )  # fmt: skip
 
-    def _backward(self, stage: int, index: int) -> None:
-        plan, parts = self.plan, self.parts[self.group_of(stage)]
+    def _backward(self, route: RouteBlocks, stage: int, index: int) -> None:
+        plan, parts = self.plan, route.at(stage)
         segment = plan.program.segments[index]
         kind = plan.program.kinds[segment.kind]
-        forward, context = parts.forwards[index], self._contexts[index]
+        forward, context = parts.forwards[index], parts.contexts[index]
         tangents = []
         for tangent, out, made in zip(kind.tangents, segment.outputs, forward.outputs, strict=True):
             if tangent is not None and out not in parts.grads:
@@ -199,7 +238,7 @@ class PlanBlocks:
         split = stage in self._split
         key = (forward.block.name, context, tuple(tangents), split)
         if key not in self._done_back:
-            name, micro = f"{kind.name}.{len(self._done_back)}.B", parts.micro.segments[index]
+            name, micro = f"{kind.name}.{len(self._done_back)}.B", self.micro.segments[index]
             choice = self._choices[self._choice(stage, index)]
             self._done_back[key] = lower_backward(name, kind, choice, micro, context, forward, tuple(tangents), split)
         parts.backwards[index] = lowered = self._done_back[key]
@@ -212,23 +251,23 @@ class PlanBlocks:
                     "input_grads layout"
                 )
 
-    def _send_grads(self, stage: int) -> None:
+    def _send_grads(self, route: RouteBlocks, stage: int) -> None:
         """The gradients that readers in this group give to others, once its first stage that reads them is through."""
-        target_of = {each.value: each for each in self.values if each.end == stage}
-        group = self.group_of(stage)
+        target_of = {each.value: each for each in route.values if each.end == stage}
+        group = route.groups[stage]
         for value, crossing in target_of.items():
-            given = self.parts[group].grads.get(value)
+            given = route.parts[group].grads.get(value)
             if given is None:
                 continue
-            maker = self.group_of(crossing.begin)
+            maker = route.groups[crossing.begin]
             message = self.message(f"d:{value}:{group}>{maker}", self._specs[value], given.layout, group, maker)
-            there = self.parts[maker].grads.setdefault(value, Given(message.received))
+            there = route.parts[maker].grads.setdefault(value, Given(message.received))
             if there.layout != message.received:
                 raise InvalidPlanError(
                     f"the gradient of {value} reaches stage {crossing.begin} in two layouts, one of them from stage "
                     f"{stage}; give every reader's choice the same input_grads layout"
                 )
-            self.grads.append(Crossing(message, value, stage, crossing.begin))
+            route.grads.append(Crossing(message, value, stage, crossing.begin))
 
 
 def _split_stages(plan: Plan) -> set[int]:

@@ -1,8 +1,10 @@
 """What ranks of different stages exchange at the end of a step: gradients of parameters they share, and the loss.
 
-A parameter that several groups of ranks hold (tied weights) gets the sum of their gradients in all of them: each sends
-its own, once reduced to the layout of its optimizer, to the others, and all add them up in the order of the groups, so
-that the copies stay equal to the bit.
+A parameter that several groups of ranks hold (tied weights, the stages of bidirectional pipelines) gets the sum of
+their gradients in all of them: each sends its own, once reduced to the layout of its optimizer, to the others, and all
+add them up in the order of the groups, so that the copies stay equal to the bit. Gradients go in bundles of the plan's
+size, of which two are under way, in the order of the parameters in the model: the first that has not arrived anywhere
+is waited for by nobody who has not sent it, so groups that share different parameters do not wait in a circle.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paraplan.ir.lower.kind import Given
+from paraplan.ir.lower.parcels import local_bytes
 from paraplan.ir.lower.transfers import Message
 from paraplan.ir.mesh import Layout, R, parse_layout
 from paraplan.ir.rank_program import StepKind
@@ -18,36 +21,78 @@ from paraplan.ir.rank_program import StepKind
 if TYPE_CHECKING:
     from paraplan.ir.lower.program import RankSteps
 
+Coming = tuple[Message, str]
+"""A message and the outer name of what it brings."""
 
-def exchange_ends(steps: RankSteps) -> dict[str, str]:
-    """Write the exchange; the loss is whole afterwards.
+
+def exchange_ends(steps: RankSteps, coming: Sequence[Coming] = ()) -> dict[str, str]:
+    """Write the exchange, with the end of what else is `coming`; the loss is whole afterwards.
 
     Returns:
         Parameter -> outer name of its whole gradient.
     """
     grads = {name: steps.reductions.grads[name] for name in steps.trained}
     ties = {name: groups for name in steps.trained if len(groups := _holders(steps, name)) > 1}
-    for name, groups in ties.items():
-        path = grads[name] != f"acc:{name}"
-        layout, strides = _state(steps, name, steps.group), None if path else steps.strides_of.get(grads[name])
-        for target in groups:
-            if target != steps.group:
-                steps.messages.send_now(_tie(steps, name, steps.group, target), grads[name], Given(layout, strides))
-    coming = [
-        (_tie(steps, name, source, steps.group), f"grad:{name}<{source}")
-        for name, groups in ties.items()
-        for source in groups
-        if source != steps.group
-    ]
-    exchange_loss(steps, coming)
-    for name, groups in ties.items():
-        for group in groups:
-            addend = grads[name] if group == steps.group else f"grad:{name}<{group}"
-            steps.add(StepKind.ACCUMULATE, args=(f"tied:{name}", addend))
+    before: list[str] = []
+    for bundle in _bundles(steps, list(ties)):
+        for name in bundle:
+            _send(steps, name, grads[name], ties[name])
+        for name in bundle:
+            for message, outer in _coming(steps, name, ties[name]):
+                steps.messages.receive(message, outer)
+        for name in before:
+            _arrive(steps, name, ties[name])
+            _add(steps, name, grads[name], ties[name])
+        before = bundle
+    exchange_loss(steps, [*(each for name in before for each in _coming(steps, name, ties[name])), *coming])
+    for name in before:
+        _add(steps, name, grads[name], ties[name])
     return grads | {name: f"tied:{name}" for name in ties}
 
 
-def exchange_loss(steps: RankSteps, coming: Sequence[tuple[Message, str]] = ()) -> None:
+def _bundles(steps: RankSteps, names: Sequence[str]) -> list[list[str]]:
+    """Names in order, in bundles of the plan's size or of one."""
+    found: list[list[str]] = []
+    room = 0
+    for name in names:
+        nbytes = local_bytes(steps.grad_spec(name), _state(steps, name, steps.group), steps.extended)
+        if not found or nbytes > room:
+            found.append([])
+            room = steps.plan.bundle_bytes
+        found[-1].append(name)
+        room -= nbytes
+    return found
+
+
+def _send(steps: RankSteps, name: str, grad: str, groups: Sequence[int]) -> None:
+    strides = steps.strides_of.get(grad) if grad == f"acc:{name}" else None
+    given = Given(_state(steps, name, steps.group), strides)
+    for target in groups:
+        if target != steps.group:
+            steps.messages.send_now(_tie(steps, name, steps.group, target), grad, given)
+
+
+def _coming(steps: RankSteps, name: str, groups: Sequence[int]) -> list[Coming]:
+    return [
+        (_tie(steps, name, source, steps.group), f"grad:{name}<{source}") for source in groups if source != steps.group
+    ]
+
+
+def _arrive(steps: RankSteps, name: str, groups: Sequence[int]) -> None:
+    for target in groups:
+        if target != steps.group:
+            steps.messages.sent(_tie(steps, name, steps.group, target))
+    for message, outer in _coming(steps, name, groups):
+        steps.messages.arrived(message, outer)
+
+
+def _add(steps: RankSteps, name: str, grad: str, groups: Sequence[int]) -> None:
+    for group in groups:
+        addend = grad if group == steps.group else f"grad:{name}<{group}"
+        steps.add(StepKind.ACCUMULATE, args=(f"tied:{name}", addend))
+
+
+def exchange_loss(steps: RankSteps, coming: Sequence[Coming] = ()) -> None:
     """Write the exchange of the loss and the end of all messages, those still `coming` with their names included."""
     _send_loss(steps)
     every = [

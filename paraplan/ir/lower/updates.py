@@ -11,7 +11,7 @@ from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import Denominator, LossTerm, ParamSpec
 from paraplan.ir.rank_program import Block
 from paraplan.ir.rules.strategies import GraphKey, Strategy, graph_strategies
-from paraplan.ir.strides import contiguous_strides
+from paraplan.ir.strides import contiguous_strides, is_contiguous
 from paraplan.ir.tensor import TensorSpec
 
 Dims = tuple[int, ...]
@@ -128,17 +128,35 @@ def buffer_block(
     emitter = BlockEmitter(name, extended)
     whole = (R,) * len(extended)
     emitter.give("stored", spec, whole)
+    total = _whole_sum(emitter, spec, layout, strides, addends)
+    emitter.effect("paraplan.write", ("%" + emitter.get("stored", whole), "%" + total))
+    return emitter.finish((), ())
+
+
+def share_block(
+    name: str, spec: TensorSpec, layout: Layout, strides: Dims | None, addends: int, extended: Dims
+) -> Block:
+    """A group's share of a buffer's new value, whole in a storage of its own; inputs as of `buffer_block`."""
+    emitter = BlockEmitter(name, extended)
+    total = _whole_sum(emitter, spec, layout, strides, addends)
+    value = emitter.values[total]
+    if value.base in emitter.inputs or not is_contiguous(value.shape, value.strides):
+        total = emitter.local("paraplan.reshape_copy", ("%" + total, value.shape), "own", value.dtype, value.shape)
+    return emitter.finish((total,), ())
+
+
+def _whole_sum(emitter: BlockEmitter, spec: TensorSpec, layout: Layout, strides: Dims | None, addends: int) -> str:
+    """The sum of the inputs `new<i>`, whole."""
     total = ""
     for index in range(addends):
         emitter.give(f"new{index}", spec, (R, *layout[1:]), strides)
-        value = emitter.get(f"new{index}", whole)
+        value = emitter.get(f"new{index}", (R,) * len(layout))
         total = (
             value
             if not total
             else emitter.local("aten.add.Tensor", ("%" + total, "%" + value), f"sum{index}", spec.dtype, spec.shape)
         )
-    emitter.effect("paraplan.write", ("%" + emitter.get("stored", whole), "%" + total))
-    return emitter.finish((), ())
+    return total
 
 
 def restore_block(name: str, param: ParamSpec, state_dtype: str, layouts: ParamLayouts, mesh_shape: Dims) -> Block:

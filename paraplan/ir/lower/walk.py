@@ -4,8 +4,9 @@ Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what
 `batch:<name>@<m>`, `buffer:<name>`, `seed:<segment>`, `<output>@<m>`, `d:<output>@<m>` (its gradient),
 `<segment>/<value>@<m>` (saved), `<segment>^<value>@<m>` (kept by the first part of a backward for the second),
 `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
-of ranks that hold it), `sum:<i>` (under way), `whole:<segment>/<slot>@<action>` (a parameter gathered ahead), `den<i>`,
-`tangent<i>`, `num<i>`, `loss`; `<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
+of ranks that hold it), `new:<buffer>` (its new value, likewise), `sum:<i>` (under way),
+`whole:<segment>/<slot>@<action>` (a parameter gathered ahead), `den<i>`, `tangent<i>`, `num<i>`, `loss`;
+`<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from paraplan.ir.lower.ahead import Gathers, Visit
 from paraplan.ir.lower.away import AwayValue, Copies, at
 from paraplan.ir.lower.away import Visit as CopyVisit
 from paraplan.ir.lower.backward import LoweredBackward
+from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.parcels import Parcel, local_bytes
 from paraplan.ir.lower.parted import PartedCalls
 from paraplan.ir.lower.reduce import Partials, Reductions
-from paraplan.ir.lower.stage import PlanBlocks
+from paraplan.ir.lower.stage import PlanBlocks, StageBlocks
 from paraplan.ir.lower.updates import zero_block
 from paraplan.ir.program import master_dtype
 from paraplan.ir.rank_program import Block, Step, StepKind
 from paraplan.ir.reshard import Move
-from paraplan.ir.schedule import ActionKind
+from paraplan.ir.schedule import Action, ActionKind
 from paraplan.ir.tensor import TensorSpec
 
 
@@ -39,7 +41,7 @@ class SegmentSteps:
     def __init__(self, blocks: PlanBlocks, group: int) -> None:
         plan = blocks.plan
         self.plan, self.program, self.lowered, self.group = plan, plan.program, blocks, group
-        self.holding, self.parts, self.evaluates = blocks.held[group], blocks.parts[group], blocks.evaluates
+        self.holding, self.evaluates = blocks.held[group], blocks.evaluates
         self.m = plan.num_microbatches
         self.extended = (self.m, *self.holding.mesh.shape)
         self.blocks: dict[str, Block] = {}
@@ -59,8 +61,16 @@ class SegmentSteps:
         self.numerators = {
             term.numerator: index
             for index, term in enumerate(self.program.loss)
-            if blocks.group_of(blocks.maker[term.numerator]) == group
+            if group in blocks.groups_of(blocks.maker[term.numerator])
         }
+
+    def parts(self, m: int) -> StageBlocks:
+        """What is run here for a microbatch."""
+        return self.lowered.route(m).parts[self.group]
+
+    def made(self, value: str) -> Given:
+        """How a value that is made here lies; strides apart, the same for every microbatch."""
+        return self.lowered.part(self.lowered.maker[value], self.group).given[value]
 
     def grad_spec(self, name: str) -> TensorSpec:
         """The spec of a parameter's gradient as it accumulates."""
@@ -113,11 +123,11 @@ class SegmentSteps:
 
     def forward(self, stage: int, m: int) -> None:
         """Run a stage's forward."""
-        held = self.plan.stages[stage]
+        held, forwards = self.plan.stages[stage], self.parts(m).forwards
         order = range(held.first, held.stop)
-        self.gathers.start([self._visit(index, self.parts.forwards[index].early) for index in order])
+        self.gathers.start([self._visit(index, forwards[index].early) for index in order])
         for index in order:
-            segment, lowered = self.program.segments[index], self.parts.forwards[index]
+            segment, lowered = self.program.segments[index], forwards[index]
             self.gathers.reach(index)
             names = self._sources(index, m, lowered.early)
             tangents = zip(self.program.kinds[segment.kind].tangents, segment.outputs, strict=True)
@@ -152,61 +162,42 @@ class SegmentSteps:
             half: B for all of it.
             final: segment -> the parameters whose gradients are complete once it is through.
         """
-        held = self.plan.stages[stage]
+        held, parts = self.plan.stages[stage], self.parts(m)
         order = tuple(reversed(range(held.first, held.stop)))
-        lowered_of = {index: self._half(index, half) for index in order}
+        lowered_of = {index: _half(parts, index, half) for index in order}
         self.gathers.start([self._visit(index, lowered_of[index].early) for index in order])
-        self.copies.start([CopyVisit(index, self._returning(index, half)) for index in order], m)
-        self.partials.start(max((self._partial_bytes(index) for index in order), default=0))
+        self.copies.start([CopyVisit(index, _returning(parts, index, half)) for index in order], m)
+        self.partials.start(max((self._partial_bytes(parts, index) for index in order), default=0))
         for index in order:
             segment, lowered = self.program.segments[index], lowered_of[index]
             kind = self.program.kinds[segment.kind]
             self.gathers.reach(index)
             self.copies.reach(m)
             names = self._sources(index, m, lowered.early)
-            names |= {local: at(index, local, m) for local in self.parts.forwards[index].block.saved}
-            for value in self._returning(index, half):
+            names |= {local: at(index, local, m) for local in parts.forwards[index].block.saved}
+            for value in _returning(parts, index, half):
                 names |= {each.base: at(index, each.base, m) for each in (value.back, value.there)}
             if half is ActionKind.W:
-                names |= {local: f"{index}^{local}@{m}" for local in self._half(index, ActionKind.I).block.saved}
+                names |= {local: f"{index}^{local}@{m}" for local in _half(parts, index, ActionKind.I).block.saved}
             names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
             for tangent, local, out in zip(kind.tangents, kind.outputs, segment.outputs, strict=True):
                 if tangent is not None:
                     names[tangent] = self.tangent_of.get(out, f"d:{out}@{m}")
-                    if out in self.parts.zeros and self._needs_zero(index, half, tangent):
+                    if out in parts.zeros and _needs_zero(parts, index, half, tangent):
                         self._zero(kind.graph.values[local], out, m, index)
             self._call_backward(index, m, lowered, names)
             self.partials.passed(final.get(index, ()))
 
-    def _returning(self, index: int, half: ActionKind) -> tuple[AwayValue, ...]:
-        """What a segment's backward, or half of it, reads from tiers."""
-        inputs = self._half(index, half).block.inputs
-        return tuple(value for value in self.parts.forwards[index].away.values() if value.back.base in inputs)
-
-    def _half(self, index: int, half: ActionKind) -> LoweredBackward:
-        lowered = self.parts.backwards[index]
-        if lowered.parts is None or half is ActionKind.B:
-            return lowered
-        return lowered.parts[0 if half is ActionKind.I else 1]
-
-    def _needs_zero(self, index: int, half: ActionKind, tangent: str) -> bool:
-        """Whether this half is the first that reads a tangent nobody gives."""
-        first = half is not ActionKind.W or tangent not in self._half(index, ActionKind.I).block.inputs
-        return first and tangent in self._half(index, half).block.inputs
-
-    def finals(self, actions: Sequence[tuple[int, ActionKind]]) -> dict[int, dict[int, list[str]]]:
-        """Action -> segment -> the parameters whose gradients it is the last to add to.
-
-        Args:
-            actions: (stage, kind) of every action, in order.
-        """
+    def finals(self, actions: Sequence[Action]) -> dict[int, dict[int, list[str]]]:
+        """Action, by its place -> segment -> the parameters whose gradients it is the last to add to."""
         last: dict[str, tuple[int, int]] = {}
-        for position, (stage, kind) in enumerate(actions):
-            if kind not in (ActionKind.B, ActionKind.W):
+        for position, action in enumerate(actions):
+            if action.kind not in (ActionKind.B, ActionKind.W):
                 continue
-            for index in reversed(range(self.plan.stages[stage].first, self.plan.stages[stage].stop)):
+            stage, parts = self.plan.stages[action.stage], self.parts(action.microbatch)
+            for index in reversed(range(stage.first, stage.stop)):
                 params = self.program.segments[index].params
-                grads = self._half(index, kind).block.outputs[-len(params) :] if params else ()
+                grads = _half(parts, index, action.kind).block.outputs[-len(params) :] if params else ()
                 last.update({n: (position, index) for n, grad in zip(params, grads, strict=True) if grad is not None})
         found: dict[int, dict[int, list[str]]] = {}
         for name in self.trained:
@@ -215,7 +206,7 @@ class SegmentSteps:
         return found
 
     def _zero(self, spec: TensorSpec, out: str, m: int, index: int) -> None:
-        block = zero_block(f"zero.{out}", spec, self.parts.grads[out].layout, self.extended)
+        block = zero_block(f"zero.{out}", spec, self.parts(m).grads[out].layout, self.extended)
         self.add(StepKind.CALL, block, args=(), outs=(f"d:{out}@{m}",), microbatch=m, segment=index)
 
     def _call_backward(self, index: int, m: int, lowered: LoweredBackward, names: dict[str, str]) -> None:
@@ -241,9 +232,9 @@ class SegmentSteps:
             elif out is not None:
                 self._send(segment.params[position - first], out, path)
 
-    def _partial_bytes(self, index: int) -> int:
+    def _partial_bytes(self, parts: StageBlocks, index: int) -> int:
         """Bytes of the gradients that a segment's backward leaves as they were made."""
-        params, paths = self.program.segments[index].params, self.parts.backwards[index].partial
+        params, paths = self.program.segments[index].params, parts.backwards[index].partial
         found = zip((self.program.params[name].spec for name in params), paths, strict=True)
         return sum(local_bytes(spec, path[0].before, self.extended) for spec, path in found if path)
 
@@ -254,3 +245,22 @@ class SegmentSteps:
 
     def _accumulate(self, name: str, addend: str) -> None:
         self.add(StepKind.ACCUMULATE, args=(f"acc:{name}", addend))
+
+
+def _half(parts: StageBlocks, index: int, half: ActionKind) -> LoweredBackward:
+    lowered = parts.backwards[index]
+    if lowered.parts is None or half is ActionKind.B:
+        return lowered
+    return lowered.parts[0 if half is ActionKind.I else 1]
+
+
+def _returning(parts: StageBlocks, index: int, half: ActionKind) -> tuple[AwayValue, ...]:
+    """What a segment's backward, or half of it, reads from tiers."""
+    inputs = _half(parts, index, half).block.inputs
+    return tuple(value for value in parts.forwards[index].away.values() if value.back.base in inputs)
+
+
+def _needs_zero(parts: StageBlocks, index: int, half: ActionKind, tangent: str) -> bool:
+    """Whether this half is the first that reads a tangent nobody gives."""
+    first = half is not ActionKind.W or tangent not in _half(parts, index, ActionKind.I).block.inputs
+    return first and tangent in _half(parts, index, half).block.inputs

@@ -76,7 +76,7 @@ def options_of(
         tiers: where values may wait.
     """
     stage, program, costs = plan.stages[0], plan.program, plan_costs(plan)[0]
-    forwards = PlanBlocks(plan).parts[0].forwards
+    forwards = PlanBlocks(plan).routes[0].parts[0].forwards
     extended = (plan.num_microbatches, *stage.mesh.shape)
     found: list[tuple[RematOption, ...]] = []
     for index, kind in enumerate(program.kinds):

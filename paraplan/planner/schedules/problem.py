@@ -112,6 +112,14 @@ def runner_of(orders: Orders) -> dict[tuple[int, int], int]:
     }
 
 
+def holders_of(orders: Orders) -> tuple[tuple[int, ...], ...]:
+    """Per stage, the positions that compute it; that of its lowest microbatch first."""
+    found: dict[int, dict[int, None]] = {}
+    for (stage, _), position in sorted(runner_of(orders).items()):
+        found.setdefault(stage, {})[position] = None
+    return tuple(tuple(found[stage]) for stage in range(len(found)))
+
+
 def stages_of(orders: Orders) -> tuple[tuple[int, ...], ...]:
     """Per position, the stages it computes, ascending."""
     return tuple(tuple(sorted({action.stage for action in order})) for order in orders)
