@@ -17,9 +17,9 @@ first instant everything is there that was made. Columns, for a tensor v and an 
 Where there are tiers, back[k, v], what is brought back, joins again[k, maker v] in all these (`relaxed_copies`).
 
 Every schedule in the given order satisfies this (count a segment's executions of an op once, and look at memory at the
-instants alone), so its bound is one for all of them. All rows but the budgets' are clauses: with `resident` integral, which loses
-nothing, a solver that learns from conflicts proves in a second what branching does not in a minute. Source: Checkmate's
-ILP (Jain et al. 2020, section 4) with a stage per segment instead of one per op.
+instants alone), so its bound is one for all of them. All rows but the budgets' are clauses: with `resident` integral,
+which loses nothing, a solver that learns from conflicts proves in a second what branching does not in a minute. Source:
+Checkmate's ILP (Jain et al. 2020, section 4) with a stage per segment instead of one per op.
 """
 
 from __future__ import annotations
