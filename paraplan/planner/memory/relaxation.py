@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paraplan.planner.memory.bursts import add_bursts
 from paraplan.planner.memory.problem import GIVEN, Tier
 from paraplan.planner.memory.relaxed_copies import add_copies
 from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, Profile, gather
@@ -47,6 +48,7 @@ class Relaxation:
         resident: [instant, tensor] columns; -1 where it is 0 for certain.
         again: [instant, op] columns; -1 where it is 0 for certain.
         back: [instant, tensor] columns, likewise.
+        stays: [instant, tensor] columns of `bursts`; -1 where there is none.
     """
 
     instants: tuple[int, ...]
@@ -54,6 +56,7 @@ class Relaxation:
     resident: Ints
     again: Ints
     back: Ints
+    stays: Ints
 
     def residents(self, values: Floats) -> Bools:
         """[instant, tensor] of a solution, minimal for its reruns."""
@@ -82,6 +85,10 @@ class Relaxation:
             runs = profile.ops[position:until][rerun[position:until]]
             columns = self.again[k, runs]
             values[columns[columns >= 0]] = 1.0
+        for k, tensor in zip(*np.nonzero(self.stays >= 0), strict=True):
+            rerun = self.again[k, profile.arrays.maker[tensor]]
+            after = 1.0 if k + 1 == len(self.instants) else values[self.resident[k + 1, tensor]]
+            values[self.stays[k, tensor]] = after if rerun < 0 else max(0.0, after - values[rerun])
         return values
 
 
@@ -104,7 +111,8 @@ def build_relaxation(
 ) -> Relaxation:  # fmt: skip
     """The program for some instants (ascending, each once).
 
-    `rerun`: whether anything may be made again; `integral`: with no continuous column, for solvers that want none.
+    `rerun`: whether anything may be made again; `integral`: with no continuous column, for solvers that want none, and
+    with the bytes inside bursts of reruns (`bursts`).
     """
     builder = MilpBuilder()
     builder.add_columns(1, lower=1.0, upper=1.0, integer=integral, objective=1.0)  # every op once: gaps are of the step
@@ -142,7 +150,10 @@ def build_relaxation(
             _down(arrays.nbytes[at] / unit, _BYTES),
             upper=-float(_down(np.array(-room / unit), _BYTES)),
         )
-    return Relaxation(instants, builder.build(), resident, again, back)
+    stays = np.full(shape[0], -1, np.int64)
+    if integral:
+        stays = add_bursts(builder, arrays, instants, resident, again, budget_bytes)
+    return Relaxation(instants, builder.build(), resident, again, back, stays)
 
 
 def _down(values: Floats, unit: float) -> Floats:

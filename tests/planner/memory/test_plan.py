@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.ir.errors import InfeasibleError
+from paraplan.planner.memory import bursts
 from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.exact import search_states
 from paraplan.planner.memory.improve import improve
@@ -19,7 +20,7 @@ from paraplan.planner.memory.relaxation import build_relaxation
 from paraplan.planner.memory.reruns import Arrays, profile_of, with_first, without_dead
 from paraplan.planner.memory.schedule import evaluate, freeing
 from paraplan.planner.memory.squeeze import polish, squeeze
-from paraplan.planner.milp import solve
+from paraplan.planner.milp import Status, solve
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain, random_step
 
@@ -82,17 +83,39 @@ def test_every_schedule_is_a_point_of_the_relaxation(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_relaxation_has_one_optimum_with_integers_alone_and_without(seed: int) -> None:
+def test_a_relaxation_has_one_optimum_with_integers_alone_and_without(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(seed)
     problem = chain(10) if seed == 0 else random_step(seed, 24)
     arrays = Arrays(problem)
     budget = max(round(0.6 * budgets(problem).stop), int(arrays.working.max()))
     instants = tuple(sorted(draw.sample(range(arrays.num_ops), 4)))
+    monkeypatch.setattr(bursts, "_LARGE", np.inf)
     mixed = solve(build_relaxation(arrays, instants, budget).milp)
     clauses = solve(build_relaxation(arrays, instants, budget, integral=True).milp, backend="mathopt-cpsat")
     assert mixed.status is clauses.status
     assert clauses.objective == pytest.approx(mixed.objective, rel=1e-6)
     assert clauses.bound <= mixed.objective * (1 + 1e-6)
+
+
+def test_bytes_inside_bursts_raise_the_bound_and_keep_it_true() -> None:
+    """At one instant each, against the relaxation without them and the optimum."""
+    raised = 0
+    for seed in range(24):
+        problem = chain(5) if seed % 4 == 0 else random_step(seed, 6)
+        arrays = Arrays(problem)
+        draw = random.Random(seed)
+        budget = draw.choice(budgets(problem)[1:])
+        best = least(problem, budget, in_order=True)
+        instants = tuple(sorted(draw.sample(range(arrays.num_ops), 2)))
+        without = solve(build_relaxation(arrays, instants, budget).milp)
+        inside = solve(build_relaxation(arrays, instants, budget, integral=True).milp, backend="mathopt-cpsat")
+        assert inside.bound >= without.objective * (1 - 1e-6) or without.status is not Status.OPTIMAL
+        if best is not None:
+            assert inside.bound * problem.compute_s <= best[0] * (1 + 1e-6)
+        raised += inside.bound > without.objective * (1 + 1e-6)
+    assert raised
 
 
 @pytest.mark.parametrize("seed", range(20))
