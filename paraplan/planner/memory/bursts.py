@@ -1,8 +1,8 @@
 """Bytes inside bursts of reruns, for the relaxation at critical instants.
 
 Between instants k and k + 1, what is resident at k + 1 and was not made again in between stayed all the while, whenever
-in the segment an op runs. Columns and rows, for a tensor v made by instant k and an op j that runs in segment k (always,
-or where again[k, j]; then without a limit elsewhere):
+in the segment an op runs. Columns and rows, for a tensor v made by instant k and an op j that runs in segment k for the
+first time, or again (then the row binds only where again[k, j]):
 
     stays[k, v]  >=  resident[k + 1, v] - again[k, maker v]           (1 for resident after the last instant, of kept v)
     working_j  +  sum of bytes_v stays[k, v], over v that j neither reads nor makes  <=  budget          where j runs
