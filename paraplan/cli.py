@@ -68,7 +68,12 @@ Offload = Annotated[
     str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
 ]
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
-Pipeline = Annotated[int | None, typer.Option(help="Pipeline-parallel degree; other degrees are within a stage.")]
+Pipeline = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|auto", help="Pipeline-parallel degree, other degrees being within a stage; auto: the fastest."
+    ),
+]
 ScheduleName = Annotated[
     str | None,
     typer.Option(help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v, hanayo, gems or chimera."),
@@ -139,7 +144,7 @@ def plan(
     gc.set_threshold(*RARELY)  # the imports of torch and transformers too
     pins = {
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
-        "pp": pp, "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
+        "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
     }  # fmt: skip
     with Progress() as tell:
@@ -350,6 +355,20 @@ def parse_mesh(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConstraintError(f"--mesh {text!r}: write axis sizes with commas, e.g. 8,8") from None
+
+
+def parse_degree(text: str | None) -> int | str | None:
+    """`"4"` to 4, `"auto"` to itself.
+
+    Raises:
+        ConstraintError: no such degree.
+    """
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ConstraintError(f"--pp {text!r}: give a number of groups of devices, or auto") from None
 
 
 def parse_stages(text: str | None) -> tuple[tuple[int, int], ...] | None:

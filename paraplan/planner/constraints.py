@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.struct import Value
@@ -11,6 +12,8 @@ PRESETS = ("none", "selective", "full")
 """`none`: every activation is kept. `full`: segments keep their inputs alone (Chen et al. 2016). `selective`: results
 of matrix products, convolutions and attention are kept, what is cheap is recomputed (Korthikanti et al. 2022, as
 practised today)."""
+AUTO: Literal["auto"] = "auto"
+"""A degree for the planner to choose."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 """The tiers activations may wait on."""
 CP_MODES = ("gather", "alltoall", "ring")
@@ -31,7 +34,8 @@ class Constraints(Value, frozen=True, kw_only=True):
             expert matrices lie by expert and all else by batch.
         zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).
         pp: how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group.
-        schedule: with pp, a name of `planner.schedules.named.NAMED`; None: "1f1b".
+            "auto": as many as make the simulated step shortest (`planner.pipeline_degrees`).
+        schedule: with pp, a name of `planner.schedules.named.NAMED`; None: "1f1b", or with pp "auto" the fastest.
         stages: with pp, the segments [first, stop) of every stage; None: cut evenly by time.
         microbatches: how many microbatches a step takes.
         memory_bytes: what a device may hold at most; None: its memory.
@@ -49,7 +53,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     cp_mode: str | None = None
     ep: int | None = None
     zero: int | None = None
-    pp: int | None = None
+    pp: int | Literal["auto"] | None = None
     schedule: str | None = None
     stages: tuple[tuple[int, int], ...] | None = None
     microbatches: int | None = None
@@ -74,6 +78,10 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
             an ep that does not divide dp.
     """
     c = constraints
+    if c.pp == AUTO:
+        if c.stages is not None:
+            raise ConstraintError("stages with pp=auto: how many there are follows from the degree; give pp a number")
+        return c  # degrees are checked with every pp that is tried
     if c.pp is not None and c.pp > 1:
         if num_devices % c.pp:
             raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
