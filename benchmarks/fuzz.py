@@ -96,7 +96,7 @@ class Subject:
     @cache  # noqa: B019
     def eager_error(self) -> float:
         """The user's model against the captured program."""
-        eager = Eager(Made(self.small[0.0].model), self.program[0.0])
+        eager = Eager(Made(self.small[0.0].model, None, self.small[0.0].loss_fn), self.program[0.0])
         loss, grads = eager.step(self.small[0.0].batch, {name: p.detach() for name, p in eager.params.items()})
         wanted = self.reference(0.0)
         return max(relative(wanted.losses[0], loss), max_error(wanted.grads[0], grads)[0])
@@ -131,11 +131,18 @@ class Seen:
         )  # fmt: skip
 
 
+def captured(small: Small) -> Program:
+    """Its program in float64."""
+    return capture(
+        small.model, small.batch, loss_fn=small.loss_fn, precision="fp64", batch_dims=small.batch_dims
+    )  # fmt: skip
+
+
 @lru_cache(maxsize=1)
 def subject(name: str) -> Subject:
     """A model and its captures, kept while its cases run."""
     small = {dropout: build(name, dropout) for dropout in (0.0, 0.1)}
-    program = {dropout: capture(made.model, made.batch, precision="fp64") for dropout, made in small.items()}
+    program = {dropout: captured(made) for dropout, made in small.items()}
     gc.collect()
     gc.freeze()  # half a million objects that stay: walking them again and again took a quarter of every step
     return Subject(name, small, program)

@@ -223,7 +223,7 @@ class Buckets:
             raise ConstraintError("buckets is empty: give one mapping of options per shape, e.g. [{'seq': 128}]")
         first = compile(model, cluster, **{**options, **buckets[0]})
         stage = first.data.stages[0]
-        pins = {name: f"{at.stored}/{at.grad}/{at.state}" for name, at in stage.params.items()}
+        pins = {name: at.text for name, at in stage.params.items()}
         degrees = ("dp", "tp", "sp", "cp", "cp_mode", "ep", "zero", "mesh")
         pinned = any(options.get(name) is not None for name in degrees)
         mesh = {} if pinned else {"mesh": stage.mesh.shape}
@@ -254,7 +254,8 @@ def compile(
     pp: int | Literal["auto"] | None = None, schedule: str | None = None,
     stages: Sequence[tuple[int, int]] | None = None,
     microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
-    recompute: str | None = None, offload: str = "none", params: Mapping[str, str] | None = None,
+    recompute: str | None = None, offload: str = "none", offload_states: str | None = None,
+    params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
     profile_any: bool = False,
 ) -> Plan:  # fmt: skip
@@ -274,7 +275,8 @@ def compile(
         mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned, see `Constraints`.
         memory, memory_reserve: what a device may hold at most (else its memory) and leaves free; bytes or "12GiB".
         recompute: "none", "selective" or "full"; left out: chosen, and only where memory is short.
-        offload: "host" or "disk" (both) lets activations wait there where memory is short and that is fastest.
+        offload: "host" or "disk" (both) lets activations wait there if memory is short, and states live on the host.
+        offload_states: "host" has all optimizer states in the host's memory, which updates parameters, "none" no state.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
         profile, profile_any: measured times (`paraplan profile`); another device's or torch's too, said in the plan.
@@ -287,7 +289,8 @@ def compile(
         mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, ep=ep,
         zero=zero, pp=pp, schedule=schedule, stages=None if stages is None else tuple(map(tuple, stages)),
         microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory), recompute=recompute,
-        offload=offload, memory_reserve_bytes=parse_bytes(memory_reserve), params=dict(params or {}),
+        offload=offload, offload_states=offload_states, memory_reserve_bytes=parse_bytes(memory_reserve),
+        params=dict(params or {}),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
     times, warning = (None, "") if profile is None else profile_for(profile, spec, versions()["torch"], profile_any)

@@ -67,6 +67,10 @@ Recompute = Annotated[
 Offload = Annotated[
     str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
 ]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB.")]
+OffloadStates = Annotated[
+    str | None, typer.Option(help="host: optimizer states in the host's memory, updated there; none: on the device.")
+]
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
 Pipeline = Annotated[
     str | None,
@@ -115,10 +119,7 @@ def plan(
     mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB; default: its memory."),
-    ] = None,
+    memory: Memory = None,
     memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
@@ -135,6 +136,7 @@ def plan(
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     recompute: Recompute = None,
     offload: Offload = "none",
+    offload_states: OffloadStates = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")] = None,
     profile_any: ProfileAny = False,
@@ -146,6 +148,7 @@ def plan(
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
         "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
+        "offload_states": offload_states,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from benchmarks.zoo import adapters, language, moe, multimodal, recommender, recurrent, seq2seq, vision
+from benchmarks.zoo import (
+    adapters,
+    generators,
+    huggingface,
+    language,
+    moe,
+    multimodal,
+    recommender,
+    recurrent,
+    seq2seq,
+    sequences,
+    structures,
+    vision,
+)
 from benchmarks.zoo.small import Small
 
 MODELS = {
@@ -16,11 +29,13 @@ MODELS = {
     **recurrent.MODELS,
 }
 NAMES = tuple(MODELS)
+UNSEEN = {**huggingface.MODELS, **sequences.MODELS, **generators.MODELS, **structures.MODELS}
+"""What no part of paraplan was written for; see `benchmarks.unseen`."""
 
 
 def build(name: str, dropout: float) -> Small:
     """A model with random weights and one batch; equal calls give equal models."""
-    return MODELS[name](dropout)
+    return (MODELS.get(name) or UNSEEN[name])(dropout)
 
 
-__all__ = ["MODELS", "NAMES", "Small", "build"]
+__all__ = ["MODELS", "NAMES", "UNSEEN", "Small", "build"]

@@ -145,14 +145,15 @@ def alive_at(program: RankProgram, place: Place) -> tuple[Alive, ...]:
         for storage, names in census.holders().items()
         if storage.nbytes
     }
-    extra = [Alive(STATES, program.optimizer_bytes)] if program.optimizer_bytes else []
+    states = [(tier, program.update_bytes(tier)[0]) for tier in ("", *program.update_tiers)]
+    extra = [Alive(STATES, size, tier) for tier, size in states if size]
     inner: list[Alive] = []
     begun = max(at, 0)
     if at >= 0 and (inside >= 0 or program.steps[at].kind is not StepKind.CALL):
-        found, inner, workspace = _running(census, place, found)
+        found, inner, workspace, tier = _running(census, place, found)
         begun = at + 1
         if workspace:
-            extra.append(Alive(WORKSPACE, workspace, maker=place))
+            extra.append(Alive(WORKSPACE, workspace, tier, maker=place))
     _find_readers(census, begun, found)
     order = sorted((*found.values(), *inner), key=lambda each: each.maker)
     return (*order, *extra)
@@ -160,8 +161,8 @@ def alive_at(program: RankProgram, place: Place) -> tuple[Alive, ...]:
 
 def _running(
     census: _Census, place: Place, before: dict[Storage, Alive]
-) -> tuple[dict[Storage, Alive], list[Alive], int]:
-    """Take the step in which the instant is: storages it leaves or found, those that end in it, workspace."""
+) -> tuple[dict[Storage, Alive], list[Alive], int, str]:
+    """Take the step in which the instant is: storages it leaves or found, those that end in it, workspace, its tier."""
     at, inside = place
     step = census.program.steps[at]
     given = _given(census, step)
@@ -172,7 +173,10 @@ def _running(
             if storage not in found and storage.nbytes:
                 found[storage] = census.alive(storage, names, census.walk.outer[names[0]])
         _read_by_step(step, at, found, given)
-        return found, [], census.program.update_workspace_bytes if step.kind is StepKind.UPDATE else 0
+        if step.kind is not StepKind.UPDATE:
+            return found, [], 0, ""
+        tier = census.program.update_tier(step)
+        return found, [], census.program.update_bytes(tier)[1], tier
     block, uses = census.walk.blocks[step.block], census.used(step.block)
     made, ended = block.ends(memory.args, tuple(name is not None for name in step.outs))
     passed = set(given)
@@ -200,7 +204,7 @@ def _running(
             found[left[owner]] = each
         else:
             inner.append(each)
-    return found, inner, block.block.instrs[inside].workspace_bytes
+    return found, inner, block.block.instrs[inside].workspace_bytes, ""
 
 
 def _given(census: _Census, step: Step) -> list[Storage]:

@@ -101,7 +101,8 @@ def _group(entry: CatalogEntry, devices_per_node: int, nodes: int) -> NodeGroup:
     return NodeGroup(
         nodes=nodes, devices_per_node=devices_per_node, device=entry.device, in_node=entry.in_node, host=entry.host,
         disk=entry.disk, host_memory_bytes=entry.host_memory_bytes_per_device * devices_per_node,
-        disk_bytes=_DISK_BYTES,
+        disk_bytes=_DISK_BYTES, host_memory_source=entry.host_memory_source,
+        host_memory_bytes_per_s=entry.host_memory_bytes_per_s_per_device * devices_per_node,
     )  # fmt: skip
 
 

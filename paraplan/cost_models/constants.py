@@ -1,7 +1,7 @@
 """Every efficiency constant of the cost model, with its meaning and its source; and the allocator's block.
 
 A cluster's rates are peaks from data sheets; these numbers say what share of a peak real kernels reach.
-There are seven shares, none fitted per model or per published row. Bandwidths and latencies of links stand with the
+There are eight shares, none fitted per model or per published row. Bandwidths and latencies of links stand with the
 links (`links.py`). A CPU "cluster" carries measured rates
 (`ClusterSpec.local`), so its shares are 1.
 """
@@ -20,6 +20,7 @@ class Efficiency(Value, frozen=True, kw_only=True):
         half_dim: Hockney's half-performance length: a GEMM whose narrowest dim is this wide runs at half of
             `matmul`'s share (about one output tile: below it, tiles are padded and pipelines do not fill).
         memory: share of the memory bandwidth a streaming kernel reaches.
+        host_memory: share of the host memory's bandwidth that an update of parameters there reaches.
         in_node, between_nodes: share of a link's bandwidth a collective's ring reaches.
         collective_start_s: time before a collective's first byte moves (kernel, rendezvous of channels).
     """
@@ -28,6 +29,7 @@ class Efficiency(Value, frozen=True, kw_only=True):
     attention: float
     half_dim: int
     memory: float
+    host_memory: float
     in_node: float
     between_nodes: float
     collective_start_s: float
@@ -47,6 +49,8 @@ GPU = Efficiency(
     # Row misses, refresh and turnarounds of DRAM: STREAM-like kernels reach 0.88-0.92 on A100 and H100 (triad 3.09 of
     # 3.35 TB/s); framework pointwise kernels lie slightly below.
     memory=0.85,
+    # STREAM triad on servers of two sockets reaches 0.75-0.85 of the modules' peak rate; an update is a stream like it.
+    host_memory=0.8,
     # Packet headers and flow control: NCCL's tuner caps A100's NVLink3 at 235 of 300 GB/s (src/graph/tuning.cc,
     # compCap80), nccl-tests print as much at 1 GB, and 360-370 of 450 on H100's NVLink4 without SHARP.
     in_node=0.8,
@@ -57,7 +61,8 @@ GPU = Efficiency(
 )  # fmt: skip
 
 CPU = Efficiency(
-    matmul=1.0, attention=1.0, half_dim=16, memory=1.0, in_node=1.0, between_nodes=1.0, collective_start_s=0.0
+    matmul=1.0, attention=1.0, half_dim=16, memory=1.0, host_memory=1.0, in_node=1.0, between_nodes=1.0,
+    collective_start_s=0.0,
 )  # fmt: skip
 
 CUDA_BLOCK_BYTES = 512

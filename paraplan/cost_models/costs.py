@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s, input_bytes_of, p2p_s
+from paraplan.cost_models.constants import efficiency_of
 from paraplan.cost_models.curves import Curve
 from paraplan.cost_models.measured import MEASURED, MODELLED, MeasuredTimes, times_of
 from paraplan.cost_models.ops import (
@@ -34,6 +35,7 @@ from paraplan.ir.rank_program import GROW, PUT, ROOM, Block, Instr, InstrKind, L
 
 COMPUTE = "compute"
 COPY = "copy"
+UPDATE = "update"
 OUT, IN = "out", "in"
 _MANY = 1 << 50  # bytes of a collective beside which no latency counts
 
@@ -166,6 +168,19 @@ class Costs:
             return self.memory_s(read_bytes, write_bytes) - self.memory_s(0, 0)
         return self._update.least_ratio * param_bytes
 
+    def update_away_s(self, tier: str, moved_bytes: int) -> float:
+        """Seconds of the update of parameters on a tier that reads and writes so many bytes there, in one pass.
+
+        Raises:
+            ClusterError: the cluster does not say how fast the host's memory is.
+        """
+        rates = [
+            self.cluster.update_bytes_per_s(tier, device)
+            * efficiency_of(self.cluster.group_of(device).device.backend).host_memory
+            for device in self.mesh.devices
+        ]
+        return moved_bytes / min(rates)
+
     @cached_property
     def _update(self) -> Curve | None:
         return None if self.measured is None else self.measured.updates.get(self.optimizer)
@@ -292,6 +307,11 @@ def _work(
 def copy_stream(tier: str, way: str) -> str:
     """The stream of copies to (`OUT`) or from (`IN`) a tier: "copy:host:out"."""
     return f"{COPY}:{tier}:{way}"
+
+
+def update_stream(tier: str) -> str:
+    """The stream of updates done on a tier: "update:host"."""
+    return f"{UPDATE}:{tier}"
 
 
 def _is_view(name: str | None, value: LocalValue) -> bool:

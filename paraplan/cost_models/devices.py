@@ -28,6 +28,8 @@ class CatalogEntry(Value, frozen=True, kw_only=True):
         vendor: collectives run among one vendor's devices only (NCCL, RCCL).
         in_node, between_nodes, host, disk: links, per device and direction.
         host_memory_bytes_per_device: host memory of the usual node.
+        host_memory_bytes_per_s_per_device: its peak bandwidth, which an update of parameters there streams at.
+        host_memory_source: which modules.
         nvlink: NVLink generation; 0 where the device has none.
     """
 
@@ -38,6 +40,8 @@ class CatalogEntry(Value, frozen=True, kw_only=True):
     host: Link
     disk: Link
     host_memory_bytes_per_device: int
+    host_memory_bytes_per_s_per_device: float
+    host_memory_source: str
     nvlink: int = 0
 
 
@@ -133,14 +137,23 @@ _RTX4090 = _device(
 )  # fmt: skip
 
 
+_DDR4 = (8 * 25.6e9 * 2 / 8, "DDR4-3200, 8 channels of 2 sockets (DGX A100) per 8 devices")
+_DDR5 = (8 * 38.4e9 * 2 / 8, "DDR5-4800, 8 channels of 2 sockets (DGX H100) per 8 devices")
+_BROADWELL = (4 * 19.2e9 * 2 / 8, "DDR4-2400, 4 channels of 2 sockets (DGX-1) per 8 devices")
+_EMERALD = (8 * 44.8e9 * 2 / 8, "DDR5-5600, 8 channels of 2 sockets (DGX B200) per 8 devices")
+
+
 def _nvidia(
-    device: Device, pcie: int, network: Link, *, nvlink: int = 0, host_gib: int = 128, in_node: Link | None = None
-) -> CatalogEntry:
+    device: Device, pcie: int, network: Link, *, nvlink: int = 0, host_gib: int = 128, in_node: Link | None = None,
+    host_rate: tuple[float, str] | None = None,
+) -> CatalogEntry:  # fmt: skip
     """An NVIDIA device; in its node over NVLink where it has a generation, else peer to peer over PCIe."""
     inside = in_node or (links.nvlink(nvlink) if nvlink else links.pcie_peer(pcie))
+    rate, source = host_rate or (_DDR5 if pcie >= 5 else _DDR4)
     return CatalogEntry(
         device=device, vendor="NVIDIA", in_node=inside, between_nodes=network, host=links.pcie_host(pcie),
         disk=links.local_disk(), host_memory_bytes_per_device=host_gib * _GIB, nvlink=nvlink,
+        host_memory_bytes_per_s_per_device=rate, host_memory_source=source,
     )  # fmt: skip
 
 
@@ -152,6 +165,7 @@ def _cpu() -> CatalogEntry:
         device=group.device, vendor="CPU", in_node=group.in_node, host=group.host, disk=group.disk,
         between_nodes=links.ethernet(10, 1 / 8, "one 10 Gb/s port per 8 processes: assumed", rdma=False),
         host_memory_bytes_per_device=group.host_memory_bytes,
+        host_memory_bytes_per_s_per_device=group.host_memory_bytes_per_s, host_memory_source=group.host_memory_source,
     )  # fmt: skip
 
 
@@ -163,7 +177,10 @@ _ONE_NDR = links.infiniband("NDR", 0.25, "one port per 4 GPUs: assumed")
 CATALOG: dict[str, CatalogEntry] = {
     entry.device.kind: entry
     for entry in (
-        _nvidia(_V100_32, 3, links.infiniband("EDR", 0.5, "DGX-1: 4 ports per 8 GPUs"), nvlink=2, host_gib=64),
+        _nvidia(
+            _V100_32, 3, links.infiniband("EDR", 0.5, "DGX-1: 4 ports per 8 GPUs"), nvlink=2, host_gib=64,
+            host_rate=_BROADWELL,
+        ),
         _nvidia(
             _device("A100-40", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE),
             4, _HDR, nvlink=3,
@@ -201,11 +218,13 @@ CATALOG: dict[str, CatalogEntry] = {
             _device("H200", _H200_SHEET, (139.7, "141 GB HBM3e"), (4.8, "4.8 TB/s"), _HOPPER),
             5, _NDR, nvlink=4, host_gib=256,
         ),
-        _nvidia(_B200, 5, _NDR, nvlink=5, host_gib=256),
+        _nvidia(_B200, 5, _NDR, nvlink=5, host_gib=256, host_rate=_EMERALD),
         CatalogEntry(
             device=_MI300X, vendor="AMD", in_node=links.infinity_fabric(),
             between_nodes=links.ethernet(400, 1, "one NIC per GPU: the usual 8-GPU server"), host=links.pcie_host(5),
             disk=links.local_disk(), host_memory_bytes_per_device=256 * _GIB,
+            host_memory_bytes_per_s_per_device=12 * 38.4e9 * 2 / 8,
+            host_memory_source="DDR5-4800, 12 channels of 2 sockets per 8 devices: the usual server",
         ),
         _nvidia(_L40S, 4, links.ethernet(100, 1, "one port per GPU: assumed")),
         _nvidia(

@@ -9,7 +9,7 @@ the bytes its `LocalValue` or `OuterValue` says. Tiers (host, disk) are accounts
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paraplan.cost_models.blocks import NO_EFFECT, ArgState, MemoryBlock, Profile
 from paraplan.ir.entry import Entry
@@ -92,7 +92,7 @@ class MemoryWalk:
         self.program = program
         self.blocks = {name: MemoryBlock(block) for name, block in program.blocks.items()}
         self.outer: dict[str, Held] = {}
-        self.levels = Bytes({"": program.optimizer_bytes})
+        self.levels = Bytes({tier: program.update_bytes(tier)[0] for tier in ("", *program.update_tiers)})
         for name, value in program.outer.items():
             self._bind(name, Held(Storage(value.nbytes, value.tier), value.dtype, value.shape), Bytes())
             self.levels[value.tier] += value.nbytes
@@ -237,15 +237,19 @@ class MemoryWalk:
         )  # fmt: skip
 
     def _update(self, step: Step) -> StepMemory:
-        return self._given_up(step, self.program.update_workspace_bytes)
+        tier = self.program.update_tier(step)
+        return self._given_up(step, self.program.update_bytes(tier)[1], tier)
 
-    def _given_up(self, step: Step, workspace_bytes: int) -> StepMemory:
+    def _given_up(self, step: Step, workspace_bytes: int, on: str = "") -> StepMemory:
         died = Bytes()
         for name in step.drops:
             self._give_up(name, died)
+        tiers = self._without(died)
+        if on:
+            tiers[on] = replace(tiers[on], peak=tiers[on].peak + workspace_bytes)
         return StepMemory(
-            before=self.live, after=self.live - died[""], peak=self.live + workspace_bytes, dropped=died[""],
-            tiers=self._without(died),
+            before=self.live, after=self.live - died[""], peak=self.live + (0 if on else workspace_bytes),
+            dropped=died[""], tiers=tiers,
         )  # fmt: skip
 
 

@@ -205,6 +205,8 @@ class _Roles:
     def _made(self, each: Alive, step: Step, instr: Instr, held: Role | None) -> Role:
         """What its maker says, where its holders leave it open."""
         backward = is_backward(step)
+        if instr.kind is InstrKind.COPY and step.segment < 0:
+            return Role.MASTERS
         if instr.kind is InstrKind.COPY:
             return Role.SAVED if each.tier else Role.FETCHED
         if held is not None and step.segment >= 0:

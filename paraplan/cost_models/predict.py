@@ -86,7 +86,8 @@ def check_room(plan: Plan, simulation: Simulation) -> None:
         if size > room:
             raise CostModelError(
                 f"the plan has {size} bytes per device wait on {tier}, where {plan.cluster.name} has room for {room}: "
-                f"{size - room} are missing; offload less, or describe more (host_memory_bytes, disk_bytes of a node)"
+                f"{size - room} ({(size - room) / 2**30:.3g} GiB) are missing; offload less, or describe more "
+                "(host_memory_bytes, disk_bytes of a node)"
             )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from paraplan.cost_models.blocks import TimeBlock, compile_time
 from paraplan.cost_models.bound import stream_bound
-from paraplan.cost_models.costs import COMPUTE, COPY, Costs
+from paraplan.cost_models.costs import COMPUTE, COPY, UPDATE, Costs, update_stream
 from paraplan.cost_models.memory import MemoryWalk, StepMemory
 from paraplan.cost_models.messages import Key, Mailbox
 from paraplan.cost_models.timeline import Span, TimeWalk
@@ -55,12 +55,13 @@ class RankTrace(Value, frozen=True, kw_only=True):
         compute_s: compute stream busy.
         comm_s, copy_s: per comm and per copy stream, seconds busy.
         exposed_comm_s: seconds compute stood still for communication, the step's end included
-            (step_s - compute_s - exposed_copy_s - bubble_s).
+            (step_s - compute_s - exposed_copy_s - bubble_s - update_s).
         exposed_copy_s: seconds it stood still for copies to and from tiers.
         spans: stretches of every stream, for timelines.
         memory: one point per step.
         bubble_s: seconds compute stood still for a message that had not begun: the pipeline's bubble, but for what is
             left of the step when this rank has ended.
+        update_s: per tier that updates parameters ("update:host"), seconds it does, while compute stands still.
     """
 
     step_s: float
@@ -77,11 +78,12 @@ class RankTrace(Value, frozen=True, kw_only=True):
     exposed_copy_s: float = 0.0
     tier_peak_bytes: dict[str, int] = {}
     bubble_s: float = 0.0
+    update_s: dict[str, float] = {}
 
     @property
     def work(self) -> dict[str, float]:
         """Seconds of work per stream."""
-        return {COMPUTE: self.compute_s, **self.comm_s, **self.copy_s}
+        return {COMPUTE: self.compute_s, **self.comm_s, **self.copy_s, **self.update_s}
 
     @property
     def bound_s(self) -> float:
@@ -189,7 +191,7 @@ class RankEngine:
         elif step.kind is StepKind.ACCUMULATE:
             self.time.compute(step, self._accumulate_s(memory), "accumulate")
         elif step.kind is StepKind.UPDATE:
-            self.time.compute(step, self._update_s(step), "update")
+            self._update(step)
         elif step.kind in MESSAGES:
             self._message(step)
         if memory.peak > self.peak[0]:
@@ -206,13 +208,14 @@ class RankEngine:
         work = dict(self.time.work)
         compute = work.pop(COMPUTE)
         copies = {stream: work.pop(stream) for stream in [*work] if stream.startswith(COPY)}
+        updates = {stream: work.pop(stream) for stream in [*work] if stream.startswith(UPDATE)}
         return RankTrace(
             step_s=self.time.end_s, peak_bytes=self.peak[0], peak_step=self.peak[1], peak_instr=self.peak[2],
             start_bytes=self.start_bytes, compute_s=compute, comm_s=work,
-            exposed_comm_s=self.time.stalled_s(copies=False) + (self.time.end_s - self.time.clock[COMPUTE]),
+            exposed_comm_s=self.time.waited_s + (self.time.end_s - self.time.clock[COMPUTE]),
             spans=tuple(self.time.spans), memory=tuple(self.points), copy_s=copies,
             bubble_s=self.time.bubble_s,
-            exposed_copy_s=self.time.stalled_s(copies=True),
+            exposed_copy_s=self.time.stalled_s(COPY), update_s=updates,
             tier_peak_bytes={tier: peak for tier, peak in self.tier_peaks.items() if peak},
         )  # fmt: skip
 
@@ -247,8 +250,8 @@ class RankEngine:
             self._accumulates[key] = seconds
         return seconds
 
-    def _update_s(self, step: Step) -> float:
-        """Parameters and states read and written, gradients read."""
+    def _update(self, step: Step) -> None:
+        """Parameters and states read and written, gradients read, by the device or where they are."""
         held = self.memory.outer
         roles = ("param", "state")
         by_source = {value.source: name for name, value in self.program.outer.items() if value.role in roles}
@@ -262,9 +265,14 @@ class RankEngine:
             size = stored.nbytes if stored is not None else 0
             sizes.append(size)
             grads += grad.nbytes if grad is not None else size
-        states = self.program.optimizer_bytes
-        params = sum(sizes)
-        return self.costs.update_s(tuple(sizes), params + grads + states, params + states)
+        tier, params = self.program.update_tier(step), sum(sizes)
+        states = self.program.update_bytes(tier)[0]
+        if tier:
+            seconds = self.costs.update_away_s(tier, params + grads + states + params + states)
+            self.time.update(step, update_stream(tier), seconds)
+        else:
+            seconds = self.costs.update_s(tuple(sizes), params + grads + states, params + states)
+            self.time.compute(step, seconds, "update")
 
 
 def simulate_rank(program: RankProgram, costs: Costs) -> RankTrace:

@@ -12,7 +12,7 @@ import re
 from functools import cache
 
 from paraplan.cost_models.blocks import Issue, Run, TimeBlock
-from paraplan.cost_models.costs import COMPUTE, COPY
+from paraplan.cost_models.costs import COMPUTE, COPY, UPDATE
 from paraplan.ir.rank_program import Step
 from paraplan.ir.struct import Value
 
@@ -24,7 +24,7 @@ class Span(Value, frozen=True, kw_only=True):
 
     Attributes:
         stream: "compute", "comm:in_node", "comm:between_nodes", "copy:host:out", "copy:host:in", or the disk's;
-            "p2p:0>4" for messages from rank 0's mesh to rank 4's.
+            "update:host" for the host's own work; "p2p:0>4" for messages from rank 0's mesh to rank 4's.
         start_s, end_s: from the step's begin.
         label: the block, or what the collective or copy is called.
         action, segment, microbatch: of the step it belongs to.
@@ -59,9 +59,14 @@ class TimeWalk:
         """When the last stream falls idle."""
         return max(self.clock.values())
 
-    def stalled_s(self, copies: bool) -> float:
-        """Seconds compute stood still for copies, or for communication."""
-        return sum((seconds for stream, seconds in self.stalled.items() if stream.startswith(COPY) is copies), 0.0)
+    def stalled_s(self, on: str) -> float:
+        """Seconds compute stood still for streams whose names begin so."""
+        return sum((seconds for stream, seconds in self.stalled.items() if stream.startswith(on)), 0.0)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds compute stood still for communication."""
+        return sum((s for stream, s in self.stalled.items() if not stream.startswith((COPY, UPDATE))), 0.0)
 
     def call(self, step: Step, block: TimeBlock) -> None:
         """Run a block's events."""
@@ -94,6 +99,14 @@ class TimeWalk:
         self.clock[COMPUTE] = begin + seconds
         self.work[COMPUTE] += seconds
         self._span(step, COMPUTE, begin, begin + seconds, label, seconds)
+
+    def update(self, step: Step, stream: str, seconds: float) -> None:
+        """An update elsewhere, for which compute stands still."""
+        begin = max(self.clock[COMPUTE], self.clock.get(stream, 0.0))
+        self.clock[COMPUTE] = self.clock[stream] = begin + seconds
+        self.work[stream] = self.work.get(stream, 0.0) + seconds
+        self.stalled[stream] = self.stalled.get(stream, 0.0) + seconds
+        self._span(step, stream, begin, begin + seconds, "update", seconds)
 
     def message(self, step: Step, stream: str, label: str, begin: float, end: float) -> None:
         """Wait for a message that takes from begin to end; before it begins, waiting is the pipeline's bubble."""

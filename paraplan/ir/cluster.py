@@ -74,6 +74,9 @@ class NodeGroup(Value, frozen=True, kw_only=True):
         disk: link between a device's host share and local disk, per device; None where there is none.
         host_memory_bytes: host memory per node usable for offload.
         disk_bytes: disk per node usable for offload.
+        host_memory_bytes_per_s: peak bandwidth of a node's host memory, which its devices share; 0 where it is not
+            known, and then no parameter is updated there.
+        host_memory_source: what it is, and where that number comes from.
     """
 
     nodes: int
@@ -85,6 +88,8 @@ class NodeGroup(Value, frozen=True, kw_only=True):
     between_nodes: Link | None = None
     host_memory_bytes: int = 0
     disk_bytes: int = 0
+    host_memory_bytes_per_s: float = 0.0
+    host_memory_source: str = ""
 
 
 class ClusterSpec(Value, frozen=True, kw_only=True):
@@ -170,6 +175,20 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         way = ("host",) if tier == "host" else ("host", tier)
         return sum(link.latency_s + nbytes / link.bytes_per_s for link in (self.link(level, device) for level in way))
 
+    def update_bytes_per_s(self, tier: str, device: int) -> float:
+        """A device's share of the bandwidth at which parameters on a tier are updated.
+
+        Raises:
+            ClusterError: it is not described, or the tier is no memory.
+        """
+        group = self.group_of(device)
+        if tier != "host" or not group.host_memory_bytes_per_s:
+            raise ClusterError(
+                f"{self.name}: how fast the {tier} updates parameters is not described; give its groups "
+                "host_memory_bytes_per_s"
+            )
+        return group.host_memory_bytes_per_s / group.devices_per_node
+
     def room_bytes(self, tier: str, devices: tuple[int, ...]) -> int:
         """Bytes of a tier ("host", "disk") that each of these devices may fill: the least share of their nodes'."""
         groups = [self.group_of(device) for device in devices]
@@ -212,7 +231,8 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
             in_node=Link(bytes_per_s=1e9, latency_s=1.5e-4, source="Gloo over loopback, measured on such a CPU"),
             host=Link(bytes_per_s=4e9, latency_s=1e-5, source="a copy in memory"),
             disk=Link(bytes_per_s=5e8, latency_s=1e-4, source="a SATA drive: assumed"),
-            host_memory_bytes=16 << 30, disk_bytes=64 << 30,
+            host_memory_bytes=16 << 30, disk_bytes=64 << 30, host_memory_bytes_per_s=8e9 * num_devices,
+            host_memory_source="torch copy, a thread per process",
         )  # fmt: skip
         return check_cluster(cls(name=f"local:{num_devices}", groups=(group,)))
 
@@ -249,6 +269,7 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
         _check_device(cluster, group.device, f"{at}.device")
         _not_negative(cluster, group.host_memory_bytes, f"{at}.host_memory_bytes")
         _not_negative(cluster, group.disk_bytes, f"{at}.disk_bytes")
+        _not_negative(cluster, group.host_memory_bytes_per_s, f"{at}.host_memory_bytes_per_s")
         for name in ("in_node", "between_nodes", "host", "disk"):
             _check_link(cluster, getattr(group, name), f"{at}.{name}")
     _check_link(cluster, cluster.between_nodes, "between_nodes")

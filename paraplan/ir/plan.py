@@ -18,6 +18,9 @@ from paraplan.ir.struct import Value
 
 PLAN_VERSION = 1
 
+STATE_TIERS = ("", "host")
+"""Where an optimizer's states may be, and are updated; "" is the device."""
+
 
 class ModelRef(Value, frozen=True, kw_only=True):
     """Which model a plan is for.
@@ -66,11 +69,20 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     microbatch adds into, `state` the layout the optimizer updates in (gradients are brought there once a
     step, and the updated parameter goes back to `stored`). ZeRO-3 shards all three, ZeRO-2 the last two,
     ZeRO-1 the last.
+
+    `state_tier` is where the optimizer's copy and states are: "" for the device, or "host": gradients are then copied
+    there, the host updates, and the updated parameter is copied back (ZeRO-Offload, Ren et al. 2021).
     """
 
     stored: str
     grad: str
     state: str
+    state_tier: str = ""
+
+    @property
+    def text(self) -> str:
+        """As a pin says it: "stored/grad/state", then "@host" where the state is there."""
+        return f"{self.stored}/{self.grad}/{self.state}" + (f"@{self.state_tier}" if self.state_tier else "")
 
 
 class Split(Value, frozen=True, kw_only=True):

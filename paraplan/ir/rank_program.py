@@ -166,7 +166,7 @@ class Step(Value, frozen=True, kw_only=True):
     ACCUMULATE: args = (accumulator, addend): the accumulator becomes the addend where it does not exist
         yet (a move: no time, no memory), else grows by it in place; the addend's name is dropped.
     DROP: names in `drops` are given up.
-    UPDATE: the optimizer's update of the parameters in `args`.
+    UPDATE: the optimizer's update of the parameters in `args`, all on one tier, where it is done.
     SEND: begin to send `args[0]` as the message (`transfer`, `microbatch`); where `outs` has a name, the part of it
         that is sent is copied there first. What is sent is left alone until an AWAIT of it.
     RECV: allocate `outs[0]` and begin to receive the message into it; its values are there after an AWAIT of it.
@@ -267,8 +267,9 @@ class RankProgram(Value, frozen=True, kw_only=True):
         metrics: likewise of each of several losses, unweighted, by name.
         outputs: what the model returns beside them (evaluations only), by name.
         grads: parameter name -> outer name of its gradient in the state layout after the last step.
-        optimizer_bytes: bytes of optimizer state the rank keeps.
-        update_workspace_bytes: the most the update allocates and drops inside.
+        optimizer_bytes: bytes of optimizer state the rank keeps on its device.
+        update_workspace_bytes: the most the update there allocates and drops inside.
+        update_tiers: per tier on which parameters are updated, the same two.
         transfers: messages to and from ranks of other meshes.
     """
 
@@ -284,7 +285,16 @@ class RankProgram(Value, frozen=True, kw_only=True):
     grads: dict[str, str]
     optimizer_bytes: int
     update_workspace_bytes: int
+    update_tiers: dict[str, tuple[int, int]] = {}
     transfers: dict[str, Transfer] = {}
+
+    def update_tier(self, step: Step) -> str:
+        """Where an UPDATE is done."""
+        return self.outer[step.args[0]].tier if step.args else ""
+
+    def update_bytes(self, tier: str) -> tuple[int, int]:
+        """Bytes of optimizer state kept on a tier, and of the update's workspace there."""
+        return self.update_tiers.get(tier, (0, 0)) if tier else (self.optimizer_bytes, self.update_workspace_bytes)
 
 
 def place_of(coordinates: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:

@@ -11,7 +11,7 @@ from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.remat import remat_of
 from paraplan.ir.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, parse_layout
-from paraplan.ir.plan import PLAN_VERSION, ParamLayouts, Plan, Stage
+from paraplan.ir.plan import PLAN_VERSION, STATE_TIERS, ParamLayouts, Plan, Stage
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.rules.carried import rule_fault
@@ -267,6 +267,11 @@ def _verify_param(
 ) -> None:
     for role, text in (("stored", layouts.stored), ("grad", layouts.grad), ("state", layouts.state)):
         _verify_layout(text, shape, mesh_shape, f"{where}, parameter {name}, {role}", partial=role == "grad")
+    if layouts.state_tier not in STATE_TIERS:
+        known = ", ".join(repr(tier) for tier in STATE_TIERS)
+        raise InvalidPlanError(
+            f"{where}, parameter {name}: state_tier is {layouts.state_tier!r}; states can be on {known}"
+        )
 
 
 def _verify_layout(text: str, shape: tuple[int, ...], mesh_shape: tuple[int, ...], where: str, partial: bool) -> None:

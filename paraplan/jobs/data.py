@@ -12,7 +12,7 @@ from torch import Tensor
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import BatchInput
-from paraplan.jobs.inputs import vocabulary
+from paraplan.jobs.inputs import classes, vocabulary
 from paraplan.jobs.models import Made
 
 Batch = dict[str, Tensor]
@@ -35,7 +35,7 @@ class RandomBatches:
     def __init__(self, plan: Plan, made: Made, seed: int) -> None:
         self.inputs, self.seed = plan.program.batch, seed
         config = getattr(made.model, "config", None)
-        self.vocab = vocabulary(config)
+        self.vocab = classes(config) if "input_ids" not in self.inputs else vocabulary(config)
         self.examples: Mapping[str, Any] = _named(plan, made.example_inputs)
 
     def __call__(self, step: int) -> Batch:

@@ -98,6 +98,8 @@ def gpu_cluster(gpus: tuple[Gpu, ...], launch: Launch, env: Mapping[str, str]) -
         nodes=launch.nodes, devices_per_node=used, device=gpu_device(gpus, entry),
         in_node=found or _assumed(usual.in_node), host=_host(usual, pcie), disk=_assumed(usual.disk),
         host_memory_bytes=memory_bytes() * used // count, disk_bytes=_disk_bytes(),
+        host_memory_bytes_per_s=usual.host_memory_bytes_per_s_per_device * used,
+        host_memory_source=f"assumed: {usual.host_memory_source}",
     )  # fmt: skip
     return _cluster(group, launch, usual)
 
@@ -118,10 +120,11 @@ def cpu_cluster(processes: int, launch: Launch) -> ClusterSpec:
     usual = CATALOG["cpu"]
     cores, memory = num_cores(), memory_bytes()
     said = f"{memory / 2**30:.1f} GiB of this machine shared by {processes} processes"
+    device = measured_device("cpu", "cpu", max(1, memory // processes), said, processes, cores)
     group = NodeGroup(
         nodes=launch.nodes, devices_per_node=processes, in_node=_assumed(usual.in_node), host=_assumed(usual.host),
-        device=measured_device("cpu", "cpu", max(1, memory // processes), said, processes, cores),
-        disk=_assumed(usual.disk), host_memory_bytes=memory, disk_bytes=_disk_bytes(),
+        device=device, disk=_assumed(usual.disk), host_memory_bytes=memory, disk_bytes=_disk_bytes(),
+        host_memory_bytes_per_s=device.memory_bytes_per_s * processes, host_memory_source="the processes' own memory",
     )  # fmt: skip
     return _cluster(group, launch, usual)
 

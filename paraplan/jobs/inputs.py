@@ -53,6 +53,11 @@ def vocabulary(config: Any) -> int | None:
     return found or getattr(config, "num_labels", None)
 
 
+def classes(config: Any) -> int | None:
+    """How many classes a model that reads no text tells apart; the tokens it writes, where it writes text."""
+    return vocabulary(config) if getattr(config, "is_encoder_decoder", False) else getattr(config, "num_labels", None)
+
+
 def _tokens(config: Any, batch: int, seq: int, longest: int | None) -> Tensor:
     if longest is not None and seq > longest:
         raise CaptureError(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +120,12 @@ def _ready(model: Any) -> nn.Module:
 
 def _complete(config: Any, settings: Mapping[str, Any]) -> Any:
     """What a configuration leaves open and training needs: a decoder's first token, a mixture's balancing loss."""
+    words = getattr(config, "vocab_size", None) or sys.maxsize
+    if getattr(config, "is_encoder_decoder", False) and not -1 < (getattr(config, _START, None) or 0) < words:
+        setattr(config, _START, None)  # of a larger vocabulary than the settings'
     if getattr(config, "is_encoder_decoder", False) and getattr(config, _START, None) is None:
         given = (getattr(config, name, None) for name in ("pad_token_id", "bos_token_id"))
-        setattr(config, _START, next((token for token in given if token is not None), 0))
+        setattr(config, _START, next((token for token in given if token is not None and token < words), 0))
     if hasattr(config, _ROUTED) and _ROUTED not in settings:
         setattr(config, _ROUTED, True)
     return config
@@ -134,12 +139,20 @@ def _hf_config(transformers: Any, model_type: str, settings: Mapping[str, Any]) 
     known = {*cls().to_dict(), *getattr(cls, "attribute_map", {}), "num_labels"}  # every configuration takes labels
     known |= {_START} if getattr(cls(), "is_encoder_decoder", False) else set()
     for key in settings:
-        if key not in known:
+        if key not in known and not _reads(cls, key):
             raise ModelError(f"{model_type} has no setting {key!r}{_near(key, sorted(known))}")
     try:
         return _complete(cls(**settings), settings)
     except Exception as fault:
         raise ModelError(f"{model_type} refuses {dict(settings)}: {fault}") from fault
+
+
+def _reads(cls: type, key: str) -> bool:
+    """Whether a type's model reads a setting that its configuration has no default for."""
+    module = cls.__module__.replace(".configuration_", ".modeling_")
+    spec = find_spec(module)
+    text = Path(spec.origin).read_text() if spec is not None and spec.origin is not None else ""
+    return key.isidentifier() and re.search(rf'config(\.{key}\b|, "{key}")', text) is not None
 
 
 def _near(word: str, known: list[str]) -> str:

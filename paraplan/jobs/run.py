@@ -204,8 +204,8 @@ def _update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | No
         trainer.clip_grad_norm_(clip)
     step = optimizer.step if scaler is None else lambda: scaler.step(optimizer)
     if trainer.record:
-        tracker = trainer.transport.tracker
-        with tracker, tracker.booking(trainer.state.executor.ledger):
+        state = trainer.state
+        with trainer.transport.tracker.updating(state.executor.ledger, state.homes()):
             step()
     else:
         step()

@@ -6,6 +6,7 @@ import math
 from typing import Literal
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.plan import STATE_TIERS
 from paraplan.ir.struct import Value
 
 PRESETS = ("none", "selective", "full")
@@ -16,6 +17,8 @@ AUTO: Literal["auto"] = "auto"
 """A degree for the planner to choose."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 """The tiers activations may wait on."""
+OFFLOAD_STATES = {"none": ("",), "host": ("host",), "either": ("", "host")}
+"""Where optimizer states may be; "either" is the planner's choice, where activations may wait on the host too."""
 CP_MODES = ("gather", "alltoall", "ring")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -42,6 +45,8 @@ class Constraints(Value, frozen=True, kw_only=True):
         memory_reserve_bytes: device memory to leave free.
         recompute: "none", "selective" or "full" (see `PRESETS`); None: what pays where memory is short.
         offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
+        offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "none" on the
+            device, "either" leaves it to the planner; None: to the planner where `offload` allows the host.
         params: layouts of named parameters, "stored/grad/state" texts.
     """
 
@@ -61,12 +66,24 @@ class Constraints(Value, frozen=True, kw_only=True):
     memory_reserve_bytes: int = 0
     recompute: str | None = None
     offload: str = "none"
+    offload_states: str | None = None
     params: dict[str, str] = {}
 
     @property
     def tiers(self) -> tuple[str, ...]:
         """Where activations may wait."""
         return OFFLOAD[self.offload]
+
+    @property
+    def state_tiers(self) -> tuple[str, ...]:
+        """Where optimizer states may be, of parameters not pinned by name; "" is the device."""
+        return OFFLOAD_STATES[self.offload_states or "none"]
+
+    @property
+    def states_leave(self) -> bool:
+        """Whether any optimizer state may be on the host."""
+        pinned = [parse_param_pin(name, text)[3] for name, text in self.params.items()]
+        return any(pinned) or any(self.state_tiers)
 
 
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
@@ -107,6 +124,13 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         )
     if c.offload not in OFFLOAD:
         raise ConstraintError(f"offload={c.offload}: one of {', '.join(OFFLOAD)}")
+    for name, text in c.params.items():
+        parse_param_pin(name, text)
+    if c.offload_states is not None and c.offload_states not in OFFLOAD_STATES:
+        raise ConstraintError(
+            f"offload_states={c.offload_states}: one of {', '.join(OFFLOAD_STATES)}; an update works in memory, so "
+            "states cannot be on disk"
+        )
     if c.memory_bytes is not None and c.memory_bytes <= 0:
         raise ConstraintError(f"memory={c.memory_bytes}: must be more than 0 bytes")
     if c.mesh is not None:
@@ -132,13 +156,17 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     return c
 
 
-def parse_param_pin(name: str, text: str) -> tuple[str, str, str]:
-    """`"S0/S0/S0"` to (stored, grad, state).
+def parse_param_pin(name: str, text: str) -> tuple[str, str, str, str]:
+    """`"S0/S0/S0@host"` to (stored, grad, state, tier of the state); "" for the device, where no tier is named.
 
     Raises:
-        ConstraintError: not three layouts.
+        ConstraintError: not three layouts, or states cannot be there.
     """
-    parts = text.split("/")
-    if len(parts) != 3:
-        raise ConstraintError(f"params[{name!r}] = {text!r}: give stored/grad/state, e.g. 'R,S0/R,S0/R,S0'")
-    return parts[0], parts[1], parts[2]
+    layouts, _, tier = text.partition("@")
+    parts = layouts.split("/")
+    if len(parts) != 3 or tier not in STATE_TIERS:
+        raise ConstraintError(
+            f"params[{name!r}] = {text!r}: give stored/grad/state, e.g. 'R,S0/R,S0/R,S0', and '@host' after it where "
+            "the states are to be in the host's memory"
+        )
+    return parts[0], parts[1], parts[2], tier

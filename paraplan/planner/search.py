@@ -67,6 +67,7 @@ def search(
     """
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
+    constraints, unpriced = _with_states(job, constraints)
     _check_tiers(job, constraints)
     if constraints.pp not in (None, 1):
         pipeline = _pipeline(job, constraints, time_limit_s, progress)
@@ -87,7 +88,7 @@ def search(
         raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
     best = min(found, key=lambda candidate: candidate.simulation.step_s)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
-    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best)))
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best), *unpriced))
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
@@ -172,16 +173,33 @@ def _solve(
         found.append(solve_with_recomputation(job, mesh, count, constraints, limits))
     except (InfeasibleError, SolverLimitError) as fault:
         failures.append(fault)
-    if mesh.size == 1 and constraints.recompute is None:
+    if mesh.size == 1 and constraints.recompute is None and not _states_pinned_away(constraints):
         # Its failures are of one order of ops; what the others say is about all.
         with suppress(InfeasibleError, SolverLimitError):
-            found.append(solve_op_by_op(job, mesh, count, constraints, limits))
+            kept = msgspec.structs.replace(constraints, offload_states="none")
+            found.append(solve_op_by_op(job, mesh, count, kept, limits))
     return found
+
+
+def _states_pinned_away(constraints: Constraints) -> bool:
+    """Whether some state cannot be on the device."""
+    return msgspec.structs.replace(constraints, offload_states="none").states_leave or "" not in constraints.state_tiers
 
 
 def _keeps_all(constraints: Constraints) -> bool:
     """Whether every activation has to stay on its device."""
     return constraints.recompute == "none" and not constraints.tiers
+
+
+def _with_states(job: Job, constraints: Constraints) -> tuple[Constraints, tuple[str, ...]]:
+    """Where states may be is the planner's choice if nothing else was said; a note where that cannot be priced."""
+    if constraints.offload_states is not None or not constraints.tiers:
+        return constraints, ()
+    rated = all(group.host_memory_bytes_per_s for group in job.cluster.groups)
+    roomy = job.cluster.has_room("host", tuple(range(job.cluster.num_devices)))
+    note = f"optimizer states stay on the device: {job.cluster.name} does not say host_memory_bytes_per_s"
+    chosen = msgspec.structs.replace(constraints, offload_states="either" if rated and roomy else "none")
+    return chosen, () if rated else (note,)
 
 
 def _check_tiers(job: Job, constraints: Constraints) -> None:
@@ -191,12 +209,17 @@ def _check_tiers(job: Job, constraints: Constraints) -> None:
         ConstraintError: no link to a tier, or no room there.
     """
     devices = tuple(range(job.cluster.num_devices))
-    for tier in constraints.tiers:
+    if constraints.states_leave and not all(group.host_memory_bytes_per_s for group in job.cluster.groups):
+        raise ConstraintError(
+            f"states on the host are updated there, but {job.cluster.name} does not say how fast its memory is; "
+            "give its groups host_memory_bytes_per_s, or offload_states='none'"
+        )
+    for tier in dict.fromkeys((*constraints.tiers, *(("host",) if constraints.states_leave else ()))):
         if not job.cluster.has_room(tier, devices):
+            pinned = f"offload={constraints.offload}" if tier in constraints.tiers else "states on the host"
             field = "host_memory_bytes" if tier == "host" else "disk and disk_bytes"
             raise ConstraintError(
-                f"offload={constraints.offload}: {job.cluster.name} describes no room on {tier} for every device; "
-                f"give its groups {field}"
+                f"{pinned}: {job.cluster.name} describes no room on {tier} for every device; give its groups {field}"
             )
 
 

@@ -97,6 +97,8 @@ def _device_rows(group: NodeGroup) -> Iterator[Row]:
     yield "kernel start", show_seconds(device.launch_s), ""
     if group.host_memory_bytes:
         yield "host memory", show_bytes(group.host_memory_bytes), "per node, for offloading"
+    if group.host_memory_bytes_per_s:
+        yield "host memory bandwidth", show_rate(group.host_memory_bytes_per_s), group.host_memory_source
     if group.disk_bytes:
         yield "disk", show_bytes(group.disk_bytes), "per node, for offloading"
 

@@ -98,6 +98,8 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
             found.append(f"ZeRO-3 over {axis}")
         elif isinstance(state[index], Shard):
             found.append(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over {axis}")
+    if layouts.state_tier:
+        found = [*(found or ["whole on every rank"]), f"states on the {layouts.state_tier}"]
     return "; ".join(found) if found else "whole on every rank"
 
 

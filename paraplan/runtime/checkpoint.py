@@ -111,7 +111,7 @@ class Checkpointing:
         speaker = next(each for each in self.held if name in counted_here(self.plan.program, self.held, each))
         if self.transport.rank in speaker.mesh.devices:
             local, layout = held(name)
-            full = join_over(spec.shape, layout, local.detach(), self.transport.gather)
+            full = join_over(spec.shape, layout, local.detach().to(self.transport.device), self.transport.gather)
         else:
             full = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.transport.device)
         return full if len(self.held) == 1 else self.transport.spread(full.contiguous(), speaker.mesh.devices[0])
@@ -155,7 +155,10 @@ class Checkpointing:
         for name, slots in state.items():
             param = self.state.params[self._known(name)]
             kept = {slot: value.to_local() if isinstance(value, DTensor) else value for slot, value in slots.items()}
-            optimizer.state[param] = {slot: v.clone() if isinstance(v, Tensor) else v for slot, v in kept.items()}
+            optimizer.state[param] = {
+                slot: v.to(param.device if _like(v, param) else v.device, copy=True) if isinstance(v, Tensor) else v
+                for slot, v in kept.items()
+            }
 
     def _create_slots(self, optimizer: torch.optim.Optimizer) -> None:
         """One step of learning rate zero on zero gradients, for parameters without state."""

@@ -56,6 +56,21 @@ class Away:
         self.nbytes = math.prod(self.shape) * x.element_size()
         self.content: Tensor | Path | None = None
 
+    @classmethod
+    def kept(cls, x: Tensor, tier: str) -> Away:
+        """What stands for a tensor that is in host memory already."""
+        away = cls(x, tier)
+        away.content = x
+        return away
+
+
+def tensor_of(value: Tensor | Away) -> Tensor:
+    """A tensor, wherever in memory it is."""
+    if isinstance(value, Tensor):
+        return value
+    assert isinstance(value.content, Tensor), f"a tensor on {value.tier} is not in memory"
+    return value.content
+
 
 class Flight:
     """A copy under way. What it copies is let go before it says that it is done."""
@@ -144,6 +159,11 @@ class Copier:
         if flight.event is not None:
             torch.cuda.current_stream().wait_event(flight.event)
         return issued
+
+    def settle(self) -> None:
+        """Block this process until what was waited for on the way out can be read by the host."""
+        if "out" in self._streams:
+            self._streams["out"].synchronize()
 
     def abandon(self) -> None:
         """After a failure: let copies under way end, forget them, and remove all files."""

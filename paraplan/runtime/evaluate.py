@@ -87,19 +87,6 @@ def bind(executor: Executor, rank: Rank, batch: ShardedBatch) -> None:
     executor.bind(microbatches(rank.plan, rank.stage, batch, executor.program.outer))
 
 
-def begin_account(executor: Executor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Book everything alive and measure the peak from here."""
-    for tensor in executor.outer.values():
-        executor.ledger.register(tensor)
-    for optimizer in optimizers:
-        for slots in optimizer.state.values():
-            for value in slots.values():
-                if isinstance(value, Tensor):
-                    executor.ledger.register(value)
-    executor.ledger.reset_peak()
-    executor.entries.clear()
-
-
 def collect(
     executors: Sequence[Executor], wanted: Wanted, whole: Callable[[Dims, Layout, Sequence[Tensor]], Tensor]
 ) -> Evaluation:

@@ -89,7 +89,7 @@ class Executor:
                     f"rank {self.rank}: {name} is {dtype}{tuple(tensor.shape)}, "
                     f"the program expects {said.dtype}{said.shape}"
                 )
-            self.outer[name] = tensor
+            self.outer[name] = Away.kept(tensor, said.tier) if said.tier else tensor
 
     def inputs(self, step: Step) -> list[Any]:
         """What a call is given: its arguments, its offsets, the copier; names the step drops are given up."""
@@ -198,7 +198,8 @@ class Executor:
         """After a failure: what the step has on tiers goes."""
         self.copier.abandon()
         for name in [name for name, value in self.outer.items() if isinstance(value, Away)]:
-            del self.outer[name]
+            if name not in self.program.outer:
+                del self.outer[name]
 
     def _record_call(self, step: Step, progress: list[int]) -> Recording:
         tape = self.tapes[step.block]

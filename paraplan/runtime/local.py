@@ -16,12 +16,12 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.sources import source_lines
 from paraplan.runtime.batch import shard_batch
+from paraplan.runtime.copies import tensor_of
 from paraplan.runtime.evaluate import (
     Build,
     Evaluation,
     Evaluations,
     Wanted,
-    begin_account,
     bind,
     collect,
     metrics_of,
@@ -82,7 +82,7 @@ class InProcessTrainer:
                 program, modules, here.coordinates, here.port, here.rank, source_lines(self.plan.program)
             )
             bind(executor, rank, shard_batch(self.plan, rank.stage, here.coordinates, batch))
-            begin_account(executor, self.optimizers[index : index + 1])
+            rank.account(executor, self.optimizers[index : index + 1])
             self.evaluators.append(executor)
         step_together(self.transport, self.evaluators, [executor.program.steps for executor in self.evaluators])
         places, mesh_shape = [rank.executor.coordinates for rank in self.ranks], self.held[0].mesh.shape
@@ -118,7 +118,7 @@ class InProcessTrainer:
     def grads(self) -> dict[str, Tensor]:
         """Full gradients by parameter name, after `step`."""
         return {
-            name: self._join(name, lambda rank, o=outer: rank.executor.outer[o])
+            name: self._join(name, lambda rank, o=outer: tensor_of(rank.executor.outer[o]))
             for name, outer in self._everyones(lambda rank: rank.program.grads).items()
         }
 
@@ -189,7 +189,9 @@ class InProcessTrainer:
         With a scaler, an update that finds an infinite gradient is skipped.
         """
         if not self.optimizers:
-            self.optimizers = [cls(param_groups(rank.params, groups, params), **options) for rank in self.ranks]
+            self.optimizers = [
+                cls(param_groups(rank.params, groups, params, rank.tiers), **options) for rank in self.ranks
+            ]
         for rank in self.ranks:
             rank.take_grads()
         if scaler is not None:
@@ -205,7 +207,7 @@ class InProcessTrainer:
         made: list[object] = []
         hook = optimizer.register_step_post_hook(lambda *_: made.append(None))
         tracker = self.transport.tracker
-        with tracker if self.record else nullcontext(), tracker.booking(rank.executor.ledger):
+        with tracker.updating(rank.executor.ledger, rank.homes()) if self.record else nullcontext():
             if scaler is None:
                 optimizer.step()
             else:

@@ -17,7 +17,10 @@ Named = Mapping[str, nn.Parameter]
 GroupMaker = Callable[[Named], Iterable[Any]]
 
 
-def param_groups(named: Named, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None) -> list[Any]:
+def param_groups(
+    named: Named, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None,
+    tiers: Mapping[str, str] | None = None,
+) -> list[Any]:  # fmt: skip
     """What the optimizer's class is given.
 
     Args:
@@ -25,6 +28,8 @@ def param_groups(named: Named, groups: Sequence[Mapping[str, Any]] | None, param
         groups: `{"match": regex, **options}`: a parameter goes to the first whose pattern is found in its
             name; the rest form a group with the optimizer's own options.
         params: makes the groups itself.
+        tiers: where each parameter is updated; a group whose parameters are updated in several places becomes one
+            for each, device first, so that what is updated together lies together.
     Raises:
         PlanMismatchError: a pattern matches no parameter.
     """
@@ -41,8 +46,16 @@ def param_groups(named: Named, groups: Sequence[Mapping[str, Any]] | None, param
             )
         if taken:
             options = {key: value for key, value in group.items() if key != "match"}
-            found.append({"params": [left.pop(name) for name in taken], **options})
-    return [*found, {"params": list(left.values())}] if left else found
+            found += _by_tier({name: left.pop(name) for name in taken}, options, tiers or {})
+    return [*found, *_by_tier(left, {}, tiers or {})]
+
+
+def _by_tier(named: Named, options: Mapping[str, Any], tiers: Mapping[str, str]) -> list[dict[str, Any]]:
+    """A group for every tier on which some of these parameters are."""
+    split: dict[str, list[nn.Parameter]] = {}
+    for name, param in named.items():
+        split.setdefault(tiers.get(name, ""), []).append(param)
+    return [{"params": split[tier], **options} for tier in sorted(split)]
 
 
 def norm_share(
@@ -69,4 +82,4 @@ def clip(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place so that their norm is at most `max_norm` (torch's clip_grad_norm_)."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
-        grad.mul_(factor.to(grad.dtype))
+        grad.mul_(factor.to(grad.device, grad.dtype))

@@ -196,7 +196,8 @@ def local_tensors(
         layout = parse_layout(value.layout)
         part = values.shard(source, layout, program.mesh_shape, coordinates)
         blank = torch.empty if tuple(part.shape) == value.shape else torch.zeros  # padding is zero
-        found[name] = blank(value.shape, dtype=getattr(torch, value.dtype), device=device)
+        place = {"device": "cpu", "pin_memory": device == "cuda"} if value.tier else {"device": device}
+        found[name] = blank(value.shape, dtype=getattr(torch, value.dtype), **place)
         inside(found[name], part.shape).copy_(part)
 
     for name, value in program.outer.items():

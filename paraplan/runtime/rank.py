@@ -17,6 +17,7 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
+from paraplan.runtime.copies import tensor_of
 from paraplan.runtime.executor import Executor
 from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part
 
@@ -36,6 +37,7 @@ class Rank:
         params: the state tensors the optimizer updates, by parameter name; they share the outer values' storage, and
             have none of its padding.
         layouts: of the states (and of the gradients the optimizer reads).
+        tiers: where the states are, by parameter name; "" is the device.
     """
 
     def __init__(self, plan: Plan, executor: Executor, values: Values | Rank, seed: int, device: str = "cpu") -> None:
@@ -58,6 +60,7 @@ class Rank:
             for name, outer in states.items()
         }
         self.params: dict[str, nn.Parameter] = params if shared is None else shared.params
+        self.tiers: dict[str, str] = {name: self.program.outer[outer].tier for name, outer in states.items()}
 
     def start(self, batch: ShardedBatch) -> None:
         """Bind a batch and fresh seeds; what the last step left behind is dropped."""
@@ -72,19 +75,30 @@ class Rank:
 
     def begin_account(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Book everything alive, forget old entries, measure the peak from here."""
-        ledger = self.executor.ledger
-        for tensor in self.executor.outer.values():
-            ledger.register(tensor)
+        self.account(self.executor, optimizers)
+
+    def account(self, executor: Executor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """As `begin_account`, of an executor with this rank's tensors."""
+        ledger, tier_of = executor.ledger, {param: self.tiers[name] for name, param in self.params.items()}
+        for value in executor.outer.values():
+            ledger.register_all(value)
         for optimizer in optimizers:
-            for slots in optimizer.state.values():
-                for value in slots.values():
-                    if isinstance(value, Tensor):
-                        ledger.register(value)
+            for param, slots in optimizer.state.items():
+                for slot in slots.values():
+                    if isinstance(slot, Tensor):
+                        ledger.adopt(slot, tier_of.get(param, ""))
         ledger.reset_peak()
-        self.executor.entries.clear()
+        executor.entries.clear()
+
+    def homes(self) -> list[tuple[str, Tensor]]:
+        """Parameters and gradients on tiers, with their tiers."""
+        there = [(self.tiers[name], param) for name, param in self.params.items() if self.tiers[name]]
+        return [*there, *((tier, param.grad) for tier, param in there if param.grad is not None)]
 
     def take_grads(self) -> None:
         """Hand the gradients to the optimizer's parameters; added where one is there already."""
+        if any(self.tiers.values()):
+            self.executor.copier.settle()
         for name, grad in self.grads().items():
             param = self.params[name]
             if param.grad is None:
@@ -140,7 +154,8 @@ class Rank:
         """The step's gradients by parameter name, without padding, as the optimizer reads them."""
         outer = self.executor.outer
         return {
-            name: self.without_padding(name, outer[at], self.layouts[name]) for name, at in self.program.grads.items()
+            name: self.without_padding(name, tensor_of(outer[at]), self.layouts[name])
+            for name, at in self.program.grads.items()
         }
 
 

@@ -13,7 +13,7 @@ Limits: what a C++ kernel allocates and drops inside is unseen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -65,6 +65,13 @@ class Ledger:
                 tier = self.tiers.setdefault(leaf.tier, Ledger())
                 if id(leaf) not in tier._alive:
                     tier._book(id(leaf), leaf, leaf.nbytes)
+
+    def adopt(self, tensor: Tensor, tier: str) -> None:
+        """Book a tensor on a tier, even where it was booked on the device when it was made."""
+        key = storage_key(storage_of(tensor))
+        if tier and key in self._alive:
+            self.live_bytes -= self._alive.pop(key)[0]
+        (self.tiers.setdefault(tier, Ledger()) if tier else self).register(tensor)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor's storage is booked."""
@@ -123,6 +130,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.current: Ledger | None = None
         self._entered = 0
+        self._homes: dict[int, str] = {}
 
     @property
     def is_entered(self) -> bool:
@@ -142,8 +150,45 @@ class Tracker(TorchDispatchMode):
         inside = _has_inside(func)
         result = call_within(self, func, args, kwargs or {}) if inside else func(*args, **(kwargs or {}))
         if self.current is not None:
-            self.current.register_all(result)
+            if self._homes:
+                self._book_update(self.current, (args, kwargs), result)
+            else:
+                self.current.register_all(result)
         return result
+
+    def _book_update(self, ledger: Ledger, args: Any, result: Any) -> None:
+        """What an update's op makes lies where a tensor that it reads does; what it writes is booked already."""
+        tier = self._tier(ledger, args)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and storage_key(storage_of(leaf)) not in self._homes:
+                (ledger.tiers[tier] if tier else ledger).register(leaf)
+
+    def _tier(self, ledger: Ledger, args: Any) -> str:
+        """The tier of the first tensor that is on one; "" where none is."""
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, Tensor):
+                home = self._homes.get(storage_key(storage_of(leaf)), "")
+                found = home or next((tier for tier, of in ledger.tiers.items() if of.knows(leaf)), "")
+                if found:
+                    return found
+        return ""
+
+    @contextmanager
+    def updating(self, ledger: Ledger, homes: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+        """Book an optimizer's step, on a tier what it makes from tensors there.
+
+        Args:
+            ledger: of the rank.
+            homes: (tier, parameter or gradient on it), where there are any.
+        """
+        self._homes = {storage_key(storage_of(x)): tier for tier, x in homes}
+        for tier in self._homes.values():
+            ledger.tiers.setdefault(tier, Ledger())
+        try:
+            with self, self.booking(ledger):
+                yield
+        finally:
+            self._homes = {}
 
     @contextmanager
     def booking(self, ledger: Ledger | None) -> Iterator[None]:

@@ -35,7 +35,6 @@ from paraplan.runtime.evaluate import (
     Evaluation,
     Evaluations,
     Wanted,
-    begin_account,
     bind,
     collect,
     metrics_of,
@@ -149,7 +148,7 @@ class Trainer(Checkpointing):
         rows = None if isinstance(batch, ShardedBatch) else missing_rows(self.plan, batch)
         bind(executor, self.state, batch if isinstance(batch, ShardedBatch) else self.cut(batch))
         if self.record:
-            begin_account(executor, self._optimizers)
+            self.state.account(executor, self._optimizers)
         self._take(executor.program.steps, executor)
         found = collect(
             [executor], outputs, lambda shape, layout, parts: join_over(shape, layout, parts[0], self.transport.gather)
@@ -195,7 +194,7 @@ class Trainer(Checkpointing):
             after: runs after its step, instead of `finish_update`.
             options: for cls.
         """
-        made = cls(param_groups(self.state.params, groups, params), **options)
+        made = cls(param_groups(self.state.params, groups, params, self.state.tiers), **options)
         trainer = weakref.ref(self)
 
         def finish(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

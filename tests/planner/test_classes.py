@@ -64,7 +64,8 @@ def test_contradictions_are_refused(constraints: Constraints, message: str) -> N
 
 
 def test_parameter_pins() -> None:
-    assert parse_param_pin("w", "R,S0/P,S0/S0,S0") == ("R,S0", "P,S0", "S0,S0")
+    assert parse_param_pin("w", "R,S0/P,S0/S0,S0") == ("R,S0", "P,S0", "S0,S0", "")
+    assert parse_param_pin("w", "R/P/S0@host") == ("R", "P", "S0", "host")
     with pytest.raises(ConstraintError, match="give stored/grad/state"):
         parse_param_pin("w", "R/S0")
 

@@ -99,7 +99,7 @@ class Copies:
     def end(self) -> None:
         """Wait for the copies under way."""
         for visit, m in self._under_way:
-            self._step(visit, m, "away", _away_block)
+            self._step(visit, m, "away", away_block)
         self._under_way.clear()
 
     def start(self, visits: Sequence[Visit], m: int) -> None:
@@ -111,7 +111,7 @@ class Copies:
         """A segment's backward is called next: what the one after it needs is begun to be copied back."""
         visit = self._ahead.pop(0) if self._ahead else None
         if visit is not None and visit.values:
-            self._step(visit, m, "back", _back_block)
+            self._step(visit, m, "back", back_block)
 
     def _step(self, visit: Visit, m: int, stem: str, make: Callable[[str, tuple[AwayValue, ...]], Block]) -> None:
         key = (stem, visit.values)
@@ -124,7 +124,7 @@ class Copies:
         self.call(block, args, outs, m, visit.segment)
 
 
-def _away_block(name: str, values: tuple[AwayValue, ...]) -> Block:
+def away_block(name: str, values: tuple[AwayValue, ...]) -> Block:
     """Waits for copies away."""
     known: dict[str, LocalValue] = {}
     instrs = []
@@ -140,7 +140,7 @@ def _away_block(name: str, values: tuple[AwayValue, ...]) -> Block:
     return finish_block(name, tuple(n for n in known if n not in made), made, (), known, instrs)
 
 
-def _back_block(name: str, values: tuple[AwayValue, ...]) -> Block:
+def back_block(name: str, values: tuple[AwayValue, ...]) -> Block:
     """Begins copies back."""
     known = {each.base: each for value in values for each in (value.there, value.back)}
     given, made = tuple(value.there.base for value in values), tuple(value.back.base for value in values)

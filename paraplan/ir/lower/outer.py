@@ -26,10 +26,9 @@ def outer_values(blocks: PlanBlocks, group: int) -> dict[str, OuterValue]:
         if name in trained:
             dtype = master_dtype(program.precision, spec.dtype)
             stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
-            own = dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
-            found[f"state:{name}"] = _value(
-                "state", name, TensorSpec(dtype, spec.shape), parse_layout(layouts.state), shape, own
-            )
+            tier = layouts.state_tier
+            own = bool(tier) or dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
+            found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), state, shape, own, tier)
     for name, text in held.batch.items():
         entry = program.batch[name]
         extended = (blocks.micro.values[f"batch:{name}"], *parse_layout(text))
@@ -69,12 +68,12 @@ def _microbatches(blocks: PlanBlocks, group: int, name: str) -> list[int]:
 
 
 def _value(
-    role: str, source: str, spec: TensorSpec, layout: Layout, mesh_shape: tuple[int, ...], own: bool
+    role: str, source: str, spec: TensorSpec, layout: Layout, mesh_shape: tuple[int, ...], own: bool, tier: str = ""
 ) -> OuterValue:
     local = local_shape(spec.shape, layout, mesh_shape)
     nbytes = math.prod(local) * DTYPE_BYTES[spec.dtype] if own else 0
     return OuterValue(
-        role=role, source=source, dtype=spec.dtype, shape=local, layout=layout_text(layout), nbytes=nbytes
+        role=role, source=source, dtype=spec.dtype, shape=local, layout=layout_text(layout), nbytes=nbytes, tier=tier
     )
 
 

@@ -12,10 +12,8 @@ from paraplan.ir.lower.messages import Messages
 from paraplan.ir.lower.outer import outer_values, with_drops
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.lower.ties import exchange_ends
-from paraplan.ir.lower.updates import restore_block
-from paraplan.ir.plan import Optimizer
-from paraplan.ir.program import master_dtype
-from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, StepKind
+from paraplan.ir.plan import STATE_TIERS, Optimizer
+from paraplan.ir.rank_program import OutputPlace, RankProgram, StepKind
 from paraplan.ir.schedule import Action, ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
 
@@ -72,7 +70,7 @@ class RankSteps(LossSteps):
                     self.reductions.end()
                     if self.plan.cluster.num_devices > 1:
                         end_loss()
-                    grads = exchange_ends(self, send_buffers(self))
+                    grads = self._leave(exchange_ends(self, send_buffers(self)))
                     write_buffers(self)
             elif action.kind is ActionKind.UPDATE:
                 if index == last[ActionKind.UPDATE]:
@@ -130,8 +128,12 @@ class RankSteps(LossSteps):
         """The program of the steps written so far; `kept` are values nothing gives up."""
         outer = outer_values(self.lowered, self.group)
         optimizer = self.plan.optimizer
-        sizes = [outer[f"state:{name}"] for name in self.trained]
-        full = [math.prod(value.shape) * _itemsize(value.dtype) for value in sizes]
+        sizes: dict[str, list[int]] = {"": []}
+        for name in self.trained:
+            value = outer[f"state:{name}"]
+            sizes.setdefault(value.tier, []).append(math.prod(value.shape) * _itemsize(value.dtype))
+        by_tier = {tier: _update_bytes(each, optimizer) for tier, each in sizes.items()}
+        states, workspace = by_tier.pop("")
         return RankProgram(
             mesh_axes=self.holding.mesh.axes,
             mesh_shape=self.holding.mesh.shape,
@@ -143,31 +145,40 @@ class RankSteps(LossSteps):
             metrics=self.metrics,
             outputs=outputs,
             grads=grads,
-            optimizer_bytes=sum(n * optimizer.state_slots + optimizer.scalar_bytes for n in full),
-            update_workspace_bytes=_update_workspace(full, optimizer),
+            optimizer_bytes=states,
+            update_workspace_bytes=workspace,
+            update_tiers=by_tier,
             transfers=self.messages.transfers,
         )
 
     def _update(self) -> None:
         names = self.trained
-        self.add(StepKind.UPDATE, args=tuple(f"state:{name}" for name in names))
-        made: dict[object, Block] = {}
-        for name in names:
-            param, layouts = self.program.params[name], self.holding.params[name]
-            dtype = master_dtype(self.program.precision, param.spec.dtype)
-            if layouts.stored == layouts.state and dtype == param.spec.dtype:
-                continue
-            key = (param.spec, layouts.stored, layouts.state)
-            if key not in made:
-                made[key] = restore_block(f"restore.{len(made)}", param, dtype, layouts, self.holding.mesh.shape)
-            block = made[key]
-            sources = {"stored": f"param:{name}", "state": f"state:{name}"}
-            self.add(StepKind.CALL, block, args=tuple(sources[local] for local in block.inputs), outs=())
+        tiers = [tier for tier in STATE_TIERS if self.states.on(tier, names)]
+        for tier in tiers or [""]:
+            on_tier = self.states.on(tier, names)
+            self.add(StepKind.UPDATE, args=tuple(f"state:{name}" for name in on_tier))
+        self.states.restore(names, self.program.params)
+
+    def _leave(self, grads: dict[str, str]) -> dict[str, str]:
+        """Gradients where their parameters are updated: those that were exchanged set out only now."""
+        left = {
+            name: self.states.leave(name, grad, self.strides_of.get(self.reductions.grads[name]))
+            for name, grad in grads.items()
+            if self.states.tier(name) and name in self.tied
+        }
+        self.states.end()
+        return grads | left
+
+
+def _update_bytes(sizes: list[int], optimizer: Optimizer) -> tuple[int, int]:
+    """Bytes of the states of parameters of these sizes, and of their update's workspace."""
+    states = sum(n * optimizer.state_slots + optimizer.scalar_bytes for n in sizes)
+    return states, _update_workspace(sizes, optimizer)
 
 
 def _update_workspace(sizes: list[int], optimizer: Optimizer) -> int:
     """The most one parameter's update allocates, with what lingers of the one before it."""
-    before = [0, *sizes[:-1]]
+    before = [0, *sizes][:-1]
     pairs = zip(sizes, before, strict=True)
     return max((optimizer.workspace_slots * n + optimizer.lingering_slots * last for n, last in pairs), default=0)
 

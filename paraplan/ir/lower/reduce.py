@@ -33,6 +33,7 @@ class Reductions:
         mesh_shape: of the stage.
         calls: writes steps.
         most_bytes: the plan's bound on bundles.
+        reduced: told of every parameter and its gradient, once that is in the optimizer's layout.
         grads: parameter -> outer name of its reduced gradient.
     """
 
@@ -41,18 +42,23 @@ class Reductions:
     mesh_shape: Dims
     calls: PartedCalls
     most_bytes: int
+    reduced: Callable[[str, str], None] = lambda name, grad: None
     grads: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._parcels = Parcels("reduce", self._extended, self.calls, most_bytes=self.most_bytes)
+        self._parcels = Parcels("reduce", self._extended, self.calls, self._arrived, most_bytes=self.most_bytes)
+        self._names: dict[str, str] = {}
 
     def final(self, names: Iterable[str]) -> None:
         """These parameters' gradients are complete: begin what can begin."""
         for name in names:
             spec, path = self.specs[name], self._path(name)
             self.grads[name] = f"grad:{name}" if path else f"acc:{name}"
+            self._names[f"grad:{name}"] = name
             if path:
                 self._parcels.send(Parcel(f"acc:{name}", f"grad:{name}", spec, path))
+            else:
+                self.reduced(name, f"acc:{name}")
 
     def takes(self, spec: TensorSpec, path: tuple[Move, ...]) -> bool:
         """Whether small gradients are reduced that something else can go with."""
@@ -69,6 +75,10 @@ class Reductions:
     def end(self) -> None:
         """Begin the rest, and wait for all."""
         self._parcels.end()
+
+    def _arrived(self, parcel: Parcel) -> None:
+        if parcel.result in self._names:
+            self.reduced(self._names[parcel.result], parcel.result)
 
     def _path(self, name: str) -> tuple[Move, ...]:
         layouts = self.layouts[name]

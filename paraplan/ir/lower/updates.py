@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paraplan.ir.lower.away import AwayValue
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import extend
 from paraplan.ir.lower.parted import Parted
@@ -159,17 +160,30 @@ def _whole_sum(emitter: BlockEmitter, spec: TensorSpec, layout: Layout, strides:
     return total
 
 
-def restore_block(name: str, param: ParamSpec, state_dtype: str, layouts: ParamLayouts, mesh_shape: Dims) -> Block:
-    """The updated parameter written back into its stored copy; inputs `stored` and `state`."""
+def restore_block(
+    name: str,
+    param: ParamSpec,
+    state_dtype: str,
+    layouts: ParamLayouts,
+    mesh_shape: Dims,
+    away: AwayValue | None = None,
+) -> Block:
+    """The updated parameter written back into its stored copy; inputs `stored` and `state`.
+
+    `away`: the state where it was updated on a tier and is being copied to the device; it takes the place of `state`.
+    """
     emitter = BlockEmitter(name, (1, *mesh_shape))
     stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
     emitter.give("stored", param.spec, (R, *stored))
-    strides = None
-    if state_dtype == param.spec.dtype and is_view_of(
-        param.spec.shape, stored, state, mesh_shape
-    ):  # a view of the stored copy
-        strides = contiguous_strides(local_shape(param.spec.shape, stored, mesh_shape))
-    emitter.give("state", TensorSpec(state_dtype, param.spec.shape), (R, *state), strides)
+    spec, strides = TensorSpec(state_dtype, param.spec.shape), None
+    if away is not None:
+        emitter.arrive("state", spec, (R, *state), away.returning())
+    else:
+        if state_dtype == param.spec.dtype and is_view_of(
+            param.spec.shape, stored, state, mesh_shape
+        ):  # a view of the stored copy
+            strides = contiguous_strides(local_shape(param.spec.shape, stored, mesh_shape))
+        emitter.give("state", spec, (R, *state), strides)
     source = "state"
     if state_dtype != param.spec.dtype:
         shape = local_shape(param.spec.shape, state, mesh_shape)

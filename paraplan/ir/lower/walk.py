@@ -11,6 +11,7 @@ of ranks that hold it), `new:<buffer>` (its new value, likewise), `sum:<i>` (und
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.lower.ahead import Gathers, Visit
@@ -22,6 +23,7 @@ from paraplan.ir.lower.parcels import Parcel, local_bytes
 from paraplan.ir.lower.parted import PartedCalls
 from paraplan.ir.lower.reduce import Partials, Reductions
 from paraplan.ir.lower.stage import PlanBlocks, StageBlocks
+from paraplan.ir.lower.states import StateCopies
 from paraplan.ir.lower.updates import zero_block
 from paraplan.ir.program import master_dtype
 from paraplan.ir.rank_program import Block, Step, StepKind
@@ -54,7 +56,10 @@ class SegmentSteps:
         params, shape = self.holding.params, self.holding.mesh.shape
         specs = {name: self.grad_spec(name) for name in self.trained}
         self.calls = PartedCalls(self._call)
-        self.reductions = Reductions(params, specs, shape, self.calls, plan.bundle_bytes)
+        holders = Counter(name for holding in blocks.held for name in holding.trained)
+        self.tied = frozenset(name for name, count in holders.items() if count > 1)
+        self.states = StateCopies(params, specs, shape, self._call)
+        self.reductions = Reductions(params, specs, shape, self.calls, plan.bundle_bytes, self._reduced)
         self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
         self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
         self.copies = Copies(self._call_for)
@@ -79,6 +84,12 @@ class SegmentSteps:
 
     def _call(self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...]) -> None:
         self.add(StepKind.CALL, block, args=args, outs=outs)
+
+    def _reduced(self, name: str, grad: str) -> None:
+        """A gradient is in the optimizer's layout; other groups' are added to a tied parameter's first."""
+        if self.states.tier(name) and name not in self.tied:
+            strides = self.strides_of.get(grad)
+            self.reductions.grads[name] = self.states.leave(name, grad, strides)
 
     def _call_for(
         self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...], microbatch: int, segment: int
@@ -187,6 +198,7 @@ class SegmentSteps:
                         self._zero(kind.graph.values[local], out, m, index)
             self._call_backward(index, m, lowered, names)
             self.partials.passed(final.get(index, ()))
+            self.states.passed()
 
     def finals(self, actions: Sequence[Action]) -> dict[int, dict[int, list[str]]]:
         """Action, by its place -> segment -> the parameters whose gradients it is the last to add to."""

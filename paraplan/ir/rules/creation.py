@@ -15,7 +15,10 @@ def full(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return uneven(OpDims((), (names,), sizes_of((names, outputs[0].shape))))
 
 
-@register("aten.arange.start_step", "aten.arange.default", "aten.arange.start", "aten.eye.default", "paraplan.constant")
+@register(
+    *("aten.arange.start_step", "aten.arange.default", "aten.arange.start", "aten.eye.default"),
+    *("aten.linspace.default", "paraplan.constant"),
+)
 def whole(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """Small constants are made whole and cut afterwards."""
     return OpDims((), ((WHOLE,) * len(outputs[0].shape),), {})
@@ -27,7 +30,7 @@ def _starts(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
         ctx.offset(spec, layout, dim) if any(p == Shard(dim=dim) for p in layout) else 0
         for dim in range(len(spec.shape))
     )
-    return (*args[:5], starts)
+    return (*args[:-1], starts)
 
 
 @register("paraplan.dropout", localise=_starts, workspace=workspace.dropout)
@@ -35,3 +38,10 @@ def dropout(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b, () -> a b`, linear in x: the mask is keyed by the global element index, so any shard knows its own."""
     names = letters(len(inputs[0].shape))
     return uneven(OpDims((names, ()), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),)))
+
+
+@register("paraplan.uniform", localise=_starts, workspace=workspace.uniform)
+def uniform(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b, () -> a b`: keyed by the global element index; of x, the shape alone is looked at."""
+    names = letters(len(inputs[0].shape))
+    return uneven(OpDims((names, ()), (names,), sizes_of((names, inputs[0].shape))))

@@ -30,6 +30,7 @@ NONLINEAR = (
     "aten.gelu.default",
     "aten.relu.default",
     "aten.erf.default",
+    "aten.erfinv.default",
     "aten.cos.default",
     "aten.sin.default",
     "aten.abs.default",

@@ -52,6 +52,13 @@ def dropout(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
     return _dropout_bytes(math.prod(x.shape[:-1]), columns) + _copied(x)
 
 
+def uniform(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """Keys and hashes."""
+    x = inputs[0]
+    assert x is not None
+    return _dropout_bytes(math.prod(x.shape[:-1]), x.shape[-1] if x.shape else 1)
+
+
 def linear(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
     """A strided input is multiplied batch by batch, and the bias added afterwards."""
     x, out = inputs[0], outputs[0]

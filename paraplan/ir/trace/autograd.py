@@ -121,6 +121,11 @@ def dropout(x: Tensor, p: float, *, seed: Tensor, slot: int) -> Tensor:
     return _Dropout.apply(x, seed, p, slot)
 
 
+def uniform(x: Tensor, *, seed: Tensor, slot: int) -> Tensor:
+    """`paraplan.uniform`: numbers in (0, 1) of x's shape and dtype."""
+    return ops.uniform(x, seed, slot, list(x.shape), [0] * x.dim())
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """`paraplan.attention` without dropout, differentiable."""
     return _Attention.apply(q, k, v, mask, None, 0.0, 0, causal, scale)
@@ -147,5 +152,5 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
     return _CrossEntropy.apply(logits, labels, ignore_index)
 
 
-RANDOM = frozenset({dropout, attention_dropout})
+RANDOM = frozenset({dropout, attention_dropout, uniform})
 HEAVY = frozenset({linear, attention, attention_dropout, cross_entropy_sum}) | experts.HEAVY

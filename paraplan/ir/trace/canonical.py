@@ -54,6 +54,10 @@ def _dropout(
     return x.new_empty(x.shape)
 
 
+def _uniform(x: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _heads_last(like: Tensor, heads: int, rows: int, width: int) -> Tensor:
     return like.new_empty((like.shape[0], rows, heads, width)).transpose(1, 2)
 
@@ -119,6 +123,11 @@ def _register() -> None:
         "dropout(Tensor x, Tensor seed, float p, int slot, int[] global_shape, int[] starts) -> Tensor",
         kernels.dropout,
         _dropout,
+    )
+    define(
+        "uniform(Tensor x, Tensor seed, int slot, int[] global_shape, int[] starts) -> Tensor",
+        kernels.uniform,
+        _uniform,
     )
     define(
         f"attention(Tensor q, Tensor k, Tensor v, {_ATTENTION}, {_RANDOM}) -> (Tensor, Tensor)",

@@ -32,6 +32,7 @@ from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
 from paraplan.ir.trace.substitute import substitute
 from paraplan.ir.trace.tail import Term, loss_terms
 from paraplan.ir.trace.torch_private import FakeTensorMode, fake_mode
+from paraplan.ir.trace.user_functions import refuse_hooks
 
 
 @seldom_collected()
@@ -75,6 +76,7 @@ def _capture(
     keep_outputs: bool,
 ) -> Program:
     traced_dtype(precision)
+    refuse_hooks(model)
     tensors, others = name_inputs(model, example_inputs)
     batch_size, dims = _batch_dims(tensors, batch_dims)
     mode = fake_mode()

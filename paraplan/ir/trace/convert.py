@@ -122,6 +122,13 @@ class Writer:
                 f"{self._label[1] or 'unknown line'}: {target} is no op a program can hold (an op that writes its "
                 "arguments, or control flow); return new tensors instead"
             )
+        if not target._schema.returns:
+            return  # an assertion about data
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise CaptureError(
+                f"{self._label[1] or 'unknown line'}: {target} draws random numbers inside of an autograd.Function, "
+                "where they cannot be reproduced over devices; draw them outside and pass them in"
+            )
         name = target._schema.name.replace("::", ".")
         form = self._forms.get(name.removeprefix("aten."))
         made = form(self, node) if form and name.startswith("aten.") else None

@@ -18,6 +18,7 @@ from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
 from paraplan.ir.trace.recurrent import unrolled
 from paraplan.ir.trace.source import line_of_error
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, lazy_modules
+from paraplan.ir.trace.user_functions import recorded_functions
 
 LossFn = Callable[[object, dict[str, Tensor]], Tensor | dict[str, Tensor] | tuple[Tensor, ...]]
 _PREFIX = "model."
@@ -116,7 +117,7 @@ def export_loss(
     returned = _Returned()
     choose = _chooser(returned, choice, keep_outputs)
     wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose).train(model.training)
-    with mode, eager_masks(batch), lazy_modules():
+    with mode, eager_masks(batch), lazy_modules(), recorded_functions() as functions:
         try:
             program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             _keep_no_grad(program.graph_module)
@@ -125,6 +126,7 @@ def export_loss(
             raise
         except Exception as fault:
             raise _explain(fault) from fault
+    functions.restore(program.graph_module.graph)
     _reject_mutation(program)
     return _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace.torch_private import FakeTensorMode
+from paraplan.ir.trace.torch_private import FakeTensorMode, tree_leaves
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -99,6 +99,12 @@ def name_inputs(
         named = dict(zip(names, values, strict=False))
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+    nested = [name for name, value in others.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))]
+    if nested:
+        raise CaptureError(
+            f"input {nested[0]!r} of {type(model).__name__} is a {type(others[nested[0]]).__name__} that holds "
+            "tensors; a batch is tensors by name: give a module whose forward takes them one by one and joins them"
+        )
     if not tensors:
         raise CaptureError(f"example_inputs of {type(model).__name__} hold no tensor; give one global batch")
     for name, value in tensors.items():

@@ -112,7 +112,7 @@ def _joined(node: fx.Node, sources: Iterable[Flow]) -> Flow:
     sources = list(sources)
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) and value else value
-    floats = isinstance(first, Tensor) and first.is_floating_point()
+    floats = isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex())
     stops = node.target is torch.ops.aten.detach.default
     return Flow(
         carries=floats and not stops and any(source.carries for source in sources),

@@ -125,9 +125,11 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Se
             labels.switch((Phase.BACKWARD, ""))
             leaves = [env[node] for node, want in zip(outside, wanted, strict=True) if want]
             heads = [out for out, want in zip(outputs, tangents, strict=True) if want]
+            reached = [(out, g) for out, g in zip(heads, given, strict=True) if out.requires_grad]
             grads: Sequence[Tensor | None] = [None] * len(leaves)
-            if heads and leaves:
-                grads = torch.autograd.grad(heads, leaves, list(given), allow_unused=True)
+            if reached and leaves:  # a float made of a comparison is an output no gradient passes
+                outs, into = zip(*reached, strict=True)
+                grads = torch.autograd.grad(outs, leaves, into, allow_unused=True)
             labels.switch((Phase.BACKWARD, ""))
         return [*outputs, *(env[node] for node in asides), *grads]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from paraplan.ir.trace.attention_kernels import attention, attention_grad, attention_merge
 from paraplan.ir.trace.expert_kernels import embedding_tables, embedding_tables_grad, experts, experts_grad
 from paraplan.ir.trace.index_kernels import index, index_put
-from paraplan.ir.trace.random_kernels import dropout
+from paraplan.ir.trace.random_kernels import dropout, uniform
 from paraplan.ir.trace.route_kernels import route_add, route_here, route_plan
 from paraplan.ir.trace.vision_kernels import (
     adaptive_avg_pool,
@@ -48,7 +48,7 @@ __all__ = [
     "conv_grad_input", "conv_grad_weight", "dropout", "embedding", "embedding_grad", "embedding_tables",
     "embedding_tables_grad", "experts", "experts_grad", "group_norm", "group_norm_grad", "index", "index_put",
     "linear", "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "route_add", "route_here",
-    "route_plan", "upsample", "upsample_grad",
+    "route_plan", "uniform", "upsample", "upsample_grad",
 ]  # fmt: skip
 
 CHUNK_ELEMENTS = 1 << 20

@@ -1,4 +1,4 @@
-"""Counter-based dropout: the mask of an element follows from (seed, slot, its global index) alone.
+"""Counter-based dropout and uniform numbers: the mask of an element follows from (seed, slot, its global index) alone.
 
 So shards of a tensor drop exactly what the whole tensor would, a recomputation draws the same mask again, and
 nothing has to be saved. Two levels: a 64-bit key per row hashed from (seed, slot, global row), then a 32-bit mix
@@ -10,7 +10,8 @@ Mixers: splitmix64 (Steele et al. 2014) for rows, murmur3's finaliser for column
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,21 +77,44 @@ def dropout(x: Tensor, seed: Tensor, p: float, slot: int, global_shape: Sequence
         Contiguous tensor like x.
     """
     shape = tuple(x.shape) or (1,)
-    whole, begin = tuple(global_shape) or (1,), tuple(starts) or (0,)
-    columns = shape[-1]
-    flat = x.reshape(math.prod(shape[:-1]), columns)
+    flat = x.reshape(math.prod(shape[:-1]), shape[-1])
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
-    first, second = _row_keys(seed, slot, _global_rows(shape, whole, begin, x.device))
     threshold = min(max(round(p * 2**32) - 2**31, -(2**31)), 2**31 - 1)
     scale = 1.0 / (1.0 - p) if p < 1 else 0.0
+    for rows, columns, numbers in _draws(shape, seed, slot, global_shape, starts, x.device):
+        target = out[rows, columns]
+        torch.mul(flat[rows, columns], numbers() >= threshold, out=target)
+        target.mul_(scale)
+    return out.view(x.shape)
+
+
+def uniform(x: Tensor, seed: Tensor, slot: int, global_shape: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """Numbers in (0, 1), 23 bits each, keyed as in `dropout`; float32 or float64, as x is.
+
+    Args:
+        x: gives shape and dtype; a block of the global tensor.
+        seed, slot, global_shape, starts: see `dropout`.
+    """
+    shape = tuple(x.shape) or (1,)
+    out = torch.empty((math.prod(shape[:-1]), shape[-1]), dtype=x.dtype, device=x.device)
+    for rows, columns, numbers in _draws(shape, seed, slot, global_shape, starts, x.device):
+        out[rows, columns].copy_(numbers().bitwise_right_shift_(9)).add_(2**22 + 0.5).mul_(2.0**-23)
+    return out.view(x.shape)
+
+
+def _draws(
+    shape: Sequence[int], seed: Tensor, slot: int, global_shape: Sequence[int], starts: Sequence[int],
+    device: torch.device,
+) -> Iterator[tuple[slice, slice, Callable[[], Tensor]]]:  # fmt: skip
+    """Chunk by chunk: rows, columns, and what makes their uniform int32."""
+    whole, begin = tuple(global_shape) or (1,), tuple(starts) or (0,)
+    height_in_all, columns = math.prod(shape[:-1]), shape[-1]
+    first, second = _row_keys(seed, slot, _global_rows(shape, whole, begin, device))
     width = min(columns, CHUNK_ELEMENTS)
     height = max(1, CHUNK_ELEMENTS // max(width, 1))
     for left in range(0, columns, max(width, 1)):
         right = min(left + width, columns)
-        numbers = torch.arange(begin[-1] + left, begin[-1] + right, dtype=torch.int32, device=x.device).mul_(_COLUMN)
-        for top in range(0, flat.shape[0], height):
-            rows = slice(top, min(top + height, flat.shape[0]))
-            target = out[rows, left:right]
-            torch.mul(flat[rows, left:right], _mix_columns(first[rows], second[rows], numbers) >= threshold, out=target)
-            target.mul_(scale)
-    return out.view(x.shape)
+        numbers = torch.arange(begin[-1] + left, begin[-1] + right, dtype=torch.int32, device=device).mul_(_COLUMN)
+        for top in range(0, height_in_all, height):
+            rows = slice(top, min(top + height, height_in_all))
+            yield rows, slice(left, right), partial(_mix_columns, first[rows], second[rows], numbers)

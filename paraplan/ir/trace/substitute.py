@@ -14,6 +14,7 @@ from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.substitute_attention import attention
 from paraplan.ir.trace.substitute_loss import LOSSES
+from paraplan.ir.trace.substitute_random import RANDOM_RULES, recognise_depth
 from paraplan.ir.trace.substitute_tensor import TENSOR_RULES, join_selects
 from paraplan.ir.trace.torch_private import OpOverload
 
@@ -37,6 +38,7 @@ def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
     Raises:
         CaptureError: an op draws random numbers in a way that cannot be split over devices.
     """
+    recognise_depth(rewriter, graph)
     for node in list(graph.nodes):
         rule = _RULES.get(_name(node.target)) if node.op == "call_function" else None
         made = rule(rewriter, node) if rule else None
@@ -62,8 +64,8 @@ def _reject_random(node: fx.Node) -> None:
     if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
         raise CaptureError(
-            f"{line}: {node.target} draws random numbers that cannot be reproduced over devices; "
-            "use nn.Dropout, or pass the noise as an input"
+            f"{line}: {node.target} draws random numbers that cannot be reproduced over devices; draw them with "
+            "torch.rand, randn, bernoulli or nn.Dropout, or pass them as an input"
         )
 
 
@@ -176,6 +178,17 @@ def _split(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _copied(rewriter: Rewriter, node: fx.Node) -> fx.Node:
+    """copy(x, y), a write over all of x, is y in x's shape and dtype; autograd knows no formula for it."""
+    source, wanted = node.args[1], value_of(node)
+    assert isinstance(source, fx.Node)
+    if value_of(source).dtype != wanted.dtype:
+        source = rewriter.call(node, aten._to_copy.default, source, dtype=wanted.dtype)
+    if value_of(source).shape != wanted.shape:
+        source = rewriter.call(node, aten.expand.default, source, list(wanted.shape))
+    return source
+
+
 def _einsum(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     equation, operands = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     shapes = tuple(tuple(value_of(operand).shape) for operand in operands)
@@ -192,6 +205,10 @@ def _tensor(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     return TENSOR_RULES[_name(node.target)](rewriter, node, arguments(node))
 
 
+def _drawn(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    return RANDOM_RULES[aten_name(node.target)](rewriter, node, arguments(node))
+
+
 def _loss(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     return LOSSES[aten_name(node.target)](rewriter, node, arguments(node))
 
@@ -199,6 +216,7 @@ def _loss(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
 _RULES: dict[str, Rule] = {
     "linear": _linear,
     "einsum": _einsum,
+    "copy": _copied,
     "matmul": _matmul,
     "mm": _matmul,
     "addmm": _addmm,
@@ -211,5 +229,6 @@ _RULES: dict[str, Rule] = {
         ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "unbind", "tensor_split"), _split
     ),
     **dict.fromkeys(LOSSES, _loss),
+    **dict.fromkeys(RANDOM_RULES, _drawn),
     **dict.fromkeys(TENSOR_RULES, _tensor),
 }

@@ -6,13 +6,15 @@ Names here are ours; everything else in `ir.trace` imports them from this file. 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet, _dispatch_has_kernel_for_dispatch_key
+from torch._C import DispatchKey, DispatchKeySet, _dispatch_has_kernel_for_dispatch_key, _FunctionBase
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -20,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode", "is_composite", "is_fake",
-    "is_region", "lazy_module", "lazy_modules", "recording_graph", "storage_key", "trace_ops", "tree_leaves",
-    "tree_map_only",
+    "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode", "functions_applied_by",
+    "is_composite", "is_fake", "is_region", "lazy_module", "lazy_modules", "recording_graph", "run_function",
+    "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
 ]  # fmt: skip
 
 trace_ops = make_fx
@@ -86,3 +88,19 @@ def call_within(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwarg
 def storage_key(tensor: Tensor) -> int:
     """A number no other living storage has."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def run_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """`cls.apply(*args, **kwargs)` of an autograd.Function, past `functions_applied_by`."""
+    return _FunctionBase.__dict__["apply"].__get__(None, cls)(*args, **kwargs)
+
+
+@contextmanager
+def functions_applied_by(apply: Callable[..., object]) -> Iterator[None]:
+    """Under it, `F.apply(...)` of an autograd.Function is `apply(F, ...)`, also where `F.apply` was kept in a variable
+    before: that calls what the base class has at the moment."""
+    _SingleLevelFunction.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply

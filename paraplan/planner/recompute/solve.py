@@ -24,7 +24,7 @@ from paraplan.planner.realise import realise
 from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
 from paraplan.planner.recompute.stage import Fitted, Unfit, fit, preset_activations
 from paraplan.planner.sharding.bound import step_bound
-from paraplan.planner.sharding.formulate import formulate, memory_rows, with_rows
+from paraplan.planner.sharding.formulate import formulate, host_rows, memory_rows, with_rows
 from paraplan.planner.sharding.optimise import optimise
 from paraplan.planner.sharding.solve import (
     Candidate,
@@ -57,7 +57,7 @@ def solve_with_recomputation(
     rows, solve_s = base, 0.0
     closest: tuple[Decisions, Unfit] | None = None
     for attempt in range(ROUNDS):
-        problem = with_rows(network, rows)
+        problem = with_rows(network, (*rows, *host_rows(space)))
         found = optimise(problem, limits.time_s, limits.relative_gap, limits.backend)
         solve_s += found.solve_s
         if found.choices is None:

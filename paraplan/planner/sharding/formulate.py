@@ -10,6 +10,9 @@ from paraplan.ir.mesh import Layout
 from paraplan.planner.sharding.network import Factor, Floats, Ints, Network, Row
 from paraplan.planner.sharding.space import End, Space, Transfer
 
+Held = list[tuple[int, tuple[int, ...]]]
+"""Bytes each decider's options hold."""
+
 
 @dataclass(frozen=True)
 class Formulation:
@@ -89,17 +92,36 @@ def memory_rows(space: Space, limit: float, activations: bool = True) -> tuple[R
     Without `activations` what is saved for the backward does not count.
     """
     rows = [Row("loss", 1.0, _sums(space.at_loss if activations else space.kept, limit))]
-    update = _sums(space.at_update, limit)
-    needy = [(decider, np.array(nbytes, float) / limit) for decider, nbytes in space.update_workspace if any(nbytes)]
+    return (*rows, *_updates(space, space.at_update, space.update_workspace, limit, "update"))
+
+
+def host_rows(space: Space) -> tuple[Row, ...]:
+    """What lives in the host's memory where anything may, in units of a device's room there."""
+    if not space.away:
+        return ()
+    return _updates(space, space.away, space.away_workspace, max(host_room_bytes(space), 1), "update on the host")
+
+
+def _updates(space: Space, held: Held, workspace: Held, limit: float, what: str) -> tuple[Row, ...]:
+    """A row per parameter whose update needs workspace; without any, one row."""
+    update = _sums(held, limit)
+    needy = [(decider, np.array(nbytes, float) / limit) for decider, nbytes in workspace if any(nbytes)]
     if not needy:
-        return (*rows, Row("update", 1.0, update))
+        return (Row(what, 1.0, update),)
+    rows = []
     for decider, work in needy:
-        held = {**update, decider: update.get(decider, np.zeros(len(work))) + work}
-        rows.append(Row(f"update of {space.deciders[decider].name}", 1.0, held))
+        here = {**update, decider: update.get(decider, np.zeros(len(work))) + work}
+        rows.append(Row(f"{what} of {space.deciders[decider].name}", 1.0, here))
     return tuple(rows)
 
 
-def _sums(held: list[tuple[int, tuple[int, ...]]], limit: float) -> dict[int, Floats]:
+def host_room_bytes(space: Space) -> int:
+    """What a device may fill of its host's memory."""
+    costs = space.prices.costs
+    return costs.cluster.room_bytes("host", costs.mesh.devices)
+
+
+def _sums(held: Held, limit: float) -> dict[int, Floats]:
     found: dict[int, Floats] = {}
     for decider, nbytes in held:
         found[decider] = found.get(decider, np.zeros(len(nbytes))) + np.array(nbytes, float) / limit

@@ -24,18 +24,23 @@ class ParamOption:
     grad: Layout
     state: Layout
     state_dtype: str
+    state_tier: str = ""
 
     def needs_restore(self, dtype: str) -> bool:
         """Whether the update is followed by a write into the stored copy."""
-        return self.stored != self.state or dtype != self.state_dtype
+        return bool(self.state_tier) or self.stored != self.state or dtype != self.state_dtype
 
     def owns_state(self, spec: TensorSpec, mesh_shape: Dims) -> bool:
         """Whether the optimizer's tensor is a storage of its own, not a slice of the stored copy."""
-        return spec.dtype != self.state_dtype or not is_view_of(spec.shape, self.stored, self.state, mesh_shape)
+        alike = spec.dtype == self.state_dtype and is_view_of(spec.shape, self.stored, self.state, mesh_shape)
+        return bool(self.state_tier) or not alike
 
     def layouts(self) -> ParamLayouts:
         """As a plan writes it."""
-        return ParamLayouts(stored=layout_text(self.stored), grad=layout_text(self.grad), state=layout_text(self.state))
+        return ParamLayouts(
+            stored=layout_text(self.stored), grad=layout_text(self.grad), state=layout_text(self.state),
+            state_tier=self.state_tier,
+        )  # fmt: skip
 
 
 def _axis_options(ndim: int) -> list[tuple[Placement, Placement, Placement]]:
@@ -46,8 +51,13 @@ def _axis_options(ndim: int) -> list[tuple[Placement, Placement, Placement]]:
     return found
 
 
-def param_options(precision: str, cls: ParamClass, mesh_shape: Dims) -> tuple[ParamOption, ...]:
-    """Every combination of per-axis options that divides or may be padded; a frozen parameter is only stored."""
+def param_options(
+    precision: str, cls: ParamClass, mesh_shape: Dims, tiers: tuple[str, ...] = ("",)
+) -> tuple[ParamOption, ...]:
+    """Every combination of per-axis options that divides or may be padded; a frozen parameter is only stored.
+
+    `tiers`: where the optimizer's states may be.
+    """
     dtype = master_dtype(precision, cls.spec.dtype)
     found: dict[ParamOption, None] = {}
     for combo in itertools.product(_axis_options(len(cls.spec.shape)), repeat=len(mesh_shape)):
@@ -55,7 +65,8 @@ def param_options(precision: str, cls: ParamClass, mesh_shape: Dims) -> tuple[Pa
         if not cls.trained:
             grad = state = stored
         if all(is_shardable(cls.spec.shape, layout, mesh_shape) for layout in (stored, grad, state)):
-            found[ParamOption(stored, grad, state, dtype)] = None
+            for tier in tiers if cls.trained else ("",):
+                found[ParamOption(stored, grad, state, dtype, tier)] = None
     return tuple(found)
 
 

@@ -110,12 +110,10 @@ class Pins:
         """Whether a parameter class' option is left over."""
         pinned = {self.constraints.params[name] for name in cls.params if name in self.constraints.params}
         if pinned:
-            stored, grad, state = parse_param_pin(cls.params[0], sorted(pinned)[0])
-            return (layout_text(option.stored), layout_text(option.grad), layout_text(option.state)) == (
-                stored,
-                grad,
-                state,
-            )
+            text = (layout_text(option.stored), layout_text(option.grad), layout_text(option.state), option.state_tier)
+            return text == parse_param_pin(cls.params[0], sorted(pinned)[0])
+        if cls.trained and option.state_tier not in self.constraints.state_tiers:
+            return False
         if self.tp >= 0:
             on_tp = (option.stored[self.tp], option.state[self.tp])
             if isinstance(on_tp[1], Shard) and not isinstance(on_tp[0], Shard):

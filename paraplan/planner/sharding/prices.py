@@ -6,6 +6,7 @@ per stream (compute first, then one per link level), so that sums and bounds can
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paraplan.cost_models.collectives import input_bytes_of
-from paraplan.cost_models.costs import COMPUTE, Costs
+from paraplan.cost_models.costs import COMPUTE, IN, OUT, Costs, copy_stream, update_stream
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.bundle import is_small
 from paraplan.ir.mesh import Layout, local_shape
@@ -48,10 +49,12 @@ class Prices:
     Attributes:
         costs: op and collective times.
         extended: mesh shape with the microbatch axis in front.
+        tiers: where optimizer states may be besides the device; copies and updates there have streams of their own.
     """
 
     costs: Costs
     extended: Dims
+    tiers: tuple[str, ...] = ()
     _moves: dict[object, Price | None] = field(default_factory=dict, repr=False, compare=False)
     _locals: dict[object, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
     _totals: dict[object, tuple[Floats, ReshardTable]] = field(default_factory=dict, repr=False, compare=False)
@@ -59,7 +62,8 @@ class Prices:
     @property
     def streams(self) -> tuple[str, ...]:
         """Streams in price order."""
-        return (COMPUTE, *dict.fromkeys(self.costs.comm_streams))
+        away = ((copy_stream(tier, OUT), update_stream(tier), copy_stream(tier, IN)) for tier in self.tiers)
+        return (COMPUTE, *dict.fromkeys(self.costs.comm_streams), *itertools.chain.from_iterable(away))
 
     @property
     def zero(self) -> Price:
@@ -200,6 +204,15 @@ class Prices:
         """What a parameter adds to the optimizer's update, with its gradient and `slots` states."""
         read_bytes, write_bytes = param_bytes * (2 + slots), param_bytes * (1 + slots)
         return self._on(COMPUTE, self.costs.update_share_s(param_bytes, read_bytes, write_bytes))
+
+    def updated_away(self, tier: str, param_bytes: int, slots: int) -> Price:
+        """A parameter's gradient copied to a tier, its update there, with `slots` states, and the way back."""
+        copied = self.costs.copy_s(tier, param_bytes)
+        return add(
+            self._on(copy_stream(tier, OUT), copied),
+            self._on(update_stream(tier), self.costs.update_away_s(tier, param_bytes * (3 + 2 * slots))),
+            self._on(copy_stream(tier, IN), copied),
+        )
 
     def nbytes(self, spec: TensorSpec, layout: Layout) -> int:
         """Local bytes."""

@@ -20,7 +20,14 @@ from paraplan.planner.milp import Status
 from paraplan.planner.realise import realise
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
-from paraplan.planner.sharding.formulate import Formulation, formulate, memory_rows, with_rows
+from paraplan.planner.sharding.formulate import (
+    Formulation,
+    formulate,
+    host_room_bytes,
+    host_rows,
+    memory_rows,
+    with_rows,
+)
 from paraplan.planner.sharding.instants import Instant, instant_row, peak_instant
 from paraplan.planner.sharding.network import Row
 from paraplan.planner.sharding.optimise import Optimum, least_activity, optimise
@@ -91,10 +98,25 @@ class Skipped:
 
 
 def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints) -> Space:
-    """The option space of a mesh under constraints."""
-    prices = Prices(Costs(job.cluster, mesh, job.profile, job.optimizer.name), (num_microbatches, *mesh.shape))
+    """The option space of a mesh under constraints.
+
+    Raises:
+        InfeasibleError: what is pinned to the host does not fit there.
+    """
+    costs = Costs(job.cluster, mesh, job.profile, job.optimizer.name)
+    prices = Prices(costs, (num_microbatches, *mesh.shape), ("host",) if constraints.states_leave else ())
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
-    return build_space(job, prices, num_microbatches, pins)
+    space = build_space(job, prices, num_microbatches, pins)
+    need = sum(min(nbytes) for _, nbytes in space.away)
+    need += max((min(nbytes) for _, nbytes in space.away_workspace), default=0)
+    room = host_room_bytes(space)
+    if need > room:
+        raise InfeasibleError(
+            f"optimizer states and their gradients take at least {say_size(need)} per device in the host's memory on "
+            f"mesh {mesh.shape}, where {job.cluster.name} has room for {say_size(room)}: {say_size(need - room)} are "
+            "missing; shard them further (zero), keep some on the device, or describe more host_memory_bytes"
+        )
+    return space
 
 
 def solve_mesh(
@@ -115,7 +137,7 @@ def solve_mesh(
     rows, instants = base, dict[Instant, Row]()
     solve_s = 0.0
     for _ in range(ROUNDS):
-        network = with_rows(problem.network, (*rows, *instants.values()))
+        network = with_rows(problem.network, (*rows, *host_rows(space), *instants.values()))
         found = optimise(network, limits.time_s, limits.relative_gap, limits.backend, cutoff=cutoff_s)
         solve_s += found.solve_s
         if found.choices is None and cutoff_s <= found.bound < np.inf:

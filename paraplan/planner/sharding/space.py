@@ -109,6 +109,8 @@ class Space:
         deciders, transfers: see the module's head.
         at_loss, at_update: bytes each decider's options hold at these two instants: (decider, bytes per option).
         update_workspace: bytes needed while one parameter updates: (decider, bytes per option).
+        away, away_workspace: on the host, states and their gradients at the update, and what the update of one
+            parameter needs besides: (decider, bytes per option).
         kept: per parameter class, what is alive all through the step: (decider, bytes per option).
         grads: per parameter class, bytes of one parameter's gradient per option, and whose: (decider, bytes, class).
         saved: per (kind, value), bytes one microbatch of one instance keeps for the backward: (decider, bytes).
@@ -126,6 +128,8 @@ class Space:
     at_loss: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     at_update: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     update_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    away: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    away_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     kept: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     grads: list[tuple[int, tuple[int, ...], ParamClass]] = field(default_factory=list)
     saved: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
@@ -218,11 +222,15 @@ def _alike(space: Space, op: Op, kind: SegmentKind, along: AxisChoice, m: int, k
 def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
     """A parameter class: what it holds, and what a step's reduction, update and restoration cost."""
     prices, n = space.prices, len(cls.params)
-    options = tuple(o for o in param_options(job.program.precision, cls, prices.extended[1:]) if pins.param(cls, o))
+    tiers = ("", *prices.tiers)
+    options = tuple(
+        o for o in param_options(job.program.precision, cls, prices.extended[1:], tiers) if pins.param(cls, o)
+    )
     master = TensorSpec(options[0].state_dtype, cls.spec.shape)
     slots = job.optimizer.state_slots
     costs, loss, update, work, grads = [], [], [], [], []
-    for option in options:
+    away, away_work = [0] * len(options), [0] * len(options)
+    for number, option in enumerate(options):
         stored = prices.nbytes(cls.spec, (R, *option.stored))
         if not cls.trained:
             costs.append(prices.zero)
@@ -236,19 +244,20 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
         restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored))
         assert reduced is not None and restored is not None
         copy = prices.write(cls.spec, (R, *option.stored)) if option.needs_restore(cls.spec.dtype) else prices.zero
-        step = prices.updated(shard, slots)
+        tier = option.state_tier
+        step = prices.updated_away(tier, shard, slots) if tier else prices.updated(shard, slots)
         costs.append(scale(add(reduced, restored, copy, step), n))
-        kept = (
-            stored
-            + shard * slots
-            + job.optimizer.scalar_bytes
-            + (shard if option.owns_state(cls.spec, prices.extended[1:]) else 0)
-        )
+        owned = shard if option.owns_state(cls.spec, prices.extended[1:]) else 0
+        states = owned + shard * slots + job.optimizer.scalar_bytes
+        kept = stored + (0 if tier else states)
         grad = prices.nbytes(master, (R, *option.grad))
-        grads.append(grad if m == 1 else 0)
+        grads.append(0 if m > 1 or tier else grad)  # those of states on a tier go there as they are made
         loss.append((kept + (grad if m > 1 else 0)) * n)
-        update.append((kept + shard) * n)
-        work.append(shard * job.optimizer.workspace_slots)
+        update.append((kept + (0 if tier else shard)) * n)
+        needed = shard * job.optimizer.workspace_slots
+        work.append(0 if tier else needed)
+        away_work[number] = needed if tier else 0
+        away[number] = (states + shard) * n if tier else 0
     index = space.decide(f"param {cls.params[0]}", tuple(costs))
     space.param_decider.append(index)
     space.param_options.append(options)
@@ -257,6 +266,9 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
     space.grads.append((index, tuple(grads), cls))
     space.at_update.append((index, tuple(update)))
     space.update_workspace.append((index, tuple(work)))
+    if any(away):
+        space.away.append((index, tuple(away)))
+        space.away_workspace.append((index, tuple(away_work)))
 
 
 def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:

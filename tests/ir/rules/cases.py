@@ -103,6 +103,7 @@ def pointwise_cases() -> dict[str, list[Case]]:
     ]
     found["aten.div.Scalar"] = found["aten.mul.Scalar"] = _unary(3.0)
     found["aten.neg.default"] = _unary()
+    found["aten.erfinv.default"] = [case([torch.tanh(randn(4, 6))])]
     for name in (
         "exp",
         "expm1",
@@ -309,10 +310,15 @@ def creation_cases() -> dict[str, list[Case]]:
         "aten.arange.default": [case([], 12)],
         "aten.arange.start": [case([], 2, 14)],
         "aten.arange.start_step": [case([], 0, 12, 2)],
+        "aten.linspace.default": [case([], -1.0, 1.0, 12)],
         "paraplan.constant": [case([], (1.0, 2.0, 3.0, 4.0), ":float64", (2, 2))],
         "paraplan.dropout": [
             case([randn(4, 6, 12), seed], "%a", "%b", 0.4, 3, (4, 6, 12), (0, 0, 0)),
             case([randn(12), seed], "%a", "%b", 0.4, 1, (12,), (0,)),
+        ],
+        "paraplan.uniform": [
+            case([randn(4, 6, 12), seed], "%a", "%b", 3, (4, 6, 12), (0, 0, 0)),
+            case([randn(12), seed], "%a", "%b", 1, (12,), (0,)),
         ],
     }
 

@@ -58,6 +58,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
         x, turned = draw(*shape), draw(*shape).transpose(0, 1)
         k = shape[-1]
         yield "paraplan.dropout", (x, seed, 0.1, 0, list(shape), [0, 0, 0])
+        yield "paraplan.uniform", (x, seed, 0, list(shape), [0, 0, 0])
         for value in (x, turned):
             yield "paraplan.linear", (value, draw(128, k), draw(128), False)
             yield "paraplan.linear_grad_input", (value, draw(k, 128), False)

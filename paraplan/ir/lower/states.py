@@ -1,0 +1,178 @@
+"""Optimizer states that live on a tier: gradients on their way there, updated parameters on their way back.
+
+A class whose layouts have a `state_tier` keeps the optimizer's copy and its states there, and is updated there (Ren et
+al. 2021, ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity). Once such a parameter's gradient is in the optimizer's
+layout it is copied to the tier. The copy is waited for, and the gradient's memory given back, when the backward has
+passed the next segment, or at the end: so a copy has that segment's time. After the update the optimizer's copies come
+back one ahead of the parameter that is being written (and gathered) into its stored copy. States that live on the
+device are updated first.
+
+Names: of a gradient `g`, `g^host!` is its copy under way, `g^host` that copy; `state:x^host?` is an updated parameter
+under way. Limits: the way back carries the optimizer's dtype, which under bf16 and fp16 is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paraplan.ir.lower.away import AwayValue, away_block, away_value, back_block
+from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.lower.updates import restore_block
+from paraplan.ir.mesh import local_shape, parse_layout
+from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.program import ParamSpec
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.strides import contiguous_strides
+from paraplan.ir.tensor import TensorSpec
+
+Dims = tuple[int, ...]
+Call = Callable[[Block, tuple[str, ...], tuple[str | None, ...]], None]
+
+
+@dataclass
+class StateCopies:
+    """Writes the steps that copy gradients and updated parameters.
+
+    Attributes:
+        layouts: of every parameter.
+        specs: of every gradient, which has the dtype of the optimizer's copy.
+        mesh_shape: of the stage.
+        call: writes one step that calls a block.
+    """
+
+    layouts: Mapping[str, ParamLayouts]
+    specs: Mapping[str, TensorSpec]
+    mesh_shape: Dims
+    call: Call
+    _fresh: list[tuple[str, AwayValue]] = field(default_factory=list)
+    _under_way: list[tuple[str, AwayValue]] = field(default_factory=list)
+    _blocks: dict[tuple[object, ...], Block] = field(default_factory=dict)
+
+    def tier(self, name: str) -> str:
+        """Where a parameter is updated."""
+        return self.layouts[name].state_tier
+
+    def on(self, tier: str, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of some parameters that are updated on a tier."""
+        return tuple(name for name in names if self.tier(name) == tier)
+
+    def leave(self, name: str, grad: str, strides: Dims | None = None) -> str:
+        """Begin to copy a reduced gradient to where its parameter is updated; returns its outer name there.
+
+        Args:
+            name: of the parameter.
+            grad: outer name of its gradient in the optimizer's layout.
+            strides: as it lies; contiguous where left out.
+        """
+        value = self._local(name, "x", strides)
+        issued = away_value("x", value, self.tier(name))
+        away = AwayValue("x", value.strides, issued)
+        self._call("leave", away, leave_block, (grad,), (f"{grad}^{issued.tier}!",))
+        self._fresh.append((grad, away))
+        return f"{grad}^{issued.tier}"
+
+    def passed(self) -> None:
+        """A segment's backward was called: copies begun before it are waited for."""
+        self._wait(self._under_way)
+        self._under_way, self._fresh = self._fresh, []
+
+    def end(self) -> None:
+        """Wait for all copies of gradients."""
+        self._wait([*self._under_way, *self._fresh])
+        self._under_way, self._fresh = [], []
+
+    def restore(self, names: Sequence[str], params: Mapping[str, ParamSpec]) -> None:
+        """Write updated parameters into their stored copies, those that come from a tier one ahead."""
+        order = [name for name in names if self._differs(name, params[name])]
+        coming = [name for name in order if self.tier(name)]
+        for name in coming[:1]:
+            self._begin(name)
+        for name in order:
+            if coming and name == coming[0]:
+                coming.pop(0)
+                for following in coming[:1]:
+                    self._begin(following)
+            self._restore(name, params[name])
+
+    def _differs(self, name: str, param: ParamSpec) -> bool:
+        layouts = self.layouts[name]
+        return bool(layouts.state_tier) or layouts.stored != layouts.state or self._dtype(name) != param.spec.dtype
+
+    def _dtype(self, name: str) -> str:
+        return self.specs[name].dtype
+
+    def _begin(self, name: str) -> None:
+        away = self._state(name)
+        self._call("fetch", away, back_block, (f"state:{name}",), (f"state:{name}^{self.tier(name)}?",))
+
+    def _restore(self, name: str, param: ParamSpec) -> None:
+        layouts, dtype = self.layouts[name], self._dtype(name)
+        away = self._state(name) if layouts.state_tier else None
+        key = ("restore", param.spec, layouts.stored, layouts.state, layouts.state_tier)
+        if key not in self._blocks:
+            self._blocks[key] = restore_block(self._next("restore"), param, dtype, layouts, self.mesh_shape, away)
+        block = self._blocks[key]
+        sources = {"stored": f"param:{name}", "state": f"state:{name}"}
+        if away is not None:
+            sources = {
+                "stored": f"param:{name}", away.there.base: f"state:{name}",
+                away.back.base: f"state:{name}^{layouts.state_tier}?",
+            }  # fmt: skip
+        self.call(block, tuple(sources[local] for local in block.inputs), ())
+
+    def _state(self, name: str) -> AwayValue:
+        """The optimizer's copy of a parameter on its tier."""
+        value = self._local(name, "state", None)
+        return AwayValue("state", value.strides, away_value("state", value, self.tier(name)))
+
+    def _local(self, name: str, base: str, strides: Dims | None) -> LocalValue:
+        """A gradient or the optimizer's copy of a parameter, as it would lie on the device."""
+        spec = self.specs[name]
+        shape = local_shape(spec.shape, parse_layout(self.layouts[name].state), self.mesh_shape)
+        return LocalValue(
+            dtype=spec.dtype, shape=shape, strides=strides or contiguous_strides(shape), base=base,
+            storage_bytes=TensorSpec(spec.dtype, shape).nbytes,
+        )  # fmt: skip
+
+    def _wait(self, leaving: Sequence[tuple[str, AwayValue]]) -> None:
+        for grad, away in leaving:
+            tier = away.issued.tier
+            names = {"x": grad, away.issued.base: f"{grad}^{tier}!"}
+            block = self._block("left", away, away_block)
+            self.call(block, tuple(names[local] for local in block.inputs), (f"{grad}^{tier}",))
+
+    def _call(
+        self, stem: str, away: AwayValue, make: Callable[[str, tuple[AwayValue, ...]], Block], args: tuple[str, ...],
+        outs: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        self.call(self._block(stem, away, make), args, outs)
+
+    def _block(self, stem: str, away: AwayValue, make: Callable[[str, tuple[AwayValue, ...]], Block]) -> Block:
+        key = (stem, away)
+        if key not in self._blocks:
+            self._blocks[key] = make(self._next(stem), (away,))
+        return self._blocks[key]
+
+    def _next(self, stem: str) -> str:
+        return f"{stem}.{sum(1 for other in self._blocks if other[0] == stem)}"
+
+
+def leave_block(name: str, values: tuple[AwayValue, ...]) -> Block:
+    """Begins copies away."""
+    known: dict[str, LocalValue] = {}
+    instrs = []
+    for value in values:
+        issued = value.issued
+        known[value.local] = LocalValue(
+            dtype=issued.dtype, shape=issued.shape, strides=value.strides, base=value.local,
+            storage_bytes=issued.storage_bytes,
+        )  # fmt: skip
+        known[issued.base] = issued
+        instrs.append(
+            Instr(
+                kind=InstrKind.COPY, target="offload", args=("%" + value.local, ":" + issued.tier), outs=(issued.base,)
+            )
+        )
+    given, made = tuple(value.local for value in values), tuple(value.issued.base for value in values)
+    return finish_block(name, given, made, (), known, instrs)

@@ -1,0 +1,162 @@
+"""Functions of autograd that the user wrote, kept whole while exporting, so that their backward is theirs.
+
+Export runs an `autograd.Function`'s forward and forgets its backward: a gradient reversal, a straight-through
+estimator or a surrogate slope would silently become the derivative of the forward. Here `Function.apply` is recorded
+as one op (`paraplan::user_function`, with a number that says which function and which plain arguments), and once the
+graph is there that op becomes a call of the function itself. The joint trace then runs its forward and its backward,
+and what is recorded are the ops inside of them. torch's reentrant checkpoint is run as written: its backward is the
+derivative. Hooks on gradients are lost in the same way and have no place in a graph: they are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
+
+from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.canonical import define
+from paraplan.ir.trace.torch_private import functions_applied_by, run_function, tree_map_only
+
+_AS_WRITTEN = (CheckpointFunction,)
+_HOOKED = "write what the hook does to the gradient as a torch.autograd.Function; a hook is no part of a captured graph"
+
+
+class _Place:
+    """Where a tensor stands among a call's tensors."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+class UserFunction:
+    """A user's function with its plain arguments: a call target of the forward graph.
+
+    Args:
+        cls: the class.
+        given: positional and keyword arguments of `apply`, tensors replaced by their places.
+    """
+
+    def __init__(self, cls: type[Function], given: tuple[tuple[object, ...], dict[str, object]]) -> None:
+        self.cls, self.given = cls, given
+        self.__name__ = f"{cls.__module__}.{cls.__qualname__}{given!r}"  # equal calls make equal segments
+
+    def results(self, tensors: list[Tensor]) -> object:
+        """What the function returns, differentiable by its own backward."""
+        args, kwargs = tree_map_only(_Place, lambda place: tensors[place.index], self.given)
+        return self.cls.apply(*args, **kwargs)
+
+    def __call__(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        """Its results as a tuple.
+
+        Raises:
+            CaptureError: one of them is no tensor.
+        """
+        made = self.results(tensors)
+        found = made if isinstance(made, tuple) else (made,)
+        if not all(isinstance(x, Tensor) for x in found):
+            kinds = ", ".join(type(x).__name__ for x in found)
+            raise CaptureError(f"{self.cls.__qualname__}.forward returns ({kinds}); return tensors only")
+        return found
+
+
+class Recorded:
+    """The calls of user's functions recorded during one export."""
+
+    def __init__(self) -> None:
+        self._functions: list[UserFunction] = []
+        self._single: dict[int, bool] = {}
+        self._inside = False
+
+    def apply(self, cls: type[Function], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """`cls.apply(*args, **kwargs)`, as one op."""
+        tensors: list[Tensor] = []
+
+        def place(x: Tensor) -> _Place:
+            tensors.append(x)
+            return _Place(len(tensors) - 1)
+
+        function = UserFunction(cls, tree_map_only(Tensor, place, (args, kwargs)))
+        if self._inside or not tensors or issubclass(cls, _AS_WRITTEN):
+            return run_function(cls, *args, **kwargs)
+        same = [n for n, f in enumerate(self._functions) if f.cls is cls and f.__name__ == function.__name__]
+        number = same[0] if same else len(self._functions)
+        self._functions += [] if same else [function]
+        made = torch.ops.paraplan.user_function(tensors, number)
+        return made[0] if self._single[number] else tuple(made)
+
+    def shapes(self, tensors: list[Tensor], number: int) -> list[Tensor]:
+        """Fake results of a recorded call."""
+        self._inside = True
+        try:
+            with torch.no_grad():
+                made = self._functions[number](tensors)
+                self._single[number] = not isinstance(self._functions[number].results(tensors), tuple)
+        finally:
+            self._inside = False
+        return [x.clone() for x in made]
+
+    def restore(self, graph: fx.Graph) -> None:
+        """Calls of the functions themselves in place of the op."""
+        for node in graph.nodes:
+            if node.target is torch.ops.paraplan.user_function.default:
+                node.target, node.args = self._functions[node.args[1]], (node.args[0],)
+
+
+_RECORDING: ContextVar[Recorded] = ContextVar("recording")
+
+
+def _shapes(tensors: list[Tensor], number: int) -> list[Tensor]:
+    return _RECORDING.get().shapes(list(tensors), number)
+
+
+def _never(tensors: list[Tensor], number: int) -> list[Tensor]:
+    raise CaptureError("paraplan::user_function stands for a call while exporting and is never run")
+
+
+define("user_function(Tensor[] tensors, int number) -> Tensor[]", _never, _shapes)
+
+
+@contextmanager
+def recorded_functions() -> Iterator[Recorded]:
+    """Under it, calls of user's functions are recorded as ops, and hooks on gradients refused."""
+    recorded = Recorded()
+
+    def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
+        return recorded.apply(cls, args, kwargs)
+
+    def hook(self: Tensor, hook: Callable[..., Any]) -> object:
+        raise RuntimeError(f"Tensor.register_hook is called; {_HOOKED}")
+
+    token, register = _RECORDING.set(recorded), Tensor.register_hook
+    Tensor.register_hook = hook  # type: ignore[method-assign]
+    try:
+        with functions_applied_by(apply):
+            yield recorded
+    finally:
+        Tensor.register_hook = register  # type: ignore[method-assign]
+        _RECORDING.reset(token)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Hooks that change gradients of parameters or modules.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for name, param in model.named_parameters():
+        if getattr(param, "_backward_hooks", None):
+            raise CaptureError(f"parameter {name!r} has a hook on its gradient: {_HOOKED}")
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            where = f"module {name!r}" if name else "the model"
+            raise CaptureError(f"{where} has a backward hook: {_HOOKED}")

@@ -1,0 +1,93 @@
+"""What each rank of the two-process test of states on the host runs: `states_worker.py <folder>`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from paraplan.api import Plan
+from paraplan.codegen import build_modules
+from paraplan.cost_models.memory import entries
+from paraplan.ir.verify import verify_plan
+from paraplan.runtime.launch import init_distributed, leave_job
+from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.trainer import Trainer
+from runtime import plans
+
+
+def planned(every: int) -> Plan:
+    """A random plan, every so-manieth parameter's states on the host; 0: none."""
+    plan, _ = plans.planned(plans.SEEDS[0])
+    (stage,) = plan.stages
+    params = {
+        name: msgspec.structs.replace(layouts, state_tier="host" if every and index % every == 0 else "")
+        for index, (name, layouts) in enumerate(stage.params.items())
+    }
+    made = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
+    return Plan(made, verify_plan(made))
+
+
+def step(trainer: Trainer, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    loss = trainer.step(plans.batch(number))
+    trainer.clip_grad_norm_(0.1)
+    if trainer.record:
+        state = trainer.state
+        with trainer.transport.tracker.updating(state.executor.ledger, state.homes()):
+            optimizer.step()
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    rank, _ = init_distributed("gloo", timeout_s=60)
+    torch.set_num_threads(1)
+    plan = planned(2)
+    trainer = plan.executable(plans.net(), paced=True)
+    local = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], plans.net())
+    optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)
+    predicted = [entry.key for entry in entries(plan.programs[0])]
+    for number in range(4):
+        trainer.record = number % 2 == 1
+        loss, wanted = step(trainer, optimizer, number), local.step(plans.batch(number))
+        assert torch.allclose(loss, wanted, rtol=1e-12), (loss, wanted)
+        local.clip_grad_norm_(0.1)
+        local.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+        if trainer.record:
+            assert [entry.key for entry in trainer.entries] == predicted
+            assert trainer.tier_peak_bytes == plan.simulate().tier_peak_bytes == local.tier_peak_bytes(rank)
+            assert 1.0 <= plan.simulate().peak_bytes[0] / trainer.peak_bytes <= 1.001
+    named, held = local.params(), trainer.full_state_dict()
+    assert all(torch.allclose(named[name], held[name], rtol=1e-10) for name in named)
+    saved = {"model": trainer.state_dict(), "optimizer": trainer.optimizer_state_dict(optimizer)}
+    dcp.save(saved, checkpoint_id=folder / "c")
+    trainer.record = False
+    for every in (0, 1):  # all on the device, all on the host
+        other = planned(every).executable(plans.net())
+        theirs = other.optimizer(torch.optim.AdamW, lr=1e-2)
+        state = {"model": other.state_dict(), "optimizer": other.optimizer_state_dict(theirs, create=True)}
+        dcp.load(state, checkpoint_id=folder / "c")
+        other.load_state_dict(state["model"])
+        other.load_optimizer_state_dict(theirs, state["optimizer"])
+        same = other.full_state_dict()
+        assert all(torch.equal(value, same[name]) for name, value in held.items())
+        step(other, theirs, 4)
+        if every:
+            step(trainer, optimizer, 4)
+            gone_on = trainer.full_state_dict()
+            assert all(torch.allclose(x, other.full_state_dict()[name], rtol=1e-10) for name, x in gone_on.items())
+    (folder / f"done{rank}").touch()
+    leave_job()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Optimizer states in the host's memory, updated there: the single device's numbers, exactly what was predicted."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo import build
+from paraplan.codegen import build_modules
+from paraplan.cost_models.memory import entries
+from paraplan.cost_models.peak import Role, peak_of
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.program import Program
+from paraplan.ir.rank_program import InstrKind, StepKind
+from paraplan.ir.trace import capture
+from paraplan.ir.trace.reference import run_step
+from paraplan.ir.verify import verify_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.classes import param_classes
+from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.search import search
+from paraplan.runtime.local import InProcessTrainer
+from tests.numerics import relative_error
+
+PINS = {
+    "one": (1, Constraints()),
+    "dp": (2, Constraints(dp=2, zero=0)),
+    "zero1": (2, Constraints(dp=2, zero=1)),
+    "zero3": (2, Constraints(dp=2, zero=3, microbatches=2)),
+    "tp": (2, Constraints(tp=2)),
+    "pp": (2, Constraints(pp=2, microbatches=2)),
+}
+STEPS = 3
+
+
+@cache
+def captured(name: str, precision: str = "fp64") -> tuple[nn.Module, Program, dict[str, Tensor]]:
+    small = build(name, 0.0)
+    return small.model, capture(small.model, small.batch, precision=precision), small.batch
+
+
+def job(program: Program, devices: int, optimizer: str = "adamw") -> Job:
+    return Job(program, ClusterSpec.local(devices), OPTIMIZERS[optimizer], ModelRef(display="small"), {})
+
+
+@cache
+def planned(name: str, pin: str, states: str = "host", optimizer: str = "adamw", precision: str = "fp64") -> Plan:
+    devices, pins = PINS[pin]
+    pins = msgspec.structs.replace(pins, offload_states=states)
+    return search(job(captured(name, precision)[1], devices, optimizer), pins, certify=False).plan
+
+
+def trained(plan: Plan, name: str, cls: type[torch.optim.Optimizer], **options: float) -> InProcessTrainer:
+    programs = verify_plan(plan)
+    model, _, batch = captured(name)
+    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], model)
+    for _ in range(STEPS):
+        trainer.step(batch)
+        trainer.clip_grad_norm_(0.5)
+        trainer.apply_optimizer(cls, **options)
+    return trainer
+
+
+@cache
+def single(name: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """The first loss and gradients, and the parameters after some clipped steps of SGD with momentum."""
+    model, program, batch = captured(name)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    params = {key: nn.Parameter(named[key].detach().double().clone()) for key in program.params}
+    optimizer = torch.optim.SGD(params.values(), lr=0.05, momentum=0.9)
+    first: tuple[float, dict[str, Tensor]] | None = None
+    for _ in range(STEPS):
+        values = {key: value.detach() for key, value in params.items()}
+        loss, grads, _ = run_step(program, values, dict(model.named_buffers()), batch, 0)
+        if first is None:
+            first = float(loss), {key: grad.clone() for key, grad in grads.items() if grad is not None}
+        for key, param in params.items():
+            param.grad = grads[key]
+        torch.nn.utils.clip_grad_norm_(params.values(), 0.5)
+        optimizer.step()
+    assert first is not None
+    return *first, {key: value.detach() for key, value in params.items()}
+
+
+@pytest.mark.parametrize("pin", PINS)
+@pytest.mark.parametrize("name", ["gpt2", "mlp"])
+def test_steps_equal_one_device_and_are_as_predicted(name: str, pin: str) -> None:
+    plan = planned(name, pin, optimizer="momentum")
+    assert {each.state_tier for stage in plan.stages for each in stage.params.values()} == {"host"}
+    programs = verify_plan(plan)
+    simulation = simulate_plan(plan, programs)
+    trainer = trained(plan, name, torch.optim.SGD, lr=0.05, momentum=0.9)
+    loss, grads, params = single(name)
+    assert relative_error(trainer.params(), params) <= 1e-9
+    for rank in range(len(trainer.ranks)):
+        of = plan.schedule.rank_class[rank]
+        assert [entry.key for entry in trainer.entries(rank)] == [entry.key for entry in entries(programs[of])]
+        assert 1.0 <= simulation.peak_bytes[of] / trainer.peak_bytes(rank) <= 1.001
+        assert trainer.tier_peak_bytes(rank) == simulation.traces[of].tier_peak_bytes != {}
+    again = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], captured(name)[0])
+    assert abs(float(again.step(captured(name)[2])) - loss) <= 1e-9 * abs(loss)
+    assert relative_error(again.grads(), grads) <= 1e-9
+
+
+def moved(plan: Plan, every: int) -> Plan:
+    """The plan with every so-manieth parameter's states on the host, and nothing else changed."""
+    (stage,) = plan.stages
+    params = {
+        name: msgspec.structs.replace(layouts, state_tier="" if index % every else "host")
+        for index, (name, layouts) in enumerate(stage.params.items())
+    }
+    return msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize(("pin", "every"), [("one", 2), ("zero1", 1), ("zero3", 3)])
+def test_the_tier_changes_no_bit(pin: str, every: int, precision: str) -> None:
+    """Adam on the same shards, here or there; half of the classes, a third, or all."""
+    device = planned("gpt2", pin, "none", precision=precision)
+    host = moved(device, every)
+    wanted, found = (trained(plan, "gpt2", torch.optim.AdamW, lr=1e-3) for plan in (device, host))
+    for name, value in wanted.params().items():
+        assert torch.equal(found.params()[name], value), name
+    programs = verify_plan(host)
+    simulation = simulate_plan(host, programs)
+    for rank in range(len(found.ranks)):
+        assert [entry.key for entry in found.entries(rank)] == [entry.key for entry in entries(programs[0])]
+        assert 1.0 <= simulation.peak_bytes[0] / found.peak_bytes(rank) <= 1.001
+        assert found.tier_peak_bytes(rank) == simulation.tier_peak_bytes
+    assert simulation.peak_bytes < simulate_plan(device, verify_plan(device)).peak_bytes
+
+
+def test_gradients_leave_during_the_backward_and_parameters_come_back_ahead() -> None:
+    (program,) = verify_plan(planned("gpt2", "one"))
+    steps = program.steps
+    copies = [
+        (index, instr.target)
+        for index, step in enumerate(steps)
+        for instr in (program.blocks[step.block].instrs if step.kind is StepKind.CALL else ())
+        if instr.kind is InstrKind.COPY
+    ]
+    (update,) = [index for index, step in enumerate(steps) if step.kind is StepKind.UPDATE]
+    backward = max(index for index, step in enumerate(steps) if step.block.endswith(".B"))
+    out = [index for index, target in copies if target == "offload"]
+    back = [index for index, target in copies if target == "prefetch"]
+    assert len(out) == len(back) == len(program.grads)
+    assert out[0] < backward < update < back[0], "the first gradients go while later ones are made"
+    written = [index for index, step in enumerate(steps) if step.block.startswith("restore")]
+    assert all(issued < done for issued, done in zip(back[1:], written, strict=False)), "one ahead of the one written"
+    assert all(program.outer[f"state:{name}"].tier == "host" for name in program.grads)
+
+
+def test_the_peak_taken_apart_adds_up() -> None:
+    plan = planned("gpt2", "one")
+    (program,) = verify_plan(plan)
+    trace = simulate_plan(plan, (program,)).traces[0]
+    peak = peak_of(program, trace, plan.program)
+    assert sum(each.nbytes for each in peak.roles if not each.tier) == trace.peak_bytes
+    away = {each.role: each.nbytes for each in peak.roles if each.tier == "host"}
+    assert away[Role.STATES] >= 2 * away[Role.MASTERS] > 0
+    assert Role.STATES not in {each.role for each in peak.roles if not each.tier}
+
+
+def test_what_cannot_be_is_refused() -> None:
+    plan = planned("mlp", "one")
+    (stage,) = plan.stages
+    name, layouts = next(iter(stage.params.items()))
+    params = {**stage.params, name: msgspec.structs.replace(layouts, state_tier="disk")}
+    wrong = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
+    with pytest.raises(InvalidPlanError, match=rf"parameter {name}: state_tier is 'disk'; states can be on '', 'host'"):
+        verify_plan(wrong)
+    with pytest.raises(ConstraintError, match=r"offload_states=disk: one of none, host, either; an update works"):
+        check_constraints(Constraints(offload_states="disk"), 1)
+    with pytest.raises(ConstraintError, match=r"params\['w'\].*'@host' after it"):
+        check_constraints(Constraints(params={"w": "R/R/R@tape"}), 1)
+
+
+def described(**fields: float) -> Job:
+    """A job on one device whose host is described so."""
+    given = job(captured("mlp")[1], 1)
+    (group,) = given.cluster.groups
+    cluster = msgspec.structs.replace(given.cluster, groups=(msgspec.structs.replace(group, **fields),))
+    return Job(given.program, cluster, given.optimizer, given.model, {})
+
+
+def test_a_host_without_room_or_rate_is_named() -> None:
+    host = Constraints(offload_states="host")
+    with pytest.raises(InfeasibleError, match=r"take at least .* in the host's memory .* has room for .* are missing"):
+        search(described(host_memory_bytes=100_000), host, certify=False)
+    with pytest.raises(ConstraintError, match="describes no room on host"):
+        search(described(host_memory_bytes=0), host, certify=False)
+    with pytest.raises(ConstraintError, match="give its groups host_memory_bytes_per_s"):
+        search(described(host_memory_bytes_per_s=0.0), host, certify=False)
+    slow, fast = (
+        search(described(host_memory_bytes_per_s=rate), host, certify=False).plan.prediction for rate in (1e8, 1e10)
+    )
+    params = captured("mlp")[1].params
+    moved_bytes = 7 * sum(param.spec.nbytes for param in params.values()) + 2 * 4 * len(params)  # and step counters
+    assert slow is not None and fast is not None
+    assert slow.step_s - fast.step_s == pytest.approx(moved_bytes * (1 / 1e8 - 1 / 1e10), rel=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.6])
+def test_the_planner_moves_the_states_that_cost_least(share: float) -> None:
+    """Against every assignment of classes to places."""
+    given = job(captured("mlp")[1], 1, "momentum")
+    free, moved_all = (
+        search(given, Constraints(offload_states=states, microbatches=1), certify=False).plan
+        for states in ("none", "host")
+    )
+    peaks = [max(plan.prediction.peak_bytes) for plan in (free, moved_all) if plan.prediction is not None]
+    limit = int(peaks[1] + share * (peaks[0] - peaks[1]))
+    pins = Constraints(offload="host", recompute="none", memory_bytes=limit, microbatches=1)
+    found = search(given, pins)
+    (stage,) = found.plan.stages
+    classes = param_classes(given.program)
+    best = float("inf")
+    for places in itertools.product(("", "host"), repeat=len(classes)):
+        tier = {name: place for of, place in zip(classes, places, strict=True) for name in of.params}
+        params = {
+            name: msgspec.structs.replace(layouts, state_tier=tier[name]) for name, layouts in stage.params.items()
+        }
+        plan = msgspec.structs.replace(free, stages=(msgspec.structs.replace(stage, params=params),))
+        simulation = simulate_plan(plan, verify_plan(plan))
+        if simulation.peak_bytes[0] <= limit:
+            best = min(best, simulation.step_s)
+    assert found.plan.prediction is not None and found.plan.certificate is not None
+    assert {layouts.state_tier for layouts in stage.params.values()} == {"", "host"}
+    assert max(found.plan.prediction.peak_bytes) <= limit
+    assert found.plan.certificate.bound_s <= best * (1 + 1e-9)
+    assert found.plan.prediction.step_s <= best * 1.02
+
+
+def test_states_stay_where_memory_is_ample() -> None:
+    given = job(captured("mlp")[1], 2)
+    plan = search(given, Constraints(dp=2, zero=0, offload="host"), certify=False).plan
+    assert {layouts.state_tier for layouts in plan.stages[0].params.values()} == {""}
