@@ -22,7 +22,7 @@ from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
 from paraplan.ir.lazy import lazy
 from paraplan.terminal import clusters, profiles
 from paraplan.terminal.progress import Progress, out, print_fault
-from paraplan.terminal.settings import parse_settings
+from paraplan.terminal.settings import parse_degree, parse_mesh, parse_settings, parse_stages
 
 app = typer.Typer(
     name="paraplan", help="Plans how a PyTorch model trains on a cluster, and runs the plan.", no_args_is_help=True,
@@ -344,49 +344,6 @@ def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
         elif as_json:
             _print_json(found)
     _part("leave_job")()
-
-
-def parse_mesh(text: str | None) -> tuple[int, ...] | None:
-    """`"8,8"` to (8, 8).
-
-    Raises:
-        ConstraintError: no such mesh.
-    """
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConstraintError(f"--mesh {text!r}: write axis sizes with commas, e.g. 8,8") from None
-
-
-def parse_degree(text: str | None) -> int | str | None:
-    """`"4"` to 4, `"auto"` to itself.
-
-    Raises:
-        ConstraintError: no such degree.
-    """
-    if text is None or text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise ConstraintError(f"--pp {text!r}: give a number of groups of devices, or auto") from None
-
-
-def parse_stages(text: str | None) -> tuple[tuple[int, int], ...] | None:
-    """`"0:3,3:6"` to ((0, 3), (3, 6)).
-
-    Raises:
-        ConstraintError: no such stages.
-    """
-    if text is None:
-        return None
-    try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return tuple((int(first), int(stop)) for first, stop in pairs)
-    except ValueError:
-        raise ConstraintError(f"--stages {text!r}: write first:stop segments with commas, e.g. 0:3,3:6") from None
 
 
 def _print_json(value: dict[str, Any]) -> None:

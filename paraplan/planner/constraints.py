@@ -99,13 +99,7 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         if c.stages is not None:
             raise ConstraintError("stages with pp=auto: how many there are follows from the degree; give pp a number")
         return c  # degrees are checked with every pp that is tried
-    if c.pp is not None and c.pp > 1:
-        if num_devices % c.pp:
-            raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
-        num_devices //= c.pp
-    elif c.schedule is not None or c.stages is not None:
-        pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
-        raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
+    num_devices = _stage_devices(c, num_devices)
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
     for name, size in (*degrees.items(), ("ep", c.ep), ("pp", c.pp), ("microbatches", c.microbatches)):
         if size is not None and size < 1:
@@ -154,6 +148,18 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     if c.ep is not None and dp % c.ep:
         raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
     return c
+
+
+def _stage_devices(c: Constraints, num_devices: int) -> int:
+    """How many devices share a stage, among which the other degrees are."""
+    if isinstance(c.pp, int) and c.pp > 1:
+        if num_devices % c.pp:
+            raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
+        return num_devices // c.pp
+    if c.schedule is not None or c.stages is not None:
+        pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
+        raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
+    return num_devices
 
 
 def parse_param_pin(name: str, text: str) -> tuple[str, str, str, str]:

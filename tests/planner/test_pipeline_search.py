@@ -95,6 +95,17 @@ def deep() -> Program:
     return capture(model, {"input": torch.randn(64, 8)}, precision="fp64", loss_fn=loss)
 
 
+def wide() -> Program:
+    """Layers that keep much beside what a batch makes of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())), nn.Linear(64, 1))
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return output.pow(2).mean()
+
+    return capture(model, {"input": torch.randn(8, 64)}, precision="fp64", loss_fn=loss)
+
+
 def test_every_stage_recomputes_as_little_as_its_memory_needs() -> None:
     job = job_of(deep(), 4)
     pins = Constraints(pp=4, dp=1, microbatches=8)
@@ -127,19 +138,34 @@ def test_stages_are_cut_by_memory_where_that_is_fastest() -> None:
     assert either.prediction is not None and either.prediction.step_s <= plan.prediction.step_s
 
 
+def test_a_stage_that_keeps_too_much_is_sharded_more() -> None:
+    """Everything kept, nothing recomputed: what gives is where parameters, gradients and states lie."""
+    job = job_of(wide(), 4)
+    pins = Constraints(pp=2, recompute="none", microbatches=2)
+    free = search(job, pins).plan
+    assert free.prediction is not None
+    budget = round(0.85 * max(free.prediction.peak_bytes))
+    plan = search(job, msgspec.structs.replace(pins, memory_bytes=budget)).plan
+    assert plan.prediction is not None and max(plan.prediction.peak_bytes) <= budget
+    bounds = tuple((stage.first, stage.stop) for stage in free.stages)
+    same = search(job, msgspec.structs.replace(pins, memory_bytes=budget, stages=bounds)).plan
+    assert same.stages[0].params != free.stages[0].params
+
+
 def test_degrees_and_schedules_are_searched() -> None:
-    job = job_of(program(), 4)
+    job = job_of(program(), 2)
     found = search(job, Constraints(pp="auto", microbatches=4)).plan
     assert found.prediction is not None
-    for degree, schedule in ((None, None), (2, "1f1b"), (2, "zb-h1"), (2, "chimera"), (4, "1f1b")):
+    for degree, schedule in ((None, None), (2, "1f1b"), (2, "zb-v"), (2, "chimera")):
         pinned = search(job, Constraints(pp=degree, schedule=schedule, microbatches=4)).plan
         assert pinned.prediction is not None
         assert found.prediction.step_s <= pinned.prediction.step_s
-    assert any("pp=1: " in note and "pp=2 " in note and "pp=4 " in note for note in found.notes)
-    one = search(job, Constraints(pp="auto", schedule="1f1b", microbatches=4, tp=2)).plan
+    assert any("pp=1: " in note and "pp=2 " in note for note in found.notes)
+    four = job_of(program(), 4)
+    one = search(four, Constraints(pp="auto", schedule="1f1b", microbatches=4, tp=2)).plan
     assert (len(one.stages), one.stages[0].mesh.size) == (2, 2)  # one stage has no schedule, four leave no tp=2
     with pytest.raises(ConstraintError, match="stages with pp=auto"):
-        search(job, Constraints(pp="auto", stages=((0, 1), (1, 2))))
+        search(four, Constraints(pp="auto", stages=((0, 1), (1, 2))))
     with pytest.raises(ConstraintError, match="no schedule 'nothing'"):
         search(job, Constraints(pp="auto", schedule="nothing"))
 
