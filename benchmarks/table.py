@@ -27,9 +27,14 @@ from rich.table import Table
 
 Row = dict[str, Any]
 Case = Callable[[], Row | list[Row]]
+Summary = Callable[[Sequence[Row]], Row]
+ALL = "all"
 
 
-def main(name: str, cases: Mapping[str, Case], columns: Sequence[str], argv: Sequence[str] | None = None) -> int:
+def main(
+    name: str, cases: Mapping[str, Case], columns: Sequence[str], argv: Sequence[str] | None = None,
+    summary: Summary | None = None,
+) -> int:  # fmt: skip
     """Run a benchmark's cases in order; show each one's rows when it is done, and keep them as one JSON list.
 
     Args:
@@ -37,6 +42,7 @@ def main(name: str, cases: Mapping[str, Case], columns: Sequence[str], argv: Seq
         cases: what to run, by name; each gives one row or several. A row without a "case" gets the case's name.
         columns: which keys the table shows, in order. The JSON has every key.
         argv: the command line; None for the process' own.
+        summary: of all rows, those gone on from included: one more, called "all", at the end.
     Returns:
         Exit code: 0; 1 when a row has something under "failures"; 2 when the pattern is malformed or matches no case,
         or the rows to go on from cannot be read. A case that raises ends the run; the rows so far are written.
@@ -54,12 +60,13 @@ def main(name: str, cases: Mapping[str, Case], columns: Sequence[str], argv: Seq
     rows: list[Row] = []
     if options.resume and options.json.exists():
         try:
-            rows = json.loads(options.json.read_text())
+            rows = [row for row in json.loads(options.json.read_text()) if summary is None or row["case"] != ALL]
             done = {row["case"] for row in rows}
         except (ValueError, TypeError, KeyError) as fault:
             return _refuse(f"--resume: {options.json} is no JSON list of rows: {fault}")
         chosen = {case: run for case, run in chosen.items() if case not in done}
-    for row in _shown(name, columns, rows.copy(), _run(chosen)):
+    made = _run(chosen) if summary is None else _with_summary(_run(chosen), rows, summary)
+    for row in _shown(name, columns, rows.copy(), made):
         rows.append(row)
         if options.json is not None:
             _write(options.json, rows)
@@ -94,6 +101,12 @@ def _run(cases: Mapping[str, Case]) -> Iterable[Row]:
         print(f"{case}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
         for row in result if isinstance(result, list) else [result]:
             yield {"case": case, **row}
+
+
+def _with_summary(made: Iterable[Row], rows: Sequence[Row], summary: Summary) -> Iterable[Row]:
+    """The rows, and one of all there are by then."""
+    yield from made
+    yield {"case": ALL, **summary(rows)}
 
 
 def _shown(name: str, columns: Sequence[str], before: Sequence[Row], rows: Iterable[Row]) -> Iterable[Row]:

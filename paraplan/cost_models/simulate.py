@@ -230,8 +230,9 @@ class RankEngine:
             return
         if transfer.starts:
             self.time.compute(step, self.costs.memory_s(transfer.nbytes, transfer.nbytes), "copy")
-        seconds = self._parts[transfer.message, transfer.sends] * self.costs.message_s(transfer)
-        self._mailbox.post(transfer.channel, key, transfer.sends, self.time.clock[COMPUTE], seconds)
+        parts = self._parts[transfer.message, transfer.sends]
+        seconds = parts * self.costs.message_s(transfer)
+        self._mailbox.post(transfer.channel, key, transfer.sends, self.time.clock[COMPUTE], seconds, parts)
 
     def _block(self, name: str) -> TimeBlock:
         if name not in self._blocks:

@@ -28,6 +28,7 @@ from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.pipeline_memory import Activations, in_flight, recomputing
 from paraplan.planner.recompute.stage import preset_activations
@@ -74,7 +75,18 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
     fitting = [plan for plan in tried if case.fits(plan)]
     if not fitting:
         raise InfeasibleError(_overflow(tried, case.budget, case.positions))
-    return min(fitting, key=_step_s)
+    return _overlapped(min(fitting, key=_step_s), constraints, case.budget)
+
+
+def _overlapped(plan: Plan, constraints: Constraints, budget: int) -> Plan:
+    """The plan with products in the pieces that make it fastest."""
+    best = plan
+    for count in piece_counts(constraints.overlap):
+        tried = _priced(msgspec.structs.replace(in_pieces(plan, count), notes=()))
+        assert tried.prediction is not None and best.prediction is not None
+        if tried.prediction.step_s < best.prediction.step_s and max(tried.prediction.peak_bytes) <= budget:
+            best = msgspec.structs.replace(tried, notes=plan.notes)
+    return best
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,15 @@ def test_a_message_begins_when_both_ends_are_there_and_the_one_before_is_through
     assert mail.times["c", 0] == (0.5, 1.5)
 
 
+def test_a_message_of_parts_begins_with_the_last_of_them() -> None:
+    mail = Mailbox()
+    mail.post("0>1", ("a", 0), False, 0.5, 1.0)
+    mail.post("0>1", ("a", 0), True, 1.0, 2.0, parts=2)
+    assert not mail.times
+    mail.post("0>1", ("a", 0), True, 1.25, 2.0, parts=2)
+    assert mail.times == {("a", 0): (1.25, 3.25)}
+
+
 def test_messages_that_cross_are_refused() -> None:
     mail = Mailbox()
     mail.post("0>1", ("a", 0), True, 0.0, 1.0)
