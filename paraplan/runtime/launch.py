@@ -14,6 +14,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,7 @@ PRELOADED = (
 """What the server of forked ranks imports, as far as it is there."""
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals the agent takes over while a job runs."""
+"""Signals the agent takes over while a job runs, where it runs in the main thread."""
 
 
 def init_distributed(backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:
@@ -118,7 +119,8 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     if method == "forkserver":
         multiprocessing.get_context(method).set_forkserver_preload(list(PRELOADED))
-    code, handlers = 0, {each: signal.getsignal(each) for each in _HANDLED}
+    handled = _HANDLED if threading.current_thread() is threading.main_thread() else ()
+    code, handlers = 0, {each: signal.getsignal(each) for each in handled}
     with tempfile.TemporaryDirectory(prefix="paraplan-") as folder:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
