@@ -6,7 +6,7 @@ lowering itself adds (cuts, joins, copies) into the functions below.
 All of ours return fresh contiguous storage, as lowering assumes; `write`, `put_` and `grow_` return nothing.
 
 Collectives appear twice: `collective` and `wait` are the abstract forms a graph holds until it is bound to
-process groups (an interpreter hands them to a transport); `permute`, `wait_holding` and `copy_alone` are bound forms.
+process groups (an interpreter hands them to a transport); `gather`, `permute`, `wait_holding` and `copy_alone` are bound.
 """
 
 from __future__ import annotations
@@ -162,6 +162,18 @@ def wait(issued: Tensor, *held: Tensor) -> Tensor:
 def wait_holding(issued: Tensor, *held: Tensor) -> Tensor:
     """Waits for a collective; `held` keeps its input alive until then."""
     return torch.ops._c10d_functional.wait_tensor(issued)  # type: ignore[no-any-return]
+
+
+def gather(x: Tensor, size: int, group: str) -> Tensor:
+    """Starts gathering x of every rank of a process group along dim 0.
+
+    Not by `all_gather_into_tensor`: over Gloo that is the one collective here whose name ("ALLGATHER_COALESCED") does not
+    fit into a string without memory of its own, and torch 2.13's two threads of a group both write the name of what they
+    completed last, without a lock, so the memory is freed twice now and then. `_allgather_base` has a short name, and
+    copies less.
+    """
+    out = x.new_empty(collective_shape("all_gather", x.shape, size))
+    return torch.ops._c10d_functional.all_gather_into_tensor_out(x, size, group, out=out)  # type: ignore[no-any-return]
 
 
 def permute(x: Tensor, size: int, group: str) -> Tensor:
