@@ -28,8 +28,10 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from benchmarks.deepen import CAPTURED, deepen
+from benchmarks.megatron_gpt import GPTSettings, gpt_batch, gpt_model
 from benchmarks.published_rows import DEPTH, Case, Row, read_cases
 from paraplan.api import as_cluster, versions
 from paraplan.ir.errors import ParaplanError
@@ -67,8 +69,13 @@ REPORTED = (
 @lru_cache(maxsize=2)
 def captured(family: str, settings: str, batch: int, seq: int, precision: str) -> tuple[Program, ModelRef]:
     """A model by its settings as JSON, so that equal ones are captured once."""
-    model = hf_model(family, json.loads(settings), meta=True)
-    program = capture(model, hf_batch(model, batch, seq), precision=precision)
+    if family == "megatron_gpt":
+        model: nn.Module = gpt_model(GPTSettings(**json.loads(settings)))
+        inputs = gpt_batch(batch, seq)
+    else:
+        model = hf_model(family, json.loads(settings), meta=True)
+        inputs = hf_batch(model, batch, seq)
+    program = capture(model, inputs, precision=precision)
     return program, model_ref(model, program, made_here=True)
 
 

@@ -3,10 +3,13 @@
 In: JSON files of rows (device, sequence, model, degrees, what was measured). Out: a `Case` per row: model, cluster,
 pins, and the alternatives a user of that system would try, of which the fastest that fits counts.
 
-What follows from a source's text rather than from its rows' fields stands here: the layers of a GPT pipeline are cut
+What follows from a source's text rather than from its rows' fields stands here: GPT rows are of Megatron-LM's model
+(`megatron_gpt`); the layers of a GPT pipeline are cut
 evenly, the embedding with the first stage and the head with the last (Megatron-LM); the rows of Narayanan et al. 2021
 are plain 1F1B with unsharded optimizers (their Table 2's ratio is that of the non-interleaved bubbles), as is MT-NLG
-(Smith et al. 2022, section 3); torchtitan runs a local batch as one microbatch. Megatron-LM's README also says that
+(Smith et al. 2022, section 3), and neither had sequence parallelism, which came later (Korthikanti et al. 2022), nor
+overlapped tensor parallelism; torchtitan runs a local batch as one microbatch, and its selective recomputation by op
+makes every second matrix product again (`alternate`). Megatron-LM's README also says that
 175B at batch 1,152 falls from 47 to 42 % MFU between 96 and 4,608 H100: two more rows, marked as scaling.
 """
 
@@ -29,7 +32,7 @@ LLAMA: dict[str, dict[str, Any]] = {
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
              "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
-DEPTH = {"gpt2": "n_layer", "llama": "num_hidden_layers"}
+DEPTH = {"megatron_gpt": "layers", "llama": "num_hidden_layers"}
 PER_LAYER = 2
 """Segments of a layer of either family: attention and feed-forward."""
 
@@ -89,7 +92,9 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     )
     gpus, tp, pp = int(row["gpus"]), int(sizes.get("tp", 1)), int(sizes.get("pp", 1))
     dp = gpus // (tp * pp)
-    pins: Pins = {"dp": dp, **({"tp": tp, "sp": True} if tp > 1 else {})}
+    pins: Pins = {"dp": dp}
+    if tp > 1:
+        pins |= {"tp": tp} if again else {"tp": tp, "sp": True, "overlap": OVERLAP}
     if again:
         pins["recompute"] = "full"
     free: tuple[tuple[Pins, ...], ...] = ()
@@ -101,15 +106,13 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     if "zero" not in pins and again:
         pins["zero"] = 0
     elif "zero" not in pins:
-        free = (*free, ({"zero": 0}, {"zero": 1}))
+        free = (({"zero": 1}, {"zero": 0}), *free)
     settings = {
-        "n_embd": h, "n_layer": layers, "n_head": int(sizes["heads"]), "vocab_size": v, "n_positions": s,
-        "tie_word_embeddings": again, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        "bos_token_id": None, "eos_token_id": None,
+        "hidden": h, "layers": layers, "heads": int(sizes["heads"]), "vocab": v, "sequence": s, "tied": again
     }  # fmt: skip
     name = " ".join(str(part) for part in (row.get("name", "530B"), row.get("scheme", ""), gpus) if part)
     return Case(
-        file, name, "gpt2", settings, _cluster(data, gpus), b, s, PRECISIONS[str(data["dtype"])], pins, free,
+        file, name, "megatron_gpt", settings, _cluster(data, gpus), b, s, PRECISIONS[str(data["dtype"])], pins, free,
         "TFLOP/s", float(row["tflops_per_gpu"]), flops / 1e12, gpus,
     )  # fmt: skip
 
@@ -138,6 +141,9 @@ def pipelines(
     return schedules, tuple({"microbatches": batch // size} for size in sizes)
 
 
+OVERLAP = 4
+"""Pieces tried at most, where a source says that tensor-parallel communication is overlapped (Transformer Engine's)."""
+
 MOST_STAGES = 8
 """Stages a position tried at most: beyond, messages outweigh what is left of the bubble."""
 
@@ -155,7 +161,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     batch = int(row["local_batch"]) * int(parallel["fsdp"])
     tp = int(parallel.get("tp", 1))
     pins: Pins = {"dp": int(parallel["fsdp"]), "zero": 3, **({"tp": tp, "sp": True} if tp > 1 else {})}
-    pins |= {"recompute": "full" if row["recompute"] == "full" else "selective", "microbatches": 1}
+    pins |= {"recompute": "full" if row["recompute"] == "full" else "alternate", "microbatches": 1}
     needs = "fp8" if "float8" in row["dtype"] else ""
     name = f"{row['name']} {'x'.join(map(str, parallel.values()))}{' compiled' if row['compile'] else ''}"
     return Case(

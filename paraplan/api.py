@@ -252,7 +252,7 @@ def compile(
     mesh: Sequence[int] | None = None, dp: int | None = None, tp: int | None = None, sp: bool = False,
     cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
     pp: int | None = None, schedule: str | None = None, stages: Sequence[tuple[int, int]] | None = None,
-    microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
+    microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0, overlap: int = 1,
     recompute: str | None = None, offload: str = "none", offload_states: str | None = None,
     params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
@@ -273,7 +273,8 @@ def compile(
         time_limit_s, progress: seconds for the solver, per mesh; told what is being done.
         mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned, see `Constraints`.
         memory, memory_reserve: what a device may hold at most (else its memory) and leaves free; bytes or "12GiB".
-        recompute: "none", "selective" or "full"; left out: chosen, and only where memory is short.
+        overlap: in how many pieces at most tensor parallelism's products go, beside their collectives; 1: none does.
+        recompute: "none", "selective", "alternate" or "full"; left out: chosen, and only where memory is short.
         offload: "host" or "disk" (both) lets activations wait there if memory is short, and states live on the host.
         offload_states: "host" has all optimizer states in the host's memory, which updates parameters, "none" no state.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
@@ -289,7 +290,7 @@ def compile(
         zero=zero, pp=pp, schedule=schedule, stages=None if stages is None else tuple(map(tuple, stages)),
         microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory), recompute=recompute,
         offload=offload, offload_states=offload_states, memory_reserve_bytes=parse_bytes(memory_reserve),
-        params=dict(params or {}),
+        overlap=overlap, params=dict(params or {}),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
     times, warning = (None, "") if profile is None else profile_for(profile, spec, versions()["torch"], profile_any)

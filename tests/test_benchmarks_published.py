@@ -48,10 +48,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_rows_become_pins(folder: Path) -> None:
     tiny, deep, zero, llama = read_cases(folder)
-    assert (tiny.cluster, tiny.pins, tiny.needs) == ("4xH100", {"dp": 2, "tp": 2, "sp": True}, "")
-    assert tiny.free == (({"zero": 0}, {"zero": 1}),)
+    assert (tiny.cluster, tiny.pins, tiny.needs) == ("4xH100", {"dp": 2, "tp": 2, "sp": True, "overlap": 4}, "")
+    assert tiny.free == (({"zero": 1}, {"zero": 0}),)
     assert tiny.work == pytest.approx(72e-12 * 8 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (12 * 2 * 64)))
-    assert (deep.cluster, deep.pins) == ("8xH100:2", {"dp": 4, "tp": 2, "sp": True, "pp": 2})
+    assert (deep.cluster, deep.pins) == ("8xH100:2", {"dp": 4, "tp": 2, "sp": True, "overlap": 4, "pp": 2})
     assert zero.pins == {"dp": 16, "recompute": "full", "zero": 3, "microbatches": 2}
     assert zero.work == pytest.approx(96e-12 * 64 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (16 * 2 * 64)))
     assert (zero.cluster, zero.precision) == ("8xA100-80:2", "fp16")

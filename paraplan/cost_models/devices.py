@@ -46,8 +46,9 @@ class CatalogEntry(Value, frozen=True, kw_only=True):
 
 
 def _device(
-    kind: str, sheet: str, memory: tuple[float, str], bandwidth: tuple[float, str], rates: tuple[Row, ...]
-) -> Device:
+    kind: str, sheet: str, memory: tuple[float, str], bandwidth: tuple[float, str], rates: tuple[Row, ...],
+    watts: tuple[float, float] = (1.0, 1.0),
+) -> Device:  # fmt: skip
     """A device of a data sheet.
 
     Args:
@@ -56,10 +57,12 @@ def _device(
         memory: GiB a process sees, and what the sheet says.
         bandwidth: TB/s, and what the sheet says.
         rates: per dtype.
+        watts: the board's limit, and the power its rates are quoted at.
     """
     spelled = [(name, tera, row) for dtype, tera, row in rates for name in _dtypes(dtype)]
     return Device(
         kind=kind, memory_bytes=int(memory[0] * _GIB), memory_bytes_per_s=bandwidth[0] * _T,
+        power_share=watts[0] / watts[1],
         flops_per_s={dtype: tera * _T for dtype, tera, _ in spelled}, source=sheet,
         sources={
             **{dtype: row for dtype, _, row in spelled},
@@ -210,6 +213,7 @@ CATALOG: dict[str, CatalogEntry] = {
                 "H100-HBM2e-96", f"{_H100_SHEET}: 700 W SXM5 rates; memory and its bandwidth: torchtitan's benchmark "
                 "pages (H100 96 GB HBM2e, 500 W)",
                 (94.9, "96 GB HBM2e"), (2.4, "2.4 TB/s, torchtitan's benchmark pages"), _HOPPER,
+                watts=(500, 700),
             ),
             5, links.infiniband("NDR", 1, "400 Gb/s RDMA per GPU, torchtitan's benchmark pages"), nvlink=4,
             host_gib=256,

@@ -138,6 +138,16 @@ def _linear_grad_weight(ins: Specs, outs: Outs, flag: int) -> _Product:
     return 2 * rows * k * n, min(rows, k, n)
 
 
+def _linear_into(ins: Specs, outs: Outs, flag: int) -> _Product:
+    k, n, rows = ins[1].shape[-1], ins[0].shape[-1], math.prod(ins[1].shape[:-1])
+    return 2 * rows * k * n, min(rows, k, n)
+
+
+def _linear_rows(ins: Specs, outs: Outs, flag: int) -> _Product:
+    k, n, rows = ins[0].shape[-1], _first(outs).shape[-1], math.prod(_first(outs).shape[:-1])
+    return 2 * rows * k * n, min(rows, k, n)
+
+
 def _mm(ins: Specs, outs: Outs, flag: int) -> _Product:
     (m, k), n = ins[-2].shape[-2:], ins[-1].shape[-1]
     return 2 * math.prod(ins[-2].shape[:-2]) * m * k * n, min(m, k, n)
@@ -216,6 +226,8 @@ _PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], _Product]]] = {
     "paraplan.linear": ("matmul", _linear),
     "paraplan.linear_grad_input": ("matmul", _linear),
     "paraplan.linear_grad_weight": ("matmul", _linear_grad_weight),
+    "paraplan.linear_into_": ("matmul", _linear_into),
+    "paraplan.linear_rows": ("matmul", _linear_rows),
     "paraplan.experts": ("matmul", _experts),
     "paraplan.experts_grad": ("matmul", _experts_grad),
     "aten.linear": ("matmul", _linear),
@@ -260,6 +272,12 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
         # addmm names its bias first; the product's operands are always among the first two.
         dtype = inputs[min(1, len(inputs) - 1)].dtype
         flops, narrow = product(inputs, outputs, flag)
+        if name == "paraplan.linear_into_":  # what it writes is given
+            rows, columns = math.prod(inputs[1].shape[:-1]), inputs[0].shape[-1]
+            read, write = read - nbytes(inputs[0]), rows * columns * DTYPE_BYTES[inputs[0].dtype]
+        elif name == "paraplan.linear_rows":  # of the rows given it reads as many as it makes
+            rows = math.prod(_first(outputs).shape[:-1])
+            read -= nbytes(inputs[0]) - rows * inputs[0].shape[-1] * DTYPE_BYTES[inputs[0].dtype]
         return OpWork(kind=kind, flops=flops, read_bytes=read, write_bytes=write, dtype=dtype, narrow=narrow)
     if name in _ROW_READERS:
         read += write - (nbytes(inputs[0]) if inputs else 0)
@@ -318,7 +336,8 @@ def rate_of(device: Device, dtype: str) -> float:
 def op_time_s(work: OpWork, device: Device) -> float:
     """Roofline time of one op on one device.
 
-    t = launch_s + max(flops / (rate · share · w / (w + half_dim)), bytes / (bandwidth · share)), w = work.narrow
+    t = launch_s + max(flops / (rate · power · share · w / (w + half_dim)), bytes / (bandwidth · share)),
+    w = work.narrow; power: the device's `power_share`
 
     Returns:
         Seconds; 0.0 for a view (nothing is launched).
@@ -332,5 +351,5 @@ def op_time_s(work: OpWork, device: Device) -> float:
     if work.flops:
         of_class = share.attention if work.kind == "attention" else share.matmul
         filled = work.narrow / (work.narrow + share.half_dim)
-        time = max(time, work.flops / (rate_of(device, work.dtype) * of_class * filled))
+        time = max(time, work.flops / (rate_of(device, work.dtype) * device.power_share * of_class * filled))
     return device.launch_s + time

@@ -45,6 +45,8 @@ class Device(Value, frozen=True, kw_only=True):
         memory_bytes_per_s: bandwidth of the device's memory.
         flops_per_s: peak dense rate of matrix work per dtype (torch's names, and "tf32"); a float dtype not named
             here is not supported.
+        power_share: the board's power limit over the power its data sheet's rates are quoted at; matrix products, which
+            run at the limit, slow down with it.
         launch_s: time to start one kernel.
         backend: torch device type the plan runs on, "cuda" or "cpu".
         source: the document or measurement the rates come from.
@@ -55,6 +57,7 @@ class Device(Value, frozen=True, kw_only=True):
     memory_bytes: int
     memory_bytes_per_s: float
     flops_per_s: dict[str, float]
+    power_share: float = 1.0
     launch_s: float = 3e-6
     backend: str = "cuda"
     source: str = ""
@@ -293,6 +296,11 @@ def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
     _positive(cluster, device.memory_bytes, f"{at}.memory_bytes")
     _positive(cluster, device.memory_bytes_per_s, f"{at}.memory_bytes_per_s")
     _not_negative(cluster, device.launch_s, f"{at}.launch_s")
+    if not 0 < device.power_share <= 1:
+        raise ClusterError(
+            f"cluster {cluster.name!r}: {at}.power_share is {device.power_share}; a share of the rated power is "
+            "more than 0 and at most 1"
+        )
     if not device.flops_per_s:
         raise ClusterError(
             f"cluster {cluster.name!r}: {at}.flops_per_s names no dtype; give at least one rate, e.g. float32: 19.5e12"

@@ -8,10 +8,11 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.plan import STATE_TIERS
 from paraplan.ir.struct import Value
 
-PRESETS = ("none", "selective", "full")
+PRESETS = ("none", "selective", "alternate", "full")
 """`none`: every activation is kept. `full`: segments keep their inputs alone (Chen et al. 2016). `selective`: results
 of matrix products, convolutions and attention are kept, what is cheap is recomputed (Korthikanti et al. 2022, as
-practised today)."""
+practised today). `alternate`: and of those every second product with a weight is recomputed as well (torchtitan's
+selective policy by op)."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 """The tiers activations may wait on."""
 OFFLOAD_STATES = {"none": ("",), "host": ("host",), "either": ("", "host")}
@@ -39,8 +40,10 @@ class Constraints(Value, frozen=True, kw_only=True):
         microbatches: how many microbatches a step takes.
         memory_bytes: what a device may hold at most; None: its memory.
         memory_reserve_bytes: device memory to leave free.
-        recompute: "none", "selective" or "full" (see `PRESETS`); None: what pays where memory is short.
+        recompute: "none", "selective", "alternate" or "full" (see `PRESETS`); None: what pays where memory is short.
         offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
+        overlap: in how many pieces at most products go beside the collectives of their rows (see `planner.overlap`);
+            1: none does.
         offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "none" on the
             device, "either" leaves it to the planner; None: to the planner where `offload` allows the host.
         params: layouts of named parameters, "stored/grad/state" texts.
@@ -62,6 +65,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     memory_reserve_bytes: int = 0
     recompute: str | None = None
     offload: str = "none"
+    overlap: int = 1
     offload_states: str | None = None
     params: dict[str, str] = {}
 
@@ -99,7 +103,9 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
         raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
-    for name, size in (*degrees.items(), ("ep", c.ep), ("pp", c.pp), ("microbatches", c.microbatches)):
+    for name, size in (
+        *degrees.items(), ("ep", c.ep), ("pp", c.pp), ("microbatches", c.microbatches), ("overlap", c.overlap)
+    ):  # fmt: skip
         if size is not None and size < 1:
             raise ConstraintError(f"{name}={size}: must be at least 1")
     if c.zero is not None and c.zero not in (0, 1, 2, 3):

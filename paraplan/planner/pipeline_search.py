@@ -24,6 +24,7 @@ from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.program import Program
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.recompute.stage import preset_activations
 from paraplan.planner.schedules.named import NAMED, named_orders
@@ -67,9 +68,20 @@ def search_pipeline(job: Job, constraints: Constraints, choose_sharding: Choose)
         plan = _priced(plan)
         assert plan.prediction is not None
         if max(plan.prediction.peak_bytes) <= budget:
-            return plan
+            return _overlapped(plan, constraints, budget)
         tried.append((recompute, plan.prediction.peak_bytes))
     raise InfeasibleError(_overflow(tried, budget, positions))
+
+
+def _overlapped(plan: Plan, constraints: Constraints, budget: int) -> Plan:
+    """The plan with products in the pieces that make it fastest."""
+    best = plan
+    for count in piece_counts(constraints.overlap):
+        tried = _priced(msgspec.structs.replace(in_pieces(plan, count), notes=()))
+        assert tried.prediction is not None and best.prediction is not None
+        if tried.prediction.step_s < best.prediction.step_s and max(tried.prediction.peak_bytes) <= budget:
+            best = msgspec.structs.replace(tried, notes=plan.notes)
+    return best
 
 
 def _overflow(tried: Sequence[tuple[str | None, tuple[int, ...]]], budget: int, positions: int) -> str:

@@ -10,12 +10,12 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
 
-from paraplan.cost_models.predict import predict, with_used_profile
+from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
@@ -26,6 +26,7 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op
+from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.pipeline_search import search_pipeline
 from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, choose, solve_mesh
@@ -84,7 +85,7 @@ def search(
             found += here
     if not found:
         raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
-    best = min(found, key=lambda candidate: candidate.simulation.step_s)
+    best = _overlapped(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best), *unpriced))
     if plan.profile is not None:
@@ -161,6 +162,17 @@ def _solve(
             kept = msgspec.structs.replace(constraints, offload_states="none")
             found.append(solve_op_by_op(job, mesh, count, kept, limits))
     return found
+
+
+def _overlapped(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
+    """The candidate with products in the pieces that make it fastest."""
+    plain = best.plan
+    for count in piece_counts(constraints.overlap):
+        plan = in_pieces(plain, count)
+        simulation = simulate_plan(plan, lower(plan))
+        if simulation.step_s < best.simulation.step_s and max(simulation.peak_bytes) <= limits.memory_bytes:
+            best = replace(best, plan=plan, simulation=simulation)
+    return best
 
 
 def _states_pinned_away(constraints: Constraints) -> bool:

@@ -1,32 +1,48 @@
 """Starting ranks: from torchrun's environment, or several on this machine.
 
-`python -m paraplan.runtime.launch MODULE ARGS...` runs a module with its errors recorded for torchrun; `spawn_local`
-starts ranks that way, so that a rank that dies ends the job within seconds and its traceback is printed: torchrun's for
-an exception, Python's fault handler's, of whichever rank, where a signal killed it.
+`spawn_local` starts ranks under torch's elastic agent, so that a rank that dies ends the job within seconds and its
+traceback is printed: the agent's for an exception, Python's fault handler's, of whichever rank, where a signal killed
+it.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import runpy
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.runtime.torch_private import default_store
 
 FAULTS = "PARAPLAN_FAULTS"
 """Environment variable: the folder where ranks leave the traceback of a signal that kills them."""
+
+PRELOADED = (
+    "paraplan.cli",
+    "paraplan.jobs.run",
+    "paraplan.terminal.run",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+)
+"""What the server of forked ranks imports, as far as it is there."""
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals the agent takes over while a job runs."""
 
 
 def init_distributed(backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:
@@ -53,10 +69,11 @@ def init_distributed(backend: str | None = None, timeout_s: float = 300.0) -> tu
 
 
 def leave_job() -> None:
-    """End this rank's process, well, once every rank has got here.
+    """End this rank, well, once every rank has got here: the last thing it does.
 
-    Ended by `_exit`: on torch 2.13 a Gloo process that has made a DeviceMesh aborts now and then while the
-    interpreter shuts down ("terminate called without an active exception"), destroyed groups or not.
+    A process torchrun started is ended by `_exit`: on torch 2.13 one that has made a DeviceMesh over Gloo aborts now
+    and then while the interpreter shuts down ("terminate called without an active exception"), destroyed groups or
+    not. Those of `spawn_local` end like that by themselves, having told the agent.
     """
     if dist.is_initialized():
         dist.barrier()
@@ -64,7 +81,8 @@ def leave_job() -> None:
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    if FAULTS not in os.environ:
+        os._exit(0)
 
 
 def _wait_for_all(store: dist.Store, rank: int, world: int, limit_s: float = 60.0) -> None:
@@ -82,9 +100,11 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, limit_s: float = 60.
 
 
 def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None) -> int:
-    """Run a module (or a .py file) on several ranks of this machine through torchrun.
+    """Run a module (or a .py file) on several ranks of this machine, under torch's elastic agent as torchrun does.
 
-    Rank 0's output is shown as it comes. A rank that dies ends the job; torchrun then prints its traceback.
+    Without CUDA, ranks are forked from a server that has imported what they need, once for as long as this process
+    lives: importing torch and transformers anew takes each rank seven seconds of a core. Rank 0's output is shown as it
+    comes. A rank that dies ends the job, and why it did is printed.
 
     Args:
         num_ranks: processes.
@@ -94,36 +114,39 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
     Returns:
         The job's exit code.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={num_ranks}",
-        "--local-ranks-filter=0",
-    ]
-    command += ["-m", "paraplan.runtime.launch", module, *args]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
-    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    if method == "forkserver":
+        multiprocessing.get_context(method).set_forkserver_preload(list(PRELOADED))
+    code, handlers = 0, {each: signal.getsignal(each) for each in _HANDLED}
     with tempfile.TemporaryDirectory(prefix="paraplan-") as folder:
-        code = subprocess.run(command, env={**environment, FAULTS: folder}, check=False).returncode
-        for file in sorted(Path(folder).iterdir()) if code else ():
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", max_restarts=0, start_method=method,
+            logs_specs=DefaultLogsSpecs(os.path.join(folder, "logs"), local_ranks_filter={0}),
+        )  # fmt: skip
+        try:
+            elastic_launch(config, run_rank)(module, tuple(args), {**environment, FAULTS: folder})
+        except ChildFailedError as failed:
+            sys.stderr.write(f"{failed}\n")
+            code = failed.get_first_failure()[1].exitcode
+        finally:
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
+        for file in sorted(Path(folder).glob("rank *")) if code else ():
             if fault := file.read_text(errors="replace"):
                 sys.stderr.write(f"{file.name}: {fault}\n")
     return code
 
 
-@record
-def run_recorded() -> None:
-    """Run the module or file named on the command line as the main program, its errors recorded for torchrun."""
-    if FAULTS in os.environ:  # torchrun shows nobody's stderr but rank 0's
-        faulthandler.enable((Path(os.environ[FAULTS]) / f"rank {os.environ['RANK']}").open("w"))
-    name, sys.argv = sys.argv[1], sys.argv[1:]
-    if name.endswith(".py"):
-        runpy.run_path(name, run_name="__main__")
+def run_rank(module: str, args: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a module or file as the main program of a rank that the agent has started."""
+    os.environ.update(environment)  # a server's environment is that of the first job
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    # nobody's stderr but rank 0's is shown
+    faulthandler.enable((Path(environment[FAULTS]) / f"rank {os.environ['RANK']}").open("w"))
+    sys.argv = [module, *args]
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
     else:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    run_recorded()
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

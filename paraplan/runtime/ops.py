@@ -3,7 +3,8 @@
 `resolve` turns a target's name into a callable: "aten.mm.default" into torch's operator, "paraplan.linear" into
 the canonical op's kernel, "mylib.fused.default" into an op the user registered with torch, and the ops that
 lowering itself adds (cuts, joins, copies) into the functions below.
-All of ours return fresh contiguous storage, as lowering assumes; `write`, `put_` and `grow_` return nothing.
+All of ours return fresh contiguous storage, as lowering assumes; `write`, `put_`, `grow_` and `linear_into_` return
+nothing.
 
 Collectives appear twice: `collective` and `wait` are the abstract forms a graph holds until it is bound to
 process groups (an interpreter hands them to a transport); `permute`, `wait_holding` and `copy_alone` are bound forms.
@@ -23,6 +24,7 @@ from paraplan.ir.graph import Arg, decode_float
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.ir.trace import kernels
 from paraplan.runtime.copies import Away, Copier
+from paraplan.runtime.pieces import linear_into_, linear_rows
 from paraplan.runtime.torch_private import exchange_rows, rank_in_group
 
 # Keys of node.meta in emitted graphs, see `codegen.emit`.
@@ -220,6 +222,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "shard": shard, "stack": stack, "unstack": unstack, "first_only": first_only, "reshape_copy": reshape_copy,
     "write": write, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
     "fill_tail": fill_tail, "fill_tail_": fill_tail_, "put_": put_, "grow_": grow_,
+    "linear_into_": linear_into_, "linear_rows": linear_rows,
 }  # fmt: skip
 
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())

@@ -168,6 +168,26 @@ def test_narrow_products_are_less_efficient() -> None:
     assert rate(128) == pytest.approx(312e12 * GPU.matmul / 2, rel=1e-3)
 
 
+def test_a_board_below_its_rated_power_multiplies_slower_and_streams_as_fast() -> None:
+    full, capped = catalog_device("H100"), catalog_device("H100-96")
+    assert capped.power_share == pytest.approx(500 / 700) and full.power_share == 1.0
+    large = op_cost("aten.mm.default", (), {}, (t(8192, 8192), t(8192, 8192)), (t(8192, 8192),))
+    times = [op_time_s(large, device) - device.launch_s for device in (full, capped)]
+    assert times[1] / times[0] == pytest.approx(700 / 500)
+    vector = op_cost("aten.mm.default", (), {}, (t(1, 8192), t(8192, 8192)), (t(1, 8192),))
+    moved = vector.read_bytes + vector.write_bytes
+    assert op_time_s(vector, capped) == pytest.approx(3e-6 + moved / (2.4e12 * GPU.memory), rel=1e-12)
+
+
+def test_products_in_pieces_count_the_rows_they_compute() -> None:
+    rows, weight, whole = t(512, 2, 64), t(128, 64), t(2048, 2, 128)
+    into = op_cost("paraplan.linear_into_", (), {}, (whole, rows, weight), ())
+    taken = op_cost("paraplan.linear_rows", (), {}, (t(2048, 2, 64), weight), (t(512, 2, 128),))
+    for work in (into, taken):
+        assert (work.kind, work.flops, work.narrow) == ("matmul", 2 * 1024 * 64 * 128, 64)
+        assert work.read_bytes == 2 * (1024 * 64 + 128 * 64) and work.write_bytes == 2 * 1024 * 128
+
+
 def test_unsupported_float_is_refused_by_name_and_integers_are_not() -> None:
     device = catalog_device("V100-32")
     x = t(64, 64)

@@ -72,6 +72,7 @@ def changed(*path: Any, to: Any) -> Any:
         (changed("groups", 0, "device", "flops_per_s", to={}), "names no dtype"),
         (changed("groups", 0, "device", "flops_per_s", "float32", to=0.0), "flops_per_s.float32 must be"),
         (changed("groups", 0, "device", "launch_s", to=-1.0), r"device.launch_s is negative or no number \(-1.0\)"),
+        (changed("groups", 0, "device", "power_share", to=1.5), "power_share is 1.5; a share of the rated power"),
         (changed("groups", 0, "in_node", "bytes_per_s", to=0.0), "in_node.bytes_per_s must be"),
         (changed("groups", 0, "host", "latency_s", to=-1.0), "host.latency_s is negative"),
         (

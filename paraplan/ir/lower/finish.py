@@ -65,7 +65,10 @@ def _overlap(
     inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]
 ) -> list[Instr]:
     made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}
-    lacks = {index: set(_reads(instr)) for index, instr in enumerate(instrs) if instr.issues}
+    sent = {source for instr in instrs if instr.kind is InstrKind.COLLECTIVE for source in _reads(instr)}
+    # Pieces of what is there are cut at once: their collectives are written before those of the whole.
+    eager = {index for index, instr in enumerate(instrs) if instr.issues or _is_piece(instr, sent)}
+    lacks = {index: set(_reads(instrs[index])) for index in sorted(eager)}
     readers: dict[str, list[int]] = {}
     for index, sources in lacks.items():
         for source in sources:
@@ -92,11 +95,13 @@ def _overlap(
         for index in sorted(due):
             del lacks[index]
             ordered.append(instrs[index])
-            ready.update(out for out in instrs[index].outs if out is not None)
+            made_now = [out for out in instrs[index].outs if out is not None]
+            ready.update(made_now)
+            issue(made_now)
 
     issue(inputs)
     for index, instr in enumerate(instrs):
-        if instr.kind is InstrKind.OP:
+        if instr.kind is InstrKind.OP and index not in eager:
             emit(instr)
         elif index in lacks:
             for source in _reads(instr):
@@ -106,6 +111,11 @@ def _overlap(
         if out is not None and out not in ready:
             emit(made_by_wait[out])
     return ordered
+
+
+def _is_piece(instr: Instr, sent: set[str]) -> bool:
+    """Whether an instruction only cuts from a value what a collective sends."""
+    return instr.target == "aten.slice.Tensor" and instr.outs[0] in sent
 
 
 def with_frees(kept: set[str], instrs: list[Instr]) -> tuple[Instr, ...]:

@@ -150,7 +150,8 @@ class LayoutMoves:
             args = ("%" + local, value.shape)
             local = self.local("paraplan.reshape_copy", args, self._unique(out), value.dtype, value.shape)
         how = (*("%" + source for source in sources[1:]), *more)
-        self._exchange(target, axis, local, out + "!", out, shape, "", False, more=how)
+        reduction = "sum" if target == "reduce_scatter" else ""
+        self._exchange(target, axis, local, out + "!", out, shape, reduction, False, more=how)
 
     def _exchange(
         self, target: str, axis: int, local: str, issued: str, done: str, shape: Dims, reduction: str, change: bool,

@@ -97,6 +97,7 @@ class LocalContext:
         mesh_shape: its axis sizes.
         local_inputs, local_outputs: local shapes.
         offset: (spec, layout, dim) -> the "#..." text of a rank's first index along a sharded dim.
+        key: of what the op does along the axis it is expanded on; "" where it is one instruction.
     """
 
     inputs: Specs
@@ -107,6 +108,7 @@ class LocalContext:
     local_inputs: tuple[tuple[int, ...], ...]
     local_outputs: tuple[tuple[int, ...], ...]
     offset: Callable[[TensorSpec, Layout, int], str]
+    key: str = ""
 
 
 @dataclass(frozen=True)

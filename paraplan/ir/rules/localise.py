@@ -46,6 +46,7 @@ def local_context(op: Op, values: Mapping[str, TensorSpec], strategy: Strategy, 
             () if s is None or lay is None else local_shape(s.shape, lay, mesh_shape)
             for s, lay in zip(outputs, strategy.computed, strict=True)
         ),
+        key=strategy.key.split("|")[strategy.ring_axis].split(">")[0] if strategy.ring_axis >= 0 else "",
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from paraplan.ir.graph import Op
 from paraplan.ir.rules import workspace
 from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, register, sizes_of, uneven
+from paraplan.ir.rules.pieces import product_in_pieces
 
 
 @register("aten.mm.default")
@@ -52,7 +53,7 @@ def _weight(transposed: bool) -> tuple[str, str]:
     return ("k", "n") if transposed else ("n", "k")
 
 
-@register("paraplan.linear", workspace=workspace.linear)
+@register("paraplan.linear", workspace=workspace.linear, expand=product_in_pieces)
 def linear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b k, n k[, n] -> a b n`."""
     lead = letters(len(inputs[0].shape) - 1, skip="kn")
@@ -63,7 +64,7 @@ def linear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return uneven(OpDims(dims, ((*lead, "n"),), sizes, {"k": "sum"}, partial, (2,) if len(inputs) == 3 else ()))
 
 
-@register("paraplan.linear_grad_input")
+@register("paraplan.linear_grad_input", expand=product_in_pieces)
 def linear_grad_input(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b n, n k -> a b k`."""
     lead = letters(len(inputs[0].shape) - 1, skip="kn")

@@ -24,7 +24,7 @@ from paraplan.ir.rules.localise import axis_key, op_arguments
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 PERMUTE = "permute"
-EXCHANGES = frozenset({PERMUTE, "all_gather", "route"})
+EXCHANGES = frozenset({PERMUTE, "all_gather", "reduce_scatter", "route"})
 """What in an expansion is communication, along the axis it runs over."""
 
 

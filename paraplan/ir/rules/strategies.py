@@ -9,6 +9,7 @@ of it at once: kept, reduced, or reduced and scattered over a dim. Its key spell
     >R, >S<d>  reduce the partial result to replicated, or scattered over dim d
     ring       shard both sides of a product of blocks and pass one of them round the axis, where the op can
     route      shard tokens and experts, and send each token to the ranks of its experts
+    gather.a.4, scatter.a.4    a product in pieces beside its collective (`overlap`); found by name only
 """
 
 from __future__ import annotations
@@ -20,33 +21,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from paraplan.ir.graph import Graph, Op, map_refs
-from paraplan.ir.mesh import Layout, P, Partial, Placement, R, S, is_shardable, padded_dims, pads_little
+from paraplan.ir.mesh import Layout, Partial, Placement, R, S, is_shardable, padded_dims, pads_little
 from paraplan.ir.rules.carried import definition_of
+from paraplan.ir.rules.choices import AxisChoice, axis_choices, mesh_choices, ring_choice
 from paraplan.ir.rules.dims import WHOLE, OpDims, replicated
+from paraplan.ir.rules.overlap import GATHER, SCATTER, parse_pieces, pieces_choice
 from paraplan.ir.tensor import TensorSpec
 
 RING = "ring"
-EXPANDED = (RING, "route")
+EXPANDED = (RING, "route", GATHER, SCATTER)
+"""What the keys of strategies of several instructions begin with."""
 
 AxisKeys = tuple[frozenset[str] | None, ...]
 """Per mesh axis, what an op may do there, by key without the reduction; None for everything."""
-
-
-@dataclass(frozen=True)
-class AxisChoice:
-    """What an op does along one axis.
-
-    Attributes:
-        key: text, see the module's head, without the reduction.
-        inputs: placement of each tensor input.
-        outputs: placement of each output as computed; None for an absent one.
-        letter: the sharded letter, if any.
-    """
-
-    key: str
-    inputs: tuple[Placement, ...]
-    outputs: tuple[Placement | None, ...]
-    letter: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,9 +55,13 @@ class Strategy:
 
     @property
     def ring_axis(self) -> int:
-        """The axis a ring or a route runs along; -1 for none. Such an op is lowered to its expansion's instructions."""
-        parts = [part.split(">")[0] for part in self.key.split("|")]
-        return next((axis for axis, part in enumerate(parts) if part in EXPANDED), -1)
+        """The axis a ring, a route or pieces run along; -1 for none. Such an op is lowered to its expansion."""
+        return next((axis for axis, part in enumerate(self.key.split("|")) if is_expanded(part)), -1)
+
+
+def is_expanded(part: str) -> bool:
+    """Whether a strategy's part along an axis takes several instructions."""
+    return part.split(">")[0].split(".")[0] in EXPANDED
 
 
 def dims_of(op: Op, values: dict[str, TensorSpec]) -> OpDims:
@@ -79,63 +70,6 @@ def dims_of(op: Op, values: dict[str, TensorSpec]) -> OpDims:
     outputs = tuple(None if name is None else values[name] for name in op.outs)
     definition = definition_of(op)
     return replicated(inputs, outputs) if definition is None else definition.dims(op, inputs, outputs)
-
-
-def axis_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
-    """Everything an op may do along an axis: replicate first, then its letters, then partial sums."""
-    none = AxisChoice("-", (R,) * len(dims.inputs), tuple(None if out is None else R for out in dims.outputs))
-    found = [none]
-    for letter, size in dims.sizes.items():
-        if size > 1:
-            choice = _shard_letter(dims, letter)
-            if choice is not None:
-                found.append(choice)
-    for group in dims.linear:
-        inputs = tuple(P if index in group else R for index in range(len(dims.inputs)))
-        key = "+" + ".".join(map(str, group))
-        found.append(AxisChoice(key, inputs, tuple(None if out is None else P for out in dims.outputs)))
-    return tuple(found)
-
-
-def ring_choice(dims: OpDims) -> AxisChoice | None:
-    """The ring along an axis, where the op has one. It communicates, so it is nothing for the microbatch axis."""
-    ring = dims.ring
-    if ring is None:
-        return None
-    inputs = tuple(
-        S(names.index(letter)) if letter else R for names, letter in zip(dims.inputs, ring.inputs, strict=True)
-    )
-    outputs: tuple[Placement | None, ...] = tuple(
-        None if names is None or letter is None else S(names.index(letter)) if letter else P
-        for names, letter in zip(dims.outputs, ring.outputs, strict=True)
-    )
-    return AxisChoice(ring.key, inputs, outputs)
-
-
-def mesh_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
-    """Everything an op may do along an axis of the mesh: `axis_choices`, and the ring where it has one."""
-    ring = ring_choice(dims)
-    return (*axis_choices(dims), *(() if ring is None else (ring,)))
-
-
-def _shard_letter(dims: OpDims, letter: str) -> AxisChoice | None:
-    inputs: list[Placement] = [S(names.index(letter)) if letter in names else R for names in dims.inputs]
-    outputs: list[Placement | None] = []
-    reduction = dims.contracted.get(letter)
-    for names in dims.outputs:
-        if names is None:
-            outputs.append(None)
-        elif letter in names:
-            outputs.append(S(names.index(letter)))
-        elif reduction is not None:
-            outputs.append(Partial(op=reduction))
-        else:
-            return None
-    if reduction is not None:
-        for index in dims.addends:
-            if inputs[index] == R:
-                inputs[index] = P
-    return AxisChoice(letter, tuple(inputs), tuple(outputs), letter)
 
 
 def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, ...], micro: AxisChoice | None = None,
@@ -162,16 +96,19 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
     turns = dims.ring.turns if dims.ring is not None else ""
     choices = [choice for choice in mesh_choices(dims) if not _sums_truths(choice, inputs, outputs)]
     if turns and micro_letter == turns:
-        choices = [choice for choice in choices if choice.key not in EXPANDED]
+        choices = [choice for choice in choices if not is_expanded(choice.key)]
     shardable = _Shardable(micro, extended)
     ends: dict[object, list[tuple[tuple[str, ...], tuple[Layout | None, ...]]]] = {}
-    axes = [[c for c in choices if keys is None or c.key in keys] for keys in only or (None,) * len(mesh_shape)]
+    axes = [
+        [c for c in (*choices, *_in_pieces(op, dims, keys, size)) if keys is None or c.key in keys]
+        for keys, size in zip(only or (None,) * len(mesh_shape), mesh_shape, strict=True)
+    ]
     for combo in itertools.product(*axes):
         if not _divides(dims, combo, mesh_shape, micro_letter, num_microbatches):
             continue
         keys = [choice.key for choice in combo]
-        expanded = sum(key in EXPANDED for key in keys)
-        if expanded and expanded + keys.count(turns) > 1:
+        expanded = sum(map(is_expanded, keys))
+        if expanded and expanded + sum(key in _turns(keys, turns) for key in (*keys, micro_letter)) > 1:
             continue
         in_layouts = (
             tuple(zip(*(choice.inputs for choice in combo), strict=True)) if mesh_shape else ((),) * len(inputs)
@@ -192,6 +129,18 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
             key = "|".join(map(str.__add__, keys, suffixes))
             found.setdefault(key, Strategy(key, in_layouts, computed, outs))
     return tuple(found.values())
+
+
+def _in_pieces(op: Op, dims: OpDims, keys: frozenset[str] | None, size: int) -> tuple[AxisChoice, ...]:
+    """The products in pieces among some keys."""
+    found = (pieces_choice(op, dims, key, size) for key in sorted(keys or ()))
+    return tuple(choice for choice in found if choice is not None)
+
+
+def _turns(keys: list[str], ring: str) -> frozenset[str]:
+    """The letters that no other axis may shard: those whose blocks or pieces are passed round."""
+    of_pieces = (pieces.letter for key in keys if (pieces := parse_pieces(key)) is not None)
+    return frozenset(filter(None, (ring, *of_pieces)))
 
 
 class _Shardable:
@@ -363,6 +312,7 @@ __all__ = [
     "dims_of",
     "fits_letter",
     "graph_strategies",
+    "is_expanded",
     "kept_whole",
     "op_signature",
     "mesh_choices",

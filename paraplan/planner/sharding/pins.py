@@ -93,13 +93,13 @@ class Pins:
             return False
         if op.target in LINEAR and letter not in ("k", "n"):
             return False
-        seq = sequence_length(self.program)
+        batch_first = (self.program.batch_size, sequence_length(self.program))
         for name, layout in zip(op.outs, strategy.outputs, strict=True):
             if name is None or layout is None:
                 continue
             shape = kind.graph.values[name].shape
-            on_seq = len(shape) in (2, 3) and shape[:2] == (self.program.batch_size, seq)
-            split = layout[self.tp] == Shard(dim=1)
+            on_seq = len(shape) in (2, 3) and shape[:2] in (batch_first, batch_first[::-1])
+            split = layout[self.tp] == Shard(dim=int(shape[:2] == batch_first))
             if on_seq and split and not self.constraints.sp:
                 return False
             if self.constraints.sp and on_seq and not split and (shape[2:] == (1,) or op.target in NORMS):

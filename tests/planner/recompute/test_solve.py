@@ -57,7 +57,9 @@ def trained(plan: Plan, small: Small, wanted) -> InProcessTrainer:  # type: igno
     return trainer
 
 
-@pytest.mark.parametrize(("share", "recompute"), [(0.8, None), (0.5, None), (1.0, "full"), (1.0, "selective")])
+@pytest.mark.parametrize(
+    ("share", "recompute"), [(0.8, None), (0.5, None), (1.0, "full"), (1.0, "selective"), (1.0, "alternate")]
+)
 def test_a_budget_is_kept_and_nothing_else_changes(gpt2, share: float, recompute: str | None) -> None:  # type: ignore[no-untyped-def]
     small, program, wanted, free = gpt2
     budget = int(free.prediction.peak_bytes[0] * share)

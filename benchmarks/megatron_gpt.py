@@ -1,0 +1,106 @@
+"""Megatron-LM's GPT, as far as its layouts and kernels are visible from outside.
+
+Published rows of Megatron-LM are of this model, not of Hugging Face's GPT-2, and four things differ in what they cost
+over tensor-parallel ranks (Megatron-LM, `megatron/core/transformer`):
+
+- activations lie as [sequence, batch, hidden], so a gather or a scatter of the sequence moves whole blocks and copies
+  nothing;
+- the fused projection of queries, keys and values is laid out by heads, [heads, 3, size of a head], so a rank's rows of
+  it are its own heads' (GPT-2's lies [3, heads, size], whose thirds are cut across ranks);
+- the activation after the first product of a feed-forward layer is one kernel (`bias_gelu`);
+- the loss casts its logits to float32 and subtracts their maximum in passes of their own
+  (`tensor_parallel/cross_entropy.py`), where a vocabulary of 131,072 is much to read.
+
+Dropout is left out, and attention is one kernel, which rows from before FlashAttention (2022) did not have. Names of
+parameters number the layers, as `deepen` wants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class GPTSettings:
+    """Sizes of a model: hidden, layers, heads, vocabulary, longest sequence; whether the head is the embedding."""
+
+    hidden: int
+    layers: int
+    heads: int
+    vocab: int
+    sequence: int
+    tied: bool
+
+
+class Attention(nn.Module):
+    """Causal self-attention over [sequence, batch, hidden]."""
+
+    def __init__(self, of: GPTSettings) -> None:
+        super().__init__()
+        self.heads = of.heads
+        self.norm = nn.LayerNorm(of.hidden)
+        self.qkv = nn.Linear(of.hidden, 3 * of.hidden)
+        self.out = nn.Linear(of.hidden, of.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        s, b, h = x.shape
+        size = h // self.heads
+        q, k, v = self.qkv(self.norm(x)).view(s, b, self.heads, 3, size).permute(1, 2, 3, 0, 4).unbind(2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.permute(2, 0, 1, 3).reshape(s, b, h))
+
+
+class FeedForward(nn.Module):
+    """Two products and an activation between them."""
+
+    def __init__(self, of: GPTSettings) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(of.hidden)
+        self.up = nn.Linear(of.hidden, 4 * of.hidden)
+        self.down = nn.Linear(4 * of.hidden, of.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+
+
+class MegatronGPT(nn.Module):
+    """The model; its forward gives the loss."""
+
+    def __init__(self, of: GPTSettings) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(of.vocab, of.hidden)
+        self.positions = nn.Embedding(of.sequence, of.hidden)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"attention": Attention(of), "feed_forward": FeedForward(of)}) for _ in range(of.layers)
+        )
+        self.norm = nn.LayerNorm(of.hidden)
+        self.head = nn.Linear(of.hidden, of.vocab, bias=False)
+        if of.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        s = input_ids.shape[1]
+        places = torch.arange(s, device=input_ids.device)
+        x = self.tokens(input_ids.t().contiguous()) + self.positions(places).unsqueeze(1)
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            x = layer["feed_forward"](layer["attention"](x))
+        logits = self.head(self.norm(x)).float()
+        logits = logits - logits.amax(-1, keepdim=True).detach()
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.t().contiguous().view(-1))
+
+
+def gpt_model(of: GPTSettings) -> MegatronGPT:
+    """The model without values."""
+    with torch.device("meta"):
+        return MegatronGPT(of)
+
+
+def gpt_batch(batch: int, sequence: int) -> dict[str, Tensor]:
+    """Tokens and labels, without values."""
+    ids = torch.zeros((batch, sequence), dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": torch.empty_like(ids)}

@@ -1,0 +1,99 @@
+"""Products in pieces beside their collectives: the same numbers, predicted entries and peaks, less exposed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.megatron_gpt import GPTSettings, MegatronGPT, gpt_batch, gpt_model
+from paraplan.codegen import build_modules
+from paraplan.cost_models.catalog import parse_cluster
+from paraplan.cost_models.memory import entries
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.lower import lower
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.trace import capture
+from paraplan.ir.trace.reference import run_step
+from paraplan.ir.verify import verify_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.overlap import in_pieces, piece_counts
+from paraplan.planner.search import search
+from paraplan.runtime.local import InProcessTrainer
+from tests.numerics import relative_error
+
+
+def keys_of(plan: Plan) -> set[str]:
+    return {part for stage in plan.stages for choice in stage.choices for key in choice.ops for part in key.split("|")}
+
+
+def models() -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return {
+        "sequence first": MegatronGPT(GPTSettings(32, 2, 4, 64, 16, tied=True)),
+        "batch first": GPT2LMHeadModel(config),
+    }
+
+
+@pytest.mark.parametrize("name", ["sequence first", "batch first"])
+@pytest.mark.parametrize(("degrees", "count", "microbatches"), [((1, 4), 2, 1), ((2, 2), 4, 2)])
+def test_pieces_give_the_single_devices_numbers(
+    name: str, degrees: tuple[int, int], count: int, microbatches: int
+) -> None:
+    model = models()[name].double()
+    batch = {key: torch.randint(64, (8, 16)) for key in ("input_ids", "labels")}
+    program = capture(model, batch, precision="fp64")
+    job = Job(program, ClusterSpec.local(4), OPTIMIZERS["adamw"], ModelRef(display=name), {})
+    dp, tp = degrees
+    pins = Constraints(dp=dp, tp=tp, sp=True, microbatches=microbatches)
+    plan = in_pieces(search(job, pins, 20.0, certify=False).plan, count)
+    found = {key.split(".")[0] for key in keys_of(plan) if "." in key}
+    assert found == {"gather", "scatter"}
+    programs = verify_plan(plan)
+    trainer = InProcessTrainer(plan, programs, [build_modules(each) for each in programs], model)
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    params = {key: tensors[key].detach().clone() for key in program.params}
+    buffers = dict(model.named_buffers())
+    loss, grads, _ = run_step(program, params, buffers, batch, 0)
+    assert float(abs(trainer.step(batch) - loss) / abs(loss)) <= 1e-9
+    assert relative_error(trainer.grads(), grads) <= 1e-9
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+    trainer.step(batch)
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+    predicted = [entry.key for entry in entries(programs[0])]
+    peak = max(simulate_plan(plan, programs).peak_bytes)
+    for rank in range(4):
+        assert [entry.key for entry in trainer.entries(rank)] == predicted
+        assert 1.0 <= peak / trainer.peak_bytes(rank) <= 1.02
+
+
+def test_the_planner_takes_pieces_where_they_are_faster() -> None:
+    model = gpt_model(GPTSettings(4096, 2, 32, 32000, 4096, tied=False))
+    program = capture(model, gpt_batch(8, 4096), precision="bf16")
+    job = Job(program, parse_cluster("8xH100"), OPTIMIZERS["adamw"], ModelRef(display="gpt"), {})
+    plans = {
+        most: search(job, Constraints(dp=1, tp=8, sp=True, microbatches=1, overlap=most), 20.0, certify=False).plan
+        for most in (1, 4)
+    }
+    assert not any("." in key for key in keys_of(plans[1]))
+    assert any("." in key for key in keys_of(plans[4]))
+    plain, pieces = (plan.prediction for plan in plans.values())
+    assert plain is not None and pieces is not None
+    assert pieces.step_s < plain.step_s and pieces.exposed_comm_s < 0.8 * plain.exposed_comm_s
+    tried = [simulate_plan(plan, lower(plan)).step_s for plan in (in_pieces(plans[1], count) for count in (2, 4))]
+    assert pieces.step_s == pytest.approx(min(tried))
+
+
+def test_what_cannot_go_in_pieces_stays_whole() -> None:
+    model = MegatronGPT(GPTSettings(32, 1, 4, 64, 12, tied=True))
+    program = capture(model, gpt_batch(4, 12), precision="fp32")
+    job = Job(program, ClusterSpec.local(4), OPTIMIZERS["adamw"], ModelRef(display="gpt"), {})
+    plan = search(job, Constraints(dp=1, tp=4, sp=True, microbatches=1), 20.0, certify=False).plan
+    assert in_pieces(plan, 2) == plan  # 12 rows over 4 ranks are 3 each
+    assert in_pieces(plan, 3) != plan
+    assert list(piece_counts(1)) == [] and list(piece_counts(9)) == [2, 4, 8]
