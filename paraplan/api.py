@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -251,8 +251,9 @@ def compile(
     batch: int = 8, seq: int = 128, time_limit_s: float = 60.0, progress: Progress | None = None,
     mesh: Sequence[int] | None = None, dp: int | None = None, tp: int | None = None, sp: bool = False,
     cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
-    pp: int | None = None, schedule: str | None = None, stages: Sequence[tuple[int, int]] | None = None,
-    microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0, overlap: int = 1,
+    pp: int | Literal["auto"] | None = None, schedule: str | None = None,
+    stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1,
+    microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
     recompute: str | None = None, offload: str = "none", offload_states: str | None = None,
     params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,

@@ -22,7 +22,7 @@ from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
 from paraplan.ir.lazy import lazy
 from paraplan.terminal import clusters, profiles
 from paraplan.terminal.progress import Progress, out, print_fault
-from paraplan.terminal.settings import parse_settings
+from paraplan.terminal.settings import parse_degree, parse_mesh, parse_settings, parse_stages
 
 app = typer.Typer(
     name="paraplan", help="Plans how a PyTorch model trains on a cluster, and runs the plan.", no_args_is_help=True,
@@ -72,7 +72,12 @@ OffloadStates = Annotated[
     str | None, typer.Option(help="host: optimizer states in the host's memory, updated there; none: on the device.")
 ]
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
-Pipeline = Annotated[int | None, typer.Option(help="Pipeline-parallel degree; other degrees are within a stage.")]
+Pipeline = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|auto", help="Pipeline-parallel degree, other degrees being within a stage; auto: the fastest."
+    ),
+]
 ScheduleName = Annotated[
     str | None,
     typer.Option(help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v, hanayo, gems or chimera."),
@@ -141,7 +146,7 @@ def plan(
     gc.set_threshold(*RARELY)  # the imports of torch and transformers too
     pins = {
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
-        "pp": pp, "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
+        "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
         "offload_states": offload_states,
     }  # fmt: skip
@@ -291,6 +296,7 @@ def run(
     weights: Annotated[
         str | None, typer.Option(metavar="FILE|DIR", help="safetensors to start from; initialised from --seed without.")
     ] = None,
+    record: Annotated[str | None, typer.Option(metavar="FILE", help="Times of its ops, for paraplan learn.")] = None,
     compile_blocks: Annotated[
         bool, typer.Option("--compile", help="Through torch.compile, each block checked against eager first.")
     ] = False,
@@ -299,7 +305,7 @@ def run(
     """Train a plan for some steps, on local processes or under torchrun."""
     options = {
         "steps": steps, "data": data, "lr": lr, "seed": seed, "check": check, "model": model, "clip": clip,
-        "weights": weights, "compile": compile_blocks,
+        "weights": weights, "compile": compile_blocks, "record": record,
     }  # fmt: skip
     if "RANK" in os.environ:
         _run_rank(path, options, as_json)
@@ -339,35 +345,6 @@ def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
         elif as_json:
             _print_json(found)
     _part("leave_job")()
-
-
-def parse_mesh(text: str | None) -> tuple[int, ...] | None:
-    """`"8,8"` to (8, 8).
-
-    Raises:
-        ConstraintError: no such mesh.
-    """
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConstraintError(f"--mesh {text!r}: write axis sizes with commas, e.g. 8,8") from None
-
-
-def parse_stages(text: str | None) -> tuple[tuple[int, int], ...] | None:
-    """`"0:3,3:6"` to ((0, 3), (3, 6)).
-
-    Raises:
-        ConstraintError: no such stages.
-    """
-    if text is None:
-        return None
-    try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return tuple((int(first), int(stop)) for first, stop in pairs)
-    except ValueError:
-        raise ConstraintError(f"--stages {text!r}: write first:stop segments with commas, e.g. 0:3,3:6") from None
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -38,7 +38,8 @@ class Efficiency(Value, frozen=True, kw_only=True):
 GPU = Efficiency(
     # Power and clocks: the data sheet's rate is at boost clock, which large products do not hold at the board's power.
     # cuBLAS bf16 at 8192^3, alone and cool, is commonly measured at 740-790 of 989 TFLOP/s on H100/H200 and 250-270 of
-    # 312 on A100; below that, since a training step keeps the board hot and its operands are not as kind.
+    # 312 on A100; below that, since a training step keeps the board hot and its operands are not as kind. By how much
+    # was set once for all devices, looking at published steps of both (docs/benchmarks.md).
     matmul=0.7,
     # FlashAttention-2 reaches 0.6-0.7 on A100 forward, 0.35-0.4 on H100; FlashAttention-3 0.6-0.75 on H100 and
     # 0.5-0.55 backward (Dao 2023, arXiv 2307.08691, figures 4-7; Shah et al. 2024, arXiv 2407.08608, figures 5-6).

@@ -1,7 +1,7 @@
 """Example inputs of Hugging Face models: one table, keyed by what a model's forward takes.
 
-Text (with labels, also from encoder to decoder), speech to text, images with class numbers, and pairs of image and
-text whose loss compares all pairs of the batch.
+Text (with labels, also from encoder to decoder), speech to text, images, videos and sounds with class numbers, and
+pairs of image and text whose loss compares all pairs of the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def hf_batch(model: nn.Module, batch: int, seq: int) -> Batch:
     makers = [maker for names, maker in _MAKERS if all(name in taken for name in names)]
     if getattr(model, "config", None) is None or not makers:
         raise CaptureError(
-            f"{type(model).__name__} is no Hugging Face language model, image classifier, speech recogniser or pair of "
+            f"{type(model).__name__} is no Hugging Face language model, classifier, speech recogniser or pair of "
             f"image and text towers, so its batch cannot be guessed: {_HINT}"
         )
     if batch < 1 or seq < 1:
@@ -96,8 +96,29 @@ def _pairs(model: nn.Module, batch: int, seq: int) -> Batch:
     }
 
 
+def _sounds(model: nn.Module, batch: int, seq: int) -> Batch:
+    """Spectra of the configuration's size, or waves of as many samples as make `seq` frames; a class for each."""
+    config: Any = model.config
+    if not type(model).__name__.endswith("Classification"):
+        raise CaptureError(f"{type(model).__name__} reads sounds but does not classify them: {_HINT}")
+    bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
+    shape: tuple[int, ...] = (frames, bins) if isinstance(bins, int) and isinstance(frames, int) else ()
+    if not shape and getattr(config, "conv_kernel", None) and getattr(config, "conv_stride", None):
+        length = seq
+        for kernel, stride in reversed(list(zip(config.conv_kernel, config.conv_stride, strict=True))):
+            length = (length - 1) * stride + kernel
+        shape = (length,)
+    if not shape:
+        raise CaptureError(f"the sounds {type(model).__name__} reads have no size in its configuration: {_HINT}")
+    return {
+        "input_values": torch.empty((batch, *shape), device="meta"),
+        "labels": torch.zeros((batch,), dtype=torch.int64, device="meta"),
+    }
+
+
 _MAKERS: tuple[tuple[tuple[str, ...], Callable[[nn.Module, int, int], Batch]], ...] = (
     (("input_ids", "pixel_values", "return_loss"), _pairs),
     (("input_features", "labels"), _speech),
+    (("input_values", "labels"), _sounds),
     (("input_ids", "labels"), _text),
 )

@@ -31,7 +31,9 @@ from paraplan.jobs.inputs import hf_batch as hf_batch  # where callers find it b
 
 _VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "architectures")
 
-_PAIRS = frozenset({"clip", "siglip", "siglip2", "chinese_clip", "altclip", "vision-text-dual-encoder", "metaclip_2"})
+_PAIRS = frozenset(
+    {"clip", "siglip", "siglip2", "chinese_clip", "altclip", "vision-text-dual-encoder", "metaclip_2", "blip"}
+)
 _ROUTED, _START = "output_router_logits", "decoder_start_token_id"
 
 
@@ -121,11 +123,9 @@ def _ready(model: Any) -> nn.Module:
 def _complete(config: Any, settings: Mapping[str, Any]) -> Any:
     """What a configuration leaves open and training needs: a decoder's first token, a mixture's balancing loss."""
     words = getattr(config, "vocab_size", None) or sys.maxsize
-    if getattr(config, "is_encoder_decoder", False) and not -1 < (getattr(config, _START, None) or 0) < words:
-        setattr(config, _START, None)  # of a larger vocabulary than the settings'
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, _START, None) is None:
-        given = (getattr(config, name, None) for name in ("pad_token_id", "bos_token_id"))
-        setattr(config, _START, next((token for token in given if token is not None and token < words), 0))
+    first = [getattr(config, name, None) for name in (_START, "pad_token_id", "bos_token_id")]
+    if getattr(config, "is_encoder_decoder", False):  # a start of a larger vocabulary than the settings' is none
+        setattr(config, _START, next((token for token in first if token is not None and token < words), 0))
     if hasattr(config, _ROUTED) and _ROUTED not in settings:
         setattr(config, _ROUTED, True)
     return config
@@ -162,7 +162,7 @@ def _near(word: str, known: list[str]) -> str:
 
 def _auto_class(transformers: Any, config: Any) -> str:
     """Pairs of towers, speech recognisers, encoder-decoders, then models trained by masking, then causal ones (many of
-    the others can also be built causal), then image classifiers."""
+    the others can also be built causal), then classifiers of images, videos and sounds."""
     names = import_module("transformers.models.auto.modeling_auto")
     kind = config.model_type
     if kind in _PAIRS:
@@ -177,8 +177,12 @@ def _auto_class(transformers: Any, config: Any) -> str:
         return "AutoModelForCausalLM"
     if kind in names.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return "AutoModelForImageClassification"
+    if kind in names.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES:
+        return "AutoModelForVideoClassification"
+    if kind in names.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES:
+        return "AutoModelForAudioClassification"
     raise ModelError(
-        f"{kind} is no language model, image classifier, speech recogniser or pair of towers; "
+        f"{kind} is no language model, classifier of images, videos or sounds, speech recogniser or pair of towers; "
         "give it through a factory, package.module:factory, with example inputs"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.plan import STATE_TIERS
@@ -13,6 +14,8 @@ PRESETS = ("none", "selective", "alternate", "full")
 of matrix products, convolutions and attention are kept, what is cheap is recomputed (Korthikanti et al. 2022, as
 practised today). `alternate`: and of those every second product with a weight is recomputed as well (torchtitan's
 selective policy by op)."""
+AUTO: Literal["auto"] = "auto"
+"""A degree for the planner to choose."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 """The tiers activations may wait on."""
 OFFLOAD_STATES = {"none": ("",), "host": ("host",), "either": ("", "host")}
@@ -35,7 +38,8 @@ class Constraints(Value, frozen=True, kw_only=True):
             expert matrices lie by expert and all else by batch.
         zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).
         pp: how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group.
-        schedule: with pp, a name of `planner.schedules.named.NAMED`; None: "1f1b".
+            "auto": as many as make the simulated step shortest (`planner.pipeline_degrees`).
+        schedule: with pp, a name of `planner.schedules.named.NAMED`; None: "1f1b", or with pp "auto" the fastest.
         stages: with pp, the segments [first, stop) of every stage; None: cut evenly by time.
         microbatches: how many microbatches a step takes.
         memory_bytes: what a device may hold at most; None: its memory.
@@ -57,7 +61,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     cp_mode: str | None = None
     ep: int | None = None
     zero: int | None = None
-    pp: int | None = None
+    pp: int | Literal["auto"] | None = None
     schedule: str | None = None
     stages: tuple[tuple[int, int], ...] | None = None
     microbatches: int | None = None
@@ -95,13 +99,11 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
             an ep that does not divide dp.
     """
     c = constraints
-    if c.pp is not None and c.pp > 1:
-        if num_devices % c.pp:
-            raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
-        num_devices //= c.pp
-    elif c.schedule is not None or c.stages is not None:
-        pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
-        raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
+    if c.pp == AUTO:
+        if c.stages is not None:
+            raise ConstraintError("stages with pp=auto: how many there are follows from the degree; give pp a number")
+        return c  # degrees are checked with every pp that is tried
+    num_devices = _stage_devices(c, num_devices)
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
     for name, size in (
         *degrees.items(), ("ep", c.ep), ("pp", c.pp), ("microbatches", c.microbatches), ("overlap", c.overlap)
@@ -152,6 +154,18 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     if c.ep is not None and dp % c.ep:
         raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
     return c
+
+
+def _stage_devices(c: Constraints, num_devices: int) -> int:
+    """How many devices share a stage, among which the other degrees are."""
+    if isinstance(c.pp, int) and c.pp > 1:
+        if num_devices % c.pp:
+            raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
+        return num_devices // c.pp
+    if c.schedule is not None or c.stages is not None:
+        pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
+        raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
+    return num_devices
 
 
 def parse_param_pin(name: str, text: str) -> tuple[str, str, str, str]:

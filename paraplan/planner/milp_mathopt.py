@@ -112,6 +112,8 @@ def _parameters(backend: str, options: Options) -> parameters_pb2.SolveParameter
             parameters.highs.string_options["solver"] = "ipm"
     elif backend != "mathopt-glop":
         parameters.threads = options.threads
+    if backend == "mathopt-cpsat":
+        parameters.cp_sat.linearization_level = 2  # clauses are rows of its LP too: most of what proves bounds here
     if backend == "mathopt-pdlp":
         criteria = parameters.pdlp.termination_criteria.simple_optimality_criteria
         criteria.eps_optimal_absolute = criteria.eps_optimal_relative = 1e-8

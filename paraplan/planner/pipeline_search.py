@@ -1,15 +1,17 @@
-"""Pipelines with pinned stages and schedule.
+"""The pipeline that constraints ask for: stages, sharding and recomputation for a given degree and schedule.
 
-The stages' meshes are equal in shape. Sharding is chosen once for one stage's devices as if they held the whole model,
-with memory left out; the stages then take the choices of their segments. Stages not given are cut so that the slowest
-takes as little time as can be: a dynamic program over segments in order, each as long as simulated. Memory is what the
-simulation of the pipeline says; where it does not fit, "selective" and "full" recomputation are tried before giving up.
+The stages' meshes are equal in shape, and they take one sharding per kind, chosen on one stage's devices: first that of
+least work, memory left out. Stages not given are cut so that the slowest takes as little time as can be
+(`stage_cuts`), each segment as long as simulated. What a rank holds is what the simulation of the pipeline says. Where
+that is too much, there are three ways, and the fastest simulated plan of those that fit is taken: stages cut by what
+they hold as well; activations recomputed, in each stage as little as its own memory needs (`pipeline_memory`); and a
+sharding that keeps less, with parameters, gradients and states bounded by what the fullest stage may keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -17,60 +19,63 @@ from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import ConstraintError, InfeasibleError
+from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.holding import group_of_class, holdings
 from paraplan.ir.lower import lower
 from paraplan.ir.micro import splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.program import Program
-from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.ir.schedule import Schedule
+from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.pipeline import pipelined
+from paraplan.planner.pipeline_memory import Activations, in_flight, recomputing
 from paraplan.planner.recompute.stage import preset_activations
 from paraplan.planner.schedules.named import NAMED, named_orders
-from paraplan.planner.schedules.problem import holders_of
+from paraplan.planner.schedules.problem import Orders, holders_of
 from paraplan.planner.schedules.transfers import complete
+from paraplan.planner.stage_cuts import Bounds, chain_memory, cut_chain
+from paraplan.planner.stage_sharding import Sharding, Shardings
 
-Choose = Callable[[Job, Constraints], Decisions]
 UNLIMITED = 1 << 60
+SHARDINGS = 3
+"""Shardings tried, each keeping less than the one before."""
+CUTS = 4
+"""Cuts by memory simulated before giving up."""
 SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
 
 
-def search_pipeline(job: Job, constraints: Constraints, choose_sharding: Choose) -> Plan:
-    """The pipeline the constraints ask for.
+def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
+    """The fastest plan found that fits.
 
     Args:
         job: what is planned.
         constraints: with `pp`.
-        choose_sharding: of one stage's devices, with everything kept.
+        shardings: of one stage's devices.
     Raises:
         ConstraintError: the devices, segments or microbatches cannot be divided so.
         InfeasibleError: it does not fit; says which rank, and by how much.
     """
-    positions, name = constraints.pp or 1, constraints.schedule or "1f1b"
-    part = replace(job, cluster=first_devices(job.cluster, positions))
-    micros = _microbatches(job.program, constraints, positions)
-    num_stages = _num_stages(constraints, positions, name, len(job.program.segments))
-    orders = named_orders(name, positions, micros, num_stages // positions)
-    budget = _budget(job, constraints)
-    inner = msgspec.structs.replace(
-        constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
-        memory_reserve_bytes=0, recompute="none",
-    )  # fmt: skip
-    decisions = choose_sharding(part, inner)
-    tried = []
-    for recompute in (constraints.recompute,) if constraints.recompute else ("none", "selective", "full"):
-        activations = () if recompute == "none" else preset_activations(job.program, recompute)
-        whole = assemble(part, replace(decisions, activations=activations))
-        bounds = constraints.stages or even_stages(whole, num_stages)
-        schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
-        plan = pipelined(whole, job.cluster, bounds, schedule, holders_of(orders))
-        plan = _priced(plan)
-        assert plan.prediction is not None
-        if max(plan.prediction.peak_bytes) <= budget:
-            return _overlapped(plan, constraints, budget)
-        tried.append((recompute, plan.prediction.peak_bytes))
-    raise InfeasibleError(_overflow(tried, budget, positions))
+    case = _case(job, constraints)
+    tried: list[Plan] = []
+    kept_bytes: float | None = None
+    for _ in range(SHARDINGS):
+        try:
+            sharding = shardings.get(case.part, case.inner, kept_bytes)
+        except (InfeasibleError, SolverLimitError):
+            if kept_bytes is None:
+                raise
+            break
+        plans = case.plans(sharding)
+        tried += plans
+        if case.fits(plans[0]):
+            break
+        kept_bytes = case.less_kept(sharding, plans[0])
+    fitting = [plan for plan in tried if case.fits(plan)]
+    if not fitting:
+        raise InfeasibleError(_overflow(tried, case.budget, case.positions))
+    return _overlapped(min(fitting, key=_step_s), constraints, case.budget)
 
 
 def _overlapped(plan: Plan, constraints: Constraints, budget: int) -> Plan:
@@ -84,14 +89,132 @@ def _overlapped(plan: Plan, constraints: Constraints, budget: int) -> Plan:
     return best
 
 
-def _overflow(tried: Sequence[tuple[str | None, tuple[int, ...]]], budget: int, positions: int) -> str:
-    each = "; ".join(
-        f"recompute={how}: rank class {peaks.index(max(peaks))} peaks at {max(peaks) / 2**30:.3g} GiB"
-        for how, peaks in tried
-    )
+@dataclass(frozen=True)
+class _Case:
+    """A degree and a schedule.
+
+    Attributes:
+        job, constraints: what is planned, and what is pinned.
+        part: the job on one position's devices.
+        inner: what is pinned of a position's sharding.
+        positions, num_stages, budget: sizes.
+        orders, schedule: of the pipeline, one rank per position.
+    """
+
+    job: Job
+    constraints: Constraints
+    part: Job
+    inner: Constraints
+    positions: int
+    num_stages: int
+    budget: int
+    orders: Orders
+    schedule: Schedule
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether no rank holds more than it may."""
+        assert plan.prediction is not None
+        return max(plan.prediction.peak_bytes) <= self.budget
+
+    def plans(self, sharding: Sharding) -> list[Plan]:
+        """Priced plans with a sharding: the one that recomputes nothing (or what is pinned), and others if it does not
+        fit."""
+        pinned = self.constraints.recompute
+        activations = preset_activations(self.job.program, pinned) if pinned not in (None, "none") else ()
+        bounds = self.constraints.stages or cut_chain(sharding.seconds, self.num_stages)
+        assert bounds is not None
+        found = [self._priced(sharding, bounds, activations)]
+        if self.fits(found[0]) or activations:
+            return found
+        if self.constraints.stages is None and self.num_stages == self.positions and self.schedule.num_replicas == 1:
+            found += self._cut_by_memory(sharding, bounds, found[0])
+        if pinned is None:
+            found.append(
+                recomputing(
+                    found[0], lambda fates: self._priced(sharding, bounds, fates), sharding.options, self.budget
+                )
+            )
+        return found
+
+    def less_kept(self, sharding: Sharding, plan: Plan) -> float:
+        """What the whole model may keep for the fullest stage of a plan to fit, all else being equal."""
+        assert plan.prediction is not None
+        memory = chain_memory(sharding.whole, [0] * len(self.job.program.kinds))
+        held, shares = holdings(plan), []
+        for actions, peak in zip(plan.schedule.classes, plan.prediction.peak_bytes, strict=True):
+            stages = held[group_of_class(plan, held, actions)].stages
+            kept = sum(memory.kept_bytes(plan.stages[s].first, plan.stages[s].stop) for s in stages)
+            shares.append(1 - (peak - self.budget) / max(kept, 1))
+        return memory.kept_bytes(0, len(self.job.program.segments)) * max(min(shares), 0.05)
+
+    def _cut_by_memory(self, sharding: Sharding, bounds: Bounds, plan: Plan) -> list[Plan]:
+        """The plan whose stages are cut by time among those that fit, where there is one.
+
+        What ops need for a moment is what the simulation found above what the stages hold.
+        """
+        memory = chain_memory(sharding.whole, [options[0].saved_bytes for options in sharding.options])
+        flying = [int(in_flight(self.schedule, (stage,))) for stage in range(self.num_stages)]
+        needed = [-float("inf")] * self.num_stages
+        for _ in range(CUTS):
+            for stage, peak in enumerate(_stage_peaks(plan)):
+                needed[stage] = max(needed[stage], peak - memory.stage_bytes(*bounds[stage], flying[stage]))
+
+            def fits(stage: int, first: int, stop: int) -> bool:
+                return memory.stage_bytes(first, stop, flying[stage]) + needed[stage] <= self.budget
+
+            cut = cut_chain(sharding.seconds, self.num_stages, fits)
+            if cut is None:
+                return []
+            bounds, plan = cut, self._priced(sharding, cut)
+            if self.fits(plan):
+                return [plan]
+        return []
+
+    def _priced(self, sharding: Sharding, bounds: Bounds, activations: Activations = ()) -> Plan:
+        whole = assemble(self.part, replace(sharding.decisions, activations=activations))
+        return _priced(pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders)))
+
+
+def _case(job: Job, constraints: Constraints) -> _Case:
+    assert isinstance(constraints.pp, int)
+    positions, name = constraints.pp, constraints.schedule or "1f1b"
+    micros = _microbatches(job.program, constraints, positions)
+    num_stages = _num_stages(constraints, positions, name, len(job.program.segments))
+    orders = named_orders(name, positions, micros, num_stages // positions)
+    inner = msgspec.structs.replace(
+        constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
+        memory_reserve_bytes=0, recompute="none",
+    )  # fmt: skip
+    return _Case(
+        job=job, constraints=constraints, part=replace(job, cluster=first_devices(job.cluster, positions)), inner=inner,
+        positions=positions, num_stages=num_stages, budget=_budget(job, constraints), orders=orders,
+        schedule=complete(name, orders, num_replicas=NAMED[name].num_replicas),
+    )  # fmt: skip
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s
+
+
+def _stage_peaks(plan: Plan) -> list[int]:
+    """Per stage of a plan whose positions hold one each, the peak of its ranks."""
+    assert plan.prediction is not None
+    held, found = holdings(plan), [0] * len(plan.stages)
+    for actions, peak in zip(plan.schedule.classes, plan.prediction.peak_bytes, strict=True):
+        (stage,) = held[group_of_class(plan, held, actions)].stages
+        found[stage] = max(found[stage], peak)
+    return found
+
+
+def _overflow(tried: Sequence[Plan], budget: int, positions: int) -> str:
+    peaks = [plan.prediction.peak_bytes for plan in tried if plan.prediction is not None]
+    first, least = peaks[0], min(peaks, key=max)
     return (
-        f"a pipeline of {positions} stages needs more than the {budget / 2**30:.3g} GiB a device may hold ({each}); "
-        "use more stages, more microbatches, or a sharding that holds less (zero, tp)"
+        f"a pipeline of {positions} stages needs more than the {budget / 2**30:.3g} GiB a device may hold: as planned "
+        f"for speed alone, rank class {first.index(max(first))} peaks at {max(first) / 2**30:.3g} GiB; at best, of "
+        f"{len(tried)} plans, rank class {least.index(max(least))} peaks at {max(least) / 2**30:.3g} GiB; use more "
+        "stages, more microbatches, or a sharding that holds less (zero, tp)"
     )
 
 
@@ -148,44 +271,6 @@ def _num_stages(constraints: Constraints, positions: int, name: str, segments: i
     if constraints.stages and constraints.stages[-1][1] != segments:
         raise ConstraintError(f"stages end at segment {constraints.stages[-1][1]}, the model has {segments}")
     return count
-
-
-def even_stages(plan: Plan, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Stages whose slowest takes as little time as can be: [first, stop) each.
-
-    Args:
-        plan: of one stage; its simulation says what each segment takes.
-        num_stages: at most as many as segments.
-    """
-    seconds = segment_seconds(plan)
-    total = [0.0]
-    for each in seconds:
-        total.append(total[-1] + each)
-    n = len(seconds)
-    best = [[float("inf")] * (n + 1) for _ in range(num_stages + 1)]
-    cut = [[0] * (n + 1) for _ in range(num_stages + 1)]
-    best[0][0] = 0.0
-    for stages in range(1, num_stages + 1):
-        for stop in range(stages, n + 1):
-            for first in range(stages - 1, stop):
-                slowest = max(best[stages - 1][first], total[stop] - total[first])
-                if slowest < best[stages][stop]:
-                    best[stages][stop], cut[stages][stop] = slowest, first
-    found, stop = [], n
-    for stages in range(num_stages, 0, -1):
-        first = cut[stages][stop]
-        found.append((first, stop))
-        stop = first
-    return tuple(reversed(found))
-
-
-def segment_seconds(plan: Plan) -> list[float]:
-    """What every segment's blocks take in a simulated step of a plan of one stage, waits included."""
-    seconds = [0.0] * len(plan.program.segments)
-    for span in simulate_plan(plan, lower(plan)).traces[0].spans:
-        if span.segment >= 0 and span.stream == "compute":
-            seconds[span.segment] += span.end_s - span.start_s
-    return seconds
 
 
 def _priced(plan: Plan) -> Plan:

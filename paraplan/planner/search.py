@@ -23,13 +23,15 @@ from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.constraints import AUTO, Constraints, check_constraints
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.overlap import in_pieces, piece_counts
+from paraplan.planner.pipeline_degrees import search_degrees
 from paraplan.planner.pipeline_search import search_pipeline
 from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, choose, solve_mesh
+from paraplan.planner.stage_sharding import Shardings
 
 HIDDEN = 0.02
 """How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
@@ -68,8 +70,8 @@ def search(
     check_constraints(constraints, job.cluster.num_devices)
     constraints, unpriced = _with_states(job, constraints)
     _check_tiers(job, constraints)
-    if constraints.pp is not None and constraints.pp > 1:
-        pipeline = search_pipeline(job, constraints, partial(_sharding, time_limit_s=time_limit_s, progress=progress))
+    if constraints.pp not in (None, 1):
+        pipeline = _pipeline(job, constraints, time_limit_s, progress)
         seconds = time.perf_counter() - started
         return Found(pipeline, seconds, seconds)
     limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=certify)
@@ -93,14 +95,30 @@ def search(
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
 
 
-def _sharding(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress) -> Decisions:
-    """The sharding of a pipeline's stages; where the mesh is not pinned, on that of the fastest plan of one stage."""
-    meshes = candidate_meshes(job, constraints)
-    mesh = meshes[0]
-    if len(meshes) > 1:
-        mesh = search(job, constraints, time_limit_s, progress, certify=False).plan.stages[0].mesh
+def _pipeline(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress) -> Plan:
+    """A plan of several stages, or, where the degree is to be chosen, the fastest of any."""
+
+    def one_stage(pinned: Constraints) -> Plan:
+        return search(job, pinned, time_limit_s, progress).plan
+
+    shardings = Shardings(partial(_sharding, time_limit_s=time_limit_s, progress=progress))
+    if constraints.pp == AUTO:
+        return search_degrees(job, constraints, shardings, one_stage, progress)
+    return search_pipeline(job, constraints, shardings)
+
+
+def _sharding(
+    job: Job, constraints: Constraints, kept_bytes: float | None, mesh: Mesh | None, time_limit_s: float,
+    progress: Progress,
+) -> Decisions:  # fmt: skip
+    """The sharding of a pipeline's stages; where the mesh is not known, on that of the fastest plan of one stage."""
+    if mesh is None:
+        meshes = candidate_meshes(job, constraints)
+        mesh = meshes[0]
+        if len(meshes) > 1:
+            mesh = search(job, constraints, time_limit_s, progress, certify=False).plan.stages[0].mesh
     limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=False)
-    return choose(job, mesh, constraints.microbatches or 1, constraints, limits)
+    return choose(job, mesh, constraints.microbatches or 1, constraints, limits, kept_bytes)
 
 
 def _on_mesh(

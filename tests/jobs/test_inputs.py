@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paraplan.ir.errors import CaptureError
-from paraplan.jobs.models import hf_batch, hf_model
+from paraplan.jobs.models import ModelError, hf_batch, hf_model
 
 TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -39,3 +39,22 @@ def test_a_mixture_is_balanced_unless_told_otherwise() -> None:
     assert hf_model("mixtral", small, meta=True).config.output_router_logits is True
     told = {**small, "output_router_logits": False}
     assert hf_model("mixtral", told, meta=True).config.output_router_logits is False
+
+
+def test_videos_and_sounds_have_classes() -> None:
+    video = {**TOWER, "num_frames": 2, "image_size": 16, "patch_size": 8}
+    assert shapes("timesformer", video) == {"pixel_values": (2, 2, 3, 16, 16), "labels": (2,)}
+    spectra = {**TOWER, "num_mel_bins": 16, "max_length": 24}
+    assert shapes("audio-spectrogram-transformer", spectra) == {"input_values": (2, 24, 16), "labels": (2,)}
+    waves = {**TOWER, "conv_dim": [4, 4], "conv_kernel": [4, 3], "conv_stride": [2, 2], "num_conv_pos_embeddings": 4}
+    waves |= {"num_feat_extract_layers": 2, "num_conv_pos_embedding_groups": 2}
+    assert shapes("wav2vec2", waves) == {"input_values": (2, (7 * 2 + 3 - 1) * 2 + 4), "labels": (2,)}
+
+
+def test_settings_the_model_reads_and_tokens_within_the_vocabulary() -> None:
+    deberta = {**TOWER, "relative_attention": True, "position_buckets": 4}
+    assert hf_model("deberta-v2", deberta, meta=True).config.position_buckets == 4
+    with pytest.raises(ModelError, match="no setting 'position_bucket'"):
+        hf_model("deberta-v2", {"position_bucket": 4}, meta=True)
+    small = {"vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 3}
+    assert hf_model("marian", small, meta=True).config.decoder_start_token_id == 3

@@ -184,8 +184,7 @@ def test_messages_of_the_whole_are_taken_over_by_a_part() -> None:
         point = evaluate(network, weights, np.zeros(0), time.perf_counter() + 60)
         kept = [np.arange(len(price))[-2:] for price in network.prices]
         part = network.restricted(kept)
-        messages = Messages(part, *scalarised(part, weights, np.zeros(0)))
-        messages.warm(point.messages)
+        messages = Messages(part, *scalarised(part, weights, np.zeros(0)), point.messages)
         least = min(float(work.sum()) for _, work in every_choice(part))
         assert point.bound - 1e-9 <= messages.bound() <= least + 1e-9
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import msgspec
 import pytest
+import torch
+from torch import Tensor, nn
 
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import ConstraintError, InfeasibleError
+from paraplan.ir.program import Program
+from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.pipeline_search import even_stages, segment_seconds
+from paraplan.planner.pipeline_memory import in_flight
+from paraplan.planner.recompute.stage import options_of
 from paraplan.planner.search import search
-from tests.runtime.pipelines import job_of, run
+from paraplan.planner.stage_cuts import chain_memory, cut_chain, segment_seconds
+from tests.runtime.pipelines import cut, job_of, pipeline_of, run
 from tests.runtime.test_pipelines import batch, one_stage, program, web
 
 
@@ -26,10 +33,141 @@ def test_the_slowest_stage_is_as_fast_as_any_cut_makes_it(num_stages: int) -> No
     def slowest(inner: tuple[int, ...]) -> float:
         return max(sum(seconds[a:b]) for a, b in itertools.pairwise((0, *inner, len(seconds))))
 
-    found = even_stages(one, num_stages)
+    found = cut_chain(seconds, num_stages)
+    assert found is not None
     assert [first for first, _ in found[1:]] == [stop for _, stop in found[:-1]]
     best = min(map(slowest, itertools.combinations(range(1, len(seconds)), num_stages - 1)))
     assert slowest(tuple(first for first, _ in found[1:])) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_cut_that_has_to_fit_is_the_best_that_does(seed: int) -> None:
+    """Against every cut; some budgets leave none."""
+    draw = random.Random(seed)
+    n, num_stages = draw.randint(5, 8), draw.randint(2, 4)
+    seconds = [draw.random() for _ in range(n)]
+    nbytes = [draw.randint(1, 9) for _ in range(n)]
+    flying = list(range(num_stages, 0, -1))
+    outcomes = set()
+    for budget in (0, *sorted(draw.randint(5, 60) for _ in range(6)), 1000):
+
+        def fits(stage: int, first: int, stop: int, budget: int = budget) -> bool:
+            return flying[stage] * sum(nbytes[first:stop]) <= budget
+
+        cuts = [
+            list(itertools.pairwise((0, *inner, n))) for inner in itertools.combinations(range(1, n), num_stages - 1)
+        ]
+        slowest = [
+            max(sum(seconds[a:b]) for a, b in cut)
+            for cut in cuts
+            if all(fits(stage, *bound) for stage, bound in enumerate(cut))
+        ]
+        found = cut_chain(seconds, num_stages, fits)
+        outcomes.add(found is None)
+        assert (found is None) == (not slowest)
+        if found is not None:
+            assert list(found) in cuts and all(fits(stage, *bound) for stage, bound in enumerate(found))
+            assert max(sum(seconds[a:b]) for a, b in found) == pytest.approx(min(slowest))
+    assert outcomes == {True, False}
+
+
+def test_what_a_stage_holds_is_counted_once() -> None:
+    """The tied embedding is used by the first segment and the last."""
+    one = one_stage()
+    memory = chain_memory(one, [options[0].saved_bytes for options in options_of(one)])
+    n = len(one.program.segments)
+    apart = memory.kept_bytes(0, 1) + memory.kept_bytes(1, n)
+    assert apart - memory.kept_bytes(0, n) == memory.param_bytes["embed.weight"]
+    assert memory.stage_bytes(0, n, 3) - memory.stage_bytes(0, n, 1) == 2 * sum(memory.saved_bytes) > 0
+    assert in_flight(pipeline_of(one, "1f1b", 2, cut(n, 2)).schedule, (0,)) == 2
+    assert in_flight(pipeline_of(one, "gpipe", 2, cut(n, 2)).schedule, (1,)) == 4
+
+
+def deep() -> Program:
+    """Equal layers that save much beside what they keep."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(8)]
+    model = nn.Sequential(*layers, nn.Linear(8, 1))
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return output.pow(2).mean()
+
+    return capture(model, {"input": torch.randn(64, 8)}, precision="fp64", loss_fn=loss)
+
+
+def wide() -> Program:
+    """Layers that keep much beside what a batch makes of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())), nn.Linear(64, 1))
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return output.pow(2).mean()
+
+    return capture(model, {"input": torch.randn(8, 64)}, precision="fp64", loss_fn=loss)
+
+
+def test_every_stage_recomputes_as_little_as_its_memory_needs() -> None:
+    job = job_of(deep(), 4)
+    pins = Constraints(pp=4, dp=1, microbatches=8)
+    free = search(job, pins).plan
+    assert free.prediction is not None
+    peaks = free.prediction.peak_bytes
+    assert peaks[0] == max(peaks) > peaks[-1]
+    budget, bounds = (peaks[0] + peaks[1]) // 2, tuple((stage.first, stage.stop) for stage in free.stages)
+    tight = msgspec.structs.replace(pins, stages=bounds, memory_bytes=budget)
+    plan = search(job, tight).plan
+    assert plan.prediction is not None and max(plan.prediction.peak_bytes) <= budget
+    made_again = [sum(len(stage.choices[at].activations) for at in stage.segment_choice) for stage in plan.stages]
+    assert made_again[0] > 0 and not any(made_again[1:])
+    full = search(job, msgspec.structs.replace(tight, recompute="full")).plan
+    assert full.prediction is not None
+    assert free.prediction.step_s < plan.prediction.step_s < full.prediction.step_s
+
+
+def test_stages_are_cut_by_memory_where_that_is_fastest() -> None:
+    job = job_of(deep(), 4)
+    pins = Constraints(pp=4, dp=1, microbatches=8)
+    free = search(job, pins).plan
+    assert free.prediction is not None
+    budget = max(free.prediction.peak_bytes) - 1
+    plan = search(job, msgspec.structs.replace(pins, memory_bytes=budget, recompute="none")).plan
+    assert plan.prediction is not None and max(plan.prediction.peak_bytes) <= budget
+    bounds = [(stage.first, stage.stop) for stage in plan.stages]
+    assert bounds != [(stage.first, stage.stop) for stage in free.stages]
+    either = search(job, msgspec.structs.replace(pins, memory_bytes=budget)).plan
+    assert either.prediction is not None and either.prediction.step_s <= plan.prediction.step_s
+
+
+def test_a_stage_that_keeps_too_much_is_sharded_more() -> None:
+    """Everything kept, nothing recomputed: what gives is where parameters, gradients and states lie."""
+    job = job_of(wide(), 4)
+    pins = Constraints(pp=2, recompute="none", microbatches=2)
+    free = search(job, pins).plan
+    assert free.prediction is not None
+    budget = round(0.85 * max(free.prediction.peak_bytes))
+    plan = search(job, msgspec.structs.replace(pins, memory_bytes=budget)).plan
+    assert plan.prediction is not None and max(plan.prediction.peak_bytes) <= budget
+    bounds = tuple((stage.first, stage.stop) for stage in free.stages)
+    same = search(job, msgspec.structs.replace(pins, memory_bytes=budget, stages=bounds)).plan
+    assert same.stages[0].params != free.stages[0].params
+
+
+def test_degrees_and_schedules_are_searched() -> None:
+    job = job_of(program(), 2)
+    found = search(job, Constraints(pp="auto", microbatches=4)).plan
+    assert found.prediction is not None
+    for degree, schedule in ((None, None), (2, "1f1b"), (2, "zb-v"), (2, "chimera")):
+        pinned = search(job, Constraints(pp=degree, schedule=schedule, microbatches=4)).plan
+        assert pinned.prediction is not None
+        assert found.prediction.step_s <= pinned.prediction.step_s
+    assert any("pp=1: " in note and "pp=2 " in note for note in found.notes)
+    four = job_of(program(), 4)
+    one = search(four, Constraints(pp="auto", schedule="1f1b", microbatches=4, tp=2)).plan
+    assert (len(one.stages), one.stages[0].mesh.size) == (2, 2)  # one stage has no schedule, four leave no tp=2
+    with pytest.raises(ConstraintError, match="stages with pp=auto"):
+        search(four, Constraints(pp="auto", stages=((0, 1), (1, 2))))
+    with pytest.raises(ConstraintError, match="no schedule 'nothing'"):
+        search(job, Constraints(pp="auto", schedule="nothing"))
 
 
 def test_a_pinned_pipeline_is_planned_and_runs() -> None:
@@ -65,5 +203,7 @@ def test_what_cannot_be_divided_is_said(pins: dict[str, object], message: str) -
 
 
 def test_a_pipeline_that_does_not_fit_says_by_how_much() -> None:
-    with pytest.raises(InfeasibleError, match=r"recompute=none: .* recompute=full: rank class \d peaks at"):
+    with pytest.raises(
+        InfeasibleError, match=r"for speed alone, rank class \d peaks at .* at best, of \d+ plans, rank"
+    ):
         search(job_of(program(), 2), Constraints(pp=2, microbatches=2, memory_bytes=1000))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from paraplan.ir.graph import Arg
 from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.strides import is_contiguous
+from paraplan.ir.strides import is_contiguous, view_strides
 from paraplan.ir.tensor import DTYPE_BYTES
 
 Values = Sequence[LocalValue | None]
@@ -30,8 +30,11 @@ def _compute(value: LocalValue | None) -> int:
 
 
 def _copied(value: LocalValue | None) -> int:
-    """Bytes of flattening a value: none where it is contiguous."""
-    return 0 if value is None or is_contiguous(value.shape, value.strides) else value.nbytes
+    """Bytes of flattening a value to rows: none where its leading dims merge, whatever its strides."""
+    if value is None or not value.shape:
+        return 0
+    rows = (math.prod(value.shape[:-1]), value.shape[-1])
+    return 0 if view_strides(value.shape, value.strides, rows) is not None else value.nbytes
 
 
 def _dropout_bytes(rows: int, columns: int) -> int:

@@ -18,7 +18,7 @@ from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
 from paraplan.ir.trace.recurrent import unrolled
 from paraplan.ir.trace.source import line_of_error
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, lazy_modules
-from paraplan.ir.trace.user_functions import recorded_functions
+from paraplan.ir.trace.user_functions import no_outside_numbers, recorded_functions
 
 LossFn = Callable[[object, dict[str, Tensor]], Tensor | dict[str, Tensor] | tuple[Tensor, ...]]
 _PREFIX = "model."
@@ -119,7 +119,8 @@ def export_loss(
     wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose).train(model.training)
     with mode, eager_masks(batch), lazy_modules(), recorded_functions() as functions:
         try:
-            program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
+            with no_outside_numbers():
+                program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             _keep_no_grad(program.graph_module)
             program = functional(program) or program.run_decompositions(unrolled())
         except CaptureError:
@@ -229,7 +230,7 @@ def _constant_value(value: object, name: str) -> Tensor:
 
 
 def _explain(fault: Exception) -> CaptureError:
-    line = line_of_error(fault) or "unknown line"
+    line = line_of_error(fault) or "somewhere in the forward"
     text = str(fault).strip().split("\n")[0]
     kind = type(fault).__name__
     if any(word in kind + str(fault) for word in ("DataDependent", "data-dependent", "unbacked", "DynamicOutputShape")):

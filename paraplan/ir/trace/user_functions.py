@@ -5,11 +5,14 @@ estimator or a surrogate slope would silently become the derivative of the forwa
 as one op (`paraplan::user_function`, with a number that says which function and which plain arguments), and once the
 graph is there that op becomes a call of the function itself. The joint trace then runs its forward and its backward,
 and what is recorded are the ops inside of them. torch's reentrant checkpoint is run as written: its backward is the
-derivative. Hooks on gradients are lost in the same way and have no place in a graph: they are refused.
+derivative. Hooks on gradients are lost in the same way and have no place in a graph: they are refused, as are numbers
+drawn from the generators of Python and numpy, which would be the same in every step.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -145,6 +148,26 @@ def recorded_functions() -> Iterator[Recorded]:
     finally:
         Tensor.register_hook = register  # type: ignore[method-assign]
         _RECORDING.reset(token)
+
+
+@contextmanager
+def no_outside_numbers() -> Iterator[None]:
+    """Under it, forward draws nothing from the generators of Python and numpy.
+
+    Raises:
+        RuntimeError: it did.
+    """
+    arrays: Any = sys.modules.get("numpy")
+    before = random.getstate(), None if arrays is None else str(arrays.random.get_state())
+    yield
+    drawn = "random" if random.getstate() != before[0] else ""
+    if arrays is not None and str(arrays.random.get_state()) != before[1]:
+        drawn = "numpy.random"
+    if drawn:
+        raise RuntimeError(
+            f"the forward draws from {drawn}, whose numbers would be constants, the same in every step; draw with "
+            "torch.rand and choose with torch.where, or pass them as an input"
+        )
 
 
 def refuse_hooks(model: nn.Module) -> None:

@@ -25,6 +25,11 @@ from paraplan.planner.milp import Status, solve
 _SEARCH_SHARE = 0.4
 """Of the time: kept for local search while the gap is above `_WIDE`."""
 _WIDE = 0.01
+_BACKEND = "mathopt-cpsat"
+"""Nearly all rows of a relaxation are clauses, and learning from conflicts proves far more of them than branching."""
+_FEW = 2
+"""New instants after a relaxation that was settled: the fewer, the longer relaxations are; twice as many after others,
+whose bounds come to little, for the plan's sake."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,10 @@ class Recomputation:
     def _refine(self) -> bool:
         """One relaxation and what follows from it; says whether another can tell more."""
         instants = tuple(sorted(self.instants))
-        relaxation = build_relaxation(self.arrays, instants, self.budget)
+        relaxation = build_relaxation(self.arrays, instants, self.budget, integral=True)
         solution = solve(
-            relaxation.milp, time_limit_s=max(0.1, self._relaxing_s / 3), relative_gap=min(self.limits.gap / 2, 1e-3),
+            relaxation.milp, backend=_BACKEND, time_limit_s=max(0.1, self._relaxing_s / 3),
+            relative_gap=min(self.limits.gap / 2, 1e-3),
             warm_start=None if self.best is None else relaxation.encode(self.best),
         )  # fmt: skip
         if solution.status is Status.INFEASIBLE:
@@ -136,7 +142,8 @@ class Recomputation:
         self._consider(start)
         if self.best is not None and self.gap > self.limits.gap:
             self._improve(self.limits.rounds, self.left_s / 4)
-        more = overflowing(start, self.budget, self.instants)
+        few = solution.status is Status.OPTIMAL
+        more = overflowing(start, self.budget, self.instants, _FEW if few else 2 * _FEW)
         self.instants |= more
         return bool(more) and len(self.instants) <= self.limits.instants
 

@@ -17,8 +17,9 @@ first instant everything is there that was made. Columns, for a tensor v and an 
 Where there are tiers, back[k, v], what is brought back, joins again[k, maker v] in all these (`relaxed_copies`).
 
 Every schedule in the given order satisfies this (count a segment's executions of an op once, and look at memory at the
-instants alone), so its bound is one for all of them. Source: Checkmate's ILP (Jain et al. 2020, section 4) with a stage
-per segment instead of one per op.
+instants alone), so its bound is one for all of them. All rows but the budgets' are clauses: with `resident` integral,
+which loses nothing, a solver that learns from conflicts proves in a second what branching does not in a minute. Source:
+Checkmate's ILP (Jain et al. 2020, section 4) with a stage per segment instead of one per op.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paraplan.planner.memory.bursts import add_bursts
 from paraplan.planner.memory.problem import GIVEN, Tier
 from paraplan.planner.memory.relaxed_copies import add_copies
 from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, Profile, gather
 from paraplan.planner.milp import Milp, MilpBuilder
+
+_SECONDS, _BYTES = 2.0**-36, 2.0**-26
+"""Units of the coefficients, in steps and budgets: what rounding them down takes from the bound is below 1e-8."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +48,7 @@ class Relaxation:
         resident: [instant, tensor] columns; -1 where it is 0 for certain.
         again: [instant, op] columns; -1 where it is 0 for certain.
         back: [instant, tensor] columns, likewise.
+        stays: [instant, tensor] columns of `bursts`; -1 where there is none.
     """
 
     instants: tuple[int, ...]
@@ -50,6 +56,7 @@ class Relaxation:
     resident: Ints
     again: Ints
     back: Ints
+    stays: Ints
 
     def residents(self, values: Floats) -> Bools:
         """[instant, tensor] of a solution, minimal for its reruns."""
@@ -78,6 +85,10 @@ class Relaxation:
             runs = profile.ops[position:until][rerun[position:until]]
             columns = self.again[k, runs]
             values[columns[columns >= 0]] = 1.0
+        for k, tensor in zip(*np.nonzero(self.stays >= 0), strict=True):
+            rerun = self.again[k, profile.arrays.maker[tensor]]
+            after = 1.0 if k + 1 == len(self.instants) else values[self.resident[k + 1, tensor]]
+            values[self.stays[k, tensor]] = after if rerun < 0 else max(0.0, after - values[rerun])
         return values
 
 
@@ -95,11 +106,16 @@ def useful(arrays: Arrays, instant: int) -> Bools:
 
 
 def build_relaxation(
-    arrays: Arrays, instants: tuple[int, ...], budget_bytes: int, tiers: tuple[Tier, ...] = (), rerun: bool = True
-) -> Relaxation:
-    """The program for some instants (ascending, each once); `rerun`: whether anything may be made again."""
+    arrays: Arrays, instants: tuple[int, ...], budget_bytes: int, tiers: tuple[Tier, ...] = (), rerun: bool = True,
+    integral: bool = False,
+) -> Relaxation:  # fmt: skip
+    """The program for some instants (ascending, each once).
+
+    `rerun`: whether anything may be made again; `integral`: with no continuous column, for solvers that want none, and
+    with the bytes inside bursts of reruns (`bursts`).
+    """
     builder = MilpBuilder()
-    builder.add_columns(1, lower=1.0, upper=1.0, objective=1.0)  # every op once, so that gaps are of the step
+    builder.add_columns(1, lower=1.0, upper=1.0, integer=integral, objective=1.0)  # every op once: gaps are of the step
     shape = (len(instants), arrays.num_tensors), (len(instants), arrays.num_ops)
     resident, again = np.full(shape[0], -1, np.int64), np.full(shape[1], -1, np.int64)
     scale_s = float(arrays.time_s.sum()) or 1.0
@@ -108,11 +124,13 @@ def build_relaxation(
         forced = np.zeros(arrays.num_tensors, bool)
         forced[[*arrays.problem.ops[instant].reads, *arrays.problem.ops[instant].makes]] = True
         at = np.flatnonzero(wanted | forced)
-        first = builder.add_columns(len(at), lower=forced[at].astype(float), upper=1.0)
+        first = builder.add_columns(len(at), lower=forced[at].astype(float), upper=1.0, integer=integral)
         resident[k, at] = first + np.arange(len(at))
         runs = np.unique(arrays.maker[wanted & (arrays.maker != GIVEN)])
         runs = runs[arrays.repeatable[runs] & (arrays.working[runs] <= budget_bytes) & rerun]
-        first = builder.add_columns(len(runs), upper=1.0, integer=True, objective=arrays.time_s[runs] / scale_s)
+        first = builder.add_columns(
+            len(runs), upper=1.0, integer=True, objective=_down(arrays.time_s[runs] / scale_s, _SECONDS)
+        )
         again[k, runs] = first + np.arange(len(runs))
     back = np.full(shape[0], -1, np.int64)
     if tiers:
@@ -127,8 +145,20 @@ def build_relaxation(
         at = np.flatnonzero(resident[k] >= 0)
         room = budget_bytes - arrays.base - int(arrays.workspace[instant])
         unit = float(max(budget_bytes, 1))
-        builder.add_row(resident[k, at], arrays.nbytes[at] / unit, upper=room / unit)
-    return Relaxation(instants, builder.build(), resident, again, back)
+        builder.add_row(
+            resident[k, at],
+            _down(arrays.nbytes[at] / unit, _BYTES),
+            upper=-float(_down(np.array(-room / unit), _BYTES)),
+        )
+    stays = np.full(shape[0], -1, np.int64)
+    if integral:
+        stays = add_bursts(builder, arrays, instants, resident, again, budget_bytes)
+    return Relaxation(instants, builder.build(), resident, again, back, stays)
+
+
+def _down(values: Floats, unit: float) -> Floats:
+    """Rounded down to multiples of a unit, a power of two: solvers over integers scale such coefficients exactly."""
+    return np.asarray(np.floor(values / unit) * unit)
 
 
 class _Rows:

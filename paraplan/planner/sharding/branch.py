@@ -96,11 +96,11 @@ class Branching:
             return np.inf
         kept = tuple(keep[inside] for keep, inside in zip(node.kept, inner, strict=True))
         ascent = Ascent(self.network.restricted(kept), self.weights, self.stop, max(TIGHT, 0.05 * self.gap))
-        self._offered(kept, ascent.start(self.weights, node.point.multipliers, node.point.messages))
+        self._offered(kept, ascent.start(self.weights, node.point.multipliers, node.point.messages, self._enough()))
         for _ in range(STEPS):
             if ascent.best.bound >= self._enough() or time.perf_counter() > self.stop:
                 break
-            point, ceiling = ascent.step()
+            point, ceiling = ascent.step(self._enough())
             self._offered(kept, point)
             if ceiling - ascent.best.bound <= 0.1 * self.gap * abs(ascent.best.bound):
                 break

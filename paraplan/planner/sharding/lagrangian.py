@@ -30,6 +30,13 @@ BOX = 0.1
 """Where multipliers start to be looked for, in units of the work of all streams per limit: far out, messages start from
 nothing; the box grows while it holds them back."""
 
+DECODED = 1e-3
+"""Choices are read off new messages once the bound rises by less between two looks, relatively: it costs a sweep."""
+
+BEYOND, FAR = 0.3, 32.0
+"""Where a bound may become enough, what is missing and so much more is aimed at, for bounds lie below their cuts; up to
+so many times the best multipliers."""
+
 SWEEPS = 200
 """At most so many an evaluation; a dozen is usual."""
 
@@ -91,11 +98,10 @@ def evaluate(
         stop: `time.perf_counter()` at which to come back with what there is.
         warm: messages to start from.
         gap: relative difference of bound and choices at which to stop.
-        enough: a bound at which to stop.
+        enough: a bound at which to stop; sweeps that come a hundredth nearer to it are worth going on.
     """
-    messages = Messages(network, *scalarised(network, weights, multipliers))
-    if warm is not None:
-        messages.warm(warm)
+    messages = Messages(network, *scalarised(network, weights, multipliers), warm)
+    offset = float(multipliers @ network.limits())
     best: tuple[float, list[int]] | None = None
     bound = last = -np.inf
     for count in range(SWEEPS):
@@ -103,24 +109,23 @@ def evaluate(
         if count % 4 != 3 and not (warm is not None and count == 1):
             continue
         bound = messages.bound()
-        choices = messages.decode()
-        cost = messages.cost(choices)
-        if best is None or cost < best[0]:
-            best = cost, choices
-        scale = max(abs(best[0]) if np.isfinite(best[0]) else abs(bound), 1e-300)
-        if (
-            bound >= enough
-            or best[0] - bound <= gap * scale
-            or bound - last <= max(0.1 * gap, 1e-5) * scale
-            or time.perf_counter() > stop
-        ):
+        scale = max(abs(bound if best is None else min(best[0], abs(bound))), 1e-300)
+        to_do = max(enough + offset - bound, 0.0)
+        stalled = bound - last <= max(0.1 * gap * scale, 1e-5 * scale, 0.01 * to_do if np.isfinite(to_do) else 0.0)
+        ends = stalled or to_do <= 0.0 or time.perf_counter() > stop or count + 1 == SWEEPS
+        if ends or bound - last <= DECODED * scale or count == 1:
+            choices = messages.decode()
+            cost = messages.cost(choices)
+            if best is None or cost < best[0]:
+                best = cost, choices
+            ends |= best[0] - bound <= gap * scale
+        if ends:
             break
         last = bound
     assert best is not None
     chosen = tuple(best[1])
     slack = network.activity(chosen) - network.limits()
-    level = bound - float(multipliers @ network.limits())
-    return Point(weights, multipliers, level, chosen, network.work(chosen), slack, messages)
+    return Point(weights, multipliers, bound - offset, chosen, network.work(chosen), slack, messages)
 
 
 class Ascent:
@@ -143,35 +148,38 @@ class Ascent:
         """The point with the best bound."""
         return max(self.points, key=lambda point: point.bound)
 
-    def start(self, weights: Floats, multipliers: Floats, warm: Messages | None = None) -> Point:
-        """Evaluate at a point."""
-        point = evaluate(self.network, weights, multipliers, self.stop, warm, self.gap)
+    def start(
+        self, weights: Floats, multipliers: Floats, warm: Messages | None = None, enough: float = np.inf
+    ) -> Point:
+        """Evaluate at a point, up to a bound that is enough."""
+        point = evaluate(self.network, weights, multipliers, self.stop, warm, self.gap, enough)
         self.points.append(point)
         return point
 
-    def step(self) -> tuple[Point, float]:
+    def step(self, enough: float = np.inf) -> tuple[Point, float]:
         """Evaluate where the cuts allow most; the new point, and what no bound can exceed (+inf while not known)."""
         weights, multipliers, ceiling = self._master()
         best = self.best
+        if self.weights is not None and best.bound < enough < ceiling:
+            aim = min(enough + BEYOND * (enough - best.bound), 0.5 * (enough + ceiling))
+            if (nearest := self._reaching(aim)) is not None:
+                return self.start(weights, nearest, self.points[-1].messages, enough), ceiling
         mixed = 0.8 * multipliers + 0.2 * best.multipliers
         if self.weights is None:
             weights = 0.8 * weights + 0.2 * best.weights
-        return self.start(weights, mixed, self.points[-1].messages), ceiling
+        return self.start(weights, mixed, self.points[-1].messages, enough), ceiling
 
     def _master(self) -> tuple[Floats, Floats, float]:
         """The weights and multipliers that maximise the least of the cuts, and that value."""
         streams, rows = self.network.num_streams, len(self.network.rows)
-        scale = max(float(abs(point.work.sum())) for point in self.points)
         builder = MilpBuilder()
         low, high = (np.zeros(streams), np.ones(streams)) if self.weights is None else (self.weights, self.weights)
         first = builder.add_columns(streams, lower=low, upper=high)
-        extra = builder.add_columns(rows, upper=self.box)  # in units of the scale, so that the LP is well scaled
+        extra = builder.add_columns(rows, upper=self.box)
         level = builder.add_columns(1, lower=-np.inf, objective=-1.0)
         if self.weights is None:
             builder.add_row(range(first, first + streams), np.ones(streams), 1.0, 1.0)
-        for point in self.points:
-            columns = [*range(first, first + streams), *range(extra, extra + rows), level]
-            builder.add_row(columns, [*(point.work / scale).tolist(), *point.slack.tolist(), -1.0], 0.0, np.inf)
+        scale = self._cuts(builder, first, extra, level)
         found = solve(builder.build(), relax=True)
         assert found.values is not None
         multipliers = found.values[extra : extra + rows]
@@ -179,3 +187,30 @@ class Ascent:
         if (multipliers >= self.box * (1 - 1e-9)).any():
             self.box, ceiling = self.box * 4.0, np.inf
         return found.values[:streams], multipliers * scale, ceiling
+
+    def _cuts(self, builder: MilpBuilder, first: int, extra: int, level: int) -> float:
+        """Rows: no cut lies below the level. In units of the scale, so that the LP is well scaled; the scale."""
+        streams, rows = self.network.num_streams, len(self.network.rows)
+        scale = max(float(abs(point.work.sum())) for point in self.points)
+        for point in self.points:
+            columns = [*range(first, first + streams), *range(extra, extra + rows), level]
+            builder.add_row(columns, [*(point.work / scale).tolist(), *point.slack.tolist(), -1.0], 0.0, np.inf)
+        return scale
+
+    def _reaching(self, aim: float) -> Floats | None:
+        """The multipliers nearest to the best at which no cut lies below a value; None where there are none."""
+        assert self.weights is not None
+        streams, rows = self.network.num_streams, len(self.network.rows)
+        scale = max(float(abs(point.work.sum())) for point in self.points)
+        known = self.best.multipliers / scale
+        builder = MilpBuilder()
+        first = builder.add_columns(streams, lower=self.weights, upper=self.weights)
+        extra = builder.add_columns(rows, upper=np.maximum(FAR * known, BOX))
+        level = builder.add_columns(1, lower=aim / scale, upper=aim / scale)
+        away = builder.add_columns(rows, objective=1.0)
+        self._cuts(builder, first, extra, level)
+        for row in range(rows):
+            for sign in (1.0, -1.0):
+                builder.add_row([away + row, extra + row], [1.0, sign], sign * float(known[row]), np.inf)
+        found = solve(builder.build(), relax=True)
+        return None if found.values is None else found.values[extra : extra + rows] * scale

@@ -19,6 +19,7 @@ Source: sequential reweighted message passing, Kolmogorov 2015 (TRW-S for pairs:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
 
 import numpy as np
@@ -45,50 +46,87 @@ class _Factor:
     """A factor's scalar cost [have, want] and its messages, source first; absent layouts have message -inf.
 
     Only layouts some variable still means are kept: `numbers` says which rows and columns of the network's factor.
+    `absent` says of each place whether its layouts are fewer than the factor's (another reader's are among those).
     """
 
     def __init__(self, variables: tuple[int, ...], layouts: tuple[Ints, ...], cost: Floats) -> None:
         rows, columns = np.unique(layouts[0]), np.unique(np.concatenate(layouts[1:]))
         self.numbers = rows, columns
-        layouts = (np.searchsorted(rows, layouts[0]), *(np.searchsorted(columns, wants) for wants in layouts[1:]))
-        cost = np.ascontiguousarray(cost[np.ix_(rows, columns)])
-        self.variables, self.layouts, self.cost = variables, layouts, cost
+        self.variables = variables
+        self.layouts = (np.searchsorted(rows, layouts[0]), *(np.searchsorted(columns, wants) for wants in layouts[1:]))
         self.groupings = groupings(len(variables) - 1)
         self.messages: list[Floats] = []
         self.present: list[Ints] = []
+        self.absent: list[bool] = []
         self._order: list[Ints] = []
         self._starts: list[Ints] = []
-        for place, numbers in enumerate(layouts):
+        for place, numbers in enumerate(self.layouts):
             order = np.argsort(numbers, kind="stable")
             present, starts = np.unique(numbers[order], return_index=True)
-            message = np.full(cost.shape[min(place, 1)], -np.inf)
+            message = np.full(len(self.numbers[min(place, 1)]), -np.inf)
             message[present] = 0.0
             self.messages.append(message)
             self.present.append(present)
+            self.absent.append(len(present) < len(message))
             self._order.append(order)
             self._starts.append(starts)
+        self._take(cost)
+
+    def _take(self, cost: Floats) -> None:
+        self.cost = np.ascontiguousarray(cost[np.ix_(*self.numbers)])
+        self._turned = np.ascontiguousarray(self.cost.T)  # minima along the first axis are quicker
+
+    def again(self, cost: Floats) -> _Factor:
+        """The same factor at another cost, its messages taken over."""
+        found = copy(self)
+        found.messages = [message.copy() for message in self.messages]
+        found._take(cost)
+        return found
 
     def least(self, place: int, costs: Floats) -> Floats:
-        """[present layout] the least of a variable's option costs that mean it."""
-        return np.minimum.reduceat(costs[self._order[place]], self._starts[place])
+        """[layout] the least of a variable's option costs that mean it; 0 where none does."""
+        found: Floats = np.minimum.reduceat(costs.take(self._order[place]), self._starts[place])
+        if not self.absent[place]:
+            return found
+        full = np.zeros(len(self.messages[place]))
+        full[self.present[place]] = found
+        return full
+
+    def collect(self, place: int) -> Floats:
+        """[layout] the min-marginal of one variable's layouts, moved into its message; 0 where no option means one."""
+        found = self.marginal(place)
+        if self.absent[place]:
+            full = np.zeros(len(found))
+            full[self.present[place]] = found[self.present[place]]
+            found = full
+        self.messages[place] += found
+        return found
 
     def beside(self, place: int, others: Sequence[int]) -> Floats:
         """[layout] the factor's cost given the options of all other variables, in their order."""
+        if len(others) == 1:
+            layout = int(self.layouts[1 - place][others[0]])
+            return self._turned[layout] if place == 0 else self.cost[layout]
         layouts = [numbers for number, numbers in enumerate(self.layouts) if number != place]
         numbers = [int(layout[choice]) for layout, choice in zip(layouts, others, strict=True)]
         if place == 0:
-            return np.asarray(self.cost[:, list(dict.fromkeys(numbers))].sum(1))
+            return np.asarray(self._turned[list(dict.fromkeys(numbers))].sum(0))
         have, wants = numbers[0], list(dict.fromkeys(numbers[1:]))
         found = self.cost[have].copy()
         found[wants] = 0.0  # asked for anyway
         return found + self.cost[have, wants].sum()
 
+    def opposite(self, place: int) -> Floats:
+        """[layout] of a factor of two variables, the least cost given one's layout, less the other's message."""
+        table, message = (self._turned, self.messages[1]) if place == 0 else (self.cost, self.messages[0])
+        found: Floats = np.minimum.reduce(table - message[:, None], axis=0)
+        return found
+
     def marginal(self, place: int, messages: Sequence[Floats] | None = None) -> Floats:
         """[layout] the factor's least cost, messages taken away, given the layout of one variable."""
         m = self.messages if messages is None else messages
-        if len(self.variables) == 2:
-            found: Floats = (self.cost - m[1]).min(1) - m[0] if place == 0 else (self.cost.T - m[0]).min(1) - m[1]
-            return found
+        if len(self.variables) == 2 and messages is None:
+            return self.opposite(place) - m[place]
         best = np.full(len(m[place]), np.inf)
         group_costs: dict[tuple[int, ...], Floats] = {}
         group_minima: dict[tuple[int, ...], Floats] = {}
@@ -96,13 +134,13 @@ class _Factor:
             for group in groups:
                 if group not in group_costs:
                     group_costs[group] = self.cost - sum(m[1 + reader] for reader in group)
-                    group_minima[group] = group_costs[group].min(1)
+                    group_minima[group] = np.minimum.reduce(group_costs[group], axis=1)
             if place == 0:
                 np.minimum(best, sum(group_minima[group] for group in groups) - m[0], out=best)
                 continue
             mine = next(group for group in groups if place - 1 in group)
             rest = sum((group_minima[group] for group in groups if group is not mine), -m[0])
-            np.minimum(best, (group_costs[mine] + rest[:, None]).min(0), out=best)
+            np.minimum(best, np.minimum.reduce(group_costs[mine] + rest[:, None], axis=0), out=best)
         return best
 
 
@@ -113,31 +151,38 @@ class Messages:
         network: the problem; its rows are not looked at.
         unary: per variable, [option] cost.
         pairs: per factor, [have, want] cost.
+        warm: messages to start from, of a network with these options and perhaps more: any messages give a bound.
     """
 
-    def __init__(self, network: Network, unary: Sequence[Floats], pairs: Sequence[Floats]) -> None:
+    def __init__(
+        self, network: Network, unary: Sequence[Floats], pairs: Sequence[Floats], warm: Messages | None = None
+    ) -> None:
+        self.network = network
         self.unary = [np.array(costs) for costs in unary]
-        self.factors = [
-            _Factor(factor.variables, (factor.have, *factor.wants), cost)
-            for factor, cost in zip(network.factors, pairs, strict=True)
-        ]
+        self.factors: list[_Factor]
+        if warm is not None and warm.network is network:
+            self.factors = [factor.again(cost) for factor, cost in zip(warm.factors, pairs, strict=True)]
+        else:
+            self.factors = [
+                _Factor(factor.variables, (factor.have, *factor.wants), cost)
+                for factor, cost in zip(network.factors, pairs, strict=True)
+            ]
+            if warm is not None:
+                self._take_over(warm)
         self.costs = [costs.copy() for costs in self.unary]
         self.touching: list[list[tuple[_Factor, int]]] = [[] for _ in unary]
         for factor in self.factors:
             for place, variable in enumerate(factor.variables):
                 self.touching[variable].append((factor, place))
+                if warm is not None:
+                    self.costs[variable] += factor.messages[place][factor.layouts[place]]
         self._forward = True
 
-    def warm(self, other: Messages) -> None:
-        """Take over the messages of a network with these options and perhaps more: any messages give a bound."""
-        for factor, known in zip(self.factors, other.factors, strict=True):
+    def _take_over(self, warm: Messages) -> None:
+        for factor, known in zip(self.factors, warm.factors, strict=True):
             for place, (mine, theirs) in enumerate(zip(factor.messages, known.messages, strict=True)):
                 present, side = factor.present[place], min(place, 1)
                 mine[present] = theirs[np.searchsorted(known.numbers[side], factor.numbers[side][present])]
-        for variable, touching in enumerate(self.touching):
-            self.costs[variable] = self.unary[variable].copy()
-            for factor, place in touching:
-                self.costs[variable] += factor.messages[place][factor.layouts[place]]
 
     def sweep(self) -> None:
         """Visit every variable once; the next sweep goes the other way."""
@@ -150,10 +195,7 @@ class Messages:
         costs = self.costs[variable]
         ahead, behind = [], 0
         for factor, place in self.touching[variable]:
-            marginal = factor.marginal(place)
-            present = factor.present[place]
-            factor.messages[place][present] += marginal[present]
-            costs = costs + marginal[factor.layouts[place]]
+            costs = costs + factor.collect(place).take(factor.layouts[place])
             ordered = [step * other for other in factor.variables]
             if max(ordered) > step * variable:
                 ahead.append((factor, place))
@@ -162,10 +204,8 @@ class Messages:
             share = 1.0 / max(len(ahead), behind)
             handed = [(factor, place, factor.least(place, costs) * share) for factor, place in ahead]
             for factor, place, back in handed:
-                full = np.zeros(len(factor.messages[place]))
-                full[factor.present[place]] = back
-                factor.messages[place] -= full
-                costs = costs - full[factor.layouts[place]]
+                factor.messages[place] -= back
+                costs = costs - back.take(factor.layouts[place])
         self.costs[variable] = costs
 
     def bound(self) -> float:
@@ -216,6 +256,8 @@ class Messages:
         others = [fixed[variable] for number, variable in enumerate(factor.variables) if number != place]
         if None not in others:
             return factor.beside(place, [choice for choice in others if choice is not None])
+        if len(others) == 1:
+            return factor.opposite(place)
         messages: list[Floats] = []
         for other, (variable, layouts, message) in enumerate(
             zip(factor.variables, factor.layouts, factor.messages, strict=True)

@@ -178,15 +178,24 @@ def solve_mesh(
     return Candidate(made.plan, made.simulation, float(work.sum()), bound_s, status, solve_s, binds)
 
 
-def choose(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits) -> Decisions:
-    """The sharding of least work on a mesh, memory left out; nothing is lowered or simulated, so depth costs nothing.
+def choose(
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits,
+    kept_bytes: float | None = None,
+) -> Decisions:  # fmt: skip
+    """The sharding of least work on a mesh, memory of activations left out; nothing is lowered or simulated, so depth
+    costs nothing.
 
+    Args:
+        job, mesh, num_microbatches, constraints, limits: as for `solve_mesh`.
+        kept_bytes: what parameters, gradients and states may take; None for no limit.
     Raises:
         InfeasibleError: proved: the constraints leave no sharding.
         SolverLimitError: the time limit passed first.
     """
     space = problem_of(job, mesh, num_microbatches, constraints)
-    found = optimise(formulate(space).network, limits.time_s, limits.relative_gap, limits.backend)
+    rows = () if kept_bytes is None else memory_rows(space, kept_bytes, activations=False)
+    network = with_rows(formulate(space).network, rows)
+    found = optimise(network, limits.time_s, limits.relative_gap, limits.backend)
     if found.choices is None:
         _fail(job, space, found, limits, proved=True)
     assert found.choices is not None

@@ -69,8 +69,10 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V // 2, -1, V // 2)
     yield from attention_cases(draw, seed)
     yield from expert_cases(draw)
-    for columns in (V, 20_000):
-        logits = draw(B, S, columns)
+    # Of the last two, laid out as a convolution leaves them, the leading dims merge only where there is one image.
+    images = [draw(n, columns, 4, 8).permute(0, 2, 3, 1) for n, columns in ((1, 20_000), (2, 10_000))]
+    for logits in (draw(B, S, V), draw(B, S, 20_000), *images):
+        labels = torch.randint(0, logits.shape[-1], logits.shape[:-1])
         top = resolve("paraplan.ce_max")(logits)
         total = resolve("paraplan.ce_sumexp")(logits, top)
         target = resolve("paraplan.ce_target")(logits, labels, -100, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -184,3 +185,27 @@ def test_nested_inputs_are_refused_by_name() -> None:
 
     with pytest.raises(CaptureError, match="input 'more' of Nested is a dict that holds tensors"):
         capture(Nested(), {"x": X["x"], "more": {"y": X["x"]}})
+
+
+def test_numbers_from_elsewhere_are_refused() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x * random.random()
+
+    with pytest.raises(CaptureError, match="draws from random, whose numbers would be constants"):
+        capture(Written(scaled), X)
+
+
+def test_the_largest_of_a_bag() -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.EmbeddingBag(10, 8, mode="max")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.rows(ids).pow(2).mean()
+
+    torch.manual_seed(0)
+    model, ids = Bag().double(), {"ids": torch.randint(0, 10, (8, 5))}
+    program = capture(model, ids, precision="fp64")
+    assert all(op.rule is None for kind in program.kinds for op in kind.graph.ops)
+    assert worst_error(run(program, model, ids)[1], eager(model, ids, "fp64", None)[1]) <= 1e-12

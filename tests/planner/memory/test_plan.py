@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.ir.errors import InfeasibleError
+from paraplan.planner.memory import bursts
 from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.exact import search_states
 from paraplan.planner.memory.improve import improve
@@ -19,6 +20,7 @@ from paraplan.planner.memory.relaxation import build_relaxation
 from paraplan.planner.memory.reruns import Arrays, profile_of, with_first, without_dead
 from paraplan.planner.memory.schedule import evaluate, freeing
 from paraplan.planner.memory.squeeze import polish, squeeze
+from paraplan.planner.milp import Status, solve
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain, random_step
 
@@ -74,10 +76,46 @@ def test_every_schedule_is_a_point_of_the_relaxation(seed: int) -> None:
     pairs = [t * n + j for t in range(n) for j in range(t) if draw.random() < draw.choice((0.02, 0.2))]
     profile = without_dead(profile_of(arrays, with_first(arrays, np.array(pairs, np.int64))))
     instants = tuple(sorted(draw.sample(range(n), draw.randint(1, 5))))
-    relaxation = build_relaxation(arrays, instants, profile.peak)
+    relaxation = build_relaxation(arrays, instants, profile.peak, integral=seed % 2 == 0)
     point = relaxation.encode(profile)
     assert relaxation.milp.is_solution(point)
     assert relaxation.milp.evaluate(point) * problem.compute_s <= problem.compute_s + profile.recomputed_s + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_relaxation_has_one_optimum_with_integers_alone_and_without(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    problem = chain(10) if seed == 0 else random_step(seed, 24)
+    arrays = Arrays(problem)
+    budget = max(round(0.6 * budgets(problem).stop), int(arrays.working.max()))
+    instants = tuple(sorted(draw.sample(range(arrays.num_ops), 4)))
+    monkeypatch.setattr(bursts, "_LARGE", np.inf)
+    mixed = solve(build_relaxation(arrays, instants, budget).milp)
+    clauses = solve(build_relaxation(arrays, instants, budget, integral=True).milp, backend="mathopt-cpsat")
+    assert mixed.status is clauses.status
+    assert clauses.objective == pytest.approx(mixed.objective, rel=1e-6)
+    assert clauses.bound <= mixed.objective * (1 + 1e-6)
+
+
+def test_bytes_inside_bursts_raise_the_bound_and_keep_it_true() -> None:
+    """At one instant each, against the relaxation without them and the optimum."""
+    raised = 0
+    for seed in range(24):
+        problem = chain(5) if seed % 4 == 0 else random_step(seed, 6)
+        arrays = Arrays(problem)
+        draw = random.Random(seed)
+        budget = draw.choice(budgets(problem)[1:])
+        best = least(problem, budget, in_order=True)
+        instants = tuple(sorted(draw.sample(range(arrays.num_ops), 2)))
+        without = solve(build_relaxation(arrays, instants, budget).milp)
+        inside = solve(build_relaxation(arrays, instants, budget, integral=True).milp, backend="mathopt-cpsat")
+        assert inside.bound >= without.objective * (1 - 1e-6) or without.status is not Status.OPTIMAL
+        if best is not None:
+            assert inside.bound * problem.compute_s <= best[0] * (1 + 1e-6)
+        raised += inside.bound > without.objective * (1 + 1e-6)
+    assert raised
 
 
 @pytest.mark.parametrize("seed", range(20))
