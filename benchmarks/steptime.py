@@ -7,12 +7,14 @@ the copier are those of training, with other leaves (`benchmarks.sleeping`), so 
 says of order, overlap and waiting, not what kernels cost on this machine. Links are slow enough for communication to
 matter.
 
-`predicted_s` is the simulated step times `scale`, which makes it STEP_S long; `measured_s` is the median over ROUNDS
+`predicted_s` is the simulated step times `scale`, which makes it STEP_S long, or FLIGHT_S for each of a rank's
+collectives, messages and copies where that is longer; `measured_s` is the median over ROUNDS
 steps of the time until the last rank has ended its step; `clock_s` is the same by the ranks' clocks, which a busy
 machine does not stretch; `error_percent` is of the measured. The last row has the median and worst error, and how well
 the predicted (unscaled) steps rank the plans (Spearman).
 
-    python -m benchmarks.steptime [--only "^4 pp"] [--json FILE [--resume]]     ROUNDS=3 STEP_S=2 (environment)
+    python -m benchmarks.steptime [--only "^4 pp"] [--json FILE [--resume]]
+    ROUNDS=3, STEP_S=2, FLIGHT_S=0.01 (environment)
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec, Link
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
+from paraplan.ir.rank_program import RankProgram, StepKind
 from paraplan.ir.struct import to_json
 from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
@@ -49,6 +52,8 @@ COLUMNS = (
     *("plans", "worst_percent", "spearman"),
 )
 BATCH, SEQ, MICROBATCHES = 32, 32, 4
+FLIGHT_S = float(os.environ.get("FLIGHT_S", "0.01"))
+"""A step is at least so long for each of its collectives, messages and copies: threads that meet have to wake up."""
 NODE = 4
 PINS: dict[str, dict[str, Any]] = {
     "4 dp": {"dp": 4, "zero": 0},
@@ -120,8 +125,10 @@ def pinned(name: str) -> Plan:
 def timed(plan: Plan) -> Row:
     """One plan's step, simulated and on processes."""
     rounds, step_s = int(os.environ.get("ROUNDS", "3")), float(os.environ.get("STEP_S", "2"))
-    simulated = simulate_plan(plan, verify_plan(plan)).step_s
-    scale = step_s / simulated
+    programs = verify_plan(plan)
+    simulated = simulate_plan(plan, programs).step_s
+    flights = max(map(num_flights, programs))
+    scale = max(step_s, FLIGHT_S * flights) / simulated
     with tempfile.TemporaryDirectory() as folder:
         path, found = Path(folder) / "plan.json", Path(folder) / "row.json"
         path.write_bytes(to_json(plan))
@@ -135,8 +142,15 @@ def timed(plan: Plan) -> Row:
     return {
         "mesh": "x".join(map(str, plan.stages[0].mesh.shape)), "stages": len(plan.stages), "step_ms": 1e3 * simulated,
         "predicted_s": scale * simulated, "error_percent": 100 * (scale * simulated / row["measured_s"] - 1),
-        "scale": scale, "load": max(before, os.getloadavg()[0]), **row,
+        "scale": scale, "flights": flights, "load": max(before, os.getloadavg()[0]), **row,
     }  # fmt: skip
+
+
+def num_flights(program: RankProgram) -> int:
+    """How often a rank hands something to a thread of its streams in a step."""
+    per_block = {name: sum(instr.issues for instr in block.instrs) for name, block in program.blocks.items()}
+    begins = (StepKind.SEND, StepKind.RECV)
+    return sum(per_block[step.block] if step.block else int(step.kind in begins) for step in program.steps)
 
 
 def summary(rows: Sequence[Row]) -> Row:

@@ -296,6 +296,7 @@ def run(
     weights: Annotated[
         str | None, typer.Option(metavar="FILE|DIR", help="safetensors to start from; initialised from --seed without.")
     ] = None,
+    record: Annotated[str | None, typer.Option(metavar="FILE", help="Times of its ops, for paraplan learn.")] = None,
     compile_blocks: Annotated[
         bool, typer.Option("--compile", help="Through torch.compile, each block checked against eager first.")
     ] = False,
@@ -304,7 +305,7 @@ def run(
     """Train a plan for some steps, on local processes or under torchrun."""
     options = {
         "steps": steps, "data": data, "lr": lr, "seed": seed, "check": check, "model": model, "clip": clip,
-        "weights": weights, "compile": compile_blocks,
+        "weights": weights, "compile": compile_blocks, "record": record,
     }  # fmt: skip
     if "RANK" in os.environ:
         _run_rank(path, options, as_json)

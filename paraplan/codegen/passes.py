@@ -83,7 +83,7 @@ def _functional(
     if kind == "all_reduce":
         return c10d.all_reduce.default, (source, reduction, group)
     if kind == "all_gather":
-        return c10d.all_gather_into_tensor.default, (source, size, group)
+        return ops.gather, (source, size, group)
     if kind == "reduce_scatter":
         return c10d.reduce_scatter_tensor.default, (source, reduction, size, group)
     if kind == "all_to_all":

@@ -37,6 +37,7 @@ COMPUTE = "compute"
 COPY = "copy"
 UPDATE = "update"
 OUT, IN = "out", "in"
+FILL_TAIL = "paraplan.fill_tail_"
 _MANY = 1 << 50  # bytes of a collective beside which no latency counts
 
 
@@ -132,23 +133,17 @@ class Costs:
 
     def _lowered_s(self, block: Block, instr: Instr, outputs: Outs) -> float:
         """Seconds of a lowered op, by its own strides and arguments where they were measured."""
-        inputs = tuple([block.values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))])
-        flag = variant(instr.target, instr.args, instr.kwargs)
+        inputs, flag, strides, detail = _signature(block, instr)
         shape = shape_key(instr.target, flag, inputs, outputs)
-        strides = [odd_strides(x.shape, x.strides) for x in inputs]
-        detail = detail_of(instr.target, instr.args, instr.kwargs)
         full = full_key(shape, strides, detail)
         if full not in self._lowered:
             work = _work(instr.target, flag, inputs, outputs, instr.work)
             seconds, how = self._slowest_s(instr.target, shape, full, work)
-            self._lowered[full] = (
-                OpTime(
-                    target=instr.target, flag=int(flag), seconds=seconds, samples=int(how == MEASURED), detail=detail,
-                    inputs=tuple(Measured(x.dtype, x.shape, lie) for x, lie in zip(inputs, strides, strict=True)),
-                    outputs=tuple(None if x is None else Measured(x.dtype, x.shape) for x in outputs),
-                ),
-                how,
+            op = OpTime(
+                target=instr.target, flag=flag, seconds=seconds, samples=int(how == MEASURED), detail=detail,
+                inputs=_tensors(inputs, strides), outputs=_made(outputs),
             )  # fmt: skip
+            self._lowered[full] = op, how
         return self._lowered[full][0].seconds
 
     def update_s(self, param_bytes: tuple[int, ...], read_bytes: int, write_bytes: int) -> float:
@@ -273,7 +268,7 @@ class Costs:
             return self.copy_s(instr.tier, inputs[0].nbytes)
         outputs = tuple([None if name is None else values[name] for name in instr.outs])
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
-        if instr.target == "paraplan.fill_tail_":
+        if instr.target == FILL_TAIL:
             return self.memory_s(0, tail_bytes(instr.args, inputs[0]))
         if instr.target == GROW:
             return self.memory_s(inputs[0].nbytes + inputs[1].nbytes, inputs[0].nbytes)
@@ -312,6 +307,36 @@ def copy_stream(tier: str, way: str) -> str:
 def update_stream(tier: str) -> str:
     """The stream of updates done on a tier: "update:host"."""
     return f"{UPDATE}:{tier}"
+
+
+def lowered_op(block: Block, instr: Instr) -> OpTime | None:
+    """An instruction as a profile knows it, without a time; None for what no profile is asked about."""
+    made = [(name, None if name is None else block.values[name]) for name in instr.outs]
+    whole = [(name, out) for name, out in made if out is not None]
+    moves = instr.target in (FILL_TAIL, GROW, PUT, ROOM) or is_free(instr.target)
+    if instr.kind is not InstrKind.OP or moves or (whole and all(_is_view(name, out) for name, out in whole)):
+        return None
+    inputs, flag, strides, detail = _signature(block, instr)
+    return OpTime(
+        target=instr.target, flag=flag, seconds=0.0, samples=0, detail=detail, inputs=_tensors(inputs, strides),
+        outputs=_made(tuple([out for _, out in made])),
+    )  # fmt: skip
+
+
+def _signature(block: Block, instr: Instr) -> tuple[tuple[LocalValue, ...], int, list[tuple[int, ...]], str]:
+    """What an op is looked up by: inputs, what changes its work, strides that are not row-major, other arguments."""
+    inputs = tuple([block.values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))])
+    flag = int(variant(instr.target, instr.args, instr.kwargs))
+    strides = [odd_strides(x.shape, x.strides) for x in inputs]
+    return inputs, flag, strides, detail_of(instr.target, instr.args, instr.kwargs)
+
+
+def _tensors(inputs: tuple[LocalValue, ...], strides: list[tuple[int, ...]]) -> tuple[Measured, ...]:
+    return tuple(Measured(x.dtype, x.shape, lie) for x, lie in zip(inputs, strides, strict=True))
+
+
+def _made(outputs: Outs) -> tuple[Measured | None, ...]:
+    return tuple(None if x is None else Measured(x.dtype, x.shape) for x in outputs)
 
 
 def _is_view(name: str | None, value: LocalValue) -> bool:

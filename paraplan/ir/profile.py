@@ -128,6 +128,22 @@ class Profile(Value, frozen=True, kw_only=True):
     collectives: tuple[CollectiveTime, ...] = ()
 
 
+class RunTimes(Value, frozen=True, kw_only=True):
+    """What a run of a plan took: the file that `run --record` writes and `learn` reads.
+
+    Attributes:
+        version: of the format.
+        predicted_s: the plan's step as it was priced.
+        step_s: every step measured.
+        seen: times of its ops, each the median over the steps and ranks that ran it.
+    """
+
+    version: int = 1
+    predicted_s: float
+    step_s: tuple[float, ...]
+    seen: Profile
+
+
 def shape_key(target: str, flag: int, inputs: Sequence[Spec], outputs: Sequence[Spec | None]) -> str:
     """What an op's time is looked up by before lowering."""
     return f"{target};{int(flag)};{_specs(inputs)};{_specs(outputs)}"

@@ -41,7 +41,7 @@ def calls(size: int, group: str) -> dict[str, Call]:
 
     return {
         "all_reduce": lambda x: c10d.all_reduce(x, "sum", group),
-        "all_gather": lambda x: c10d.all_gather_into_tensor(x, size, group),
+        "all_gather": lambda x: ops.gather(x, size, group),
         "reduce_scatter": lambda x: c10d.reduce_scatter_tensor(x, "sum", size, group),
         "all_to_all": all_to_all,
         "permute": lambda x: ops.permute(x, size, group),

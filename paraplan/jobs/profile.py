@@ -29,7 +29,7 @@ from paraplan.jobs.detect import catalog_name
 from paraplan.jobs.files import cpu_name
 from paraplan.jobs.local_ops import LocalOp, families, moves
 from paraplan.jobs.measure_ops import measure_op, measure_update, measure_view
-from paraplan.jobs.run import OPTIMIZER_CLASSES
+from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 
 UPDATED = tuple(1 << power for power in range(6, 23, 2))
 """Elements of the parameters whose update is measured: 256 B to 16 MiB of float32."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,18 +24,15 @@ from paraplan.ir.tensor import TensorSpec
 from paraplan.jobs.check import Errors, SingleDevice
 from paraplan.jobs.data import RandomBatches, TextBatches
 from paraplan.jobs.models import Made, plan_model
+from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
+from paraplan.jobs.record import check_recordable, write_run
 from paraplan.jobs.trainers import check_devices, check_model, make_trainer
 from paraplan.runtime.params import pad
 from paraplan.runtime.scaling import Scaler
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.weights import fill, parameters_on_meta, values_of
 
-OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {}),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    "adam": (torch.optim.Adam, {}),
-    "adamw": (torch.optim.AdamW, {}),
-}
+STEPS_RECORDED = 5
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,7 @@ class RunOptions:
         clip: largest gradient norm; None for no clipping.
         weights: safetensors files to start from; None for initialisation from the seed.
         compile: run forward and backward blocks through torch.compile.
+        record: file that the times of its ops go to, from STEPS_RECORDED steps more.
     """
 
     steps: int = 5
@@ -63,6 +61,7 @@ class RunOptions:
     clip: float | None = None
     weights: str | None = None
     compile: bool = False
+    record: str | None = None
 
 
 @dataclass
@@ -99,6 +98,8 @@ def check_run(plan: Plan, options: RunOptions) -> None:
     if options.steps < 1:
         raise ConstraintError(f"--steps {options.steps}: at least 1")
     check_devices(plan.cluster)
+    if options.record is not None:
+        check_recordable(plan, options.compile)
     made = plan_model(plan, options.model, meta=True)
     check_model(plan, made.model)
     if options.weights is not None:
@@ -185,6 +186,14 @@ def run(
     usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
     result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
     result.compiled = trainer.compiled
+    if options.record is not None:
+        executor = trainer.state.executor
+        executor.seconds = {}
+        for step in range(STEPS_RECORDED):
+            trainer.step(batches(options.steps + step))
+            _update(trainer, optimizer, options.clip, scaler)
+        write_run(Path(options.record), plan, executor.program, executor.seconds, usual)
+        executor.seconds = None
     return result
 
 

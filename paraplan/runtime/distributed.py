@@ -113,7 +113,7 @@ class DistributedTransport:
         if kind == "all_reduce":
             return c10d.all_reduce(x, reduction, group)  # type: ignore[no-any-return]
         if kind == "all_gather":
-            return c10d.all_gather_into_tensor(x, size, group)  # type: ignore[no-any-return]
+            return ops.gather(x, size, group)
         if kind == "reduce_scatter":
             return c10d.reduce_scatter_tensor(x, reduction, size, group)  # type: ignore[no-any-return]
         if kind == "permute":

@@ -55,6 +55,7 @@ class Executor:
         entries: what was done, while recording.
         workspaces: (block, instruction) -> the most bytes it was seen to make and drop inside, while recording.
         noting: whether `record` keeps an account; without, it only goes instruction by instruction.
+        seconds: (block, instruction) -> what each call of it took (see `interpret.play`); None where nobody asks.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Executor:
         self.entries: list[Entry] = []
         self.workspaces: dict[tuple[str, int], int] = {}
         self.noting = True
+        self.seconds: dict[tuple[str, int], list[float]] | None = None
         self._locate = locate
         self._pending: dict[int, Handle] = {}
         self._place = place_of(coordinates, program.mesh_shape)
@@ -221,8 +223,14 @@ class Executor:
             )  # fmt: skip
             self.workspaces[step.block, index] = max(workspace, self.workspaces.get((step.block, index), 0))
 
-        noted = note if self.noting else None
-        results = yield from play(tape, given, self.port, self.ledger, noted, self._pending, progress)
+        def timed(index: int, seconds: float) -> None:
+            assert self.seconds is not None
+            self.seconds.setdefault((step.block, index), []).append(seconds)
+
+        results = yield from play(
+            tape, given, self.port, self.ledger, note if self.noting else None, self._pending, progress,
+            timed if self.seconds is not None else None,
+        )  # fmt: skip
         before = self._alive()
         for name, value in zip(step.outs, results, strict=True):
             if name is not None and value is not None:

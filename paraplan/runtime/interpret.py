@@ -7,6 +7,7 @@ ranks. It holds nothing but the environment, so that what the account says died 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ Note = Callable[[int, tuple[tuple[int, ...], ...], int, int, int, Tiers], None]
 
 def play(
     tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note | None, pending: dict[int, Handle],
-    progress: list[int],
+    progress: list[int], timed: Callable[[int, float], None] | None = None,
 ) -> Generator[None, None, list[Tensor | None]]:  # fmt: skip
     """Run a block.
 
@@ -125,6 +126,7 @@ def play(
         pending: collectives that earlier blocks issued and left to later ones, by the id of their result; brought up
             to date.
         progress: its item is set to the index of the instruction under way.
+        timed: called with an instruction's index and the seconds of this thread's processor time that it took.
     Returns:
         Outputs, then saved values.
     """
@@ -148,9 +150,12 @@ def play(
         else:
             with untracked() if line.plain and note is not None else nullcontext():
                 for node in line.nodes:
-                    env[node] = node.target(  # type: ignore[operator]
-                        *map_arg(node.args, env.__getitem__), **map_arg(node.kwargs, env.__getitem__)
-                    )
+                    args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
+                    started = 0.0 if timed is None else time.thread_time()
+                    env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                    if timed is not None and node is head:
+                        timed(line.index, time.thread_time() - started)
+                    del args, kwargs
             if line.plain and note is not None:
                 ledger.register_all(env[head])
             if len(line.nodes) > 1:

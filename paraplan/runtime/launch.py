@@ -8,12 +8,14 @@ it.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import multiprocessing
 import os
 import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -42,7 +44,9 @@ PRELOADED = (
 """What the server of forked ranks imports, as far as it is there."""
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals the agent takes over while a job runs."""
+"""Signals the agent takes over while a job runs, where it runs in the main thread."""
+
+_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
 
 def init_distributed(backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:
@@ -118,7 +122,10 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     if method == "forkserver":
         multiprocessing.get_context(method).set_forkserver_preload(list(PRELOADED))
-    code, handlers = 0, {each: signal.getsignal(each) for each in _HANDLED}
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say of a rank that died is printed below
+    handled = _HANDLED if threading.current_thread() is threading.main_thread() else ()
+    code, handlers = 0, {each: signal.getsignal(each) for each in handled}
     with tempfile.TemporaryDirectory(prefix="paraplan-") as folder:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",

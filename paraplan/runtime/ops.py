@@ -7,7 +7,8 @@ All of ours return fresh contiguous storage, as lowering assumes; `write`, `put_
 nothing.
 
 Collectives appear twice: `collective` and `wait` are the abstract forms a graph holds until it is bound to
-process groups (an interpreter hands them to a transport); `permute`, `wait_holding` and `copy_alone` are bound forms.
+process groups (an interpreter hands them to a transport); `gather`, `permute`, `wait_holding` and `copy_alone` are
+bound forms.
 """
 
 from __future__ import annotations
@@ -164,6 +165,17 @@ def wait(issued: Tensor, *held: Tensor) -> Tensor:
 def wait_holding(issued: Tensor, *held: Tensor) -> Tensor:
     """Waits for a collective; `held` keeps its input alive until then."""
     return torch.ops._c10d_functional.wait_tensor(issued)  # type: ignore[no-any-return]
+
+
+def gather(x: Tensor, size: int, group: str) -> Tensor:
+    """Starts gathering x of every rank of a process group along dim 0.
+
+    Not by `all_gather_into_tensor`: over Gloo it is the one collective here whose name ("ALLGATHER_COALESCED") does not
+    fit into a string without memory of its own, and on torch 2.13 both threads of a group write the name of what they
+    completed last into one string, without a lock, so that memory is freed twice now and then.
+    """
+    out = x.new_empty(collective_shape("all_gather", x.shape, size))
+    return torch.ops._c10d_functional.all_gather_into_tensor_out(x, size, group, out=out)  # type: ignore[no-any-return]
 
 
 def permute(x: Tensor, size: int, group: str) -> Tensor:

@@ -158,6 +158,15 @@ class Trainer(Checkpointing):
 
     def _take(self, steps: Iterable[Step], executor: Executor | None = None) -> None:
         executor = executor or self.state.executor
+        if executor.seconds is not None:
+            executor.noting = False
+            try:
+                with torch.no_grad():
+                    for _ in executor.record(steps):
+                        pass
+            finally:
+                executor.noting = True
+            return
         if not self.record:
             executor.run(steps)
             return

@@ -26,6 +26,8 @@ _PARTS = {
     "measure_links": "paraplan.jobs.links",
     "cluster_yaml": "paraplan.ir.cluster",
     "to_json": "paraplan.ir.struct",
+    "read_run": "paraplan.jobs.record",
+    "learn_into": "paraplan.jobs.record",
 }
 _part = lazy(_PARTS)
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
@@ -35,6 +37,7 @@ def add_to(app: typer.Typer) -> None:
     """Give the command its subcommands."""
     app.command("profile")(profile)
     app.command("profile-links")(profile_links)
+    app.command("learn")(learn)
 
 
 def profile(
@@ -128,6 +131,24 @@ def profile_links(
             "cluster": json.loads(_part("to_json")(spec)), "collectives": found.collectives,
             "links": {level: vars(fit) for level, fit in found.links.items()},
         })  # fmt: skip
+
+
+def learn(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="What paraplan run --record wrote.")],
+    profile: Annotated[Path, typer.Option(metavar="FILE", help="The profile to refine; made where there is none.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Refine a profile by the times of a recorded run."""
+    seen = _part("read_run")(run)
+    found = _part("learn_into")(profile, seen)
+    out().print(
+        f"{len(found.ops)} ops in {profile}: {found.new} new, {found.pooled} as known, {found.corrected} corrected; "
+        f"the run's step was predicted at {seen.predicted_s * 1e3:.3g} ms and took "
+        f"{sorted(seen.step_s)[len(seen.step_s) // 2] * 1e3:.3g} ms. Plan again with --profile {profile}",
+        highlight=False,
+    )
+    if as_json:
+        _print_json({"ops": len(found.ops), "new": found.new, "pooled": found.pooled, "corrected": found.corrected})
 
 
 def _print_json(value: dict[str, Any]) -> None:

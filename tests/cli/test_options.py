@@ -23,6 +23,7 @@ OPTIONS = {
         "--threads", "--json",
     ],
     "profile-links": ["--output -o", "--processes", "--profile", "--largest", "--json"],
+    "learn": ["RUN", "--profile", "--json"],
     "compare": [
         "MODEL", "CLUSTER", "--memory", "--strategies", "--set", "--batch", "--seq", "--optimizer", "--precision",
         "--time-limit", "--json",
@@ -34,8 +35,8 @@ OPTIONS = {
     "cluster schema": [],
     "cluster detect": ["--output -o", "--processes", "--json"],
     "run": [
-        *("PLAN", "--steps", "--data", "--lr", "--seed", "--check", "--model", "--clip", "--weights", "--compile"),
-        "--json",
+        *("PLAN", "--steps", "--data", "--lr", "--seed", "--check", "--model", "--clip", "--weights"),
+        *("--record", "--compile", "--json"),
     ],
 }  # fmt: skip
 
