@@ -19,6 +19,7 @@ from paraplan.ir.profile import UPDATE, VIEW
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.rules.carried import registered_work
+from paraplan.ir.sizes import say_size
 
 _COMPUTE_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -85,8 +86,8 @@ def check_room(plan: Plan, simulation: Simulation) -> None:
         room = plan.cluster.room_bytes(tier, devices)
         if size > room:
             raise CostModelError(
-                f"the plan has {size} bytes per device wait on {tier}, where {plan.cluster.name} has room for {room}: "
-                f"{size - room} ({(size - room) / 2**30:.3g} GiB) are missing; offload less, or describe more "
+                f"the plan has {say_size(size)} per device wait on {tier}, where {plan.cluster.name} has room for "
+                f"{say_size(room)}: {say_size(size - room)} are missing; offload less, or describe more "
                 "(host_memory_bytes, disk_bytes of a node)"
             )
 

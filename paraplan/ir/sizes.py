@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Sizes in bytes as people write and read them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+_SAID = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
 def parse_bytes(text: int | str) -> int:
@@ -31,3 +32,9 @@ def parse_bytes(text: int | str) -> int:
     if match is None:
         raise ConstraintError(f"{text!r} is no size in bytes; write e.g. 2GiB, 512MiB or 1000000")
     return int(float(match[1]) * _UNITS[match[2] or "B"])
+
+
+def say_size(nbytes: float) -> str:
+    """Bytes as a message says them: `1610612736` as "1.50 GiB"."""
+    size, unit = next((size, unit) for size, unit in _SAID if nbytes >= size / 8 or size == 1)
+    return f"{nbytes / size:.2f} {unit}" if size > 1 else f"{nbytes:.0f} {unit}"

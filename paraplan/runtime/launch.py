@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import multiprocessing
 import os
@@ -135,15 +136,24 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
         try:
             elastic_launch(config, run_rank)(module, tuple(args), {**environment, FAULTS: folder})
         except ChildFailedError as failed:
-            sys.stderr.write(f"{failed}\n")
             code = failed.get_first_failure()[1].exitcode
+            sys.stderr.write(_reasons(Path(folder)) or f"{failed}\n")
         finally:
             for each, handler in handlers.items():
                 signal.signal(each, handler)
-        for file in sorted(Path(folder).glob("rank *")) if code else ():
-            if fault := file.read_text(errors="replace"):
-                sys.stderr.write(f"{file.name}: {fault}\n")
     return code
+
+
+def _reasons(folder: Path) -> str:
+    """Why ranks died: tracebacks of signals, or that of the first exception; a line of each other, which these may cause."""
+    found = [(file.name, file.read_text(errors="replace")) for file in sorted(folder.glob("rank *"))]
+    told = [f"{name}: {fault}\n" for name, fault in found if fault]
+    left = sorted(folder.glob("logs/*/attempt_0/*/error.json"), key=lambda file: file.stat().st_mtime_ns)
+    for index, file in enumerate(left):
+        reason = json.loads(file.read_text())["message"]
+        first = index == 0 and not told
+        told.append(f"rank {file.parent.name}: {reason['extraInfo']['py_callstack'] if first else reason['message']}\n")
+    return "".join(told)
 
 
 def run_rank(module: str, args: Sequence[str], environment: Mapping[str, str]) -> None:

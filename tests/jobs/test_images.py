@@ -27,5 +27,5 @@ def test_text_and_the_rest() -> None:
     assert "input_ids" in hf_batch(hf_model("gpt2", {"n_layer": 1}, meta=True), 2, 8)
     with pytest.raises(CaptureError, match="at least 1"):
         hf_batch(hf_model("vit", SMALL, meta=True), 0, 8)
-    with pytest.raises(CaptureError, match="image classifier"):
+    with pytest.raises(CaptureError, match="no Hugging Face language model, classifier"):
         hf_batch(torch.nn.Linear(2, 2), 2, 8)

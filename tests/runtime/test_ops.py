@@ -52,6 +52,8 @@ MADE_BY = {
     "constant": lambda x: ops.constant([1.0, 2.0], torch.float64, (2,)),
     "pack": lambda x: ops.pack([x, x.contiguous()], 2, [0, 0]),
     "unpack": lambda x: ops.unpack(x.reshape(-1), [(3,), (9,)]),
+    "linear_rows": lambda x: ops.linear_rows(x, x.t(), None, True, 2, 1, 0, 0),
+    "linear_into_": lambda x: ops.linear_into_(x.new_zeros(4, 4), x[:2], x.t(), None, True, 1, 2, 1, 0),
     "unpack_stacked": lambda x: ops.unpack_stacked(x.reshape(-1), 2, [(2,), (4,)], [0, 0]),
 }  # fmt: skip
 

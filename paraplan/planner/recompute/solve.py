@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.mesh import Mesh
+from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
@@ -34,7 +35,6 @@ from paraplan.planner.sharding.solve import (
     largest,
     least_memory,
     problem_of,
-    say_size,
 )
 from paraplan.planner.sharding.space import Space
 

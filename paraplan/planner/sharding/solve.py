@@ -13,6 +13,7 @@ from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.mesh import Mesh, layout_text
 from paraplan.ir.plan import Plan
+from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.classes import grad_classes
 from paraplan.planner.constraints import Constraints
@@ -35,7 +36,6 @@ from paraplan.planner.sharding.pins import make_pins
 from paraplan.planner.sharding.prices import Prices
 from paraplan.planner.sharding.space import Space, build_space
 
-_SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 ROUNDS = 12
 """Plans tried before giving up on memory between the loss and the update."""
 
@@ -274,9 +274,3 @@ def largest(job: Job) -> str:
     """The parameter that takes most, for messages."""
     name, spec = max(((n, p.spec) for n, p in job.program.params.items()), key=lambda item: item[1].nbytes)
     return f"the largest tensor is {name} {spec} ({say_size(spec.nbytes)})"
-
-
-def say_size(nbytes: float) -> str:
-    """Bytes as people read them."""
-    size, unit = next((size, unit) for size, unit in _SIZES if nbytes >= size / 8 or size == 1)
-    return f"{nbytes / size:.2f} {unit}" if size > 1 else f"{nbytes:.0f} {unit}"
