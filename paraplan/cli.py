@@ -40,6 +40,7 @@ _PARTS = {
     "check_local": "paraplan.jobs.run",
     "run": "paraplan.jobs.run",
     "leave_job": "paraplan.jobs.launch",
+    "prepare_ranks": "paraplan.jobs.launch",
     "run_json": "paraplan.terminal.run",
     "run_table": "paraplan.terminal.run",
     "check_failure": "paraplan.terminal.run",
@@ -314,6 +315,7 @@ def run(
     with Progress() as tell:
         tell("checking model, data and devices")
         _part("check_local")(loaded.data)
+        _part("prepare_ranks")()
         _part("check_run")(loaded.data, _part("RunOptions")(**options))
     result = _part("spawn")(path, loaded.data, sys.argv[1:], RESULT_ENV)
     if as_json:

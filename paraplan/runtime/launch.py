@@ -11,6 +11,7 @@ import faulthandler
 import json
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -36,7 +37,8 @@ FAULTS = "PARAPLAN_FAULTS"
 """Environment variable: the folder where ranks leave the traceback of a signal that kills them."""
 
 PRELOADED = (
-    "paraplan.cli",
+    "paraplan.api",
+    "paraplan.terminal.settings",
     "paraplan.jobs.run",
     "paraplan.terminal.run",
     "torch._dynamo",
@@ -104,6 +106,23 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, limit_s: float = 60.
         store.add("paraplan/gone", 1)
 
 
+def prepare_ranks() -> str:
+    """Start the server that ranks are forked from, unless it is there; it imports beside what the caller does.
+
+    Returns:
+        How ranks are started: "forkserver", or with CUDA, which does not survive a fork, "spawn".
+    """
+    if torch.cuda.is_available():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    given = os.environ.get("OMP_NUM_THREADS")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    multiprocessing.forkserver.ensure_running()
+    if given is None:
+        del os.environ["OMP_NUM_THREADS"]
+    return "forkserver"
+
+
 def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None) -> int:
     """Run a module (or a .py file) on several ranks of this machine, under torch's elastic agent as torchrun does.
 
@@ -120,9 +139,7 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
         The job's exit code.
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
-    method = "spawn" if torch.cuda.is_available() else "forkserver"
-    if method == "forkserver":
-        multiprocessing.get_context(method).set_forkserver_preload(list(PRELOADED))
+    method = prepare_ranks()
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say of a rank that died is printed below
     handled = _HANDLED if threading.current_thread() is threading.main_thread() else ()
@@ -145,7 +162,7 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
 
 
 def _reasons(folder: Path) -> str:
-    """Why ranks died: tracebacks of signals, or that of the first exception; a line of each other, which these may cause."""
+    """Why ranks died: tracebacks of signals, else of the first exception, and a line of those it may have caused."""
     found = [(file.name, file.read_text(errors="replace")) for file in sorted(folder.glob("rank *"))]
     told = [f"{name}: {fault}\n" for name, fault in found if fault]
     left = sorted(folder.glob("logs/*/attempt_0/*/error.json"), key=lambda file: file.stat().st_mtime_ns)

@@ -155,7 +155,5 @@ def test_a_host_with_little_room_takes_little(gpt2) -> None:  # type: ignore[no-
     with pytest.raises(SolverLimitError, match=r"offloaded \(room: 9.77 KiB per device on host\)"):
         search(linked(program, 1e12, host_memory_bytes=10_000), pins)
     smaller = linked(program, 1e12, host_memory_bytes=taken - 1).cluster
-    with pytest.raises(
-        CostModelError, match=r"wait on host, where local:1 has room for [\d.]+ MiB: 1 bytes"
-    ):
+    with pytest.raises(CostModelError, match=r"wait on host, where local:1 has room for [\d.]+ MiB: 1 bytes"):
         predict(msgspec.structs.replace(roomy, cluster=smaller), verify_plan(roomy))
