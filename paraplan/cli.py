@@ -63,8 +63,9 @@ CpMode = Annotated[
     str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
 ]
 Recompute = Annotated[
-    str | None, typer.Option(help="Activations made again: none, selective or full; chosen if not given.")
+    str | None, typer.Option(help="Activations made again: none, selective, alternate or full; chosen if not given.")
 ]
+Overlap = Annotated[int, typer.Option(metavar="N", help="Products in up to N pieces beside their collectives (TP).")]
 Offload = Annotated[
     str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
 ]
@@ -135,6 +136,7 @@ def plan(
     schedule: ScheduleName = None,
     stages: StageBounds = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
+    overlap: Overlap = 1,
     recompute: Recompute = None,
     offload: Offload = "none",
     offload_states: OffloadStates = None,
@@ -149,7 +151,7 @@ def plan(
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
         "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
-        "offload_states": offload_states,
+        "offload_states": offload_states, "overlap": overlap,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")

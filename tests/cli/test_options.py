@@ -16,7 +16,8 @@ OPTIONS = {
         "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
         "--memory", "--memory-reserve", "--tp",
         "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages", "--microbatches",
-        "--recompute", "--offload", "--offload-states", "--time-limit", "--profile", "--profile-any", "--json",
+        "--overlap", "--recompute", "--offload", "--offload-states",
+        "--time-limit", "--profile", "--profile-any", "--json",
     ],
     "profile": [
         "MODEL", "--output -o", "--device", "--devices", "--set", "--batch", "--seq", "--optimizer", "--precision",
