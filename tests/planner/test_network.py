@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.planner.milp import Status, solve
-from paraplan.planner.sharding import branch
+from paraplan.planner.sharding import branch, messages
 from paraplan.planner.sharding import optimise as optimise_module
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.consistent import consistent
@@ -154,6 +154,28 @@ def test_impossible_moves_are_seen_first() -> None:
 
 def test_groupings_are_the_bell_numbers() -> None:
     assert [len(groupings(count)) for count in range(1, 6)] == [1, 2, 5, 15, 52]
+
+
+def test_many_readers_are_looked_at_by_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a factor says of a layout is the same by groupings of readers and by sets of layouts."""
+    for seed in range(30):
+        whole = random_network(seed)
+        if (kept := consistent(whole)) is None:
+            continue
+        network = whole.restricted(kept)
+        costs = scalarised(network, np.ones(STREAMS), np.zeros(0))
+        monkeypatch.setattr(messages, "MANY", 1)
+        by_sets = Messages(network, *costs)
+        monkeypatch.setattr(messages, "MANY", 9)
+        by_groups = Messages(network, *costs)
+        for _ in range(3):
+            by_sets.sweep()
+            by_groups.sweep()
+            assert by_sets.bound() == pytest.approx(by_groups.bound(), abs=1e-12)
+            for one, other in zip(by_sets.factors, by_groups.factors, strict=True):
+                assert one.by_sets and not other.by_sets
+                for place in range(len(one.variables)):
+                    assert one.marginal(place) == pytest.approx(other.marginal(place), abs=1e-12)
 
 
 def test_branching_keeps_the_optimum_and_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
