@@ -187,13 +187,8 @@ def run(
     result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
     result.compiled = trainer.compiled
     if options.record is not None:
-        executor = trainer.state.executor
-        executor.seconds = {}
-        for step in range(STEPS_RECORDED):
-            trainer.step(batches(options.steps + step))
-            _update(trainer, optimizer, options.clip, scaler)
-        write_run(Path(options.record), plan, executor.program, executor.seconds, usual)
-        executor.seconds = None
+        seconds = _seconds(trainer, lambda step: batches(options.steps + step), optimizer, options.clip, scaler)
+        write_run(Path(options.record), plan, trainer.state.executor.program, seconds, usual)
     return result
 
 
@@ -206,6 +201,20 @@ def _skeleton(plan: Plan, options: RunOptions) -> Made:
     from_configuration = plan.model.hf_type is not None and (options.model or "hf:").startswith("hf:")
     with parameters_on_meta() if from_configuration else nullcontext():
         return plan_model(plan, options.model, meta=False)
+
+
+def _seconds(
+    trainer: Trainer, batches: Callable[[int], dict[str, Tensor]], optimizer: torch.optim.Optimizer,
+    clip: float | None, scaler: Scaler | None,
+) -> dict[tuple[str, int], list[float]]:  # fmt: skip
+    """(block, instruction) -> seconds of each call, over some further steps taken op by op."""
+    executor = trainer.state.executor
+    executor.seconds = found = {}
+    for step in range(STEPS_RECORDED):
+        trainer.step(batches(step))
+        _update(trainer, optimizer, clip, scaler)
+    executor.seconds = None
+    return found
 
 
 def _update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | None, scaler: Scaler | None) -> None:
