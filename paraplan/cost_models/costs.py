@@ -236,17 +236,17 @@ class Costs:
         link = self.cluster.link(level, pair[0]) if level == "in_node" else self.cluster.network(pair)
         return p2p_s(nbytes, link, backend, level)
 
-    def copy_s(self, tier: str, nbytes: int) -> float:
+    def copy_s(self, tier: str, nbytes: int, from_host: bool = False) -> float:
         """Seconds of one copy to or from a tier (see `ClusterSpec.copy_s`).
 
         Raises:
             ClusterError: the cluster describes no such link.
         """
-        key = (tier, -1, nbytes)
+        key = (tier, -2 if from_host else -1, nbytes)
         time = self._collectives.get(key)
         if time is None:
             time = self._collectives[key] = max(
-                self.cluster.copy_s(tier, device, nbytes) for device in self.mesh.devices
+                self.cluster.copy_s(tier, device, nbytes, from_host) for device in self.mesh.devices
             )
         return time
 
@@ -265,7 +265,8 @@ class Costs:
             sent = input_bytes_of(instr.target, instr.args, inputs[0].nbytes, (*inputs[0].shape, 1)[0])
             return self.collective_s(instr.target, instr.axis, sent)
         if instr.kind is InstrKind.COPY:
-            return self.copy_s(instr.tier, inputs[0].nbytes)
+            from_host = instr.target == "lift" or (instr.target == "store" and inputs[0].tier == "host")
+            return self.copy_s(instr.tier, inputs[0].nbytes, from_host)
         outputs = tuple([None if name is None else values[name] for name in instr.outs])
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
         if instr.target == FILL_TAIL:
@@ -287,7 +288,7 @@ class Costs:
     def stream(self, instr: Instr) -> str:
         """The stream an instruction runs on: "compute", "comm:in_node", "comm:between_nodes", or a copy's."""
         if instr.kind is InstrKind.COPY:
-            return copy_stream(instr.tier, OUT if instr.target == "offload" else IN)
+            return copy_stream(instr.tier, OUT if instr.target in ("offload", "store") else IN)
         return self.comm_streams[instr.axis] if instr.kind is InstrKind.COLLECTIVE else COMPUTE
 
 

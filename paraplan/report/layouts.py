@@ -99,8 +99,9 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
         elif isinstance(state[index], Shard):
             found.append(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over {axis}")
     if layouts.state_tier or layouts.stored_tier:
-        what = f"on the {layouts.stored_tier}" if layouts.stored_tier else f"states on the {layouts.state_tier}"
-        found = [*(found or ["whole on every rank"]), what]
+        where = {"host": "on the host", "disk": "on disk"}[layouts.stored_tier or layouts.state_tier]
+        what = where if layouts.stored_tier else f"states {where}"
+        found = [*(found or ["whole on every rank"]), what + (", fetched to be updated" if layouts.fetched else "")]
     return "; ".join(found) if found else "whole on every rank"
 
 
