@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import tempfile
 import threading
 import time
 import weakref
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.strides import contiguous_strides, is_dense
-from paraplan.runtime.homes import Homes, own_folder
+from paraplan.runtime.homes import Homes, Region
 
 Pace = Callable[[str, int], float]
 """(tier, bytes) -> the least seconds a copy takes."""
@@ -47,7 +48,7 @@ class Away:
         tier: which.
         dtype, shape, strides: of the tensor; what lies dense comes back as it lay.
         nbytes: it takes there.
-        content: the tensor in host memory, or the file.
+        content: the tensor in host memory, the file, or its part of the file of what lives on disk.
     """
 
     __slots__ = ("__weakref__", "content", "dtype", "nbytes", "shape", "strides", "tier")
@@ -56,7 +57,7 @@ class Away:
         self.tier, self.dtype, self.shape = tier, x.dtype, tuple(x.shape)
         self.strides = tuple(x.stride()) if is_dense(self.shape, tuple(x.stride())) else contiguous_strides(self.shape)
         self.nbytes = math.prod(self.shape) * x.element_size()
-        self.content: Tensor | Path | None = None
+        self.content: Tensor | Path | Region | None = None
 
 
 def tensor_of(value: Tensor | Away) -> Tensor:
@@ -144,7 +145,7 @@ class Copier:
     def kept(self, x: Tensor, tier: str) -> Away:
         """What stands for a tensor that lives on a tier."""
         away = Away(x, tier)
-        away.content = x if tier == "host" else self.homes.path_of(x)
+        away.content = x if tier == "host" else self.homes.region_of(x)
         return away
 
     def lift(self, away: Away, tier: str) -> Away:
@@ -236,7 +237,15 @@ class Copier:
 
     def _folder(self) -> Path:
         if self._own is None:
-            self._own = own_folder(self._parent, f"paraplan-rank{self.rank}-", self.rank)
+            try:
+                if self._parent is not None:
+                    Path(self._parent).mkdir(parents=True, exist_ok=True)
+                self._own = Path(tempfile.mkdtemp(prefix=f"paraplan-rank{self.rank}-", dir=self._parent))
+            except OSError as fault:
+                raise RuntimeFailure(
+                    f"rank {self.rank}: no folder for tensors on disk can be made in {self._parent}: {fault.strerror}; "
+                    "name another"
+                ) from None
             weakref.finalize(self, shutil.rmtree, self._own, True)
         return self._own
 
@@ -329,9 +338,8 @@ def _put(home: Away, x: Tensor) -> None:
         with torch.no_grad():
             home.content.copy_(x)
         return
-    assert home.content is not None, "what lives on disk has a file"
-    with open(home.content, "r+b") as file:
-        file.write(memoryview(_bytes(x.contiguous())))
+    assert isinstance(home.content, Region), "what lives on disk has its part of a file"
+    home.content.write(memoryview(_bytes(x.contiguous())))
 
 
 def _fetch(away: Away, out: Tensor) -> None:
@@ -341,13 +349,12 @@ def _fetch(away: Away, out: Tensor) -> None:
         return
     assert away.content is not None, "prefetched before its offload was waited for"
     rows = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-    with open(away.content, "rb", buffering=0) as file:
-        view, done = memoryview(_bytes(rows)), 0
-        while done < len(view):
-            got = file.readinto(view[done:])
-            if not got:
-                raise OSError(f"{away.content} has {done} bytes of {len(view)}")
-            done += got
+    view = memoryview(_bytes(rows))
+    if isinstance(away.content, Region):
+        away.content.read(view)
+    else:
+        with open(away.content, "rb", buffering=0) as file:
+            Region(file.fileno(), 0, len(view)).read(view)
     if rows is not out:
         out.copy_(rows)
 

@@ -196,7 +196,7 @@ def local_tensors(
         RuntimeFailure: the disk has no room for what is to live there.
     """
     found: dict[str, Tensor] = {name: x for name, x in (held or {}).items() if program.outer[name].role != "seed"}
-    homes.expect(sum(x.nbytes for name, x in program.outer.items() if x.tier == "disk" and name not in found))
+    homes.reserve([x.nbytes for name, x in program.outer.items() if x.tier == "disk" and name not in found])
 
     def blank(value: OuterValue, padded: bool) -> Tensor:
         dtype = getattr(torch, value.dtype)
