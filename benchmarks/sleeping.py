@@ -168,9 +168,9 @@ class SleepingRank:
         self.rank = Rank(plan, executor, Blank(plan.program), 0)
         self.executor = executor
 
-    def copy_s(self, tier: str, nbytes: int, from_host: bool) -> float:
+    def copy_s(self, tier: str, nbytes: int, from_host: bool, both_ways: bool) -> float:
         """Seconds of a copy."""
-        return self.scale * self.costs.copy_s(tier, nbytes, from_host)
+        return self.scale * self.costs.copy_s(tier, nbytes, from_host, both_ways)
 
     def ready(self) -> None:
         """Bind a batch."""

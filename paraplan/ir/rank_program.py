@@ -77,8 +77,9 @@ class Instr(Value, frozen=True, kw_only=True):
         target: an op ("aten.mm.default", "paraplan.linear"), or for collectives "all_reduce",
             "all_gather", "reduce_scatter", "all_to_all", "permute" (each rank's tensor goes to the next rank
             of the axis, the last one's to the first), "route" (an all-to-all of unequal parts into a buffer); for
-            copies "offload" (makes a value on the tier), "prefetch" (makes one on the device), "lift" (disk only: makes
-            one in the host's memory) and "store" (overwrites a value on the tier, what it issues is a view of that).
+            copies "offload" (makes a value on the tier), "prefetch" (makes one on the device), "bring" (the same while
+            stores go the other way), "lift" (disk only: makes one in the host's memory) and "store" (overwrites a value
+            on the tier, what it issues is a view of that).
         args, kwargs: as in `ir.graph`, names local to the block. Collectives: ("%input", reduce op or "");
             gathers stack and scatters split along dim 0. "route" has four more: the rows sent to each rank, those
             received from each, the rows of the result (zeros after what is received), and the rows sent that are

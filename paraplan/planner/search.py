@@ -24,6 +24,7 @@ from paraplan.ir.micro import splittable
 from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import AUTO, Constraints, check_constraints
+from paraplan.planner.fetching import choose_fetched
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.overlap import in_pieces, piece_counts
@@ -88,6 +89,7 @@ def search(
     if not found:
         raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
     best = _overlapped(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
+    best = _fetched(best, limits, constraints)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best), *unpriced))
     if plan.profile is not None:
@@ -191,6 +193,20 @@ def _overlapped(best: Candidate, limits: Limits, constraints: Constraints) -> Ca
         if simulation.step_s < best.simulation.step_s and max(simulation.peak_bytes) <= limits.memory_bytes:
             best = replace(best, plan=plan, simulation=simulation)
     return best
+
+
+def _fetched(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
+    """The candidate with states on the host updated by whom that is faster, where that is the planner's choice."""
+    away = any(layouts.state_tier == "host" for stage in best.plan.stages for layouts in stage.params.values())
+    if len(constraints.places) < 2 or not away:
+        return best
+
+    def step_s(plan: Plan) -> float:
+        simulation = simulate_plan(plan, lower(plan))
+        return simulation.step_s if max(simulation.peak_bytes) <= limits.memory_bytes else math.inf
+
+    plan = choose_fetched(best.plan, step_s)
+    return replace(best, plan=plan, simulation=simulate_plan(plan, lower(plan)))
 
 
 def _states_pinned_away(constraints: Constraints) -> bool:

@@ -148,6 +148,10 @@ class Copier:
         away.content = x if tier == "host" else self.homes.region_of(x)
         return away
 
+    def bring(self, away: Away, tier: str) -> Tensor:
+        """Begin to copy what lives on a tier to the device."""
+        return self.prefetch(away, tier)
+
     def lift(self, away: Away, tier: str) -> Away:
         """Begin to copy a tensor from disk to the host's memory."""
         pinned = self.device == "cuda"

@@ -174,7 +174,7 @@ def bring_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
     known = {value.base: value for each in visitors for value in (each.at_home, each.coming)}
     instrs = [
         Instr(
-            kind=InstrKind.COPY, target="lift" if each.place else "prefetch", args=("%" + each.local, ":" + each.home),
+            kind=InstrKind.COPY, target="lift" if each.place else "bring", args=("%" + each.local, ":" + each.home),
             outs=(each.coming.base,),
         )
         for each in visitors

@@ -214,9 +214,8 @@ class Prices:
         return add(copied, update, self.fetched(tier, param_bytes)) if back else add(copied, update)
 
     def staged(self, tier: str, nbytes: int, from_host: bool) -> Price:
-        """States copied from a tier to where they are updated, the host's memory or the device, and back."""
-        seconds = self.costs.copy_s(tier, nbytes, from_host)
-        return add(self._on(copy_stream(tier, IN), seconds), self._on(copy_stream(tier, OUT), seconds))
+        """States copied from a tier to where they are updated, the host's memory or the device; back goes beside it."""
+        return self._on(copy_stream(tier, IN), self.costs.copy_s(tier, nbytes, from_host, not from_host))
 
     def fetched(self, tier: str, nbytes: int) -> Price:
         """A parameter copied from a tier to the device."""
