@@ -70,7 +70,7 @@ def measure_links(
     )  # fmt: skip
     group = msgspec.structs.replace(cluster.groups[0], in_node=measured)
     if profile is not None:
-        with ProfileWriter(profile, this_machine("cuda" if on_gpu else "cpu")) as writer:
+        with ProfileWriter(profile, this_machine("cuda") if on_gpu else this_machine("cpu", processes=count)) as writer:
             for each in times:
                 writer.add(each)
     spec = check_cluster(msgspec.structs.replace(cluster, groups=(group,)))
