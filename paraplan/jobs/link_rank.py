@@ -1,7 +1,9 @@
 """One rank of `paraplan profile-links`: collectives over groups of consecutive ranks, timed until all are through.
 
-As in a step, all groups of an axis communicate at once. Each measurement begins at a barrier; the median over rounds of
-the slowest rank's time is kept.
+As in a step, all groups of an axis communicate at once, and before a collective every rank works on its own, so that
+its threads sleep and ranks come when they are ready: what a collective costs a step is waiting for the last one too.
+A step lasts as long as a rank works and waits on average over ranks, so the mean over ranks is a round's time, and the
+median over rounds is kept.
 
     (on every rank)  python -m paraplan.jobs.link_rank RESULT.json LARGEST_BYTES
 """
@@ -27,6 +29,8 @@ from paraplan.runtime.launch import init_distributed, leave_job
 SMALLEST_BYTES = 1 << 10
 BUDGET_S = 0.25
 LEAST_ROUNDS, MOST_ROUNDS, WARM_UP = 7, 41, 2
+WORK_SIDE, WORK_PRODUCTS = 256, 4
+"""Products between collectives: about a millisecond of a server's core."""
 
 Call = Callable[[Tensor], Tensor]
 
@@ -94,12 +98,15 @@ def _rounds(call: Call, x: Tensor, device: str) -> list[float]:
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     count = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(BUDGET_S / max(float(agreed), 1e-6))))
     took = torch.tensor([_once(call, x, device) for _ in range(count)], device=device, dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return [float(seconds) for seconds in took]
+    dist.all_reduce(took)
+    return [float(seconds) / dist.get_world_size() for seconds in took]
 
 
 def _once(call: Call, x: Tensor, device: str) -> float:
-    dist.barrier()
+    """Seconds from when this rank has worked for a while to when it has the result."""
+    side = torch.ones(WORK_SIDE, WORK_SIDE, device=device)
+    for _ in range(WORK_PRODUCTS):
+        side @ side
     if device == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
