@@ -31,7 +31,7 @@ from examples.models.resnet import ResNet, images
 from paraplan.cost_models.curves import fit_curve
 from paraplan.ir.trace import capture
 from paraplan.jobs.data import RandomBatches
-from paraplan.jobs.links import collective_times
+from paraplan.jobs.links import link_times
 from paraplan.jobs.models import Made, hf_batch, hf_model
 from paraplan.jobs.profile import Measuring, profile_program
 
@@ -106,9 +106,9 @@ def step(name: str) -> Row:
 
 def collectives() -> list[Row]:
     """Every collective of two processes at sizes between those its curve was fitted to."""
-    between = collective_times(2, LARGEST // 2)
-    knots = collective_times(2, LARGEST)
-    again = collective_times(2, LARGEST // 2)
+    between = link_times(2, LARGEST // 2).times
+    knots = link_times(2, LARGEST).times
+    again = link_times(2, LARGEST // 2).times
     rows = []
     for target in dict.fromkeys(each.target for each in knots):
         curve = fit_curve((each.input_bytes, each.seconds) for each in knots if each.target == target)

@@ -93,7 +93,7 @@ class CollectiveTime(Value, frozen=True, kw_only=True):
         size: ranks in the group.
         local_size: how many of them share a node.
         input_bytes: what one rank puts in (`cost_models.collectives`).
-        seconds, spread, samples: as of an op; of the slowest rank.
+        seconds, spread, samples: as of an op, but the mean of its rounds, over ranks that come when they are ready.
     """
 
     target: str

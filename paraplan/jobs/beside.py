@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from paraplan.ir.errors import RuntimeFailure
 from paraplan.runtime.launch import prepare_ranks
 
 FAULTS = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
@@ -28,18 +29,29 @@ class Beside:
 
     @contextmanager
     def running(self, make: Callable[[], Callable[[], object]]) -> Iterator[None]:
-        """They call what `make` makes over and over; one where it cannot be made stands still."""
-        for end in self._ends:
-            end.send(make)
-        for end in self._ends:
-            end.recv()
+        """They call what `make` makes over and over; one where it cannot be made stands still.
+
+        Raises:
+            RuntimeFailure: one died.
+        """
+        self._tell(make)
         try:
             yield
         finally:
+            self._tell(None)
+
+    def _tell(self, what: object) -> None:
+        try:
             for end in self._ends:
-                end.send(None)
+                end.send(what)
             for end in self._ends:
                 end.recv()
+        except (EOFError, OSError):
+            self._ends.clear()
+            raise RuntimeFailure(
+                "a process that ran what is measured beside this one died (its message, if any, is above); what was "
+                "measured is kept: start again, or with --processes 1"
+            ) from None
 
 
 @contextmanager

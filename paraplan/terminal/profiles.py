@@ -134,7 +134,8 @@ def profile_links(
     for level, fit in found.links.items():
         console.print(
             f"{level}: {fit.bytes_per_s / 1e9:.3g} GB/s, {fit.latency_s * 1e6:.3g} us; off its measurements by "
-            f"{fit.median_error:.1%} in the median, {fit.worst_error:.1%} at most ({fit.points} points)",
+            f"{fit.median_error:.1%} in the median, {fit.worst_error:.1%} at most ({fit.points} points)"
+            + (f"; takes {share:.0%} of a core" if (share := spec.groups[0].in_node.device_share) else ""),
             highlight=False,
         )  # fmt: skip
     console.print(
