@@ -203,6 +203,10 @@ class Costs:
             self._collectives[key] = time
         return time
 
+    def beside_s(self, axis: int, seconds: float) -> float:
+        """Of the compute stream's time, what a collective of so many seconds over an axis takes for itself."""
+        return self.links[axis].device_share * seconds
+
     def _collective_curve(self, target: str, axis: int) -> Curve | None:
         link = self.links[axis]
         return None if self.measured is None else self.measured.collectives.get((target, link.size, link.local_size))

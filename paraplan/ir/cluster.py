@@ -28,11 +28,14 @@ class Link(Value, frozen=True, kw_only=True):
     Attributes:
         bytes_per_s: peak bandwidth per device and direction.
         latency_s: latency of one message.
+        device_share: how much of a device's compute a collective over the link takes while it is under way: the threads
+            that move and add on a CPU, multiprocessors on a GPU.
         source: which link this is, and where its numbers come from.
     """
 
     bytes_per_s: float
     latency_s: float
+    device_share: float = 0.0
     source: str = ""
 
 
@@ -162,8 +165,9 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
             links.append(self.between_nodes)
         slowest = min(links, key=lambda link: link.bytes_per_s)
         return Link(
-            bytes_per_s=slowest.bytes_per_s, latency_s=max(link.latency_s for link in links), source=slowest.source
-        )
+            bytes_per_s=slowest.bytes_per_s, latency_s=max(link.latency_s for link in links), source=slowest.source,
+            device_share=max(link.device_share for link in links),
+        )  # fmt: skip
 
     def memory_bytes(self, devices: tuple[int, ...]) -> int:
         """Bytes the smallest of these devices has."""
@@ -329,6 +333,11 @@ def _check_link(cluster: ClusterSpec, link: Link | None, at: str) -> None:
     if link is not None:
         _positive(cluster, link.bytes_per_s, f"{at}.bytes_per_s")
         _not_negative(cluster, link.latency_s, f"{at}.latency_s")
+        if not 0 <= link.device_share <= 1:
+            raise ClusterError(
+                f"cluster {cluster.name!r}: {at}.device_share is {link.device_share}; a share of a device's compute is "
+                f"at least 0 and at most 1; {_WAY_OUT}"
+            )
 
 
 _WAY_OUT = "`paraplan cluster schema` says what each field means"

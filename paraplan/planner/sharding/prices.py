@@ -75,6 +75,11 @@ class Prices:
     def _on(self, stream: str, seconds: float) -> Price:
         return tuple(seconds if name == stream else 0.0 for name in self.streams)
 
+    def _sent(self, axis: int, seconds: float) -> Price:
+        """A collective over an axis: its stream's time, and the compute it takes meanwhile."""
+        beside = self._on(COMPUTE, self.costs.beside_s(axis, seconds))
+        return add(self._on(self.costs.comm_streams[axis], seconds), beside)
+
     def _local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
         key = (spec, layout)
         if key not in self._locals:
@@ -140,7 +145,7 @@ class Prices:
         inputs = tuple(steps.values[name] for name in step.tensors)
         if step.target in EXCHANGES:
             size = input_bytes_of(step.target, step.args, inputs[0].nbytes, inputs[0].shape[0])
-            return self._on(self.costs.comm_streams[axis], self.costs.collective_s(step.target, axis, size))
+            return self._sent(axis, self.costs.collective_s(step.target, axis, size))
         outputs = tuple(None if name is None else steps.values[name] for name in step.outs)
         return self._on(COMPUTE, self.costs.op_s(step.target, step.args, step.kwargs, inputs, outputs))
 
@@ -181,13 +186,13 @@ class Prices:
             return self._copy("paraplan.shard", before, after)
         if move.kind == "first_only":
             return self._copy("paraplan.first_only", before, after)
-        stream = self.costs.comm_streams[move.axis - 1]
+        axis = move.axis - 1
         split = {"reduce_scatter": move.dim, "all_to_all": move.to_dim}.get(move.kind, -1)
         sent = before if split < 0 else _resized(before, split, n * after.shape[split])
         joined = _resized(sent, 0, n * sent.shape[0]) if move.kind == "all_gather" else sent
         if bundled and is_small(spec, move, self.extended):
-            return self._on(stream, self.costs.collective_share_s(move.kind, move.axis - 1, before.nbytes))
-        total = self._on(stream, self.costs.collective_s(move.kind, move.axis - 1, sent.nbytes))
+            return self._sent(axis, self.costs.collective_share_s(move.kind, axis, before.nbytes))
+        total = self._sent(axis, self.costs.collective_s(move.kind, axis, sent.nbytes))
         if split >= 0 and (sent != before or math.prod(before.shape[:split]) > 1):
             total = add(total, self._copy("paraplan.stack", before, sent))
         if move.kind in ("all_gather", "all_to_all") and move.dim > 0 and math.prod(after.shape[: move.dim]) > 1:
