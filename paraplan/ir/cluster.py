@@ -173,13 +173,15 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         """Bytes the smallest of these devices has."""
         return min(self.group_of(device).device.memory_bytes for device in devices)
 
-    def copy_s(self, tier: str, device: int, nbytes: int) -> float:
+    def copy_s(self, tier: str, device: int, nbytes: int, from_host: bool = False) -> float:
         """Seconds of one copy between a device and a tier; what goes to disk is staged in the host's memory first.
+
+        `from_host`: between the host's memory and the tier instead.
 
         Raises:
             ClusterError: no such link is described.
         """
-        way = ("host",) if tier == "host" else ("host", tier)
+        way = ("host",) if tier == "host" else (tier,) if from_host else ("host", tier)
         return sum(link.latency_s + nbytes / link.bytes_per_s for link in (self.link(level, device) for level in way))
 
     def update_bytes_per_s(self, tier: str, device: int) -> float:

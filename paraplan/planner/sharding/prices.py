@@ -19,6 +19,7 @@ from paraplan.cost_models.costs import COMPUTE, IN, OUT, Costs, copy_stream, upd
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.bundle import is_small
 from paraplan.ir.mesh import Layout, local_shape
+from paraplan.ir.plan import HERE, Place
 from paraplan.ir.reshard import Move, ReshardTable, reshard_table
 from paraplan.ir.rules.carried import registered_work
 from paraplan.ir.rules.dims import op_def
@@ -49,12 +50,12 @@ class Prices:
     Attributes:
         costs: op and collective times.
         extended: mesh shape with the microbatch axis in front.
-        tiers: where optimizer states may be besides the device; copies and updates there have streams of their own.
+        places: where optimizer states may be; copies and updates off the device have streams of their own.
     """
 
     costs: Costs
     extended: Dims
-    tiers: tuple[str, ...] = ()
+    places: tuple[Place, ...] = (HERE,)
     _moves: dict[object, Price | None] = field(default_factory=dict, repr=False, compare=False)
     _locals: dict[object, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
     _totals: dict[object, tuple[Floats, ReshardTable]] = field(default_factory=dict, repr=False, compare=False)
@@ -62,7 +63,8 @@ class Prices:
     @property
     def streams(self) -> tuple[str, ...]:
         """Streams in price order."""
-        away = ((copy_stream(tier, OUT), update_stream(tier), copy_stream(tier, IN)) for tier in self.tiers)
+        tiers = dict.fromkeys(tier for place in self.places if place[0] for tier in ("host", place[0]))
+        away = ((copy_stream(tier, OUT), update_stream(tier), copy_stream(tier, IN)) for tier in tiers)
         return (COMPUTE, *dict.fromkeys(self.costs.comm_streams), *itertools.chain.from_iterable(away))
 
     @property
@@ -215,6 +217,10 @@ class Prices:
         update = self._on(update_stream(tier), self.costs.update_away_s(tier, param_bytes * (3 + 2 * slots)))
         copied = self._on(copy_stream(tier, OUT), self.costs.copy_s(tier, param_bytes))
         return add(copied, update, self.fetched(tier, param_bytes)) if back else add(copied, update)
+
+    def staged(self, tier: str, nbytes: int, from_host: bool) -> Price:
+        """States copied from a tier to where they are updated, the host's memory or the device; back goes beside it."""
+        return self._on(copy_stream(tier, IN), self.costs.copy_s(tier, nbytes, from_host, not from_host))
 
     def fetched(self, tier: str, nbytes: int) -> Price:
         """A parameter copied from a tier to the device."""
