@@ -174,7 +174,7 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         return min(self.group_of(device).device.memory_bytes for device in devices)
 
     def copy_s(self, tier: str, device: int, nbytes: int, from_host: bool = False) -> float:
-        """Seconds of one copy between a device (`from_host`: the host's memory) and a tier; to disk it goes by the host.
+        """Seconds of one copy between a device (`from_host`: the host's memory) and a tier, disk by the host.
 
         Raises:
             ClusterError: no such link is described.
