@@ -100,7 +100,9 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
             found.setdefault(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over ", []).append(axis)
     words = [how + " and ".join(where) for how, where in found.items()] or ["whole on every rank"]
     if layouts.state_tier or layouts.stored_tier:
-        words.append(f"on the {layouts.stored_tier}" if layouts.stored_tier else f"states on the {layouts.state_tier}")
+        where = {"host": "on the host", "disk": "on disk"}[layouts.stored_tier or layouts.state_tier]
+        what = where if layouts.stored_tier else f"states {where}"
+        words.append(what + (", fetched to be updated" if layouts.fetched else ""))
     return " and ".join(words)
 
 

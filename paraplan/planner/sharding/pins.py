@@ -118,7 +118,7 @@ class Pins:
             text = (layout_text(option.stored), layout_text(option.grad), layout_text(option.state), option.place)
             return text == parse_param_pin(cls.params[0], sorted(pinned)[0])
         places = self.constraints.places
-        if option.place not in (places if cls.trained else {(stored, stored) for _, stored in places}):
+        if option.place not in (places if cls.trained else {(stored, stored, False) for _, stored, _ in places}):
             return False
         if self.tp >= 0:
             on_tp = (option.stored[self.tp], option.state[self.tp])
