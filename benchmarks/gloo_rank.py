@@ -11,6 +11,7 @@ import torch
 
 import paraplan as pp
 from benchmarks.fuzz import LR, STEPS, Seen
+from benchmarks.pipelines import small as piped
 from benchmarks.zoo import build
 from paraplan.jobs.check import SingleDevice
 from paraplan.jobs.models import Made
@@ -23,7 +24,7 @@ SGD: dict[str, float] = {"lr": LR, "momentum": 0.9}
 
 def train(name: str, dropout: float, path: Path) -> tuple[Seen, float]:
     """Five steps of a plan; on rank 0 what differs from one device, and from the eager model where that can be said."""
-    loaded, small = pp.Plan.load(path), build(name, dropout)
+    loaded, small = pp.Plan.load(path), piped(name[9:]) if name.startswith("pipeline ") else build(name, dropout)
     plan, programs = loaded.data, loaded.programs
     trainer = make_trainer(plan, programs, small.model)
     optimizer, result = trainer.optimizer(torch.optim.SGD, **SGD), RunResult()
