@@ -268,7 +268,8 @@ def compile(
             Face models, whose batch is then [batch, seq] tokens.
         loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss.
         optimizer: what keeps states: sgd, momentum, adam, adamw.
-        precision: "fp32", "fp64", or "bf16" and "fp16" (float32 master weights; fp16 trains with `Trainer.scaler`).
+        precision: "fp32", "fp64", or "bf16", "fp8" (bf16, linear layers in float8) and "fp16" (float32 master weights;
+            fp16 trains with `Trainer.scaler`).
         batch_dims: the batch dim of each input; dim 0 by default.
         batch, seq: size of the batch made for Hugging Face models.
         time_limit_s, progress: seconds for the solver, per mesh; told what is being done.
@@ -277,7 +278,8 @@ def compile(
         overlap: in how many pieces at most tensor parallelism's products go, beside their collectives; 1: none does.
         recompute: "none", "selective", "alternate" or "full"; left out: chosen, and only where memory is short.
         offload: "host" or "disk" (both) lets activations wait there if memory is short, and states live on the host.
-        offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "none" neither.
+        offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "disk" and
+            "disk-all" keep them on disk; with "fetched" or "-fetched" the device updates; "none" keeps all there.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
         profile, profile_any: measured times (`paraplan profile`); another device's or torch's too, said in the plan.

@@ -275,6 +275,10 @@ def _verify_tiers(plan: Plan, name: str, layouts: ParamLayouts, where: str) -> N
         if tier not in STATE_TIERS:
             known = ", ".join(repr(each) for each in STATE_TIERS)
             raise InvalidPlanError(f"{where}: {role} is {tier!r}; it can be {known}")
+    if layouts.fetched and not layouts.state_tier:
+        raise InvalidPlanError(
+            f"{where}: its state is to be fetched to the device, where it is already; give it a state_tier"
+        )
     spec, precision = plan.program.params[name].spec, plan.program.precision
     if layouts.stored_tier and name in trained_params(plan.program):
         if layouts.state_tier != layouts.stored_tier or layouts.state != layouts.stored:

@@ -6,6 +6,7 @@ the step gets faster.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -15,15 +16,17 @@ from functools import partial
 
 import msgspec
 
+from paraplan.cost_models.catalog import devices_with
 from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
-from paraplan.ir.plan import Certificate, Plan
+from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import AUTO, Constraints, check_constraints
+from paraplan.planner.fetching import choose_fetched
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.overlap import in_pieces, piece_counts
@@ -68,6 +71,7 @@ def search(
     """
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
+    _check_rates(job)
     constraints, unpriced = _with_states(job, constraints)
     _check_tiers(job, constraints)
     if constraints.pp not in (None, 1):
@@ -88,6 +92,7 @@ def search(
     if not found:
         raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
     best = _overlapped(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
+    best = _fetched(best, limits, constraints)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best), *unpriced))
     if plan.profile is not None:
@@ -193,10 +198,24 @@ def _overlapped(best: Candidate, limits: Limits, constraints: Constraints) -> Ca
     return best
 
 
+def _fetched(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
+    """The candidate with states on the host updated by whom that is faster, where that is the planner's choice."""
+    away = any(layouts.state_tier == "host" for stage in best.plan.stages for layouts in stage.params.values())
+    if len(constraints.places) < 2 or not away:
+        return best
+
+    def step_s(plan: Plan) -> float:
+        simulation = simulate_plan(plan, lower(plan))
+        return simulation.step_s if max(simulation.peak_bytes) <= limits.memory_bytes else math.inf
+
+    plan = choose_fetched(best.plan, step_s)
+    return replace(best, plan=plan, simulation=simulate_plan(plan, lower(plan)))
+
+
 def _states_pinned_away(constraints: Constraints) -> bool:
     """Whether some state cannot be on the device."""
-    named = msgspec.structs.replace(constraints, offload_states="none").states_leave
-    return named or ("", "") not in constraints.places
+    named = msgspec.structs.replace(constraints, offload_states="none").state_tiers
+    return bool(named) or HERE not in constraints.places
 
 
 def _keeps_all(constraints: Constraints) -> bool:
@@ -215,6 +234,25 @@ def _with_states(job: Job, constraints: Constraints) -> tuple[Constraints, tuple
     return chosen, () if rated else (note,)
 
 
+def _check_rates(job: Job) -> None:
+    """Whether all devices multiply in float8, where the program is to.
+
+    Raises:
+        ConstraintError: one does not.
+    """
+    if job.program.precision != "fp8":
+        return
+    dtypes = {spec.dtype for kind in job.program.kinds for spec in kind.graph.values.values()}
+    eight = sorted(dtype for dtype in dtypes if dtype.startswith("float8"))
+    for dtype, group in itertools.product(eight, job.cluster.groups):
+        if dtype not in group.device.flops_per_s:
+            raise ConstraintError(
+                f"precision='fp8' multiplies in {dtype}, for which {group.device.kind} has no rate (it has "
+                f"{', '.join(group.device.flops_per_s)}); plan with precision='bf16', or for a device that has one: "
+                f"{', '.join(devices_with(dtype))}"
+            )
+
+
 def _check_tiers(job: Job, constraints: Constraints) -> None:
     """The cluster has what may be used.
 
@@ -222,14 +260,15 @@ def _check_tiers(job: Job, constraints: Constraints) -> None:
         ConstraintError: no link to a tier, or no room there.
     """
     devices = tuple(range(job.cluster.num_devices))
-    if constraints.states_leave and not all(group.host_memory_bytes_per_s for group in job.cluster.groups):
+    updated_there = any(place[0] and not place[2] for place in constraints.every_place)
+    if updated_there and not all(group.host_memory_bytes_per_s for group in job.cluster.groups):
         raise ConstraintError(
-            f"states on the host are updated there, but {job.cluster.name} does not say how fast its memory is; "
-            "give its groups host_memory_bytes_per_s, or offload_states='none'"
+            f"states off the device are updated on the host, but {job.cluster.name} does not say how fast its memory "
+            "is; give its groups host_memory_bytes_per_s, or offload_states='fetched' or 'none'"
         )
-    for tier in dict.fromkeys((*constraints.tiers, *(("host",) if constraints.states_leave else ()))):
+    for tier in dict.fromkeys((*constraints.tiers, *constraints.state_tiers)):
         if not job.cluster.has_room(tier, devices):
-            pinned = f"offload={constraints.offload}" if tier in constraints.tiers else "states on the host"
+            pinned = f"offload={constraints.offload}" if tier in constraints.tiers else f"states on the {tier}"
             field = "host_memory_bytes" if tier == "host" else "disk and disk_bytes"
             raise ConstraintError(
                 f"{pinned}: {job.cluster.name} describes no room on {tier} for every device; give its groups {field}"

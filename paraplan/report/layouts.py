@@ -73,7 +73,7 @@ def layout_words(layout: Layout, mesh: Mesh) -> str:
     found = [
         words for placement, axis in zip(layout, mesh.axes, strict=True) if (words := _placement_words(placement, axis))
     ]
-    return "; ".join(found) if found else "whole on every rank"
+    return " and ".join(found) if found else "whole on every rank"
 
 
 def _placement_words(placement: Placement, axis: str) -> str:
@@ -85,23 +85,25 @@ def _placement_words(placement: Placement, axis: str) -> str:
 
 
 def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
-    """A parameter's three layouts in one phrase: "split over tp (dim 0); ZeRO-3 over dp"."""
+    """A parameter's three layouts in one phrase: "split over tp (dim 0) and ZeRO-3 over dp and pod"."""
     stored, grad, state = (parse_layout(text) for text in (layouts.stored, layouts.grad, layouts.state))
-    found = []
+    found: dict[str, list[str]] = {}
     for index, axis in enumerate(mesh.axes):
         use = used[index] if used is not None else stored[index]
         if isinstance(use, Shard):
-            found.append(f"split over {axis} (dim {use.dim})")
+            found.setdefault("split over ", []).append(f"{axis} (dim {use.dim})")
             if stored[index] != use:
-                found.append(f"stored {_placement_words(stored[index], axis) or 'whole along ' + axis}")
+                found.setdefault("stored ", []).append(_placement_words(stored[index], axis) or f"whole along {axis}")
         elif isinstance(stored[index], Shard):
-            found.append(f"ZeRO-3 over {axis}")
+            found.setdefault("ZeRO-3 over ", []).append(axis)
         elif isinstance(state[index], Shard):
-            found.append(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over {axis}")
+            found.setdefault(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over ", []).append(axis)
+    words = [how + " and ".join(where) for how, where in found.items()] or ["whole on every rank"]
     if layouts.state_tier or layouts.stored_tier:
-        what = f"on the {layouts.stored_tier}" if layouts.stored_tier else f"states on the {layouts.state_tier}"
-        found = [*(found or ["whole on every rank"]), what]
-    return "; ".join(found) if found else "whole on every rank"
+        where = {"host": "on the host", "disk": "on disk"}[layouts.stored_tier or layouts.state_tier]
+        what = where if layouts.stored_tier else f"states {where}"
+        words.append(what + (", fetched to be updated" if layouts.fetched else ""))
+    return " and ".join(words)
 
 
 def axis_parts(op: Op, graph: Graph, key: str) -> tuple[AxisChoice, ...]:
@@ -111,14 +113,29 @@ def axis_parts(op: Op, graph: Graph, key: str) -> tuple[AxisChoice, ...]:
 
 
 def used_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:
-    """For every value the forward reads, the layout its first reader wants."""
+    """For every value the forward reads, the layout its first reader wants; what is cast to float8 is its cast's."""
     found: dict[str, Layout] = {}
+    casts: dict[str, str] = {}
     for op, key in zip(graph.ops, choice.ops, strict=True):
-        if op.phase is Phase.FORWARD:
-            parts = axis_parts(op, graph, key)
-            for position, name in enumerate(op.tensors):
-                found.setdefault(name, tuple(part.inputs[position] for part in parts))
-    return found
+        if op.phase is not Phase.FORWARD or op.target == "paraplan.float8_scale":
+            continue
+        if op.target == "paraplan.float8_cast" and op.outs[0] is not None:
+            casts[op.tensors[0]] = op.outs[0]
+            continue
+        parts = axis_parts(op, graph, key)
+        for position, name in enumerate(op.tensors):
+            found.setdefault(name, tuple(part.inputs[position] for part in parts))
+    return {name: found[cast] for name, cast in casts.items() if cast in found} | found
+
+
+def float8_params(program: Program) -> tuple[str, ...]:
+    """Parameters whose products are in float8, in the model's order."""
+    found = set()
+    for segment in program.segments:
+        kind = program.kinds[segment.kind]
+        cast = {op.tensors[0] for op in kind.graph.ops if op.target == "paraplan.float8_cast"}
+        found |= {name for local, name in zip(kind.params, segment.params, strict=True) if local in cast}
+    return tuple(name for name in program.params if name in found)
 
 
 def made_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:

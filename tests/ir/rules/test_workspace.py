@@ -63,6 +63,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield "paraplan.linear", (value, draw(128, k), draw(128), False)
             yield "paraplan.linear_grad_input", (value, draw(k, 128), False)
             yield "paraplan.linear_grad_weight", (value, draw(*value.shape[:2], 128), False)
+    yield from float8_cases(draw)
     yield "paraplan.embedding", (draw(V, 96), ids, 0)
     yield "paraplan.embedding", (draw(V // 2, 96), ids, V // 2)
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V, -1, 0)
@@ -83,6 +84,17 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "paraplan.ce_grad", (torch.ones((), dtype=total.dtype), logits, top, total, labels, -100, 0)
 
 
+def float8_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    values, gradients, one = torch.float8_e4m3fn, torch.float8_e5m2, torch.ones(())
+    yield "paraplan.float8_scale", (draw(B, S, 96), values)
+    yield "paraplan.float8_cast", (draw(B, S, 96), one, values)
+    for rows, transposed in itertools.product((S, S + 3), (False, True)):
+        x, w, g = draw(B, rows, 96).to(values), draw(96, 96).to(values), draw(B, rows, 96).to(gradients)
+        yield "paraplan.float8_linear", (x, w, one, one, transposed)
+        yield "paraplan.float8_linear_grad_input", (g, w, one, one, transposed)
+        yield "paraplan.float8_linear_grad_weight", (g, x, one, one, transposed)
+
+
 def expert_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
     x, g, ids = draw(B * S, 96), draw(B * S, 96), torch.rand(B * S, 8).topk(2)[1]
     rest = (draw(B * S, 2), draw(8, 2, 48, 96), draw(8, 96, 48), "silu", 8, 0)
@@ -98,13 +110,19 @@ def expert_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def attention_cases(draw: Any, seed: Tensor) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The whole score matrix, half of the queries, and pairs of halves as a ring meets them; masks hold all keys."""
+    """The whole score matrix, half of the queries, and pairs of halves as a ring meets them; masks hold all keys.
+
+    Heads come last in storage, as projections leave them, and first, as a gathered or received tensor has them.
+    """
     half = S // 2
     blocks = ((S, 0, S, 0), (half, half, S, 0), (half, half, half, 0), (half, 0, half, half))
     options = ((0.0, True, False), (0.0, False, True), (0.1, True, False), (0.1, False, True))
-    for (heads, groups), (s, s0, t, t0), (p, causal, masked) in itertools.product(((8, 8), (8, 4)), blocks, options):
+    shapes = itertools.product(((8, 8), (8, 4)), blocks, options, (True, False))
+    for (heads, groups), (s, s0, t, t0), (p, causal, masked), last in shapes:
         mask = torch.rand(B, 1, s, S) > 0.2 if masked else None
         q, k, v, g = (draw(B, n, h, D).transpose(1, 2) for n, h in ((s, heads), (t, groups), (t, groups), (s, heads)))
+        if not last:
+            q, k, v, g = (x.contiguous() for x in (q, k, v, g))
         random, place = (seed if p else None), ([B, heads, S, S], [0, 0, s0, t0])
         call = (q, k, v, mask, random, p, 0, causal, 0.25, *place)
         out, lse = resolve("paraplan.attention")(*call)
