@@ -29,8 +29,11 @@ from paraplan.planner.milp import Status, solve
 _SEARCH_SHARE = 0.4
 """Of the time: kept for local search while the gap is above `_WIDE`."""
 _WIDE, _DEEP = 0.01, 0.03
+"""Gaps from which on local search has time and windows of its own, and proofs a thread of their own."""
+_PASSES = 10
+"""Of local search, between which it takes up what the other thread's relaxations say."""
 _DEEP_FROM = 0.75
-"""Of the time: where so much is left and the gap still above `_DEEP`, a second thread proves (on a core of its own)."""
+"""Of the time: where less is left and the gap still above `_DEEP`, the second thread proves."""
 _SEPARATING = 5
 """Instants the last relaxations begin with."""
 _BACKEND = "mathopt-cpsat"
@@ -106,16 +109,18 @@ class Recomputation:
                 self._proving.result()
 
     def _search(self) -> None:
-        """Local search until time is up or nothing is found; by windows too where the gap is wide."""
-        while self.best is not None and self.gap > self.limits.gap and self.left_s > 0:
+        """Local search for some rounds or until time is up; by windows too where the gap is wide."""
+        slid: Profile | None = None
+        for _ in range(_PASSES):
             while self._starts:
                 self._consider(self._starts.pop())
-            before, wide = self.best.recomputed_s, self.gap > _WIDE
-            self._improve((10 if wide else 100) * self.limits.rounds, self.left_s / (3 if wide else 1))
-            if wide:
-                self._slide(self.left_s / 3)
-            if self.best.recomputed_s == before and not self._starts:
+            if self.best is None or self.gap <= self.limits.gap or self.left_s <= 0:
                 break
+            wide = self.gap > _WIDE
+            self._improve(100 * self.limits.rounds // _PASSES, self.left_s / 3 if wide else self.left_s)
+            if wide and self.best is not slid:
+                self._slide(self.left_s / 5)
+                slid = self.best
 
     def _prove_beside(self, threads: ThreadPoolExecutor) -> None:
         """Starts the second thread, once, where the gap is deep."""
