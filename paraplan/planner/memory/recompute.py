@@ -29,7 +29,7 @@ from paraplan.planner.milp import Status, solve
 _SEARCH_SHARE = 0.4
 """Of the time: kept for local search while the gap is above `_WIDE`."""
 _WIDE, _DEEP = 0.01, 0.03
-"""Gaps from which on local search has time and windows of its own, and proofs a thread of their own."""
+"""Gaps from which on local search has time of its own; and windows, and proofs a thread of their own."""
 _PASSES = 10
 """Of local search, between which it takes up what the other thread's relaxations say."""
 _DEEP_FROM = 0.75
@@ -109,16 +109,16 @@ class Recomputation:
                 self._proving.result()
 
     def _search(self) -> None:
-        """Local search for some rounds or until time is up; by windows too where the gap is wide."""
+        """Local search for some rounds or until time is up; by windows too where the gap is deep."""
         slid: Profile | None = None
         for _ in range(_PASSES):
             while self._starts:
                 self._consider(self._starts.pop())
             if self.best is None or self.gap <= self.limits.gap or self.left_s <= 0:
                 break
-            wide = self.gap > _WIDE
-            self._improve(100 * self.limits.rounds // _PASSES, self.left_s / 3 if wide else self.left_s)
-            if wide and self.best is not slid:
+            deep = self.gap > _DEEP
+            self._improve(100 * self.limits.rounds // _PASSES, self.left_s / 3 if deep else self.left_s)
+            if deep and self.best is not slid:
                 self._slide(self.left_s / 5)
                 slid = self.best
 
