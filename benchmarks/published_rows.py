@@ -9,8 +9,8 @@ evenly, the embedding with the first stage and the head with the last (Megatron-
 are plain 1F1B with unsharded optimizers (their Table 2's ratio is that of the non-interleaved bubbles), as is MT-NLG
 (Smith et al. 2022, section 3), and neither had sequence parallelism, which came later (Korthikanti et al. 2022), nor
 overlapped tensor parallelism; torchtitan runs a local batch as one microbatch, a pipeline's as one a sample and with
-parameters whole between its microbatches (ZeRO-2, or ZeRO-3 where that does not fit), and its selective recomputation by
-op makes every second matrix product again (`alternate`). Megatron-LM's README also says that
+parameters whole between its microbatches (ZeRO-2; ZeRO-3 is tried too), and its selective recomputation by op makes
+every second matrix product again (`alternate`). Megatron-LM's README also says that
 175B at batch 1,152 falls from 47 to 42 % MFU between 96 and 4,608 H100: two more rows, marked as scaling.
 """
 

@@ -33,8 +33,8 @@ ZERO = {
 LLAMA = {
     "device": "H100-96GB-HBM2e-500W", "gpus_per_node": 8, "sequence": 128, "model": "llama3.1",
     "rows": [
-        {"name": "405B", "parallel": {"fsdp": 2, "tp": 8, "pp": 4}, "gpus": 64, "local_batch": 8, "dtype": "float8 linear",
-         "recompute": "full", "compile": True, "tokens_per_s_per_gpu": 100},
+        {"name": "405B", "parallel": {"fsdp": 2, "tp": 8, "pp": 4}, "gpus": 64, "local_batch": 8,
+         "dtype": "float8 linear", "recompute": "full", "compile": True, "tokens_per_s_per_gpu": 100},
     ],
 }  # fmt: skip
 
