@@ -24,6 +24,9 @@ STATE_TIERS = ("", "host")
 PLACES = {("", ""): "", ("host", ""): "@host", ("host", "host"): "@all"}
 """How pins say where state and stored copy of a parameter are."""
 
+AHEAD = "+ahead"
+"""How pins say that a stored copy is gathered once a step."""
+
 
 class ModelRef(Value, frozen=True, kw_only=True):
     """Which model a plan is for.
@@ -73,6 +76,10 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     step, and the updated parameter goes back to `stored`). ZeRO-3 shards all three, ZeRO-2 the last two,
     ZeRO-1 the last.
 
+    With `ahead` the stored copy lies as the state does between steps: it is gathered once a step, while segments before
+    its first reader run, and kept until its last. So nobody waits for the gather that would follow an update, and
+    ZeRO-1 and ZeRO-2 hold no whole copy then (FSDP's SHARD_GRAD_OP, Megatron-LM's overlapped gather of parameters).
+
     `state_tier` is where the optimizer's copy and states are: "" for the device, or "host": gradients are then copied
     there, the host updates, and the updated parameter is copied back (ZeRO-Offload, Ren et al. 2021). `stored_tier` is
     where the stored copy is: with "host" it is copied to the device a segment before it is read, and given up after it.
@@ -84,11 +91,18 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     state: str
     state_tier: str = ""
     stored_tier: str = ""
+    ahead: bool = False
+
+    @property
+    def resting(self) -> str:
+        """The layout of the stored copy between steps."""
+        return self.state if self.ahead else self.stored
 
     @property
     def text(self) -> str:
-        """As a pin says it: "stored/grad/state", then "@host" where the state is there, "@all" where all of it is."""
-        return f"{self.stored}/{self.grad}/{self.state}" + PLACES[self.state_tier or self.stored_tier, self.stored_tier]
+        """As a pin says it: "stored/grad/state", "+ahead", then "@host" where the state is, "@all" where all is."""
+        lies = f"{self.stored}/{self.grad}/{self.state}" + (AHEAD if self.ahead else "")
+        return lies + PLACES[self.state_tier or self.stored_tier, self.stored_tier]
 
 
 class Split(Value, frozen=True, kw_only=True):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.plan import PLACES
+from paraplan.ir.plan import AHEAD, PLACES
 from paraplan.ir.struct import Value
 
 PRESETS = ("none", "selective", "alternate", "full")
@@ -54,7 +54,7 @@ class Constraints(Value, frozen=True, kw_only=True):
         offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "all" keeps
             parameters there too, "none" all on the device, "either" leaves it to the planner; None: to the planner
             where `offload` allows the host.
-        params: layouts of named parameters, "stored/grad/state" texts.
+        params: layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.
     """
 
     mesh: tuple[int, ...] | None = None
@@ -90,7 +90,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     @property
     def states_leave(self) -> bool:
         """Whether any optimizer state may be on the host."""
-        pinned = [parse_param_pin(name, text)[3] for name, text in self.params.items()]
+        pinned = [parse_param_pin(name, text).places for name, text in self.params.items()]
         return any(map(any, (*pinned, *self.places)))
 
 
@@ -181,17 +181,29 @@ def _stage_devices(c: Constraints, num_devices: int) -> int:
     return num_devices
 
 
-def parse_param_pin(name: str, text: str) -> tuple[str, str, str, tuple[str, str]]:
-    """`"S0/S0/S0@host"` to (stored, grad, state, tiers of state and stored copy); without "@", the device.
+class ParamPin(NamedTuple):
+    """A parameter's pinned layouts; the tiers of its state and its stored copy; whether that is gathered ahead."""
+
+    stored: str
+    grad: str
+    state: str
+    places: tuple[str, str]
+    ahead: bool
+
+
+def parse_param_pin(name: str, text: str) -> ParamPin:
+    """`"S0/S0/S0@host"` or `"R/P/S0+ahead"` in parts; without "@", on the device.
 
     Raises:
         ConstraintError: not three layouts, or states cannot be there.
     """
-    layouts, at, place = text.partition("@")
+    lies, at, place = text.partition("@")
+    layouts = lies.removesuffix(AHEAD)
     parts, places = layouts.split("/"), {words: tiers for tiers, words in PLACES.items()}
     if len(parts) != 3 or at + place not in places:
         raise ConstraintError(
             f"params[{name!r}] = {text!r}: give stored/grad/state, e.g. 'R,S0/R,S0/R,S0', and '@host' after it where "
-            "the states are to be in the host's memory, '@all' where the parameter is too"
+            "the states are to be in the host's memory, '@all' where the parameter is too; '+ahead' before that where "
+            "the stored copy is gathered once a step"
         )
-    return parts[0], parts[1], parts[2], places[at + place]
+    return ParamPin(parts[0], parts[1], parts[2], places[at + place], layouts != lies)

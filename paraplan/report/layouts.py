@@ -97,7 +97,8 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
         elif isinstance(stored[index], Shard):
             found.append(f"ZeRO-3 over {axis}")
         elif isinstance(state[index], Shard):
-            found.append(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over {axis}")
+            ahead = ", gathered once a step" if layouts.ahead else ""
+            found.append(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over {axis}{ahead}")
     if layouts.state_tier or layouts.stored_tier:
         what = f"on the {layouts.stored_tier}" if layouts.stored_tier else f"states on the {layouts.state_tier}"
         found = [*(found or ["whole on every rank"]), what]

@@ -64,9 +64,9 @@ def test_contradictions_are_refused(constraints: Constraints, message: str) -> N
 
 
 def test_parameter_pins() -> None:
-    assert parse_param_pin("w", "R,S0/P,S0/S0,S0") == ("R,S0", "P,S0", "S0,S0", ("", ""))
-    assert parse_param_pin("w", "R/P/S0@host") == ("R", "P", "S0", ("host", ""))
-    assert parse_param_pin("w", "S0/S0/S0@all") == ("S0", "S0", "S0", ("host", "host"))
+    assert parse_param_pin("w", "R,S0/P,S0/S0,S0") == ("R,S0", "P,S0", "S0,S0", ("", ""), False)
+    assert parse_param_pin("w", "R/P/S0@host") == ("R", "P", "S0", ("host", ""), False)
+    assert parse_param_pin("w", "S0/S0/S0@all") == ("S0", "S0", "S0", ("host", "host"), False)
     with pytest.raises(ConstraintError, match="give stored/grad/state"):
         parse_param_pin("w", "R/S0")
 

@@ -99,7 +99,7 @@ class StateCopies:
         layouts = self.layouts[name]
         if layouts.stored_tier:
             return False
-        return bool(layouts.state_tier) or layouts.stored != layouts.state or self._dtype(name) != param.spec.dtype
+        return bool(layouts.state_tier) or layouts.resting != layouts.state or self._dtype(name) != param.spec.dtype
 
     def _dtype(self, name: str) -> str:
         return self.specs[name].dtype
@@ -111,7 +111,7 @@ class StateCopies:
     def _restore(self, name: str, param: ParamSpec) -> None:
         layouts, dtype = self.layouts[name], self._dtype(name)
         away = self._state(name) if layouts.state_tier else None
-        key = ("restore", param.spec, layouts.stored, layouts.state, layouts.state_tier)
+        key = ("restore", param.spec, layouts.resting, layouts.state, layouts.state_tier)
         if key not in self._blocks:
             self._blocks[key] = restore_block(self._next("restore"), param, dtype, layouts, self.mesh_shape, away)
         block = self._blocks[key]

@@ -173,7 +173,7 @@ def restore_block(
     `away`: the state where it was updated on a tier and is being copied to the device; it takes the place of `state`.
     """
     emitter = BlockEmitter(name, (1, *mesh_shape))
-    stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
+    stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
     emitter.give("stored", param.spec, (R, *stored))
     spec, strides = TensorSpec(state_dtype, param.spec.shape), None
     if away is not None:

@@ -9,6 +9,7 @@ from paraplan.ir.graph import Phase
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, is_view_of, layout_text
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import BatchInput, SegmentKind, master_dtype
+from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.dims import op_def
 from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.classes import ParamClass
@@ -18,7 +19,10 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParamOption:
-    """Where a parameter class lives: see `ir.plan.ParamLayouts`."""
+    """Where a parameter class lives: see `ir.plan.ParamLayouts`.
+
+    `eager`: the stored copy could rest as the state lies and be gathered ahead, and does not; for pins alone.
+    """
 
     stored: Layout
     grad: Layout
@@ -26,6 +30,13 @@ class ParamOption:
     state_dtype: str
     state_tier: str = ""
     stored_tier: str = ""
+    ahead: bool = False
+    eager: bool = False
+
+    @property
+    def resting(self) -> Layout:
+        """The layout of the stored copy between steps."""
+        return self.state if self.ahead else self.stored
 
     @property
     def place(self) -> tuple[str, str]:
@@ -34,19 +45,19 @@ class ParamOption:
 
     def needs_restore(self, dtype: str) -> bool:
         """Whether the update is followed by a write into the stored copy."""
-        moved = self.stored != self.state or dtype != self.state_dtype
+        moved = self.resting != self.state or dtype != self.state_dtype
         return self.state_tier != self.stored_tier or moved
 
     def owns_state(self, spec: TensorSpec, mesh_shape: Dims) -> bool:
         """Whether the optimizer's tensor is a storage of its own, not a slice of the stored copy."""
-        alike = spec.dtype == self.state_dtype and is_view_of(spec.shape, self.stored, self.state, mesh_shape)
+        alike = spec.dtype == self.state_dtype and is_view_of(spec.shape, self.resting, self.state, mesh_shape)
         return bool(self.state_tier) or not alike
 
     def layouts(self) -> ParamLayouts:
         """As a plan writes it."""
         return ParamLayouts(
             stored=layout_text(self.stored), grad=layout_text(self.grad), state=layout_text(self.state),
-            state_tier=self.state_tier, stored_tier=self.stored_tier,
+            state_tier=self.state_tier, stored_tier=self.stored_tier, ahead=self.ahead,
         )  # fmt: skip
 
 
@@ -61,6 +72,8 @@ def _axis_options(ndim: int) -> list[tuple[Placement, Placement, Placement]]:
 def param_options(precision: str, cls: ParamClass, mesh_shape: Dims, away: bool = False) -> tuple[ParamOption, ...]:
     """Every combination of per-axis options that divides or may be padded; a frozen parameter is only stored.
 
+    A stored copy that can be gathered ahead of the step's first use is; not so for pins (`ParamOption.eager`).
+
     `away`: also with the optimizer's states in the host's memory, and with the stored copy there too where that can
     be its state's storage.
     """
@@ -71,9 +84,11 @@ def param_options(precision: str, cls: ParamClass, mesh_shape: Dims, away: bool 
         if not cls.trained:
             grad = state = stored
         if all(is_shardable(cls.spec.shape, layout, mesh_shape) for layout in (stored, grad, state)):
-            found[ParamOption(stored, grad, state, dtype)] = None
-            if away and cls.trained:
-                found[ParamOption(stored, grad, state, dtype, "host")] = None
+            tiers = ("", "host") if away and cls.trained else ("",)
+            ahead = stored != state and only_gathers(cls.spec.shape, state, stored, mesh_shape)
+            found |= {ParamOption(stored, grad, state, dtype, tier, ahead=ahead): None for tier in tiers}
+            if ahead:
+                found |= {ParamOption(stored, grad, state, dtype, tier, eager=True): None for tier in tiers}
             if away and stored == state and dtype == cls.spec.dtype:
                 found[ParamOption(stored, grad, state, dtype, "host", "host")] = None
     return tuple(found)
