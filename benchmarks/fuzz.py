@@ -170,12 +170,12 @@ def run_plan(plan: Plan, small: Small, wanted: Reference, steps: int) -> Seen:
     return seen
 
 
-def plans(of: Subject, ranks: int) -> Iterator[tuple[str, Callable[[], Plan], float, int]]:
-    """The planner's choice and the random plans on some ranks: name, what makes it, its dropout, its steps."""
+def plans(of: Subject, ranks: int, count: int) -> Iterator[tuple[str, Callable[[], Plan], float, int]]:
+    """The planner's choice, and these ranks' share of random plans: name, what makes it, its dropout, its steps."""
     index = list(MICROBATCHES).index(ranks)
     dropout = 0.1 if index % 2 else 0.0
     yield "own", lambda: search(of.job(dropout, ranks), Constraints(), certify=False).plan, dropout, STEPS
-    for seed in range(PLANS):
+    for seed in range(count):
         if seed // 2 % len(MICROBATCHES) == index:
             drawn = partial(random_plan, seed=seed, max_microbatches=MICROBATCHES[ranks])
             job = of.job(0.1 if seed % 2 else 0.0, ranks)
@@ -187,7 +187,7 @@ def fuzz(name: str, ranks: int) -> Row:
     torch.set_num_threads(1)
     of = subject(name)
     worst, count, equal, failures = Seen(), 0, 0, []
-    for which, make, dropout, steps in plans(of, ranks):
+    for which, make, dropout, steps in plans(of, ranks, PLANS):
         count += 1
         try:
             seen = run_plan(make(), of.small[dropout], of.reference(dropout), steps)

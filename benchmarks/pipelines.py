@@ -1,23 +1,26 @@
 """Pipelines against one device, in this process: models x schedules x even and uneven stages x tensor parallelism.
 
-    python -m benchmarks.pipelines [--models gpt2,t5] [--tp 1,2] [--schedules 1f1b,zb-v]
-
 Float64, four microbatches, two steps of AdamW, two positions (and three for 1F1B and GEMS, four for Chimera). Per run:
 the worst error of the loss (of every rank), the gradients and written buffers against the captured program on one
 device, whether the recorded entries equal those predicted, measured over predicted peak (smallest and largest of the
 ranks), and the share of the simulated step that the first rank stands still for messages not yet begun.
+
+    python -m benchmarks.pipelines [--only "gpt2 tp 1"] [--json FILE [--resume]]
+    SCHEDULES=1f1b,zb-v only these (environment)
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from benchmarks.table import Row, main
 from examples.models import unet
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.trace import capture
@@ -29,6 +32,13 @@ Made = tuple[nn.Module, dict[str, Tensor]]
 SCHEDULES = {
     "gpipe": 1, "1f1b": 1, "zb-h1": 1, "gems": 1, "chimera": 1, "interleaved": 2, "zb-v": 2, "hanayo": 2,
 }  # fmt: skip
+"""Per schedule, how many stages a position holds."""
+
+TOLERANCE = 1e-9
+COLUMNS = (
+    *("case", "schedule", "stages", "even", "worst_error", "entries_equal", "peak_ratio_min", "peak_ratio_max"),
+    *("waits", "failures"),
+)
 
 
 def tokens(vocabulary: int) -> dict[str, Tensor]:
@@ -84,38 +94,38 @@ def runs(names: list[str]) -> list[tuple[str, int, bool]]:
     return found + [run for run in more if run[0] in names]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--tp", default="1,2")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES))
-    given = parser.parse_args()
+def trained(name: str, tp: int, schedules: list[str]) -> list[Row]:
+    """One model under every schedule."""
     warnings.simplefilter("ignore")
-    print(
-        f"{'model':6} {'tp':>2} {'schedule':12} {'stages':>6} {'even':5} {'error':>8} {'entries':7} {'peak':13} bubble"
-    )
-    for name in given.models.split(","):
-        torch.manual_seed(0)
-        model, batch = MODELS[name]()
-        program = capture(model.train(), batch, precision="fp64")
-        model = model.double()
-        for tp in map(int, given.tp.split(",")):
-            pins = Constraints(tp=tp if tp > 1 else None, microbatches=4)
-            one = search(job_of(program, tp), pins).plan
-            for schedule, positions, uneven in runs(given.schedules.split(",")):
-                count = positions * SCHEDULES[schedule]
-                bounds = cut(len(program.segments), count, uneven)
-                row = f"{name:6} {tp:2} {schedule:12} {count:6} {'no' if uneven else 'yes':5}"
-                try:
-                    found = account(pipeline_of(one, schedule, positions, bounds), model, batch)
-                except ParaplanError as fault:
-                    print(row, f"{type(fault).__name__}: {fault}", flush=True)
-                    continue
-                print(
-                    row, f"{found.error:8.1e} {'equal' if found.entries_equal else 'DIFFER':7} "
-                    f"{min(found.peaks):.4f}-{max(found.peaks):.4f} {found.bubble:6.1%}", flush=True,
-                )  # fmt: skip
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    program = capture(model.train(), batch, precision="fp64")
+    model = model.double()
+    one = search(job_of(program, tp), Constraints(tp=tp if tp > 1 else None, microbatches=4)).plan
+    rows = []
+    for schedule, positions, uneven in runs(schedules):
+        stages = positions * SCHEDULES[schedule]
+        row: Row = {"case": f"{name} tp {tp}", "schedule": schedule, "stages": stages, "even": not uneven}
+        bounds = cut(len(program.segments), stages, uneven)
+        try:
+            found = account(pipeline_of(one, schedule, positions, bounds), model, batch)
+        except ParaplanError as fault:
+            rows.append({**row, "failures": [f"{type(fault).__name__}: {fault}"]})
+            continue
+        wrong = [] if found.error <= TOLERANCE else [f"error {found.error:.1e}"]
+        rows.append({
+            **row, "worst_error": found.error, "entries_equal": found.entries_equal, "peak_ratio_min": min(found.peaks),
+            "peak_ratio_max": max(found.peaks), "waits": found.bubble,
+            "failures": wrong + ([] if found.entries_equal else ["entries differ"]),
+        })  # fmt: skip
+    return rows
+
+
+def cases() -> dict[str, Callable[[], list[Row]]]:
+    """Every model and degree of tensor parallelism."""
+    schedules = os.environ.get("SCHEDULES", ",".join(SCHEDULES)).split(",")
+    return {f"{name} tp {tp}": partial(trained, name, tp, schedules) for name in MODELS for tp in (1, 2)}
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main("pipelines", cases(), COLUMNS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,10 +172,10 @@ def run(
         if scaler is not None:
             scaler.unscale_(optimizer)
         grads = full_grads(trainer) if options.check else {}
-        _update(trainer, optimizer, options.clip, scaler)
+        update(trainer, optimizer, options.clip, scaler)
         times.append(time.perf_counter() - started)
         if step == recorded:
-            _account(trainer, programs, result)
+            account(trainer, programs, result)
         trainer.record = False
         if options.check:
             params = trainer.full_state_dict(rank0_only=True)
@@ -212,12 +212,13 @@ def _seconds(
     executor.seconds = found = {}
     for step in range(STEPS_RECORDED):
         trainer.step(batches(step))
-        _update(trainer, optimizer, clip, scaler)
+        update(trainer, optimizer, clip, scaler)
     executor.seconds = None
     return found
 
 
-def _update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | None, scaler: Scaler | None) -> None:
+def update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | None, scaler: Scaler | None) -> None:
+    """Clip, update and, in a recorded step, note what the update did; gradients are gone after it."""
     if clip is not None:
         trainer.clip_grad_norm_(clip)
     step = optimizer.step if scaler is None else lambda: scaler.step(optimizer)
@@ -250,8 +251,8 @@ def full_grads(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def _account(trainer: Trainer, programs: tuple[RankProgram, ...], result: RunResult) -> None:
-    """What this rank did against what was predicted, gathered from all ranks."""
+def account(trainer: Trainer, programs: Sequence[RankProgram], result: RunResult) -> None:
+    """What this rank did in its recorded step against what was predicted, gathered from all ranks (all must call)."""
     program = programs[trainer.plan.schedule.rank_class[trainer.rank]]
     wanted, found = list(entries(program)), trainer.entries
     difference = ""

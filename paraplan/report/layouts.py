@@ -73,7 +73,7 @@ def layout_words(layout: Layout, mesh: Mesh) -> str:
     found = [
         words for placement, axis in zip(layout, mesh.axes, strict=True) if (words := _placement_words(placement, axis))
     ]
-    return "; ".join(found) if found else "whole on every rank"
+    return " and ".join(found) if found else "whole on every rank"
 
 
 def _placement_words(placement: Placement, axis: str) -> str:
@@ -85,24 +85,25 @@ def _placement_words(placement: Placement, axis: str) -> str:
 
 
 def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
-    """A parameter's three layouts in one phrase: "split over tp (dim 0); ZeRO-3 over dp"."""
+    """A parameter's three layouts in one phrase: "split over tp (dim 0) and ZeRO-3 over dp and pod"."""
     stored, grad, state = (parse_layout(text) for text in (layouts.stored, layouts.grad, layouts.state))
-    found = []
+    found: dict[str, list[str]] = {}
     for index, axis in enumerate(mesh.axes):
         use = used[index] if used is not None else stored[index]
         if isinstance(use, Shard):
-            found.append(f"split over {axis} (dim {use.dim})")
+            found.setdefault("split over ", []).append(f"{axis} (dim {use.dim})")
             if stored[index] != use:
-                found.append(f"stored {_placement_words(stored[index], axis) or 'whole along ' + axis}")
+                found.setdefault("stored ", []).append(_placement_words(stored[index], axis) or f"whole along {axis}")
         elif isinstance(stored[index], Shard):
-            found.append(f"ZeRO-3 over {axis}")
+            found.setdefault("ZeRO-3 over ", []).append(axis)
         elif isinstance(state[index], Shard):
-            ahead = ", gathered once a step" if layouts.ahead else ""
-            found.append(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over {axis}{ahead}")
+            found.setdefault(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over ", []).append(axis)
+    words = [how + " and ".join(where) for how, where in found.items()] or ["whole on every rank"]
+    if layouts.ahead:
+        words.append("gathered once a step")
     if layouts.state_tier or layouts.stored_tier:
-        what = f"on the {layouts.stored_tier}" if layouts.stored_tier else f"states on the {layouts.state_tier}"
-        found = [*(found or ["whole on every rank"]), what]
-    return "; ".join(found) if found else "whole on every rank"
+        words.append(f"on the {layouts.stored_tier}" if layouts.stored_tier else f"states on the {layouts.state_tier}")
+    return " and ".join(words)
 
 
 def axis_parts(op: Op, graph: Graph, key: str) -> tuple[AxisChoice, ...]:

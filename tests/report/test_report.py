@@ -132,8 +132,9 @@ def test_a_crowded_timeline_is_merged_without_losing_work(plan: pp.Plan) -> None
         (("R,R", "P,R", "S0,R"), "R,R", "ZeRO-1 over dp"),
         (("R,R", "S0,R", "S0,R"), "R,R", "ZeRO-2 over dp"),
         (("S0,R", "S0,R", "S0,R"), "R,R", "ZeRO-3 over dp"),
-        (("S0,S1", "S0,S1", "S0,S1"), "R,S1", "ZeRO-3 over dp; split over tp (dim 1)"),
+        (("S0,S1", "S0,S1", "S0,S1"), "R,S1", "ZeRO-3 over dp and split over tp (dim 1)"),
         (("R,S0", "P,S0", "R,S0"), None, "split over tp (dim 0)"),
+        (("R,R", "S0,S1", "S0,S1"), "R,R", "ZeRO-2 over dp and tp"),
     ],
 )
 def test_parameters_in_words(texts: tuple[str, str, str], used: str | None, words: str) -> None:
@@ -142,7 +143,7 @@ def test_parameters_in_words(texts: tuple[str, str, str], used: str | None, word
 
 
 def test_layouts_in_words() -> None:
-    assert layout_words(parse_layout("S0,P"), MESH) == "split over dp (dim 0); partial sums over tp"
+    assert layout_words(parse_layout("S0,P"), MESH) == "split over dp (dim 0) and partial sums over tp"
     assert generic_name("model.layers.12.mlp.weight") == "model.layers.*.mlp.weight"
 
 
