@@ -268,7 +268,8 @@ def compile(
             Face models, whose batch is then [batch, seq] tokens.
         loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss.
         optimizer: what keeps states: sgd, momentum, adam, adamw.
-        precision: "fp32", "fp64", or "bf16" and "fp16" (float32 master weights; fp16 trains with `Trainer.scaler`).
+        precision: "fp32", "fp64", or "bf16", "fp8" (bf16, linear layers in float8) and "fp16" (float32 master weights;
+            fp16 trains with `Trainer.scaler`).
         batch_dims: the batch dim of each input; dim 0 by default.
         batch, seq: size of the batch made for Hugging Face models.
         time_limit_s, progress: seconds for the solver, per mesh; told what is being done.

@@ -120,7 +120,7 @@ def plan(
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (hf: models; default 128).")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
-    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16, fp16 or fp8.")] = "fp32",
     memory: Memory = None,
     memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
@@ -260,7 +260,7 @@ def compare(
     batch: Annotated[int | None, typer.Option(help="Sequences of the global batch (hf: models; default 8).")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (hf: models; default 128).")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
-    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16, fp16 or fp8.")] = "fp32",
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For each strategy at each budget.")] = 10.0,
     as_json: AsJson = False,
 ) -> None:

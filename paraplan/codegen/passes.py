@@ -91,7 +91,7 @@ def _functional(
         issued = block.instrs[index].outs[0]
         assert issued is not None
         rows = block.values[issued].shape[0] // size
-        return c10d.all_to_all_single.default, (source, (rows,) * size, (rows,) * size, group)
+        return ops.all_to_all, (source, (rows,) * size, group)
     if kind == "permute":
         return ops.permute, (source, size, group)
     if kind == "route":

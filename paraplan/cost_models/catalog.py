@@ -37,6 +37,11 @@ def catalog_entry(name: str) -> CatalogEntry:
     return entry
 
 
+def devices_with(dtype: str) -> tuple[str, ...]:
+    """Names of the catalog's devices that have a rate for a dtype."""
+    return tuple(kind for kind, entry in CATALOG.items() if dtype in entry.device.flops_per_s)
+
+
 def _find(name: str) -> CatalogEntry | None:
     by_lower = {kind.lower(): kind for kind in CATALOG} | {other.lower(): kind for other, kind in ALIASES.items()}
     kind = by_lower.get(name.lower())

@@ -47,6 +47,7 @@ class OpWork(Value, frozen=True, kw_only=True):
         read_bytes, write_bytes: traffic to device memory.
         dtype: what the flops are done in.
         narrow: the narrowest dim of its matrix product, which limits its efficiency; 0 where it has none.
+        copied_bytes: traffic of copies of its operands made first, as products in float8 need on Hopper.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class OpWork(Value, frozen=True, kw_only=True):
     write_bytes: int
     dtype: str
     narrow: int = 0
+    copied_bytes: int = 0
 
 
 _VIEWS = frozenset(
@@ -122,6 +124,8 @@ _FLAGS = {
     "paraplan.conv": ("transposed", 6),
     "paraplan.conv_grad_input": ("transposed", 6),
     "paraplan.conv_grad_weight": ("transposed", 6),
+    "paraplan.float8_linear": ("transposed", 4),
+    "paraplan.float8_linear_grad_input": ("transposed", 4),
 }
 
 # A matrix product's (flops, narrowest dim).
@@ -226,6 +230,9 @@ _PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], _Product]]] = {
     "paraplan.linear": ("matmul", _linear),
     "paraplan.linear_grad_input": ("matmul", _linear),
     "paraplan.linear_grad_weight": ("matmul", _linear_grad_weight),
+    "paraplan.float8_linear": ("matmul", _linear),
+    "paraplan.float8_linear_grad_input": ("matmul", _linear),
+    "paraplan.float8_linear_grad_weight": ("matmul", _linear_grad_weight),
     "paraplan.linear_into_": ("matmul", _linear_into),
     "paraplan.linear_rows": ("matmul", _linear_rows),
     "paraplan.experts": ("matmul", _experts),
@@ -244,6 +251,14 @@ _PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], _Product]]] = {
     "paraplan.attention": ("attention", _attention),
     "paraplan.attention_grad": ("attention", _attention_grad),
     "aten.scaled_dot_product_attention": ("attention", _attention),
+}
+
+
+# Operands of products in float8 that lie the wrong way, by whether the weight is transposed.
+_TURNED = {
+    ("paraplan.float8_linear", True): (1,),
+    ("paraplan.float8_linear_grad_input", False): (1,),
+    ("paraplan.float8_linear_grad_weight", False): (0, 1),
 }
 
 
@@ -278,7 +293,10 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
         elif name == "paraplan.linear_rows":  # of the rows given it reads as many as it makes
             rows = math.prod(_first(outputs).shape[:-1])
             read -= nbytes(inputs[0]) - rows * inputs[0].shape[-1] * DTYPE_BYTES[inputs[0].dtype]
-        return OpWork(kind=kind, flops=flops, read_bytes=read, write_bytes=write, dtype=dtype, narrow=narrow)
+        return OpWork(
+            kind=kind, flops=flops, read_bytes=read, write_bytes=write, dtype=dtype, narrow=narrow,
+            copied_bytes=2 * sum(nbytes(inputs[index]) for index in _TURNED.get((name, bool(flag)), ())),
+        )  # fmt: skip
     if name in _ROW_READERS:
         read += write - (nbytes(inputs[0]) if inputs else 0)
     elif name in _OUT_READERS:
@@ -336,7 +354,8 @@ def rate_of(device: Device, dtype: str) -> float:
 def op_time_s(work: OpWork, device: Device) -> float:
     """Roofline time of one op on one device.
 
-    t = launch_s + max(flops / (rate · power · share · w / (w + half_dim)), bytes / (bandwidth · share)),
+    t = launch_s + copied_bytes / (bandwidth · share)
+        + max(flops / (rate · power · share · w / (w + half_dim)), bytes / (bandwidth · share)),
     w = work.narrow; power: the device's `power_share`
 
     Returns:
@@ -352,4 +371,4 @@ def op_time_s(work: OpWork, device: Device) -> float:
         of_class = share.attention if work.kind == "attention" else share.matmul
         filled = work.narrow / (work.narrow + share.half_dim)
         time = max(time, work.flops / (rate_of(device, work.dtype) * device.power_share * of_class * filled))
-    return device.launch_s + time
+    return device.launch_s + time + work.copied_bytes / (device.memory_bytes_per_s * share.memory)

@@ -21,7 +21,8 @@ from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.rules.carried import registered_work
 from paraplan.ir.sizes import say_size
 
-_COMPUTE_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_COMPUTE_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""What `mfu` is a share of; of fp8 as well bfloat16's rate, as torchtitan reports it."""
 
 
 def forward_flops(program: Program) -> int:

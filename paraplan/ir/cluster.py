@@ -222,10 +222,14 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         """
         device = Device(
             kind="cpu", memory_bytes=memory_bytes, memory_bytes_per_s=8e9, launch_s=4e-6, backend="cpu",
-            flops_per_s={"float64": 2.5e10, "float32": 5e10, "bfloat16": 1e10, "float16": 1e10},
+            flops_per_s={
+                "float64": 2.5e10, "float32": 5e10, "bfloat16": 1e10, "float16": 1e10,
+                "float8_e4m3fn": 4e10, "float8_e5m2": 4e10,
+            },
             source="one thread of a 2024 server CPU, measured with torch matmul and copy",
             sources={
                 **dict.fromkeys(("float64", "float32", "bfloat16", "float16"), "torch matmul"),
+                **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), "torch._scaled_mm, which multiplies in float32"),
                 "memory_bytes": "assumed", "memory_bytes_per_s": "torch copy",
             },
         )  # fmt: skip

@@ -4,12 +4,13 @@ A program is captured at its global batch. Running it in M microbatches shards e
 an axis whose coordinate is the microbatch index: the same rules say what each op does there, constants of
 the graph stay those of the global batch, and what is partial along the axis is accumulated, so the result is
 exact. No communication exists along it: a value may be sliced or counted once, never gathered; an op that
-would need to see other microbatches makes the program not splittable, and is named.
+would need to see other microbatches makes the program not splittable, and is named. But for scales of casts to float8,
+which every microbatch has for itself (`OpDims.apart`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from paraplan.ir.errors import ConstraintError
@@ -140,7 +141,7 @@ def graph_micro(
 
 def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str, in_space: bool) -> AxisChoice:
     options = _options(
-        op, tuple(graph.values[n] for n in op.tensors), tuple(graph.values[n] if n else None for n in op.outs)
+        op, tuple(graph.values[n] for n in op.tensors), tuple(graph.values[n] if n else None for n in op.outs), in_space
     )
     if m == 1 or all(placement == R for placement in have):
         return options[0]
@@ -184,22 +185,33 @@ def _effort(have: Placement, need: Placement, in_space: bool) -> int | None:
 
 @lru_cache(maxsize=20_000)
 def _cached_choices(key: _OpKey) -> tuple[AxisChoice, ...]:
-    return axis_choices(dims_of(key.op, key.values))
+    dims = dims_of(key.op, key.values)
+    choices = axis_choices(dims)
+    return choices if key.in_space or not dims.apart else tuple(map(_own, choices))
+
+
+def _own(choice: AxisChoice) -> AxisChoice:
+    """A choice whose partial maxima are whole: each microbatch's own."""
+    own = tuple(R if isinstance(place, Partial) and place.op == "max" else place for place in choice.outputs)
+    return replace(choice, outputs=own)
 
 
 @dataclass(frozen=True, eq=False)
 class _OpKey:
     op: Op
     values: dict[str, TensorSpec]
+    in_space: bool
 
     def __hash__(self) -> int:
         return id(self.op)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _OpKey) and self.op is other.op
+        return isinstance(other, _OpKey) and self.op is other.op and self.in_space == other.in_space
 
 
-def _options(op: Op, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...]) -> tuple[AxisChoice, ...]:
+def _options(
+    op: Op, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...], in_space: bool
+) -> tuple[AxisChoice, ...]:
     values = dict(zip(op.tensors, inputs, strict=True))
     values.update({name: spec for name, spec in zip(op.outs, outputs, strict=True) if name and spec})
-    return _cached_choices(_OpKey(op, values))
+    return _cached_choices(_OpKey(op, values, in_space))

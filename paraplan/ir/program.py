@@ -122,7 +122,8 @@ class Program(Value, frozen=True, kw_only=True):
         name: what people call it.
         fingerprint: digest of the model's class, configuration, parameters and buffers; two models with
             equal fingerprints run each other's plans.
-        precision: "fp32", "fp64", "bf16" or "fp16": what the captured graphs compute in.
+        precision: "fp32", "fp64", "bf16", "fp16" or "fp8" (bf16, linear layers in float8): what the captured
+            graphs compute in.
         batch_size: size of the batch dims.
         batch: the batch's tensors.
         params: every parameter, in the model's order; tied names appear once, under the first.
@@ -149,12 +150,12 @@ class Program(Value, frozen=True, kw_only=True):
     outputs: dict[str, Output] = {}
 
 
-HALVES = {"bf16": "bfloat16", "fp16": "float16"}
-"""Precisions that keep float32 master weights, and the dtype they compute in."""
+HALVES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""Precisions that keep float32 master weights, and the dtype they compute in (fp8: all but linear layers)."""
 
 
 def master_dtype(precision: str, dtype: str) -> str:
-    """Dtype a parameter is updated (and its gradient accumulated) in: float32 master weights under bf16 and fp16."""
+    """Dtype a parameter is updated (and its gradient accumulated) in: float32 master weights under `HALVES`."""
     return "float32" if (precision, dtype) in HALVES.items() else dtype
 
 

@@ -29,7 +29,8 @@ from paraplan.runtime.params import full_tensors
 
 Tensors = Mapping[str, Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+"""What the eager model is compared in."""
 
 
 @dataclass

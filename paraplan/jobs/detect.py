@@ -136,8 +136,9 @@ def measured_device(
     before = torch.get_num_threads()
     torch.set_num_threads(cores)
     try:
-        dtypes = ("float64", "float32", "bfloat16") + (("float16",) if backend == "cuda" else ())
+        dtypes = ("float64", "float32", "bfloat16", *(("float16",) if backend == "cuda" else ()), "float8_e4m3fn")
         rates = {dtype: rate for dtype in dtypes if (rate := matmul_flops_per_s(dtype, backend)) is not None}
+        rates |= {"float8_e5m2": rates["float8_e4m3fn"]} if "float8_e4m3fn" in rates else {}
         bandwidth = copy_bytes_per_s(backend, nbytes=min(1 << 28, memory * processes // 16))
     finally:
         torch.set_num_threads(before)

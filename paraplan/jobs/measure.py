@@ -13,8 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from paraplan.ir.trace.float8_kernels import product
+
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}  # fmt: skip
 
 
 def matmul_flops_per_s(dtype: str, device: str = "cpu", seconds: float = 0.1) -> float | None:
@@ -22,15 +27,22 @@ def matmul_flops_per_s(dtype: str, device: str = "cpu", seconds: float = 0.1) ->
     rate = None
     for size in _SIZES:
         try:
-            a = torch.ones(size, size, dtype=_DTYPES[dtype], device=device)
-            out = torch.empty_like(a)
-            took = _best_s(lambda a=a, out=out: torch.mm(a, a, out=out), device, seconds)
+            took = _best_s(_product(torch.ones(size, size, dtype=_DTYPES[dtype], device=device)), device, seconds)
         except RuntimeError:  # torch has no kernel for this dtype here
             return rate
         rate = max(rate or 0.0, 2 * size**3 / took)
         if 8 * took > 4 * seconds:
             break
     return rate
+
+
+def _product(a: Tensor) -> Callable[[], Tensor]:
+    """A matrix times itself."""
+    if a.element_size() == 1:
+        one = torch.ones((), device=a.device)
+        return lambda: product(a, a, one, one)
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, a, out=out)
 
 
 def copy_bytes_per_s(device: str = "cpu", seconds: float = 0.2, nbytes: int = 1 << 28) -> float:

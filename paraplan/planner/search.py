@@ -6,6 +6,7 @@ the step gets faster.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from functools import partial
 
 import msgspec
 
+from paraplan.cost_models.catalog import devices_with
 from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
@@ -68,6 +70,7 @@ def search(
     """
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
+    _check_rates(job)
     constraints, unpriced = _with_states(job, constraints)
     _check_tiers(job, constraints)
     if constraints.pp not in (None, 1):
@@ -213,6 +216,25 @@ def _with_states(job: Job, constraints: Constraints) -> tuple[Constraints, tuple
     note = f"optimizer states stay on the device: {job.cluster.name} does not say host_memory_bytes_per_s"
     chosen = msgspec.structs.replace(constraints, offload_states="either" if rated and roomy else "none")
     return chosen, () if rated else (note,)
+
+
+def _check_rates(job: Job) -> None:
+    """Whether all devices multiply in float8, where the program is to.
+
+    Raises:
+        ConstraintError: one does not.
+    """
+    if job.program.precision != "fp8":
+        return
+    dtypes = {spec.dtype for kind in job.program.kinds for spec in kind.graph.values.values()}
+    eight = sorted(dtype for dtype in dtypes if dtype.startswith("float8"))
+    for dtype, group in itertools.product(eight, job.cluster.groups):
+        if dtype not in group.device.flops_per_s:
+            raise ConstraintError(
+                f"precision='fp8' multiplies in {dtype}, for which {group.device.kind} has no rate (it has "
+                f"{', '.join(group.device.flops_per_s)}); plan with precision='bf16', or for a device that has one: "
+                f"{', '.join(devices_with(dtype))}"
+            )
 
 
 def _check_tiers(job: Job, constraints: Constraints) -> None:

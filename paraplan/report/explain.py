@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
 from paraplan.report.breakdown import CollectiveRow, TimeRow, time_breakdown
-from paraplan.report.layouts import KindRow, kind_rows, layout_words
+from paraplan.report.layouts import KindRow, float8_params, generic_name, kind_rows, layout_words
 from paraplan.report.memory import MemoryTold, class_told
 from paraplan.report.units import show_bytes, show_count, show_seconds, show_share
 
@@ -83,12 +84,23 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
         ("model", f"{plan.model.display}: {show_count(num_params(program))} parameters, {pieces}"),
         ("batch", batch),
         ("computes in", f"{program.precision}, optimizer {plan.optimizer.name}"),
+        *((("float8", float8_words(program)),) if program.precision == "fp8" else ()),
         ("cluster", f"{cluster.name}: {_devices(cluster)}"),
         *((_stage_name(plan, index), mesh_text(stage)) for index, stage in enumerate(plan.stages)),
         ("schedule", f"{plan.schedule.name}, {micro}"),
         ("parameters", "; ".join(dict.fromkeys(layer_words(plan)))),
         ("activations", _activation_words(plan)),
     )  # fmt: skip
+
+
+def float8_words(program: Program) -> str:
+    """Which weights are multiplied in float8, forward and backward, and which matrices are not."""
+    cast = float8_params(program)
+    other = [name for name, param in program.params.items() if len(param.spec.shape) == 2 and name not in cast]
+    names = Counter(generic_name(name) for name in cast)
+    said = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items()) or "no weight"
+    rest = f"; in bfloat16: {', '.join(dict.fromkeys(map(generic_name, other)))}" if other else ""
+    return f"{said}: forward, input and weight gradients (values in e4m3, gradients of outputs in e5m2){rest}"
 
 
 def _activation_words(plan: Plan) -> str:

@@ -113,14 +113,29 @@ def axis_parts(op: Op, graph: Graph, key: str) -> tuple[AxisChoice, ...]:
 
 
 def used_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:
-    """For every value the forward reads, the layout its first reader wants."""
+    """For every value the forward reads, the layout its first reader wants; what is cast to float8 is its cast's."""
     found: dict[str, Layout] = {}
+    casts: dict[str, str] = {}
     for op, key in zip(graph.ops, choice.ops, strict=True):
-        if op.phase is Phase.FORWARD:
-            parts = axis_parts(op, graph, key)
-            for position, name in enumerate(op.tensors):
-                found.setdefault(name, tuple(part.inputs[position] for part in parts))
-    return found
+        if op.phase is not Phase.FORWARD or op.target == "paraplan.float8_scale":
+            continue
+        if op.target == "paraplan.float8_cast" and op.outs[0] is not None:
+            casts[op.tensors[0]] = op.outs[0]
+            continue
+        parts = axis_parts(op, graph, key)
+        for position, name in enumerate(op.tensors):
+            found.setdefault(name, tuple(part.inputs[position] for part in parts))
+    return {name: found[cast] for name, cast in casts.items() if cast in found} | found
+
+
+def float8_params(program: Program) -> tuple[str, ...]:
+    """Parameters whose products are in float8, in the model's order."""
+    found = set()
+    for segment in program.segments:
+        kind = program.kinds[segment.kind]
+        cast = {op.tensors[0] for op in kind.graph.ops if op.target == "paraplan.float8_cast"}
+        found |= {name for local, name in zip(kind.params, segment.params, strict=True) if local in cast}
+    return tuple(name for name in program.params if name in found)
 
 
 def made_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:
@@ -158,7 +173,7 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     for slot, local in enumerate(kind.params):
         names = tuple(dict.fromkeys(program.segments[index].params[slot] for index in segments))
         layouts, spec = stage.params[names[0]], program.params[names[0]].spec
-        held = TensorSpec(spec.dtype, local_shape(spec.shape, parse_layout(layouts.stored), stage.mesh.shape))
+        held = TensorSpec(spec.dtype, local_shape(spec.shape, parse_layout(layouts.resting), stage.mesh.shape))
         rows.append(
             ParamRow(
                 name=generic_name(names[0]) if len(names) > 1 else names[0], count=len(names), shape=spec.shape,

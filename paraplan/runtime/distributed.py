@@ -118,8 +118,7 @@ class DistributedTransport:
             return c10d.reduce_scatter_tensor(x, reduction, size, group)  # type: ignore[no-any-return]
         if kind == "permute":
             return ops.permute(x, size, group)
-        rows = [x.shape[0] // size] * size
-        return c10d.all_to_all_single(x, rows, rows, group)  # type: ignore[no-any-return]
+        return ops.all_to_all(x, [x.shape[0] // size] * size, group)
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Exchange a first message over every (source, target) pair of ranks, in one order on all of them.

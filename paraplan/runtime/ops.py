@@ -175,7 +175,23 @@ def gather(x: Tensor, size: int, group: str) -> Tensor:
     completed last into one string, without a lock, so that memory is freed twice now and then.
     """
     out = x.new_empty(collective_shape("all_gather", x.shape, size))
-    return torch.ops._c10d_functional.all_gather_into_tensor_out(x, size, group, out=out)  # type: ignore[no-any-return]
+    issued = torch.ops._c10d_functional.all_gather_into_tensor_out(_as_sent(x), size, group, out=_as_sent(out))
+    return _as_meant(issued, x.dtype)
+
+
+def _as_sent(x: Tensor) -> Tensor:
+    """x as backends know it: Gloo has no float8, whose bytes go as integers."""
+    return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
+
+
+def _as_meant(issued: Tensor, dtype: torch.dtype) -> Tensor:
+    return issued if issued.dtype == dtype else issued.view(dtype)
+
+
+def all_to_all(x: Tensor, rows: Sequence[int], group: str) -> Tensor:
+    """Starts sending each rank of a process group its rows of x, as many as are received from it."""
+    issued = torch.ops._c10d_functional.all_to_all_single(_as_sent(x), rows, rows, group)
+    return _as_meant(issued, x.dtype)
 
 
 def permute(x: Tensor, size: int, group: str) -> Tensor:
@@ -183,7 +199,8 @@ def permute(x: Tensor, size: int, group: str) -> Tensor:
     rank = rank_in_group(group)
     sends, receives = [0] * size, [0] * size
     sends[(rank + 1) % size] = receives[(rank - 1) % size] = x.shape[0]
-    return torch.ops._c10d_functional.all_to_all_single(x, receives, sends, group)  # type: ignore[no-any-return]
+    issued = torch.ops._c10d_functional.all_to_all_single(_as_sent(x), receives, sends, group)
+    return _as_meant(issued, x.dtype)
 
 
 def route(x: Tensor, sent: Tensor, received: Tensor, rows: int, group: str) -> Tensor:

@@ -51,7 +51,7 @@ def profile(
     batch: Annotated[int, typer.Option(help="Sequences of the global batch (hf: models).")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence (hf: models).")] = 128,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
-    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16, fp16 or fp8.")] = "fp32",
     threads: Annotated[int, typer.Option(help="Of a CPU process.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:

@@ -16,7 +16,7 @@ from paraplan.ir.plan import Plan
 from paraplan.jobs.launch import start_ranks
 from paraplan.report.units import show_bytes, show_seconds
 
-TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1e-1, "fp16": 5e-2}
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1e-1, "fp16": 5e-2, "fp8": 3e-1}
 """Largest errors of loss and gradients against the captured program; below fp64 they are noise of summing in
 another order. Parameters are held to it in fp64 only: Adam divides by the gradient, so where that is all noise (a
 key's bias) any rounding moves a parameter by a whole learning rate."""

@@ -103,6 +103,8 @@ def assert_close(found: Tensor, wanted: Tensor, what: str, tolerance: float = 1e
     """Equal up to rounding; infinities and NaN must match."""
     assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
     assert found.dtype == wanted.dtype, (what, found.dtype, wanted.dtype)
+    if wanted.element_size() == 1 and wanted.is_floating_point():
+        found, wanted = found.float(), wanted.float()
     if not wanted.is_floating_point() or wanted.numel() == 0:
         assert torch.equal(found, wanted), what
         return

@@ -66,6 +66,7 @@ class OpDims:
         uneven: letters whose shards may be padded; each is a whole dim wherever it stands.
         fills: letter -> (input, value) pairs: what padding must be set to before the op, where that is not zero in
             every input that carries a contracted letter, and nothing for the other letters.
+        apart: microbatches are told apart: what over ranks would be a partial maximum is each one's own, whole.
     """
 
     inputs: tuple[Letters, ...]
@@ -77,6 +78,7 @@ class OpDims:
     ring: Ring | None = None
     uneven: frozenset[str] = frozenset()
     fills: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    apart: bool = False
 
     def fills_of(self, letter: str) -> tuple[tuple[int, float], ...]:
         """What the padding of an uneven letter is set to before the op: (input, value) pairs."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paraplan.ir.trace import experts
+from paraplan.ir.trace import experts, float8
 from paraplan.ir.trace.canonical import ops
 
 Grads = tuple[Tensor | None, ...]
@@ -153,4 +153,4 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
 
 
 RANDOM = frozenset({dropout, attention_dropout, uniform})
-HEAVY = frozenset({linear, attention, attention_dropout, cross_entropy_sum}) | experts.HEAVY
+HEAVY = frozenset({linear, attention, attention_dropout, cross_entropy_sum}) | experts.HEAVY | float8.HEAVY

@@ -30,6 +30,7 @@ from paraplan.ir.trace.precision import lift_to_float64
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
 from paraplan.ir.trace.substitute import substitute
+from paraplan.ir.trace.substitute_float8 import convert_linears
 from paraplan.ir.trace.tail import Term, loss_terms
 from paraplan.ir.trace.torch_private import FakeTensorMode, fake_mode
 from paraplan.ir.trace.user_functions import refuse_hooks
@@ -52,7 +53,8 @@ def capture(
         model: on meta, fake or real; it is not modified. Trains or not as it is (`model.training`).
         example_inputs: one global batch, by forward's parameter names or in their order; only shapes matter.
         loss_fn: (model output, batch by name) -> scalar loss (or several); left out where the model returns its loss.
-        precision: "fp32", "fp64" (every float of the forward, casts included), "bf16" or "fp16".
+        precision: "fp32", "fp64" (every float of the forward, casts included), "bf16", "fp16" or "fp8" (bf16
+            with linear layers in float8, see `substitute_float8`).
         batch_dims: the batch dim of each input, None for inputs equal on every microbatch; dim 0 by default.
         name: what to call the program.
         loss: which of several losses are trained on, with which weights; see `outputs.LossChoice`.
@@ -179,6 +181,8 @@ def _rewrite(
         clean(graph)
     substitute(graph, rewriter)
     simplify_masks(graph, names, constants, rewriter)
+    if precision == "fp8":
+        convert_linears(graph, names, rewriter)
 
     def trainable(name: str) -> bool:
         return params[name].trainable

@@ -20,6 +20,8 @@ from paraplan.ir.trace.torch_private import OpOverload
 Names = str | tuple[str | None, ...] | None
 _DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 MAX_CONSTANT_ELEMENTS = 4096
+_ONCE = frozenset({"paraplan.float8_scale", "paraplan.float8_cast"})
+"""Ops written once a phase for equal arguments: products that read one tensor cast it once."""
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -44,6 +46,7 @@ class Writer:
         self._counts: Counter[str] = Counter()
         self._made_by: dict[str, Op] = {}
         self._label: tuple[Phase, str] = (Phase.FORWARD, "")
+        self._once: dict[object, Names] = {}
 
     def fresh(self, base: str) -> str:
         """A new value name."""
@@ -144,7 +147,13 @@ class Writer:
         value = node.meta["val"]
         many = isinstance(value, (tuple, list))
         specs = [spec_of(v) if isinstance(v, Tensor) else None for v in (value if many else (value,))]
-        outs = self.emit(full, tuple(self.arg(a) for a in node.args), specs, kwargs)
+        args = tuple(self.arg(a) for a in node.args)
+        key = (full, args, self._label[0])
+        if key in self._once:
+            return self._once[key]
+        outs = self.emit(full, args, specs, kwargs)
+        if full in _ONCE:
+            self._once[key] = outs[0]
         return outs if many else outs[0]
 
 

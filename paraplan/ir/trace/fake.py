@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.torch_private import FakeTensorMode, tree_leaves
 
-PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {
+    "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
+}  # fmt: skip
 
 
 def traced_dtype(precision: str) -> torch.dtype:

@@ -15,6 +15,13 @@ from torch import Tensor
 
 from paraplan.ir.trace.attention_kernels import attention, attention_grad, attention_merge
 from paraplan.ir.trace.expert_kernels import embedding_tables, embedding_tables_grad, experts, experts_grad
+from paraplan.ir.trace.float8_kernels import (
+    float8_cast,
+    float8_linear,
+    float8_linear_grad_input,
+    float8_linear_grad_weight,
+    float8_scale,
+)
 from paraplan.ir.trace.index_kernels import index, index_put
 from paraplan.ir.trace.random_kernels import dropout, uniform
 from paraplan.ir.trace.route_kernels import route_add, route_here, route_plan
@@ -46,9 +53,10 @@ __all__ = [
     "attention_merge", "avg_pool", "avg_pool_grad", "bn_apply", "bn_grad_affine", "bn_grad_input", "bn_rstd",
     "bn_running", "bn_squares", "ce_grad", "ce_loss", "ce_max", "ce_sumexp", "ce_target", "constant", "conv",
     "conv_grad_input", "conv_grad_weight", "dropout", "embedding", "embedding_grad", "embedding_tables",
-    "embedding_tables_grad", "experts", "experts_grad", "group_norm", "group_norm_grad", "index", "index_put",
-    "linear", "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "route_add", "route_here",
-    "route_plan", "uniform", "upsample", "upsample_grad",
+    "embedding_tables_grad", "experts", "experts_grad", "float8_cast", "float8_linear", "float8_linear_grad_input",
+    "float8_linear_grad_weight", "float8_scale", "group_norm", "group_norm_grad", "index", "index_put", "linear",
+    "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "route_add", "route_here", "route_plan",
+    "uniform", "upsample", "upsample_grad",
 ]  # fmt: skip
 
 CHUNK_ELEMENTS = 1 << 20

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch import _scaled_mm as scaled_mm
 from torch._C import DispatchKey, DispatchKeySet, _dispatch_has_kernel_for_dispatch_key, _FunctionBase
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode", "functions_applied_by",
     "is_composite", "is_fake", "is_region", "lazy_module", "lazy_modules", "recording_graph", "run_function",
-    "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
+    "scaled_mm", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
 ]  # fmt: skip
 
 trace_ops = make_fx

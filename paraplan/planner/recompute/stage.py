@@ -250,7 +250,8 @@ def preset(kind: SegmentKind, name: str) -> tuple[str, ...]:
         return values
     dear = {out for op in kind.graph.ops for out in op.outs if any(word in op.target.split(".")[1] for word in _DEAR)}
     if name == "alternate":
-        products = [op.outs[0] for op in kind.graph.ops if op.target == "paraplan.linear" and op.phase is Phase.FORWARD]
+        linears = ("paraplan.linear", "paraplan.float8_linear")
+        products = [op.outs[0] for op in kind.graph.ops if op.target in linears and op.phase is Phase.FORWARD]
         dear.difference_update(products[1::2])
     return tuple(value for value in values if value not in dear)
 

@@ -14,17 +14,19 @@ from dataclasses import dataclass
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.lower.bundle import SMALL_BYTES
-from paraplan.ir.mesh import Layout, P, Placement, R, Shard, layout_text, pads_little
+from paraplan.ir.mesh import Layout, P, Partial, Placement, R, Shard, layout_text, pads_little
 from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.program import Program, SegmentKind
-from paraplan.ir.rules.strategies import AxisKeys, Strategy, dims_of, mesh_choices
+from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, dims_of, mesh_choices
 from paraplan.planner.classes import ParamClass
 from paraplan.planner.constraints import Constraints, parse_param_pin
 from paraplan.planner.sharding.experts import ExpertAxis, expert_axis
 from paraplan.planner.sharding.options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
 
-LINEAR = ("paraplan.linear", "paraplan.linear_grad_input", "paraplan.linear_grad_weight")
+LINEAR = tuple(
+    f"paraplan.{name}{what}" for name in ("linear", "float8_linear") for what in ("", "_grad_input", "_grad_weight")
+)
 NORMS = ("aten.native_layer_norm.default", "aten.native_layer_norm_backward.default")
 
 
@@ -84,12 +86,12 @@ class Pins:
     def _along(self, kind: SegmentKind) -> tuple[str, ...]:
         assert self.along is not None
         index = next(i for i, s in enumerate(self.program.segments) if self.program.kinds[s.kind] is kind)
-        return tuple(choice.key for choice in self.along.segments[index].choices)
+        return tuple(map(_reduced, self.along.segments[index].choices))
 
     def _tensor(self, kind: SegmentKind, position: int, strategy: Strategy, part: str, batch: str) -> bool:
         op = kind.graph.ops[position]
         letter = part.split(">")[0]
-        if batch not in ("-",) and not batch.startswith("+") and letter == batch:
+        if batch not in ("-",) and not batch.startswith("+") and letter == batch.split(">")[0]:
             return False
         if op.target in LINEAR and letter not in ("k", "n"):
             return False
@@ -142,6 +144,11 @@ class Pins:
         if self.cp >= 0 and layout[self.cp] != batch_placement(self.program, name):
             return False
         return self.tp < 0 or layout[self.tp] == R
+
+
+def _reduced(choice: AxisChoice) -> str:
+    """What a strategy's key says of a choice along a batch axis: partial maxima are reduced at once."""
+    return choice.key + (">R" if Partial(op="max") in choice.outputs else "")
 
 
 def zero_triples(stage: int, cls: ParamClass, size: int) -> list[tuple[Placement, Placement, Placement]]:

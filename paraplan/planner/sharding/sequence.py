@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.graph import Graph, Op
-from paraplan.ir.mesh import Placement, R, S, Shard, is_shardable, pads_little
+from paraplan.ir.mesh import Partial, Placement, R, S, Shard, is_shardable, pads_little
 from paraplan.ir.program import Program
 from paraplan.ir.rules.strategies import RING, AxisChoice, axis_choices, dims_of, fits_letter, ring_choice
 from paraplan.planner.constraints import CP_MODES
@@ -126,4 +126,4 @@ class _Walk:
 
 
 def _placed(choice: AxisChoice) -> tuple[Placement, ...]:
-    return tuple(R if place is None else place for place in choice.outputs)
+    return tuple(R if place is None or place == Partial(op="max") else place for place in choice.outputs)

@@ -34,10 +34,11 @@ from ..lockstep import (  # noqa: TID252
     scatter,
 )
 from .cases import Case, all_cases
+from .cases_float8 import float8_cases
 from .cases_indexing import more_cases
 from .cases_vision import channels_last_cases, vision_cases
 
-CASES = {**all_cases(), **more_cases(), **vision_cases()}
+CASES = {**all_cases(), **more_cases(), **vision_cases(), **float8_cases()}
 for images, more in channels_last_cases().items():
     CASES[images] = [*CASES[images], *more]
 ALL = [
@@ -54,6 +55,7 @@ BACKWARDS = {
     "aten.select.int": ("aten.select_backward.default",),
     "paraplan.attention": ("paraplan.attention_grad",),
     "paraplan.linear": ("paraplan.linear_grad_input", "paraplan.linear_grad_weight"),
+    "paraplan.float8_linear": ("paraplan.float8_linear_grad_input", "paraplan.float8_linear_grad_weight"),
     "paraplan.embedding": ("paraplan.embedding_grad",),
     "paraplan.ce_loss": ("paraplan.ce_grad",),
     "paraplan.conv": ("paraplan.conv_grad_input", "paraplan.conv_grad_weight"),
@@ -279,7 +281,7 @@ def _moves(strategy: Strategy) -> bool:
 
 
 def test_partial_maxima_are_reduced_at_once() -> None:
-    for target in ("aten.amax.default", "paraplan.ce_max"):
+    for target in ("aten.amax.default", "paraplan.ce_max", "paraplan.float8_scale"):
         example = Example(target, CASES[target][0])
         for strategy in example.strategies((2, 2)):
             for computed, out in zip(strategy.computed, strategy.outputs, strict=True):

@@ -63,6 +63,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield "paraplan.linear", (value, draw(128, k), draw(128), False)
             yield "paraplan.linear_grad_input", (value, draw(k, 128), False)
             yield "paraplan.linear_grad_weight", (value, draw(*value.shape[:2], 128), False)
+    yield from float8_cases(draw)
     yield "paraplan.embedding", (draw(V, 96), ids, 0)
     yield "paraplan.embedding", (draw(V // 2, 96), ids, V // 2)
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V, -1, 0)
@@ -81,6 +82,17 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "paraplan.ce_target", (logits, labels, -100, 0)
         yield "paraplan.ce_loss", (top, total, target, labels, -100)
         yield "paraplan.ce_grad", (torch.ones((), dtype=total.dtype), logits, top, total, labels, -100, 0)
+
+
+def float8_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    values, gradients, one = torch.float8_e4m3fn, torch.float8_e5m2, torch.ones(())
+    yield "paraplan.float8_scale", (draw(B, S, 96), values)
+    yield "paraplan.float8_cast", (draw(B, S, 96), one, values)
+    for rows, transposed in itertools.product((S, S + 3), (False, True)):
+        x, w, g = draw(B, rows, 96).to(values), draw(96, 96).to(values), draw(B, rows, 96).to(gradients)
+        yield "paraplan.float8_linear", (x, w, one, one, transposed)
+        yield "paraplan.float8_linear_grad_input", (g, w, one, one, transposed)
+        yield "paraplan.float8_linear_grad_weight", (g, x, one, one, transposed)
 
 
 def expert_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -287,5 +287,5 @@ class TestErrors:
             capture(Model(), X)
 
     def test_wrong_precision(self) -> None:
-        with pytest.raises(CaptureError, match="fp8"):
-            capture(MLP(), batch_of("mlp"), precision="fp8")
+        with pytest.raises(CaptureError, match="fp4"):
+            capture(MLP(), batch_of("mlp"), precision="fp4")

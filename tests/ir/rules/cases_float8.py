@@ -1,0 +1,36 @@
+"""Cases of products in float8: small integers, whose sums are exact in bfloat16 too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cases import Case, case
+
+E4M3, E5M2 = ":float8_e4m3fn", ":float8_e5m2"
+_generator = torch.Generator().manual_seed(8)
+
+
+def signs(dtype: torch.dtype, *shape: int) -> Tensor:
+    """-1, 0 or 1."""
+    return torch.randint(-1, 2, shape, generator=_generator).float().to(dtype)
+
+
+def float8_cases() -> dict[str, list[Case]]:
+    """Contracted dims and columns of 192 = 16 * 12; 36 rows, which the gradient of a weight fills up to 48."""
+    halves, scale = torch.randn(4, 9, 12, generator=_generator).bfloat16(), torch.tensor(0.25)
+    x, w = signs(torch.float8_e4m3fn, 4, 9, 192), signs(torch.float8_e4m3fn, 192, 192)
+    g = signs(torch.float8_e5m2, 4, 9, 192)
+    scales = [torch.tensor(0.5), torch.tensor(4.0)]
+    matrix = signs(torch.float8_e4m3fn, 12, 192)
+
+    def both(*inputs: Tensor) -> list[Case]:
+        return [case([*inputs, *scales], "%a", "%b", "%c", "%d", transposed) for transposed in (False, True)]
+
+    return {
+        "paraplan.float8_scale": [case([halves], "%a", E4M3), case([halves[0] * 1e6], "%a", E5M2)],
+        "paraplan.float8_cast": [case([halves, scale], "%a", "%b", E4M3), case([halves[0], scale], "%a", "%b", E5M2)],
+        "paraplan.float8_linear": [*both(x, w), case([matrix, w, *scales], "%a", "%b", "%c", "%d", False)],
+        "paraplan.float8_linear_grad_input": both(g, w),
+        "paraplan.float8_linear_grad_weight": both(g, x),
+    }
