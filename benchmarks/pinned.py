@@ -1,10 +1,10 @@
 """Predicted against measured steps of plans on two processes, each pinned to a core of its own, with profiled costs.
 
-A small GPT-2's local ops are measured on one core and the collectives between two processes, into one profile; plans
-made with it (data parallelism and ZeRO, tensor, sequence and context parallelism, pipelines) then run with real
-kernels. Time is the wall clock's, until the slower rank has ended its step, update included: on a machine that does
-anything else, or with fewer than two cores to itself, the figures say nothing. `load` is the machine's before a case.
-The last row has the median and worst error.
+A small GPT-2's local ops are measured twice, on both cores at once, and the collectives between two processes, into one
+profile; plans made with it (data parallelism and ZeRO, tensor, sequence and context parallelism, pipelines) then run
+with real kernels. Time is the wall clock's, until the slower rank has ended its step, update included: on a machine
+that does anything else, or with fewer than two cores to itself, the figures say nothing. `load` is the machine's before
+a case. The last row has the median and worst error.
 
     python -m benchmarks.pinned [--only PATTERN] [--json FILE [--resume]]
     ROUNDS=15 steps a plan, PROFILE=FILE a profile to keep and go on from (environment)
@@ -33,7 +33,7 @@ from paraplan.jobs.models import hf_batch
 from paraplan.jobs.profile import profile_program
 from paraplan.runtime.launch import spawn_local
 
-MODEL = "gpt2"
+MODEL, MICROBATCHES = "gpt2", (1, 2, 4)
 COLUMNS = (
     *("case", "predicted_ms", "measured_ms", "quickest_ms", "error_percent", "load", "plans"),
     "worst_percent",
@@ -60,7 +60,10 @@ def measured() -> tuple[Path, ClusterSpec]:
     path = Path(kept) if kept else Path(tempfile.mkdtemp(prefix="paraplan-pinned-")) / "profile.db"
     torch.set_num_threads(1)
     model = made(MODEL)
-    profile_program(capture(model.model, hf_batch(model.model, BATCH, SEQ)), path, ways=2)
+    for again in (False, True):
+        for microbatches in MICROBATCHES:
+            program = capture(model.model, hf_batch(model.model, BATCH // microbatches, SEQ))
+            profile_program(program, path, ways=2, processes=2, again=again)
     return path, measure_links(2, 16 << 20, path).cluster
 
 

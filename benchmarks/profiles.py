@@ -1,8 +1,8 @@
 """Whether costs from profiles hold: predicted against measured, on this machine.
 
-`step <model>`: one CPU thread, float32, AdamW; the model's local ops are measured, a plan for one device is made with
-them, and its steps are run before and after the measuring, so that both see the same machine. Steps and ops are
-timed by processor time, which other processes do not stretch (but they do take cache and memory bandwidth).
+`step <model>`: one CPU thread, float32, AdamW; the model's local ops are measured three times over, a plan for one
+device is made with them, and its steps are run before and after each time, so that both see the same machine. Steps and
+ops are timed by processor time, which other processes do not stretch (but they do take cache and memory bandwidth).
 `error_percent` is predicted over the median measured step, less one.
 
 `collectives`: Gloo between two processes. Curves are fitted to sizes a factor of four apart and foretell the sizes
@@ -31,7 +31,7 @@ from examples.models.resnet import ResNet, images
 from paraplan.cost_models.curves import fit_curve
 from paraplan.ir.trace import capture
 from paraplan.jobs.data import RandomBatches
-from paraplan.jobs.links import collective_times
+from paraplan.jobs.links import link_times
 from paraplan.jobs.models import Made, hf_batch, hf_model
 from paraplan.jobs.profile import Measuring, profile_program
 
@@ -41,7 +41,7 @@ COLUMNS = (
 )
 Row = dict[str, Any]
 
-BATCH, SEQ, ROUNDS = 4, 64, 5
+BATCH, SEQ, ROUNDS, PASSES = 4, 64, 5, 3
 LLAMA: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 2048, "num_attention_heads": 8,
     "num_key_value_heads": 8, "max_position_embeddings": 256,
@@ -91,22 +91,24 @@ def step(name: str) -> Row:
                 found.append(time.process_time() - started)
             return found[1:]
 
-        before = steps()
-        done = profile_program(program, path, ways=1)
+        taken, shapes = steps(), 0
+        for again in range(PASSES):
+            shapes += profile_program(program, path, ways=1, again=bool(again)).measured
+            taken += steps()
         plan = pp.compile(model.model, "local:1", microbatches=1, recompute="none", profile=path, **given)
-        measured = statistics.median([*before, *steps()])
+        measured = statistics.median(taken)
     predicted = plan.prediction.step_s
     return {
-        "predicted_ms": 1e3 * predicted, "measured_ms": 1e3 * measured, "shapes": done.measured,
+        "predicted_ms": 1e3 * predicted, "measured_ms": 1e3 * measured, "shapes": shapes // PASSES,
         "error_percent": 100 * (predicted / measured - 1), "notes": list(plan.data.notes),
     }  # fmt: skip
 
 
 def collectives() -> list[Row]:
     """Every collective of two processes at sizes between those its curve was fitted to."""
-    between = collective_times(2, LARGEST // 2)
-    knots = collective_times(2, LARGEST)
-    again = collective_times(2, LARGEST // 2)
+    between = link_times(2, LARGEST // 2).times
+    knots = link_times(2, LARGEST).times
+    again = link_times(2, LARGEST // 2).times
     rows = []
     for target in dict.fromkeys(each.target for each in knots):
         curve = fit_curve((each.input_bytes, each.seconds) for each in knots if each.target == target)

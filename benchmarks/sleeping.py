@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -149,7 +150,9 @@ class SleepingRank:
         self.plan, self.program, self.costs, self.scale = plan, programs[index], plan_costs(plan)[index], scale
         self.clock, self.meeting = Clock(sleeps), meeting
         self.streams = Streams(self.clock)
-        self.update_s = sum(span.busy_s for span in simulation.traces[index].spans if span.label == "update")
+        updates = [span.busy_s for span in simulation.traces[index].spans if span.label == "update"]
+        staged = sum(step.staged is not None for step in self.program.steps)
+        self.update_s, later = sum(updates[: len(updates) - staged]), cycle(updates[len(updates) - staged :])
         mesh = holding_of(holdings(plan), rank).mesh
         coordinates = mesh.coordinates(rank)
         modules = build_modules(self.program, groups)
@@ -161,12 +164,13 @@ class SleepingRank:
         copier = ClockedCopier(self.streams, self.copy_s, sleeps, rank)
         executor = SleepingExecutor(self.program, modules, coordinates, port, rank, tapes=tapes, copier=copier)
         executor.take_time(self.clock, self.costs, scale)
+        executor.updater = lambda step, outer: self.clock.busy(scale * next(later))
         self.rank = Rank(plan, executor, Blank(plan.program), 0)
         self.executor = executor
 
-    def copy_s(self, tier: str, nbytes: int) -> float:
+    def copy_s(self, tier: str, nbytes: int, from_host: bool, both_ways: bool) -> float:
         """Seconds of a copy."""
-        return self.scale * self.costs.copy_s(tier, nbytes)
+        return self.scale * self.costs.copy_s(tier, nbytes, from_host, both_ways)
 
     def ready(self) -> None:
         """Bind a batch."""
@@ -222,6 +226,7 @@ def _leaf(block: Block, instr: Instr, rank: SleepingRank, many: bool) -> Callabl
             result = x if overwrites else outputs()[0]
             meet = lambda begin, takes: (rank.meeting.over(instr.axis, begin), takes)  # noqa: E731
             streams.issue(stream, Flight(clock.at, seconds, meet), result)
+            clock.busy(rank.costs.beside_s(instr.axis, seconds))
             return result
 
         return issued

@@ -136,10 +136,14 @@ class Streams:
             stream.close()
 
 
+CopySeconds = Callable[[str, int, bool, bool], float]
+"""(tier, bytes, from the host's memory, both ways) -> seconds."""
+
+
 class ClockedCopier(Copier):
     """Copies as it does in training, and is not done before its price on the copies' streams is paid."""
 
-    def __init__(self, streams: Streams, seconds: Callable[[str, int], float], beside: bool, rank: int) -> None:
+    def __init__(self, streams: Streams, seconds: CopySeconds, beside: bool, rank: int) -> None:
         super().__init__(beside=beside, rank=rank)
         self._on, self._seconds = streams, seconds
 
@@ -155,8 +159,30 @@ class ClockedCopier(Copier):
         self._issue(out, tier, away.nbytes, "in")
         return out
 
-    def _issue(self, result: object, tier: str, nbytes: int, way: str) -> None:
-        flight = Flight(self._on.clock.at, self._seconds(tier, nbytes), lambda begin, seconds: (begin, seconds))
+    def bring(self, away: Away, tier: str) -> Tensor:
+        """As `Copier`."""
+        out = super().prefetch(away, tier)
+        self._issue(out, tier, away.nbytes, "in", both_ways=True)
+        return out
+
+    def lift(self, away: Away, tier: str) -> Away:
+        """As `Copier`."""
+        made = super().lift(away, tier)
+        self._issue(made, tier, away.nbytes, "in", True)
+        return made
+
+    def store(self, x: Tensor | Away, tier: str, home: Away) -> Away:
+        """As `Copier`."""
+        issued = super().store(x, tier, home)
+        from_host = isinstance(x, Away)
+        self._issue(issued, tier, home.nbytes, "out", from_host, not from_host)
+        return issued
+
+    def _issue(
+        self, result: object, tier: str, nbytes: int, way: str, from_host: bool = False, both_ways: bool = False
+    ) -> None:
+        seconds = self._seconds(tier, nbytes, from_host, both_ways)
+        flight = Flight(self._on.clock.at, seconds, lambda begin, seconds: (begin, seconds))
         self._on.issue(copy_stream(tier, way), flight, result)
 
     def wait(self, issued: Any) -> Any:

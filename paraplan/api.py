@@ -278,7 +278,8 @@ def compile(
         overlap: in how many pieces at most tensor parallelism's products go, beside their collectives; 1: none does.
         recompute: "none", "selective", "alternate" or "full"; left out: chosen, and only where memory is short.
         offload: "host" or "disk" (both) lets activations wait there if memory is short, and states live on the host.
-        offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "none" neither.
+        offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "disk" and
+            "disk-all" keep them on disk; with "fetched" or "-fetched" the device updates; "none" keeps all there.
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
         profile, profile_any: measured times (`paraplan profile`); another device's or torch's too, said in the plan.

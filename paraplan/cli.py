@@ -71,7 +71,11 @@ Offload = Annotated[
 ]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB.")]
 OffloadStates = Annotated[
-    str | None, typer.Option(help="host: optimizer states on the host, updated there; all: parameters too; none.")
+    str | None,
+    typer.Option(
+        help="host: optimizer states on the host, updated there; all: parameters too; disk, disk-all: on disk; "
+        "fetched, all-fetched, ...: updated on the device; none."
+    ),
 ]
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
 Pipeline = Annotated[

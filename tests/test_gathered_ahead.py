@@ -161,6 +161,6 @@ def test_what_can_be_pinned_and_what_is_refused() -> None:
     plan = planned(2, dp=2, zero=0)
     with pytest.raises(InvalidPlanError, match=r"ahead, but gathers alone do not lead from state 'R' to stored 'R'"):
         verify_plan(with_ahead(plan, True))
-    with pytest.raises(ConstraintError, match=r"'\+ahead' before that"):
+    with pytest.raises(ConstraintError, match=r"or '\+ahead' where the stored copy"):
         check_constraints(Constraints(params={name: "R/P+ahead"}), 2)
     assert parse_layout(plan.stages[0].params[name].resting) == (R,)

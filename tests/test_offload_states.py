@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import msgspec
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 from benchmarks.zoo import build
 from paraplan.codegen import build_modules
+from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.peak import Role, peak_of
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
 from paraplan.ir.lower import lower
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.plan import HERE, OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import InstrKind, StepKind
 from paraplan.ir.trace import capture
@@ -199,12 +201,12 @@ def test_what_cannot_be_is_refused() -> None:
     plan = planned("mlp", "one")
     (stage,) = plan.stages
     name, layouts = next(iter(stage.params.items()))
-    params = {**stage.params, name: msgspec.structs.replace(layouts, state_tier="disk")}
+    params = {**stage.params, name: msgspec.structs.replace(layouts, state_tier="tape")}
     wrong = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
-    with pytest.raises(InvalidPlanError, match=rf"parameter {name}: state_tier is 'disk'; it can be '', 'host'"):
+    with pytest.raises(InvalidPlanError, match=rf"parameter {name}: state_tier is 'tape'; it can be '', 'host'"):
         verify_plan(wrong)
-    with pytest.raises(ConstraintError, match=r"offload_states=disk: one of none, host, all, either; an update works"):
-        check_constraints(Constraints(offload_states="disk"), 1)
+    with pytest.raises(ConstraintError, match=r"offload_states=tape: one of none, host, all, .*, either"):
+        check_constraints(Constraints(offload_states="tape"), 1)
     params = {**stage.params, name: msgspec.structs.replace(layouts, state_tier="", stored_tier="host")}
     wrong = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
     with pytest.raises(
@@ -245,12 +247,26 @@ def test_a_host_without_room_or_rate_is_named() -> None:
     assert slow.step_s - fast.step_s == pytest.approx(moved_bytes * (1 / 1e8 - 1 / 1e10), rel=1e-6)
 
 
-@pytest.mark.parametrize("share", [0.25, 0.6])
-def test_the_planner_moves_the_states_that_cost_least(share: float) -> None:
+def squares(out: Tensor, _: object) -> Tensor:
+    return out.square().mean()
+
+
+def updated_at(host_rate: float, given: Job) -> Job:
+    """The job where the host updates at a rate."""
+    (group,) = given.cluster.groups
+    group = msgspec.structs.replace(group, host_memory_bytes_per_s=host_rate)
+    return replace(given, cluster=msgspec.structs.replace(given.cluster, groups=(group,)))
+
+
+PLACES = (HERE, ("host", "", False), ("host", "", True))
+
+
+@pytest.mark.parametrize(("share", "host_rate"), [(0.25, 8e9), (0.6, 8e9), (0.6, 1e9), (0.8, 1e9)])
+def test_the_planner_moves_the_states_that_cost_least(share: float, host_rate: float) -> None:
     """Against every assignment of classes to places."""
     model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in ((96, 128), (128, 64), (64, 8))))
     batch = {"input": torch.randn(16, 96)}
-    given = job(capture(model, batch, loss_fn=lambda out, _: out.square().mean(), precision="fp64"), 1, "momentum")
+    given = updated_at(host_rate, job(capture(model, batch, loss_fn=squares, precision="fp64"), 1, "momentum"))
     free, moved_all = (
         search(given, Constraints(offload_states=states, microbatches=1), certify=False).plan
         for states in ("none", "host")
@@ -262,10 +278,10 @@ def test_the_planner_moves_the_states_that_cost_least(share: float) -> None:
     (stage,) = found.plan.stages
     classes = param_classes(given.program)
     best = float("inf")
-    for places in itertools.product((("", ""), ("host", "")), repeat=len(classes)):
+    for places in itertools.product(PLACES, repeat=len(classes)):
         at = {name: place for of, place in zip(classes, places, strict=True) for name in of.params}
         params = {
-            name: msgspec.structs.replace(layouts, state_tier=at[name][0], stored_tier=at[name][1])
+            name: msgspec.structs.replace(layouts, state_tier=at[name][0], fetched=at[name][2])
             for name, layouts in stage.params.items()
         }
         plan = msgspec.structs.replace(free, stages=(msgspec.structs.replace(stage, params=params),))
@@ -277,6 +293,25 @@ def test_the_planner_moves_the_states_that_cost_least(share: float) -> None:
     assert max(found.plan.prediction.peak_bytes) <= limit
     assert found.plan.certificate.bound_s <= best * (1 + 1e-9)
     assert found.plan.prediction.step_s <= best * 1.02
+
+
+@pytest.mark.parametrize(("host_rate", "fetched"), [(76.8e9, True), (768e9, False)])
+def test_a_slow_host_has_its_states_fetched(host_rate: float, fetched: bool) -> None:
+    """Memory that its devices share, as the catalog has it; ten times that."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
+    program = capture(model, {"input": torch.randn(4, 1024)}, loss_fn=squares)
+    given = updated_at(host_rate, replace(job(program, 1), cluster=parse_cluster("1xH100")))
+    steps = {}
+    for states in ("none", "host", "fetched"):
+        found = search(given, Constraints(offload_states=states, microbatches=1), certify=False).plan.prediction
+        assert found is not None
+        steps[states] = found
+    assert (steps["fetched"].step_s < steps["host"].step_s) == fetched
+    limit = int(0.9 * max(steps["none"].peak_bytes))
+    pins = Constraints(offload="host", recompute="none", memory_bytes=limit, microbatches=1)
+    plan = search(given, pins).plan
+    assert {layouts.fetched for layouts in plan.stages[0].params.values() if layouts.state_tier} == {fetched}
+    assert plan.prediction is not None and plan.prediction.step_s <= min(steps[x].step_s for x in ("host", "fetched"))
 
 
 def test_states_stay_where_memory_is_ample() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import msgspec
 import pytest
 import transformers as hf
 
@@ -31,7 +32,7 @@ def gpt2() -> Program:
 
 
 @cache
-def one(ranks: int, **pins: int) -> Plan:
+def one(ranks: int, **pins: int | str) -> Plan:
     return search(job_of(gpt2(), ranks), Constraints(microbatches=2, **pins)).plan
 
 
@@ -48,6 +49,11 @@ def test_random_plans(seed: int) -> None:
 
 def test_two_axes() -> None:
     agree(one(4, dp=2, tp=2, zero=3))
+
+
+@pytest.mark.parametrize("states", ["host", "disk", "disk-all", "fetched"])
+def test_states_elsewhere(states: str) -> None:
+    agree(msgspec.structs.replace(one(2, dp=2, zero=3, offload_states=states), bundle_bytes=8192))
 
 
 @pytest.mark.parametrize("schedule, stages", (("1f1b", 2), ("zb-v", 4), ("chimera", 2)))

@@ -176,7 +176,7 @@ def _running(
         if step.kind is not StepKind.UPDATE:
             return found, [], 0, ""
         tier = census.program.update_tier(step)
-        return found, [], census.program.update_bytes(tier)[1], tier
+        return found, [], census.program.update_workspace(step), tier
     block, uses = census.walk.blocks[step.block], census.used(step.block)
     made, ended = block.ends(memory.args, tuple(name is not None for name in step.outs))
     passed = set(given)

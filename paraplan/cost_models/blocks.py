@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from paraplan.cost_models.costs import Costs
+from paraplan.cost_models.costs import COMPUTE, Costs
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import refs
 from paraplan.ir.rank_program import Block, InstrKind
@@ -142,12 +142,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Issue:
-    """A collective or copy put on `stream` once compute gets here; its end is known as `name`."""
+    """A collective or copy put on `stream` once compute gets here; its end is known as `name`.
+
+    `taken_s` of what compute could do in the meantime it takes for itself.
+    """
 
     stream: str
     seconds: float
     name: str
     label: str
+    taken_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,9 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
         if instr.issues:
             name = instr.outs[0] or ""
             issued.add(name)
-            events.append(Issue(stream, seconds, name, instr.target))
+            taken = costs.beside_s(instr.axis, seconds) if instr.kind is InstrKind.COLLECTIVE else 0.0
+            work[COMPUTE] = work.get(COMPUTE, 0.0) + taken
+            events.append(Issue(stream, seconds, name, instr.target, taken))
         else:
             name = next(refs(instr.args))
             if name not in issued and name not in block.inputs:

@@ -41,6 +41,7 @@ class AxisLink(Value, frozen=True, kw_only=True):
         local_size: members of a group within one node (m); n for an axis inside a node.
         local_latency_s, local_bytes_per_s: the in-node link, used where m > 1 and the axis spans nodes.
         start_s: time before the first byte moves.
+        device_share: of a device's compute, while a collective is under way.
     """
 
     size: int
@@ -51,6 +52,7 @@ class AxisLink(Value, frozen=True, kw_only=True):
     local_latency_s: float = 0.0
     local_bytes_per_s: float = math.inf
     start_s: float = 0.0
+    device_share: float = 0.0
 
     @property
     def nodes(self) -> int:
@@ -100,13 +102,14 @@ def axis_link(cluster: ClusterSpec, mesh: Mesh, axis: int) -> AxisLink:
         return AxisLink(
             size=size, latency_s=local.latency_s, bytes_per_s=local.bytes_per_s, local_size=size,
             local_latency_s=local.latency_s, local_bytes_per_s=local.bytes_per_s, start_s=share.collective_start_s,
+            device_share=local.device_share,
         )  # fmt: skip
     networks = [cluster.network(group) for group in members if cluster.span(group) == "between_nodes"]
     between = _slowest(networks, share.between_nodes)
     return AxisLink(
         size=size, latency_s=between.latency_s, bytes_per_s=between.bytes_per_s, level="between_nodes",
         local_size=fewest, local_latency_s=local.latency_s, local_bytes_per_s=local.bytes_per_s,
-        start_s=share.collective_start_s,
+        start_s=share.collective_start_s, device_share=max(local.device_share, between.device_share),
     )  # fmt: skip
 
 
@@ -123,7 +126,8 @@ def _members(mesh: Mesh, axis: int) -> list[tuple[int, ...]]:
 
 def _slowest(links: list[Link], share: float) -> Link:
     return Link(
-        bytes_per_s=min(link.bytes_per_s for link in links) * share, latency_s=max(link.latency_s for link in links)
+        bytes_per_s=min(link.bytes_per_s for link in links) * share, latency_s=max(link.latency_s for link in links),
+        device_share=max(link.device_share for link in links),
     )  # fmt: skip
 
 

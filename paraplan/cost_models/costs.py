@@ -6,6 +6,7 @@ device is asked first, the analytic model where it has no answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -202,6 +203,10 @@ class Costs:
             self._collectives[key] = time
         return time
 
+    def beside_s(self, axis: int, seconds: float) -> float:
+        """Of the compute stream's time, what a collective of so many seconds over an axis takes for itself."""
+        return self.links[axis].device_share * seconds
+
     def _collective_curve(self, target: str, axis: int) -> Curve | None:
         link = self.links[axis]
         return None if self.measured is None else self.measured.collectives.get((target, link.size, link.local_size))
@@ -236,19 +241,32 @@ class Costs:
         link = self.cluster.link(level, pair[0]) if level == "in_node" else self.cluster.network(pair)
         return p2p_s(nbytes, link, backend, level)
 
-    def copy_s(self, tier: str, nbytes: int) -> float:
+    def copy_s(self, tier: str, nbytes: int, from_host: bool = False, both_ways: bool = False) -> float:
         """Seconds of one copy to or from a tier (see `ClusterSpec.copy_s`).
+
+        `both_ways`: as much goes the other way beside it, and the host's memory, shared by its devices, carries both.
 
         Raises:
             ClusterError: the cluster describes no such link.
         """
-        key = (tier, -1, nbytes)
+        key = (tier, -1 - from_host - 2 * both_ways, nbytes)
         time = self._collectives.get(key)
         if time is None:
-            time = self._collectives[key] = max(
-                self.cluster.copy_s(tier, device, nbytes) for device in self.mesh.devices
-            )
+            time = max(self.cluster.copy_s(tier, device, nbytes, from_host) for device in self.mesh.devices)
+            if both_ways and tier == "host":
+                time = max(time, 2 * nbytes / self._host_bytes_per_s)
+            self._collectives[key] = time
         return time
+
+    @cached_property
+    def _host_bytes_per_s(self) -> float:
+        """A device's share of what its host's memory carries; infinite where that is not known."""
+        groups = [self.cluster.group_of(device) for device in self.mesh.devices]
+        rates = [
+            group.host_memory_bytes_per_s / group.devices_per_node * efficiency_of(group.device.backend).host_memory
+            for group in groups
+        ]
+        return min((rate for rate in rates if rate), default=math.inf)
 
     def instr_s(self, block: Block, instr: Instr) -> float:
         """Seconds an instruction keeps its stream busy: 0.0 for a wait, and without a profile for a pure view.
@@ -265,7 +283,9 @@ class Costs:
             sent = input_bytes_of(instr.target, instr.args, inputs[0].nbytes, (*inputs[0].shape, 1)[0])
             return self.collective_s(instr.target, instr.axis, sent)
         if instr.kind is InstrKind.COPY:
-            return self.copy_s(instr.tier, inputs[0].nbytes)
+            from_host = instr.target == "lift" or (instr.target == "store" and inputs[0].tier == "host")
+            both_ways = instr.target == "bring" or (instr.target == "store" and not from_host)
+            return self.copy_s(instr.tier, inputs[0].nbytes, from_host, both_ways)
         outputs = tuple([None if name is None else values[name] for name in instr.outs])
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
         if instr.target == FILL_TAIL:
@@ -287,7 +307,7 @@ class Costs:
     def stream(self, instr: Instr) -> str:
         """The stream an instruction runs on: "compute", "comm:in_node", "comm:between_nodes", or a copy's."""
         if instr.kind is InstrKind.COPY:
-            return copy_stream(instr.tier, OUT if instr.target == "offload" else IN)
+            return copy_stream(instr.tier, OUT if instr.target in ("offload", "store") else IN)
         return self.comm_streams[instr.axis] if instr.kind is InstrKind.COLLECTIVE else COMPUTE
 
 

@@ -38,14 +38,13 @@ def learn(known: Profile, run: RunTimes) -> Learned:
     """What a run says about a profile's ops.
 
     Raises:
-        ProfileError: they are of different devices, machines, torch versions or numbers of threads.
+        ProfileError: they are of different devices, machines, torch versions, or numbers of threads or processes.
     """
     seen = run.seen
-    here, there = (
-        (each.device, each.name, each.torch, each.threads, each.compiled) for each in (known, seen)
-    )  # fmt: skip
-    if here != there:
-        raise ProfileError(f"the run was on {there}, the profile is of {here}: learn from runs of one machine")
+    if known.machine != seen.machine:
+        raise ProfileError(
+            f"the run was on {seen.machine}, the profile is of {known.machine}: learn from runs of one machine"
+        )
     have = {op.full_key: op for op in known.ops}
     ops, counts = [], {"new": 0, "pooled": 0, "corrected": 0}
     for op in seen.ops:
@@ -63,9 +62,15 @@ def merged(known: OpTime | None, seen: OpTime) -> tuple[OpTime, str]:
     workspace = max(known.workspace_bytes, seen.workspace_bytes)
     if distance > max(LEAST_SPREAD, known.spread, seen.spread):
         return msgspec.structs.replace(seen, spread=max(seen.spread, distance), workspace_bytes=workspace), "corrected"
+    return pooled(known, seen), "pooled"
+
+
+def pooled(known: OpTime, seen: OpTime) -> OpTime:
+    """An op's time from two measurements of it, by their samples; how far they lie apart is spread as well."""
     samples = known.samples + seen.samples
-    seconds = (known.samples * known.seconds + seen.samples * seen.seconds) / samples
-    pooled = msgspec.structs.replace(
-        known, seconds=seconds, spread=max(known.spread, seen.spread), samples=samples, workspace_bytes=workspace
-    )
-    return pooled, "pooled"
+    seconds = (known.samples * known.seconds + seen.samples * seen.seconds) / max(samples, 1)
+    apart = abs(known.seconds - seen.seconds) / max(seconds, 1e-12)
+    return msgspec.structs.replace(
+        known, seconds=seconds, spread=max(known.spread, seen.spread, apart), samples=samples,
+        workspace_bytes=max(known.workspace_bytes, seen.workspace_bytes),
+    )  # fmt: skip

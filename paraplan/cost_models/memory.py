@@ -238,7 +238,7 @@ class MemoryWalk:
 
     def _update(self, step: Step) -> StepMemory:
         tier = self.program.update_tier(step)
-        return self._given_up(step, self.program.update_bytes(tier)[1], tier)
+        return self._given_up(step, self.program.update_workspace(step), tier)
 
     def _given_up(self, step: Step, workspace_bytes: int, on: str = "") -> StepMemory:
         died = Bytes()

@@ -47,13 +47,16 @@ class Role(Enum):
     OTHER = "other values"
 
 
-_OUTER = {"param": Role.PARAMETERS, "state": Role.MASTERS, "batch": Role.BATCH}
+_OUTER = {"param": Role.PARAMETERS, "state": Role.MASTERS, "slots": Role.STATES, "batch": Role.BATCH}
 _PREFIXES = {
     "acc": Role.GRADIENTS, "grad": Role.GRADIENTS, "tied": Role.GRADIENTS, "whole": Role.GATHERED,
     "here": Role.GATHERED, "held": Role.GATHERED,
     "sum": Role.COMMUNICATION, "d": Role.BOUNDARY_GRADIENTS, "param": Role.PARAMETERS, "state": Role.MASTERS,
-    "buffer": Role.BUFFERS,
+    "buffer": Role.BUFFERS, "slots": Role.STATES,
 }  # fmt: skip
+_HELD = frozenset({
+    Role.GRADIENTS, Role.GATHERED, Role.COMMUNICATION, Role.PARAMETERS, Role.MASTERS, Role.STATES, Role.BUFFERS,
+})  # fmt: skip
 _BUNDLE = "paraplan.pack"
 _ACTIVATIONS = frozenset({Role.SAVED, Role.RECOMPUTED, Role.FORWARD, Role.BACKWARD, Role.HALVES})
 
@@ -186,7 +189,7 @@ class _Roles:
         if step.kind in MESSAGES:
             return Role.MESSAGES, -1
         held = self._held(each)
-        if held in (Role.GRADIENTS, Role.GATHERED, Role.COMMUNICATION, Role.PARAMETERS, Role.MASTERS, Role.BUFFERS):
+        if held in _HELD:
             return held, -1
         role = self._made(each, step, self.program.blocks[step.block].instrs[instr], held)
         return role, -1 if role in (Role.COMMUNICATION, Role.GATHERED, Role.OTHER) else kind

@@ -24,7 +24,7 @@ from paraplan.ir.profile import PROFILE_VERSION, CollectiveTime, Measured, OpTim
 _TABLES = {
     "machine": (
         "CREATE TABLE machine (id INTEGER PRIMARY KEY, device TEXT, name TEXT, torch TEXT, threads INTEGER, "
-        "compiled TEXT, UNIQUE (device, name, torch, threads, compiled))"
+        "processes INTEGER, compiled TEXT, UNIQUE (device, name, torch, threads, processes, compiled))"
     ),
     "op": (
         "CREATE TABLE op (machine INTEGER, target TEXT, flag INTEGER, inputs TEXT, outputs TEXT, detail TEXT, "
@@ -73,13 +73,13 @@ class ProfileWriter:
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {PROFILE_VERSION}")
         _check_schema(self._db, self.path)
-        known = (machine.device, machine.name, machine.torch, machine.threads, machine.compiled)
+        columns = ("device", "name", "torch", "threads", "processes", "compiled")
         self._db.execute(
-            "INSERT OR IGNORE INTO machine (device, name, torch, threads, compiled) VALUES (?, ?, ?, ?, ?)", known
+            f"INSERT OR IGNORE INTO machine ({', '.join(columns)}) VALUES (?, ?, ?, ?, ?, ?)", machine.machine
         )
         self._db.commit()
-        where = "device = ? AND name = ? AND torch = ? AND threads = ? AND compiled = ?"
-        return int(self._db.execute(f"SELECT id FROM machine WHERE {where}", known).fetchone()[0])
+        where = " AND ".join(f"{column} = ?" for column in columns)
+        return int(self._db.execute(f"SELECT id FROM machine WHERE {where}", machine.machine).fetchone()[0])
 
     def profile(self) -> Profile:
         """What the file holds of this machine."""
@@ -153,7 +153,12 @@ def read_profiles(path: str | Path) -> tuple[Profile, ...]:
 
 
 def choose_profile(
-    profiles: tuple[Profile, ...], device: str, name: str | None, torch: str, any_machine: bool = False
+    profiles: tuple[Profile, ...],
+    device: str,
+    name: str | None,
+    torch: str,
+    any_machine: bool = False,
+    processes: int = 1,
 ) -> tuple[Profile, str]:
     """The profile for a device, and what a plan should say where it is another one's.
 
@@ -163,13 +168,15 @@ def choose_profile(
         name: of this machine's processor, where the cluster is made of its processes; None: any of the kind.
         torch: version the plan is made for.
         any_machine: take the nearest (device, then torch version, then most ops) where none fits.
+        processes: of the cluster that share a machine's memory; times of another number are taken with a word of it.
     Raises:
         ProfileError: none fits; says what there is.
     """
 
-    def rank(found: Profile) -> tuple[bool, bool, bool, bool, int]:
-        same_name = name is None or found.name == name
-        return (found.device == device, same_name, found.torch == torch, not found.compiled, len(found.ops))
+    def rank(found: Profile) -> tuple[bool, bool, bool, bool, bool, bool, int]:
+        same_name, same_number = name is None or found.name == name, found.processes == processes
+        fits = (found.device == device, same_name, found.torch == torch)
+        return (*fits, bool(found.ops), not found.compiled, same_number, len(found.ops))
 
     best = max(profiles, key=rank, default=None)
     if best is None:
@@ -183,7 +190,12 @@ def choose_profile(
         )
     said = f"{best.device} ({best.name}), torch {best.torch}"
     warning = "" if all(fits) else f"times are those of another machine or version: {said}"
-    return msgspec.structs.replace(best, device=device), warning
+    if best.processes != processes:
+        warning += f"{'; ' if warning else ''}times were taken with {best.processes} at work at once on a machine, "
+        warning += f"this plan has {processes}: paraplan profile --processes {processes} takes them so"
+    alike = [each for each in profiles if rank(each)[:3] == fits]
+    collectives = best.collectives or max((each.collectives for each in alike), key=len)
+    return msgspec.structs.replace(best, device=device, collectives=collectives), warning
 
 
 def _check_schema(database: sqlite3.Connection, path: Path) -> None:
@@ -194,6 +206,11 @@ def _check_schema(database: sqlite3.Connection, path: Path) -> None:
             f"{path}: profile version {version}; this paraplan reads up to {PROFILE_VERSION}. Upgrade it, or measure "
             "anew"
         )
+    if rows and 0 < version < PROFILE_VERSION:
+        raise ProfileError(
+            f"{path}: profile version {version}, of an earlier paraplan, which did not note how many processes worked "
+            "at once; measure anew into another file"
+        )
     tables = {name: sql for kind, name, sql in rows if kind == "table"}
     others = [name for kind, name, sql in rows if kind != "table" and not (kind == "index" and sql is None)]
     if tables != _TABLES or others or version != PROFILE_VERSION:
@@ -202,7 +219,7 @@ def _check_schema(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _profiles(database: sqlite3.Connection, path: Path) -> Iterator[tuple[int, Profile]]:
-    for number, device, name, torch, threads, compiled in database.execute(
+    for number, device, name, torch, threads, processes, compiled in database.execute(
         "SELECT * FROM machine ORDER BY id"
     ).fetchall():
         ops = database.execute(
@@ -214,8 +231,8 @@ def _profiles(database: sqlite3.Connection, path: Path) -> Iterator[tuple[int, P
             "ORDER BY target, size, local_size, input_bytes", (number,),
         ).fetchmany(_MOST_ROWS)  # fmt: skip
         given = {
-            "device": device, "name": name, "torch": torch, "threads": threads, "compiled": compiled,
-            "source": str(path.name), "ops": tuple(_op_row(row) for row in ops),
+            "device": device, "name": name, "torch": torch, "threads": threads, "processes": processes,
+            "compiled": compiled, "source": str(path.name), "ops": tuple(_op_row(row) for row in ops),
             "collectives": tuple(dict(zip(CollectiveTime.__struct_fields__, row, strict=True)) for row in collectives),
         }  # fmt: skip
         yield number, msgspec.convert(given, Profile)

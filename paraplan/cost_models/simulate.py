@@ -259,7 +259,7 @@ class RankEngine:
         sizes: list[int] = []
         grads = 0
         for name in step.args:
-            outer = self.program.outer.get(name)
+            outer = self.program.outer.get(name if step.staged is None else name.removesuffix("^up"))
             source = outer.source if outer is not None else name
             stored = held.get(name) or held.get(by_source.get(source, ""))
             grad = held.get(self.program.grads.get(source, ""))
@@ -267,7 +267,7 @@ class RankEngine:
             sizes.append(size)
             grads += grad.nbytes if grad is not None else size
         tier, params = self.program.update_tier(step), sum(sizes)
-        states = self.program.update_bytes(tier)[0]
+        states = self.program.update_bytes(tier)[0] if step.staged is None else step.staged.state_bytes
         if tier:
             seconds = self.costs.update_away_s(tier, params + grads + states + params + states)
             self.time.update(step, update_stream(tier), seconds)

@@ -3,7 +3,9 @@
 Instructions are issued in program order. Compute runs them one after another. A collective starts on its
 comm stream once compute has reached it (its input is then ready) and the stream is free, and runs beside
 compute; a wait holds compute until the collective has ended. That is CUDA's stream order under
-torch.distributed: one communication stream per link level. Copies do the same on one stream each way per tier.
+torch.distributed: one communication stream per link level. A collective that takes some of the device for itself
+holds compute for that much of its time, from when it is issued: compute that would have gone on beside it is done so
+much later, and compute that waits for it anyway loses nothing. Copies do the same on one stream each way per tier.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ class TimeWalk:
                 busy += event.seconds
             elif isinstance(event, Issue):
                 ends[event.name] = self._issue(step, event, now)
+                now += event.taken_s
+                busy += event.taken_s
             else:
                 end, stream = ends.get(event.name, (now, COMPUTE))
                 if end > now:

@@ -28,11 +28,14 @@ class Link(Value, frozen=True, kw_only=True):
     Attributes:
         bytes_per_s: peak bandwidth per device and direction.
         latency_s: latency of one message.
+        device_share: how much of a device's compute a collective over the link takes while it is under way: the threads
+            that move and add on a CPU, multiprocessors on a GPU.
         source: which link this is, and where its numbers come from.
     """
 
     bytes_per_s: float
     latency_s: float
+    device_share: float = 0.0
     source: str = ""
 
 
@@ -162,20 +165,23 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
             links.append(self.between_nodes)
         slowest = min(links, key=lambda link: link.bytes_per_s)
         return Link(
-            bytes_per_s=slowest.bytes_per_s, latency_s=max(link.latency_s for link in links), source=slowest.source
-        )
+            bytes_per_s=slowest.bytes_per_s, latency_s=max(link.latency_s for link in links), source=slowest.source,
+            device_share=max(link.device_share for link in links),
+        )  # fmt: skip
 
     def memory_bytes(self, devices: tuple[int, ...]) -> int:
         """Bytes the smallest of these devices has."""
         return min(self.group_of(device).device.memory_bytes for device in devices)
 
-    def copy_s(self, tier: str, device: int, nbytes: int) -> float:
+    def copy_s(self, tier: str, device: int, nbytes: int, from_host: bool = False) -> float:
         """Seconds of one copy between a device and a tier; what goes to disk is staged in the host's memory first.
+
+        `from_host`: between the host's memory and the tier instead.
 
         Raises:
             ClusterError: no such link is described.
         """
-        way = ("host",) if tier == "host" else ("host", tier)
+        way = ("host",) if tier == "host" else (tier,) if from_host else ("host", tier)
         return sum(link.latency_s + nbytes / link.bytes_per_s for link in (self.link(level, device) for level in way))
 
     def update_bytes_per_s(self, tier: str, device: int) -> float:
@@ -327,6 +333,11 @@ def _check_link(cluster: ClusterSpec, link: Link | None, at: str) -> None:
     if link is not None:
         _positive(cluster, link.bytes_per_s, f"{at}.bytes_per_s")
         _not_negative(cluster, link.latency_s, f"{at}.latency_s")
+        if not 0 <= link.device_share <= 1:
+            raise ClusterError(
+                f"cluster {cluster.name!r}: {at}.device_share is {link.device_share}; a share of a device's compute is "
+                f"at least 0 and at most 1; {_WAY_OUT}"
+            )
 
 
 _WAY_OUT = "`paraplan cluster schema` says what each field means"

@@ -7,6 +7,7 @@ It is data: loading one never imports or executes anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from paraplan.ir.cluster import ClusterSpec
@@ -18,11 +19,22 @@ from paraplan.ir.struct import Value
 
 PLAN_VERSION = 1
 
-STATE_TIERS = ("", "host")
-"""Where an optimizer's states may be, and are updated; "" is the device."""
+STATE_TIERS = ("", "host", "disk")
+"""Where an optimizer's states may be; "" is the device."""
 
-PLACES = {("", ""): "", ("host", ""): "@host", ("host", "host"): "@all"}
-"""How pins say where state and stored copy of a parameter are."""
+Place = tuple[str, str, bool]
+"""Tier of the states, tier of the stored copy, whether states that are away are fetched to be updated on the device."""
+
+HERE: Place = ("", "", False)
+"""All on the device."""
+
+PLACES: dict[Place, str] = {
+    HERE: "", ("host", "", False): "@host", ("host", "host", False): "@all",
+    ("host", "", True): "@fetched", ("host", "host", True): "@all-fetched",
+    ("disk", "", False): "@disk", ("disk", "disk", False): "@disk-all",
+    ("disk", "", True): "@disk-fetched", ("disk", "disk", True): "@disk-all-fetched",
+}  # fmt: skip
+"""How pins say where state and stored copy of a parameter are, and where it is updated."""
 
 AHEAD = "+ahead"
 """How pins say that a stored copy is gathered once a step."""
@@ -59,6 +71,11 @@ class Optimizer(Value, frozen=True, kw_only=True):
     lingering_slots: int = 0
     scalar_bytes: int = 0
 
+    def workspace_bytes(self, sizes: Sequence[int]) -> int:
+        """The most the update of parameters of these bytes, one after another, allocates and drops inside."""
+        pairs = zip(sizes, [0, *sizes], strict=False)
+        return max((self.workspace_slots * n + self.lingering_slots * last for n, last in pairs), default=0)
+
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": Optimizer(name="sgd", state_slots=0, workspace_slots=0),
@@ -81,9 +98,12 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     ZeRO-1 and ZeRO-2 hold no whole copy then (FSDP's SHARD_GRAD_OP, Megatron-LM's overlapped gather of parameters).
 
     `state_tier` is where the optimizer's copy and states are: "" for the device, or "host": gradients are then copied
-    there, the host updates, and the updated parameter is copied back (ZeRO-Offload, Ren et al. 2021). `stored_tier` is
-    where the stored copy is: with "host" it is copied to the device a segment before it is read, and given up after it.
-    A trained parameter's state then is there too, in the same storage.
+    there, the host updates, and the updated parameter is copied back (ZeRO-Offload, Ren et al. 2021). On "disk" they
+    are files, of which a few parameters' at a time are brought to the host's memory, updated there, and written back
+    (ZeRO-Infinity, Rajbhandari et al. 2021). With `fetched` they are brought to the device instead, from either tier,
+    and updated there; gradients then stay on the device. `stored_tier` is where the stored copy is: off the device it
+    is copied there a segment before it is read, and given up after it. A trained parameter's state then is on the same
+    tier, in the same storage.
     """
 
     stored: str
@@ -91,6 +111,7 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     state: str
     state_tier: str = ""
     stored_tier: str = ""
+    fetched: bool = False
     ahead: bool = False
 
     @property
@@ -100,9 +121,19 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """As a pin says it: "stored/grad/state", "+ahead", then "@host" where the state is, "@all" where all is."""
-        lies = f"{self.stored}/{self.grad}/{self.state}" + (AHEAD if self.ahead else "")
-        return lies + PLACES[self.state_tier or self.stored_tier, self.stored_tier]
+        """As a pin says it: "stored/grad/state", then "+ahead", or "@host" where the state is, "@all" where all is."""
+        place = PLACES[self.state_tier or self.stored_tier, self.stored_tier, self.fetched]
+        return f"{self.stored}/{self.grad}/{self.state}{AHEAD if self.ahead else place}"
+
+    @property
+    def update_tier(self) -> str:
+        """Where the optimizer updates: "" for the device, or "host"."""
+        return "host" if self.state_tier and not self.fetched else ""
+
+    @property
+    def staged(self) -> bool:
+        """Whether states are brought to where they are updated, and back."""
+        return self.update_tier != self.state_tier
 
 
 class Split(Value, frozen=True, kw_only=True):

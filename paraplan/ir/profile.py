@@ -18,7 +18,7 @@ from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 VIEW = "view"
 """Target of the time that any op takes which only reinterprets a tensor: the host's, whatever its shape."""
 UPDATE = "update."
@@ -93,7 +93,7 @@ class CollectiveTime(Value, frozen=True, kw_only=True):
         size: ranks in the group.
         local_size: how many of them share a node.
         input_bytes: what one rank puts in (`cost_models.collectives`).
-        seconds, spread, samples: as of an op; of the slowest rank.
+        seconds, spread, samples: as of an op, but the mean of its rounds, over ranks that come when they are ready.
     """
 
     target: str
@@ -113,6 +113,7 @@ class Profile(Value, frozen=True, kw_only=True):
         name: of the very machine, as its driver or kernel calls it.
         torch: version the times were taken with.
         threads: of a CPU process.
+        processes: how many such processes of the machine worked at once when times were taken; of GPUs always 1.
         compiled: torch.compile's backend; "" for eager.
         source: the file they are from.
         ops, collectives: the times.
@@ -122,10 +123,16 @@ class Profile(Value, frozen=True, kw_only=True):
     name: str
     torch: str
     threads: int = 1
+    processes: int = 1
     compiled: str = ""
     source: str = ""
     ops: tuple[OpTime, ...] = ()
     collectives: tuple[CollectiveTime, ...] = ()
+
+    @property
+    def machine(self) -> tuple[str, str, str, int, int, str]:
+        """What times of are comparable with no other's: every field but the times and their file."""
+        return (self.device, self.name, self.torch, self.threads, self.processes, self.compiled)
 
 
 class RunTimes(Value, frozen=True, kw_only=True):
@@ -138,7 +145,7 @@ class RunTimes(Value, frozen=True, kw_only=True):
         seen: times of its ops, each the median over the steps and ranks that ran it.
     """
 
-    version: int = 1
+    version: int = 2
     predicted_s: float
     step_s: tuple[float, ...]
     seen: Profile

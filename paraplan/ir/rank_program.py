@@ -77,13 +77,15 @@ class Instr(Value, frozen=True, kw_only=True):
         target: an op ("aten.mm.default", "paraplan.linear"), or for collectives "all_reduce",
             "all_gather", "reduce_scatter", "all_to_all", "permute" (each rank's tensor goes to the next rank
             of the axis, the last one's to the first), "route" (an all-to-all of unequal parts into a buffer); for
-            copies "offload" (makes a value on the tier) and "prefetch" (makes one on the device).
+            copies "offload" (makes a value on the tier), "prefetch" (makes one on the device), "bring" (the same while
+            stores go the other way), "lift" (disk only: makes one in the host's memory) and "store" (overwrites a value
+            on the tier, what it issues is a view of that).
         args, kwargs: as in `ir.graph`, names local to the block. Collectives: ("%input", reduce op or "");
             gathers stack and scatters split along dim 0. "route" has four more: the rows sent to each rank, those
             received from each, the rows of the result (zeros after what is received), and the rows sent that are
-            priced. Copies: ("%input", ":tier"). WAIT: ("%issued",), followed by the input of the collective or copy
-            where that must live until then (all but all_reduce, which works on a copy, or in place where what it
-            issues is a view). What a block issued may be waited for in a later one.
+            priced. Copies: ("%input", ":tier"), and of a store the value overwritten. WAIT: ("%issued",), followed by
+            the input of the collective or copy where that must live until then (all but all_reduce, which works on a
+            copy, or in place where what it issues is a view). What a block issued may be waited for in a later one.
         outs: names made. A WAIT's output is a view of what was issued.
         axis: mesh axis a collective runs over, and its WAIT; -1 otherwise.
         frees: names dropped afterwards.
@@ -157,6 +159,20 @@ class StepKind(Enum):
 MESSAGES = frozenset({StepKind.SEND, StepKind.RECV, StepKind.AWAIT})
 
 
+class StagedUpdate(Value, frozen=True, kw_only=True):
+    """An update of states that were brought there for it.
+
+    Attributes:
+        tier: where it is done: "" for the device, or "host".
+        state_bytes: of the optimizer's states that it reads and writes, parameters apart.
+        workspace_bytes: the most it allocates and drops inside.
+    """
+
+    tier: str
+    state_bytes: int
+    workspace_bytes: int
+
+
 class Step(Value, frozen=True, kw_only=True):
     """One step of a rank's program; names are of the outer namespace.
 
@@ -166,7 +182,8 @@ class Step(Value, frozen=True, kw_only=True):
     ACCUMULATE: args = (accumulator, addend): the accumulator becomes the addend where it does not exist
         yet (a move: no time, no memory), else grows by it in place; the addend's name is dropped.
     DROP: names in `drops` are given up.
-    UPDATE: the optimizer's update of the parameters in `args`, all on one tier, where it is done.
+    UPDATE: the optimizer's update of the parameters in `args`, all on one tier, where it is done; with `staged`, of
+        copies of them that were brought there.
     SEND: begin to send `args[0]` as the message (`transfer`, `microbatch`); where `outs` has a name, the part of it
         that is sent is copied there first. What is sent is left alone until an AWAIT of it.
     RECV: allocate `outs[0]` and begin to receive the message into it; its values are there after an AWAIT of it.
@@ -179,6 +196,7 @@ class Step(Value, frozen=True, kw_only=True):
         microbatch: -1 outside of microbatches; gives "m" in offsets.
         segment: whose instance it is; -1 for none.
         transfer: of SEND, RECV and AWAIT, a key of the program's `transfers`.
+        staged: of an UPDATE of states that are elsewhere between steps.
     """
 
     kind: StepKind
@@ -190,6 +208,7 @@ class Step(Value, frozen=True, kw_only=True):
     microbatch: int = -1
     segment: int = -1
     transfer: str = ""
+    staged: StagedUpdate | None = None
 
 
 class Transfer(Value, frozen=True, kw_only=True):
@@ -222,8 +241,9 @@ class OuterValue(Value, frozen=True, kw_only=True):
     """A value of the outer namespace that exists before the step begins, or that UPDATE works on.
 
     Attributes:
-        role: "param" (stored copy), "state" (optimizer's view or copy of a parameter), "batch", "buffer", "seed",
-            "scale" (what gradients are multiplied by, under fp16).
+        role: "param" (stored copy), "state" (optimizer's view or copy of a parameter), "slots" (its other states, one
+            after another, where they are brought elsewhere to be updated), "batch", "buffer", "seed", "scale" (what
+            gradients are multiplied by, under fp16).
         source: the parameter's, input's or buffer's name in the program; a seed's segment number as text.
         dtype, shape: local.
         layout: text form, on the stage's mesh.
@@ -267,9 +287,9 @@ class RankProgram(Value, frozen=True, kw_only=True):
         metrics: likewise of each of several losses, unweighted, by name.
         outputs: what the model returns beside them (evaluations only), by name.
         grads: parameter name -> outer name of its gradient in the state layout after the last step.
-        optimizer_bytes: bytes of optimizer state the rank keeps on its device.
+        optimizer_bytes: bytes of optimizer state the rank keeps on its device, beside those of `outer`.
         update_workspace_bytes: the most the update there allocates and drops inside.
-        update_tiers: per tier on which parameters are updated, the same two.
+        update_tiers: per tier on which parameters are updated, the same two. Steps with `staged` have their own.
         transfers: messages to and from ranks of other meshes.
     """
 
@@ -290,7 +310,13 @@ class RankProgram(Value, frozen=True, kw_only=True):
 
     def update_tier(self, step: Step) -> str:
         """Where an UPDATE is done."""
+        if step.staged is not None:
+            return step.staged.tier
         return self.outer[step.args[0]].tier if step.args else ""
+
+    def update_workspace(self, step: Step) -> int:
+        """The most an UPDATE allocates and drops inside."""
+        return self.update_bytes(self.update_tier(step))[1] if step.staged is None else step.staged.workspace_bytes
 
     def update_bytes(self, tier: str) -> tuple[int, int]:
         """Bytes of optimizer state kept on a tier, and of the update's workspace there."""

@@ -271,7 +271,7 @@ def _verify_param(
         _verify_layout(text, shape, mesh_shape, f"{where}, parameter {name}, {role}", partial=role == "grad")
     if layouts.ahead:
         lies, rests = parse_layout(layouts.stored), parse_layout(layouts.state)
-        if layouts.stored_tier or not only_gathers(shape, rests, lies, mesh_shape):
+        if layouts.state_tier or layouts.stored_tier or not only_gathers(shape, rests, lies, mesh_shape):
             raise InvalidPlanError(
                 f"{where}, parameter {name}: ahead, but gathers alone do not lead from state {layouts.state!r} to "
                 f"stored {layouts.stored!r} on the device; leave ahead out, or shard the state further than the stored "
@@ -284,6 +284,10 @@ def _verify_tiers(plan: Plan, name: str, layouts: ParamLayouts, where: str) -> N
         if tier not in STATE_TIERS:
             known = ", ".join(repr(each) for each in STATE_TIERS)
             raise InvalidPlanError(f"{where}: {role} is {tier!r}; it can be {known}")
+    if layouts.fetched and not layouts.state_tier:
+        raise InvalidPlanError(
+            f"{where}: its state is to be fetched to the device, where it is already; give it a state_tier"
+        )
     spec, precision = plan.program.params[name].spec, plan.program.precision
     if layouts.stored_tier and name in trained_params(plan.program):
         if layouts.state_tier != layouts.stored_tier or layouts.state != layouts.stored:

@@ -83,7 +83,8 @@ def profile_for(path: str | Path, cluster: ClusterSpec, torch: str, any_machine:
     """
     device = cluster.groups[0].device
     name = cpu_name() if device.backend == "cpu" else None
-    return choose_profile(read_profiles(path), device.kind, name, torch, any_machine)
+    processes = max(group.devices_per_node for group in cluster.groups) if device.backend == "cpu" else 1
+    return choose_profile(read_profiles(path), device.kind, name, torch, any_machine, processes)
 
 
 def cpu_name() -> str:

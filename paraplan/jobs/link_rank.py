@@ -1,7 +1,10 @@
 """One rank of `paraplan profile-links`: collectives over groups of consecutive ranks, timed until all are through.
 
-As in a step, all groups of an axis communicate at once. Each measurement begins at a barrier; the median over rounds of
-the slowest rank's time is kept.
+As in a step, all groups of an axis communicate at once, and before a collective every rank works on its own, so that
+its threads sleep and ranks come when they are ready: what a collective costs a step is waiting for the last one too.
+A step lasts as long as a rank works and waits on average over ranks, and over its collectives: the mean is kept, over
+ranks and, but for the worst, over rounds (Gloo's small ones take half a millisecond or a few, as threads are woken).
+A CPU's threads that move and add are seen as processor time beside the calling thread's.
 
     (on every rank)  python -m paraplan.jobs.link_rank RESULT.json LARGEST_BYTES
 """
@@ -20,13 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paraplan.ir.profile import CollectiveTime
-from paraplan.ir.struct import to_json
+from paraplan.ir.struct import Value, to_json
 from paraplan.runtime import ops
 from paraplan.runtime.launch import init_distributed, leave_job
 
 SMALLEST_BYTES = 1 << 10
-BUDGET_S = 0.25
-LEAST_ROUNDS, MOST_ROUNDS, WARM_UP = 7, 41, 2
+LARGE_BYTES = 1 << 20
+BUDGET_S = 0.4
+LEAST_ROUNDS, MOST_ROUNDS, WARM_UP = 8, 81, 2
+WORK_SIDE, WORK_PRODUCTS = 256, 4
+"""Products between collectives: about a millisecond of a server's core."""
 
 Call = Callable[[Tensor], Tensor]
 
@@ -56,10 +62,22 @@ def sizes(largest: int) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def measure(largest: int, device: str) -> tuple[CollectiveTime, ...]:
+class LinkTimes(Value, frozen=True, kw_only=True):
+    """What the ranks found.
+
+    Attributes:
+        times: of every collective and size.
+        device_share: of a core, what other threads of a process take while a large collective is under way; 0 on GPUs.
+    """
+
+    times: tuple[CollectiveTime, ...]
+    device_share: float
+
+
+def measure(largest: int, device: str) -> LinkTimes:
     """Times of every collective over groups of 2, 4, ... and all ranks."""
     world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    found = []
+    found, shares = [], []
     for size in group_sizes(world):
         mine = None
         for first in range(0, world, size):
@@ -70,14 +88,16 @@ def measure(largest: int, device: str) -> tuple[CollectiveTime, ...]:
         for target, call in calls(size, str(mine.group_name)).items():
             for input_bytes in sizes(largest):
                 x = torch.ones(max(size, input_bytes // 4 // size * size), device=device)
-                rounds = _rounds(call, x, device)
-                middle = statistics.median(rounds)
+                rounds, share = _rounds(call, x, device)
+                shares += [share] if input_bytes >= LARGE_BYTES else []
+                usual = statistics.fmean(sorted(rounds)[:-1])
                 low, _, high = statistics.quantiles(rounds, n=4)
                 found.append(CollectiveTime(
-                    target=target, size=size, local_size=min(size, local), input_bytes=4 * x.numel(), seconds=middle,
-                    spread=(high - low) / middle, samples=len(rounds),
+                    target=target, size=size, local_size=min(size, local), input_bytes=4 * x.numel(), seconds=usual,
+                    spread=(high - low) / usual, samples=len(rounds),
                 ))  # fmt: skip
-    return tuple(found)
+    share = statistics.median(shares) if shares and device == "cpu" else 0.0
+    return LinkTimes(times=tuple(found), device_share=min(1.0, max(0.0, round(share, 2))))
 
 
 def group_sizes(world: int) -> tuple[int, ...]:
@@ -87,19 +107,29 @@ def group_sizes(world: int) -> tuple[int, ...]:
     )
 
 
-def _rounds(call: Call, x: Tensor, device: str) -> list[float]:
+def _rounds(call: Call, x: Tensor, device: str) -> tuple[list[float], float]:
+    """Seconds of each round, and what share of them other threads of this process were busy."""
     for _ in range(WARM_UP):
         guess = _once(call, x, device)
     agreed = torch.tensor([guess], device=device, dtype=torch.float64)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     count = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(BUDGET_S / max(float(agreed), 1e-6))))
-    took = torch.tensor([_once(call, x, device) for _ in range(count)], device=device, dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return [float(seconds) for seconds in took]
+    mine, busy = [], 0.0
+    for _ in range(count):
+        others = time.process_time() - time.thread_time()
+        mine.append(_once(call, x, device))
+        busy += time.process_time() - time.thread_time() - others
+    took = torch.tensor([*mine, busy / sum(mine)], device=device, dtype=torch.float64)
+    dist.all_reduce(took)
+    *rounds, share = (float(value) / dist.get_world_size() for value in took)
+    return rounds, share
 
 
 def _once(call: Call, x: Tensor, device: str) -> float:
-    dist.barrier()
+    """Seconds from when this rank has worked for a while to when it has the result."""
+    side = torch.ones(WORK_SIDE, WORK_SIDE, device=device)
+    for _ in range(WORK_PRODUCTS):
+        side @ side
     if device == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()

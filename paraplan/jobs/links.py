@@ -6,7 +6,7 @@ Gloo between CPU processes, NCCL between GPUs: the ranks run the collectives the
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from paraplan.cost_models.link_fit import LinkFit, fit_link
 from paraplan.cost_models.profile_file import ProfileWriter
 from paraplan.ir.cluster import ClusterSpec, Link, check_cluster
 from paraplan.ir.errors import ConstraintError, RuntimeFailure
-from paraplan.ir.profile import CollectiveTime
 from paraplan.jobs.detect import detect
+from paraplan.jobs.link_rank import LinkTimes
 from paraplan.jobs.profile import this_machine
 from paraplan.runtime.launch import spawn_local
 
@@ -61,23 +61,25 @@ def measure_links(
             f"links are measured between at least 2 ranks, on as many GPUs where there are any; {count} asked for"
         )
     tell(f"measuring collectives between {count} ranks")
-    times = collective_times(count, largest_bytes)
+    found = link_times(count, largest_bytes)
+    times = found.times
     backend = cluster.groups[0].device.backend
     fit = fit_link([each for each in times if each.local_size == each.size], backend)
     measured = Link(
         bytes_per_s=float(f"{fit.bytes_per_s:.3g}"), latency_s=float(f"{fit.latency_s:.3g}"),
+        device_share=found.device_share,
         source=f"fitted to collectives of {count} ranks here; median error {fit.median_error:.0%}",
     )  # fmt: skip
     group = msgspec.structs.replace(cluster.groups[0], in_node=measured)
     if profile is not None:
-        with ProfileWriter(profile, this_machine("cuda" if on_gpu else "cpu")) as writer:
+        with ProfileWriter(profile, this_machine("cuda") if on_gpu else this_machine("cpu", processes=count)) as writer:
             for each in times:
                 writer.add(each)
     spec = check_cluster(msgspec.structs.replace(cluster, groups=(group,)))
     return Links(spec, {"in_node": fit}, len(times))
 
 
-def collective_times(ranks: int, largest_bytes: int) -> Sequence[CollectiveTime]:
+def link_times(ranks: int, largest_bytes: int) -> LinkTimes:
     """Times of every collective between processes of this machine.
 
     Raises:
@@ -88,4 +90,4 @@ def collective_times(ranks: int, largest_bytes: int) -> Sequence[CollectiveTime]
         code = spawn_local(ranks, "paraplan.jobs.link_rank", (str(found), str(largest_bytes)))
         if code or not found.exists():
             raise RuntimeFailure(f"a rank that measured links failed (exit code {code}); its message is above")
-        return msgspec.json.decode(found.read_bytes(), type=tuple[CollectiveTime, ...])
+        return msgspec.json.decode(found.read_bytes(), type=LinkTimes)

@@ -1,9 +1,10 @@
 """The time of one op on one device, as a step pays for it.
 
 Every call has other inputs than the last (a few sets in rotation), so that what a step would read from memory is not
-found in the nearest cache; outputs are made and dropped as a step does. After a warm-up, samples of enough calls to be
-timed are taken; median and interquartile range are kept. One CPU thread is timed by its own processor time, which other
-processes do not stretch; several threads by the wall clock; a GPU by its events.
+found in the nearest cache; for the same reason as many outputs are held as there are sets, and each is written where
+another lay long before. After a warm-up, samples of enough calls to be timed are taken; median and interquartile range
+are kept. One CPU thread is timed by its own processor time, which other processes do not stretch; several threads by
+the wall clock; a GPU by its events.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +29,13 @@ from paraplan.runtime.tracker import Ledger, Tracker
 SAMPLE_S = 2e-4
 BUDGET_S = 0.02
 LEAST_SAMPLES, FEW_SAMPLES, MOST_SAMPLES = 5, 3, 25
-ROTATED_BYTES = 10 << 20
-"""Sets of inputs rotate over so many bytes. A step finds some inputs in the shared cache and some not: rotating over
-4 MiB foretold BERT's 10 to 16 % too short on a machine with 32 MiB of it, over 24 MiB 6 to 14 % too long."""
+ROTATED_BYTES = 32 << 20
+"""Sets of inputs and outputs rotate over so many bytes, a server's shared cache: most of what a step reads was written
+long before. Over 10 MiB ResNet-50 is foretold 12 to 16 % too short on a machine with 32 MiB of cache."""
 MOST_SETS = 32
+UPDATED_TOGETHER, UPDATED_BYTES = 32, 1 << 28
+"""Parameters that one update is measured over, and the most bytes of them, their gradients and states: a call has work
+of its own, which two parameters of 2 MiB had shared where a model's are dozens."""
 _ROWS_OF = {"paraplan.embedding": 0, "paraplan.embedding_grad": -1}
 
 
@@ -40,21 +45,30 @@ def measure_op(op: LocalOp, device: str) -> OpTime:
     Raises:
         RuntimeError, ...: whatever its kernel raises on random inputs.
     """
+    call = caller(op, device)
+    with torch.no_grad():
+        workspace = _workspace(call)
+        samples = sample(call, device)
+    return _op_time(op.target, op.flag, op.inputs, op.outputs, op.detail, samples, workspace)
+
+
+def caller(op: LocalOp, device: str) -> Callable[[], object]:
+    """Calls the op on the next of its sets of inputs, and holds what it gave until as many calls later."""
     call = resolve(op.target)
     sets = [_inputs(op, device, number) for number in range(_num_sets(op))]
     given = [_arguments(op, tensors, device) for tensors in sets]
+    held: deque[object] = deque(maxlen=len(given))
     place = 0
 
-    def once() -> None:
+    def once() -> object:
         nonlocal place
         args, kwargs = given[place]
         place = (place + 1) % len(given)
-        call(*args, **kwargs)
+        result = call(*args, **kwargs)
+        held.append(result)
+        return result
 
-    with torch.no_grad():
-        workspace = _workspace(call, *given[0])
-        samples = sample(once, device)
-    return _op_time(op.target, op.flag, op.inputs, op.outputs, op.detail, samples, workspace)
+    return once
 
 
 def measure_view(device: str) -> OpTime:
@@ -70,15 +84,26 @@ def measure_view(device: str) -> OpTime:
 
 def measure_update(name: str, cls: type[torch.optim.Optimizer], options: dict[str, Any], shape: tuple[int, ...],
                    device: str) -> OpTime:  # fmt: skip
-    """The time of an optimizer's update of one float32 parameter."""
+    """The time of an optimizer's update of one float32 parameter: one of many, which a call updates together."""
     spec = Measured("float32", shape)
-    count = max(1, min(MOST_SETS, math.ceil(ROTATED_BYTES / max(4 * spec.nbytes, 1))))
-    params = [torch.nn.Parameter(torch.randn(shape, device=device)) for _ in range(count)]
+    samples = [seconds / _together(spec) for seconds in sample(updater(cls, options, shape, device), device)]
+    return _op_time(UPDATE + name, 0, (spec,), (spec,), "", samples, 0)
+
+
+def updater(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], shape: tuple[int, ...], device: str
+) -> Callable[[], object]:
+    """Updates some parameters."""
+    params = [
+        torch.nn.Parameter(torch.randn(shape, device=device)) for _ in range(_together(Measured("float32", shape)))
+    ]
     for param in params:
         param.grad = torch.randn(shape, device=device)
-    optimizer = cls(params, lr=1e-4, **options)  # type: ignore[call-arg]
-    samples = [seconds / count for seconds in sample(optimizer.step, device)]
-    return _op_time(UPDATE + name, 0, (spec,), (spec,), "", samples, 0)
+    return cls(params, lr=1e-4, **options).step  # type: ignore[call-arg]
+
+
+def _together(spec: Measured) -> int:
+    return max(1, min(UPDATED_TOGETHER, UPDATED_BYTES // max(4 * spec.nbytes, 1)))
 
 
 def _op_time(target: str, flag: int, inputs: tuple[Measured, ...], outputs: tuple[Measured | None, ...], detail: str,
@@ -182,11 +207,11 @@ def _arguments(op: LocalOp, tensors: list[Tensor], device: str) -> tuple[tuple[A
     return args, kwargs
 
 
-def _workspace(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _workspace(call: Callable[[], object]) -> int:
     """Bytes made and dropped inside, beside what is returned."""
     ledger, tracker = Ledger(), Tracker()
     with tracker, tracker.booking(ledger):
-        result = call(*args, **kwargs)
+        result = call()
         kept = ledger.live_bytes
         most = ledger.window_bytes
     del result

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import msgspec
 import torch
 
 from paraplan.cost_models.catalog import catalog_device
+from paraplan.cost_models.learn import pooled
 from paraplan.cost_models.measured import Errors, MeasuredTimes
 from paraplan.cost_models.profile_file import Machine, ProfileWriter
 from paraplan.ir.cluster import ClusterSpec
@@ -25,10 +28,11 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.plan import OPTIMIZERS
 from paraplan.ir.profile import OpTime, Profile
 from paraplan.ir.program import Program
+from paraplan.jobs.beside import FAULTS, Beside, companions, crowding
 from paraplan.jobs.detect import catalog_name
 from paraplan.jobs.files import cpu_name
 from paraplan.jobs.local_ops import LocalOp, families, moves
-from paraplan.jobs.measure_ops import measure_op, measure_update, measure_view
+from paraplan.jobs.measure_ops import caller, measure_op, measure_update, measure_view, updater
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 
 UPDATED = tuple(1 << power for power in range(6, 23, 2))
@@ -53,12 +57,78 @@ class Measuring:
     errors: dict[str, Errors] = field(default_factory=dict)
 
 
-def this_machine(device: str, threads: int = 1) -> Machine:
+@dataclass
+class Book:
+    """Where times are entered.
+
+    Attributes:
+        writer: of the file.
+        known: by full key, what it has.
+        again: what it had when the book was opened is measured once more.
+        entered: keys since then.
+    """
+
+    writer: ProfileWriter
+    known: dict[str, OpTime]
+    again: bool
+    entered: set[str] = field(default_factory=set)
+
+    def lacks(self, key: str) -> bool:
+        """Whether an op is to be measured; a key that ends in ";" stands for all that begin with it."""
+        among = self.entered if self.again else self.known
+        return not any(map(methodcaller("startswith", key), among)) if key.endswith(";") else key not in among
+
+    def enter(self, found: OpTime) -> None:
+        """Keep a time, with what was known of it."""
+        key = found.full_key
+        known = self.known.get(key)
+        self.known[key] = found if known is None or not known.samples else pooled(known, found)
+        self.entered.add(key)
+        self.writer.add(self.known[key])
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Measures ops on a device, others doing the same.
+
+    Attributes:
+        device: where.
+        others: processes beside this one.
+        crowd: processes to a core.
+    """
+
+    device: str
+    others: Beside
+    crowd: float
+
+    def stretched(self, found: OpTime) -> OpTime:
+        """A time by the processor's clock as the wall's, where processes share cores."""
+        return msgspec.structs.replace(found, seconds=found.seconds * self.crowd)
+
+    def op(self, op: LocalOp) -> OpTime:
+        """The time of an op.
+
+        Raises:
+            RuntimeError, ...: whatever its kernel raises on random inputs.
+        """
+        with self.others.running(partial(caller, op, "cpu")):
+            return self.stretched(measure_op(op, self.device))
+
+    def update(
+        self, name: str, cls: type[torch.optim.Optimizer], options: dict[str, Any], shape: tuple[int, ...]
+    ) -> OpTime:
+        """The time of an optimizer's update of a parameter."""
+        with self.others.running(partial(updater, cls, options, shape, "cpu")):
+            return self.stretched(measure_update(name, cls, options, shape, self.device))
+
+
+def this_machine(device: str, threads: int = 1, processes: int = 1) -> Machine:
     """What times taken here are known by.
 
     Args:
         device: "cpu", or "cuda" with or without a number.
         threads: of a CPU process.
+        processes: of CPU that work at once.
     Raises:
         ConstraintError: there is no such device here.
     """
@@ -72,12 +142,13 @@ def this_machine(device: str, threads: int = 1) -> Machine:
     if kind != "cpu":
         there = "cpu and cuda" if torch.cuda.is_available() else "cpu"
         raise ConstraintError(f"--device {device!r}: this machine has {there}")
-    return Profile(device="cpu", name=cpu_name(), torch=metadata.version("torch"), threads=threads)
+    return Profile(device="cpu", name=cpu_name(), torch=metadata.version("torch"), threads=threads,
+                   processes=processes)  # fmt: skip
 
 
 def profile_program(
     program: Program, path: Path, *, device: str = "cpu", ways: int = 8, optimizer: str = "adamw", threads: int = 1,
-    tell: Callable[[str], None] = lambda text: None,
+    processes: int = 1, again: bool = False, tell: Callable[[str], None] = lambda text: None,
 ) -> Measuring:  # fmt: skip
     """Measure what a file lacks of a program's local ops.
 
@@ -88,20 +159,25 @@ def profile_program(
         ways: devices of the largest mesh.
         optimizer: whose update is measured.
         threads: of a CPU process.
+        processes: of CPU that share the machine's memory in a step: so many run each op at once while it is measured.
+        again: also what it has, and keep both by their samples: a machine that others use is quicker and slower for
+            seconds on end, which a median over hundredths of one does not see.
         tell: told what is measured.
     Raises:
         ProfileError: the file is none, or locked.
         ConstraintError: there is no such device.
     """
-    machine = this_machine(device, threads)
+    machine = this_machine(device, threads, processes)
     done = Measuring()
-    with ProfileWriter(path, machine) as writer, _threads(threads):
-        have = {op.full_key for op in writer.profile().ops}
-        for op in _always(optimizer, device, have):
-            writer.add(op)
+    beside = companions(machine.processes - 1, threads)
+    with ProfileWriter(path, machine) as writer, _threads(threads), beside as others:
+        meter = Meter(device, others, crowding(machine.processes))
+        book = Book(writer, {op.full_key: op for op in writer.profile().ops}, again)
+        for op in _always(optimizer, meter, book):
+            book.enter(op)
             done.measured += 1
         parts = families(program, _cluster(machine), OPTIMIZERS[optimizer], ways)
-        covered = writer.covered()
+        covered = frozenset() if again else writer.covered()
         for number, family in enumerate(parts):
             if family.name in covered:
                 continue
@@ -109,7 +185,7 @@ def profile_program(
             before = dict(done.failed)
             tell(f"op {number + 1} of {len(parts)}, {done.measured} shapes measured: {ops[0].target if ops else ''}")
             for op in ops:
-                _measure(op, device, have, writer, done)
+                _measure(op, meter, book, done)
             if family.name and done.failed == before:
                 writer.cover(family.name)
         done.profile = writer.profile()
@@ -118,31 +194,29 @@ def profile_program(
     return done
 
 
-def _measure(op: LocalOp, device: str, have: set[str], writer: ProfileWriter, done: Measuring) -> None:
-    key = op.full_key
-    if key in have:
+def _measure(op: LocalOp, meter: Meter, book: Book, done: Measuring) -> None:
+    if not book.lacks(op.full_key):
         done.known += 1
         return
     if op.target in done.failed:
         return
     try:
-        found = measure_op(op, device)
-    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as fault:
+        found = meter.op(op)
+    except FAULTS as fault:
         done.failed[op.target] = f"{type(fault).__name__}: {fault}"
         return
-    writer.add(found)
-    have.add(key)
+    book.enter(found)
     done.measured += 1
 
 
-def _always(optimizer: str, device: str, have: set[str]) -> Iterator[OpTime]:
+def _always(optimizer: str, meter: Meter, book: Book) -> Iterator[OpTime]:
     """What any model needs: the time of a view, the optimizer's updates."""
-    if not any(key.startswith("view;") for key in have):
-        yield measure_view(device)
+    if book.lacks("view;"):
+        yield meter.stretched(measure_view(meter.device))
     cls, options = OPTIMIZER_CLASSES[optimizer]
-    if not any(key.startswith(f"update.{optimizer};") for key in have):
+    if book.lacks(f"update.{optimizer};"):
         for count in UPDATED:
-            yield measure_update(optimizer, cls, options, (count,), device)
+            yield meter.update(optimizer, cls, options, (count,))
 
 
 def _cluster(machine: Machine) -> ClusterSpec:

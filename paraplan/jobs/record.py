@@ -7,6 +7,7 @@ wait for whoever is last.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -61,10 +62,16 @@ def run_times(plan: Plan, ranks: Iterable[dict[str, tuple[OpTime, list[float]]]]
             ops.setdefault(key, op)
             samples[key] += seconds
     seen = msgspec.structs.replace(
-        this_machine("cpu", torch.get_num_threads()), ops=tuple(_timed(ops[key], samples[key]) for key in sorted(ops))
+        this_machine("cpu", torch.get_num_threads(), _processes()),
+        ops=tuple(_timed(ops[key], samples[key]) for key in sorted(ops)),
     )
     predicted = plan.prediction.step_s if plan.prediction else 0.0
     return RunTimes(predicted_s=predicted, step_s=tuple(step_s), seen=seen)
+
+
+def _processes() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
 
 
 def _timed(op: OpTime, seconds: list[float]) -> OpTime:
@@ -103,8 +110,8 @@ def read_run(path: Path) -> RunTimes:
         raise ProfileError(f"cannot read {str(path)!r}: {fault.strerror}; {made_by}") from None
     except msgspec.DecodeError as fault:
         raise ProfileError(f"{str(path)!r} is no recorded run: {fault}; {made_by}") from None
-    if found.version != 1:
-        raise ProfileError(f"{str(path)!r} is a recorded run of version {found.version}; this paraplan reads 1")
+    if found.version != 2:
+        raise ProfileError(f"{str(path)!r} is a recorded run of version {found.version}; this paraplan reads 2")
     if not found.step_s:
         raise ProfileError(f"{str(path)!r} has no step; {made_by}")
     check_profile(found.seen, str(path))

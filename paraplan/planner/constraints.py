@@ -6,7 +6,7 @@ import math
 from typing import Literal, NamedTuple
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.plan import AHEAD, PLACES
+from paraplan.ir.plan import AHEAD, HERE, PLACES, Place
 from paraplan.ir.struct import Value
 
 PRESETS = ("none", "selective", "alternate", "full")
@@ -18,11 +18,12 @@ AUTO: Literal["auto"] = "auto"
 """A degree for the planner to choose."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 """The tiers activations may wait on."""
-OFFLOAD_STATES = {
-    "none": (("", ""),), "host": (("host", ""),), "all": (("host", "host"),), "either": (("", ""), ("host", "")),
-}  # fmt: skip
-"""Where the optimizer's states and the stored parameters may be ("" is the device); "either" is the planner's choice,
-where activations may wait on the host too."""
+OFFLOAD_STATES: dict[str, tuple[Place, ...]] = {
+    **{words.removeprefix("@") or "none": (place,) for place, words in PLACES.items()},
+    "either": (HERE, ("host", "", False), ("host", "", True)),
+}
+"""Where the optimizer's states and the stored parameters may be ("" is the device), and whether the device updates what
+is away; "either" is the planner's choice, where activations may wait on the host too."""
 CP_MODES = ("gather", "alltoall", "ring")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -53,7 +54,8 @@ class Constraints(Value, frozen=True, kw_only=True):
             1: none does.
         offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "all" keeps
             parameters there too, "none" all on the device, "either" leaves it to the planner; None: to the planner
-            where `offload` allows the host.
+            where `offload` allows the host. "disk" and "disk-all" keep them on disk, to be updated in the host's
+            memory; with "fetched" ("fetched", "all-fetched", "disk-fetched", "disk-all-fetched") the device updates.
         params: layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.
     """
 
@@ -83,15 +85,21 @@ class Constraints(Value, frozen=True, kw_only=True):
         return OFFLOAD[self.offload]
 
     @property
-    def places(self) -> tuple[tuple[str, str], ...]:
+    def places(self) -> tuple[Place, ...]:
         """Where states and stored parameters may be, of parameters not pinned by name."""
         return OFFLOAD_STATES[self.offload_states or "none"]
 
     @property
-    def states_leave(self) -> bool:
-        """Whether any optimizer state may be on the host."""
-        pinned = [parse_param_pin(name, text).places for name, text in self.params.items()]
-        return any(map(any, (*pinned, *self.places)))
+    def every_place(self) -> tuple[Place, ...]:
+        """Likewise, of any parameter."""
+        pinned = [parse_param_pin(name, text).place for name, text in self.params.items()]
+        return tuple(dict.fromkeys((*self.places, *pinned)))
+
+    @property
+    def state_tiers(self) -> tuple[str, ...]:
+        """Tiers that states, or their gradients, may be on."""
+        away = [place for place in self.every_place if place[0]]
+        return tuple(dict.fromkeys(at for tier, _, fetched in away for at in ((tier,) if fetched else ("host", tier))))
 
 
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
@@ -159,13 +167,11 @@ def _check_states(c: Constraints) -> None:
     for name, text in c.params.items():
         parse_param_pin(name, text)
     if c.offload_states is not None and c.offload_states not in OFFLOAD_STATES:
+        raise ConstraintError(f"offload_states={c.offload_states}: one of {', '.join(OFFLOAD_STATES)}")
+    if c.zero in (1, 2) and all(stored for _, stored, _ in c.places):
         raise ConstraintError(
-            f"offload_states={c.offload_states}: one of {', '.join(OFFLOAD_STATES)}; an update works in memory, so "
-            "states cannot be on disk"
-        )
-    if c.offload_states == "all" and c.zero in (1, 2):
-        raise ConstraintError(
-            f"offload_states=all with zero={c.zero}: parameters on the host lie as their states do; give zero=3 or 0"
+            f"offload_states={c.offload_states} with zero={c.zero}: parameters off the device lie as their states do; "
+            "give zero=3 or 0"
         )
 
 
@@ -182,17 +188,17 @@ def _stage_devices(c: Constraints, num_devices: int) -> int:
 
 
 class ParamPin(NamedTuple):
-    """A parameter's pinned layouts; the tiers of its state and its stored copy; whether that is gathered ahead."""
+    """A parameter's pinned layouts; where states and stored copy are; whether that is gathered ahead."""
 
     stored: str
     grad: str
     state: str
-    places: tuple[str, str]
+    place: Place
     ahead: bool
 
 
 def parse_param_pin(name: str, text: str) -> ParamPin:
-    """`"S0/S0/S0@host"` or `"R/P/S0+ahead"` in parts; without "@", on the device.
+    """`"S0/S0/S0@host"` or `"R/P/S0+ahead"` in parts; without "@" that is the device.
 
     Raises:
         ConstraintError: not three layouts, or states cannot be there.
@@ -203,7 +209,7 @@ def parse_param_pin(name: str, text: str) -> ParamPin:
     if len(parts) != 3 or at + place not in places:
         raise ConstraintError(
             f"params[{name!r}] = {text!r}: give stored/grad/state, e.g. 'R,S0/R,S0/R,S0', and '@host' after it where "
-            "the states are to be in the host's memory, '@all' where the parameter is too; '+ahead' before that where "
-            "the stored copy is gathered once a step"
+            f"the states are to be in the host's memory ({', '.join(filter(None, places))}), or '{AHEAD}' where the "
+            "stored copy is gathered once a step"
         )
     return ParamPin(parts[0], parts[1], parts[2], places[at + place], layouts != lies)

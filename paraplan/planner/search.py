@@ -23,9 +23,10 @@ from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitErro
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
-from paraplan.ir.plan import Certificate, Plan
+from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import AUTO, Constraints, check_constraints
+from paraplan.planner.fetching import choose_fetched
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.overlap import in_pieces, piece_counts
@@ -91,6 +92,7 @@ def search(
     if not found:
         raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
     best = _overlapped(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
+    best = _fetched(best, limits, constraints)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best), *unpriced))
     if plan.profile is not None:
@@ -196,10 +198,24 @@ def _overlapped(best: Candidate, limits: Limits, constraints: Constraints) -> Ca
     return best
 
 
+def _fetched(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
+    """The candidate with states on the host updated by whom that is faster, where that is the planner's choice."""
+    away = any(layouts.state_tier == "host" for stage in best.plan.stages for layouts in stage.params.values())
+    if len(constraints.places) < 2 or not away:
+        return best
+
+    def step_s(plan: Plan) -> float:
+        simulation = simulate_plan(plan, lower(plan))
+        return simulation.step_s if max(simulation.peak_bytes) <= limits.memory_bytes else math.inf
+
+    plan = choose_fetched(best.plan, step_s)
+    return replace(best, plan=plan, simulation=simulate_plan(plan, lower(plan)))
+
+
 def _states_pinned_away(constraints: Constraints) -> bool:
     """Whether some state cannot be on the device."""
-    named = msgspec.structs.replace(constraints, offload_states="none").states_leave
-    return named or ("", "") not in constraints.places
+    named = msgspec.structs.replace(constraints, offload_states="none").state_tiers
+    return bool(named) or HERE not in constraints.places
 
 
 def _keeps_all(constraints: Constraints) -> bool:
@@ -244,14 +260,15 @@ def _check_tiers(job: Job, constraints: Constraints) -> None:
         ConstraintError: no link to a tier, or no room there.
     """
     devices = tuple(range(job.cluster.num_devices))
-    if constraints.states_leave and not all(group.host_memory_bytes_per_s for group in job.cluster.groups):
+    updated_there = any(place[0] and not place[2] for place in constraints.every_place)
+    if updated_there and not all(group.host_memory_bytes_per_s for group in job.cluster.groups):
         raise ConstraintError(
-            f"states on the host are updated there, but {job.cluster.name} does not say how fast its memory is; "
-            "give its groups host_memory_bytes_per_s, or offload_states='none'"
+            f"states off the device are updated on the host, but {job.cluster.name} does not say how fast its memory "
+            "is; give its groups host_memory_bytes_per_s, or offload_states='fetched' or 'none'"
         )
-    for tier in dict.fromkeys((*constraints.tiers, *(("host",) if constraints.states_leave else ()))):
+    for tier in dict.fromkeys((*constraints.tiers, *constraints.state_tiers)):
         if not job.cluster.has_room(tier, devices):
-            pinned = f"offload={constraints.offload}" if tier in constraints.tiers else "states on the host"
+            pinned = f"offload={constraints.offload}" if tier in constraints.tiers else f"states on the {tier}"
             field = "host_memory_bytes" if tier == "host" else "disk and disk_bytes"
             raise ConstraintError(
                 f"{pinned}: {job.cluster.name} describes no room on {tier} for every device; give its groups {field}"

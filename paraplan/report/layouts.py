@@ -102,7 +102,9 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
     if layouts.ahead:
         words.append("gathered once a step")
     if layouts.state_tier or layouts.stored_tier:
-        words.append(f"on the {layouts.stored_tier}" if layouts.stored_tier else f"states on the {layouts.state_tier}")
+        where = {"host": "on the host", "disk": "on disk"}[layouts.stored_tier or layouts.state_tier]
+        what = where if layouts.stored_tier else f"states {where}"
+        words.append(what + (", fetched to be updated" if layouts.fetched else ""))
     return " and ".join(words)
 
 

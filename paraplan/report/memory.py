@@ -229,7 +229,7 @@ class _Words:
         """`linear`; of what moves an op's value, `all_gather over tp, of linear`."""
         name = _short(instr.target)
         if instr.kind is InstrKind.COPY:
-            return f"{instr.target} {'to' if instr.target == 'offload' else 'from'} {instr.tier}"
+            return f"{instr.target} {'to' if instr.target in ('offload', 'store') else 'from'} {instr.tier}"
         if instr.kind is InstrKind.COLLECTIVE and self.program.mesh_axes:
             name = f"{instr.target} over {self.program.mesh_axes[instr.axis]}"
         graph = self.graphs(block)

@@ -94,7 +94,10 @@ class BucketTrainer:
         params: GroupMaker | None = None, **options: Any,
     ) -> torch.optim.Optimizer:  # fmt: skip
         """`Trainer.optimizer` over the shared shards."""
-        return self.trainers[0].optimizer(cls, groups=groups, params=params, after=self._finish, **options)
+        made = self.trainers[0].optimizer(cls, groups=groups, params=params, after=self._finish, **options)
+        for trainer in self.trainers[1:]:
+            trainer.state.executor.updater = self.trainers[0].state.executor.updater
+        return made
 
     def _finish(self) -> None:
         self.last.finish_update()

@@ -139,6 +139,7 @@ class Checkpointing:
         """
         if create:
             self._create_slots(optimizer)
+        self.state.executor.copier.settle()
         return {
             name: {
                 slot: self._dtensor(name, value, self.state.layouts[name]) if _like(value, param) else value

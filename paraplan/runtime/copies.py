@@ -1,8 +1,10 @@
 """Copies between the device and the tiers outside of it: the host's memory, and files on its disk.
 
 A rank has a `Copier`. `offload` begins to copy a tensor away and returns what stands for it there (`Away`); `prefetch`
-begins to copy it back and returns the tensor, which holds nothing yet; `wait` ends either. What is copied from must
-live until then, which the program sees to. Each tier has one stream each way, on which copies run in order:
+begins to copy it back and returns the tensor, which holds nothing yet; `wait` ends either. What lives on a tier
+(`homes`) is brought to the device likewise, or to the host's memory by `lift`, and overwritten by `store`. What is
+copied from must live until then, which the program sees to. Each tier has one stream each way, on which copies run in
+order:
 
 * CUDA: a stream of the device and pinned memory, ordered by events; nothing blocks the host but files.
 * CPU: a thread, so that copies run beside the program; or (`beside=False`) at once, for runs that are to be the same
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.strides import contiguous_strides, is_dense
+from paraplan.runtime.homes import Homes, Region
 
 Pace = Callable[[str, int], float]
 """(tier, bytes) -> the least seconds a copy takes."""
@@ -45,7 +48,7 @@ class Away:
         tier: which.
         dtype, shape, strides: of the tensor; what lies dense comes back as it lay.
         nbytes: it takes there.
-        content: the tensor in host memory, or the file.
+        content: the tensor in host memory, the file, or its part of the file of what lives on disk.
     """
 
     __slots__ = ("__weakref__", "content", "dtype", "nbytes", "shape", "strides", "tier")
@@ -54,14 +57,7 @@ class Away:
         self.tier, self.dtype, self.shape = tier, x.dtype, tuple(x.shape)
         self.strides = tuple(x.stride()) if is_dense(self.shape, tuple(x.stride())) else contiguous_strides(self.shape)
         self.nbytes = math.prod(self.shape) * x.element_size()
-        self.content: Tensor | Path | None = None
-
-    @classmethod
-    def kept(cls, x: Tensor, tier: str) -> Away:
-        """What stands for a tensor that is in host memory already."""
-        away = cls(x, tier)
-        away.content = x
-        return away
+        self.content: Tensor | Path | Region | None = None
 
 
 def tensor_of(value: Tensor | Away) -> Tensor:
@@ -122,6 +118,7 @@ class Copier:
             raise RuntimeFailure(f"copies of {device} tensors take the time they take: a pace is for CPU processes")
         self._parent = folder
         self._own: Path | None = None
+        self.homes = Homes(folder, rank)
         self._numbers = count()
         self._flights: dict[int, tuple[Any, Flight]] = {}
         self._queues: dict[tuple[str, str], SimpleQueue[Flight | None]] = {}
@@ -144,6 +141,33 @@ class Copier:
         if self.device == "cuda":
             return self._begin(out, self._to_cuda(away, out, what), "in", tier)
         return self._begin(out, Flight(lambda: _fetch(away, out), what, self._least_s(away)), "in", tier)
+
+    def kept(self, x: Tensor, tier: str) -> Away:
+        """What stands for a tensor that lives on a tier."""
+        away = Away(x, tier)
+        away.content = x if tier == "host" else self.homes.region_of(x)
+        return away
+
+    def bring(self, away: Away, tier: str) -> Tensor:
+        """Begin to copy what lives on a tier to the device."""
+        return self.prefetch(away, tier)
+
+    def lift(self, away: Away, tier: str) -> Away:
+        """Begin to copy a tensor from disk to the host's memory."""
+        pinned = self.device == "cuda"
+        blank = torch.empty_strided(away.shape, away.strides, dtype=away.dtype, pin_memory=pinned)
+        made = Away(blank, "host")
+        made.content = blank
+        what = f"lift of {away.nbytes} bytes from {tier}"
+        return self._begin(made, Flight(lambda: _fetch(away, blank), what, self._least_s(away, True)), "in", tier)
+
+    def store(self, x: Tensor | Away, tier: str, home: Away) -> Away:
+        """Begin to overwrite a tensor that lives on a tier."""
+        source, from_host = tensor_of(x).detach(), isinstance(x, Away)
+        what = f"store of {home.nbytes} bytes to {tier}"
+        if source.is_cuda:
+            return self._begin(home, self._store_cuda(source, home, what), "out")
+        return self._begin(home, Flight(lambda: _put(home, source), what, self._least_s(home, from_host)), "out")
 
     def wait(self, issued: Any) -> Any:
         """End what was begun; `issued` is what that returned.
@@ -204,8 +228,11 @@ class Copier:
             threading.Thread(target=_serve, args=(queue,), name=f"copy:{tier}:{way}", daemon=True).start()
         return queue
 
-    def _least_s(self, away: Away) -> float:
-        return 0.0 if self._pace is None else self._pace(away.tier, away.nbytes)
+    def _least_s(self, away: Away, from_host: bool = False) -> float:
+        if self._pace is None:
+            return 0.0
+        least = self._pace(away.tier, away.nbytes)
+        return max(0.0, least - self._pace("host", away.nbytes)) if from_host and away.tier != "host" else least
 
     def _to_file(self, away: Away) -> Callable[[Away, Tensor], None]:
         path = self._folder() / f"{next(self._numbers)}.bin"
@@ -274,6 +301,23 @@ class Copier:
 
         return Flight(read, what, 0.0)
 
+    def _store_cuda(self, x: Tensor, home: Away, what: str) -> Flight:
+        """As `_from_cuda`; the program waits for what is stored before it gives x back."""
+        side, there = self._side("out"), home.content
+        to_disk = not isinstance(there, Tensor)
+        host = torch.empty_strided(home.shape, home.strides, dtype=home.dtype, pin_memory=True) if to_disk else there
+        with torch.cuda.stream(side):
+            host.copy_(x, non_blocking=True)
+            event = side.record_event()
+
+        def write() -> None:
+            event.synchronize()
+            _put(home, host)
+
+        flight = Flight(write if to_disk else lambda: None, what, 0.0)
+        flight.event = event
+        return flight
+
 
 def _to_host(away: Away, x: Tensor) -> None:
     with torch.no_grad():
@@ -292,6 +336,16 @@ def _write(away: Away, x: Tensor, path: Path) -> None:
     away.content = path
 
 
+def _put(home: Away, x: Tensor) -> None:
+    """Overwrite what lives there."""
+    if isinstance(home.content, Tensor):
+        with torch.no_grad():
+            home.content.copy_(x)
+        return
+    assert isinstance(home.content, Region), "what lives on disk has its part of a file"
+    home.content.write(memoryview(_bytes(x.contiguous())))
+
+
 def _fetch(away: Away, out: Tensor) -> None:
     if isinstance(away.content, Tensor):
         with torch.no_grad():
@@ -299,13 +353,12 @@ def _fetch(away: Away, out: Tensor) -> None:
         return
     assert away.content is not None, "prefetched before its offload was waited for"
     rows = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-    with open(away.content, "rb", buffering=0) as file:
-        view, done = memoryview(_bytes(rows)), 0
-        while done < len(view):
-            got = file.readinto(view[done:])
-            if not got:
-                raise OSError(f"{away.content} has {done} bytes of {len(view)}")
-            done += got
+    view = memoryview(_bytes(rows))
+    if isinstance(away.content, Region):
+        away.content.read(view)
+    else:
+        with open(away.content, "rb", buffering=0) as file:
+            Region(file.fileno(), 0, len(view)).read(view)
     if rows is not out:
         out.copy_(rows)
 

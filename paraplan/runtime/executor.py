@@ -55,6 +55,7 @@ class Executor:
         entries: what was done, while recording.
         workspaces: (block, instruction) -> the most bytes it was seen to make and drop inside, while recording.
         noting: whether `record` keeps an account; without, it only goes instruction by instruction.
+        updater: does an UPDATE of what was brought for it, given this executor's outer values.
         seconds: (block, instruction) -> what each call of it took (see `interpret.play`); None where nobody asks.
     """
 
@@ -71,6 +72,7 @@ class Executor:
         self.entries: list[Entry] = []
         self.workspaces: dict[tuple[str, int], int] = {}
         self.noting = True
+        self.updater: Callable[[Step, Mapping[str, Any]], None] | None = None
         self.seconds: dict[tuple[str, int], list[float]] | None = None
         self._locate = locate
         self._pending: dict[int, Handle] = {}
@@ -93,7 +95,7 @@ class Executor:
                 )
             if said.tier:
                 shared = said.role == "state" and not said.nbytes  # the parameter's own storage
-                away = self.outer[f"param:{said.source}"] if shared else Away.kept(tensor, said.tier)
+                away = self.outer[f"param:{said.source}"] if shared else self.copier.kept(tensor, said.tier)
                 self.outer[name] = away
             else:
                 self.outer[name] = tensor
@@ -136,10 +138,16 @@ class Executor:
         elif step.kind in (StepKind.SEND, StepKind.RECV):
             self._begin_message(step)
         else:
+            self._update(step)
             if step.kind is StepKind.AWAIT:
                 self.port.ready(self._messages.pop((step.transfer, step.microbatch)))
             for name in step.drops:
                 del self.outer[name]
+
+    def _update(self, step: Step) -> None:
+        if step.staged is not None:
+            assert self.updater is not None, "an optimizer was made"
+            self.updater(step, self.outer)
 
     def _begin_message(self, step: Step) -> None:
         """SEND and RECV."""
@@ -263,6 +271,7 @@ class Executor:
             shape = tuple(self._accumulate(step).shape)
             self._note(step, "accumulate", (shape,), 0, *self._freed(before))
             return
+        self._update(step)
         for name in step.drops:
             del self.outer[name]
         if step.kind is StepKind.UPDATE:

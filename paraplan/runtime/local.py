@@ -33,6 +33,7 @@ from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_
 from paraplan.runtime.params import join
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.scaling import SCALE, Scaler
+from paraplan.runtime.staged import Staging
 from paraplan.runtime.stepping import make_executors, step_together
 from paraplan.runtime.weights import values_of
 
@@ -65,6 +66,7 @@ class InProcessTrainer:
         values = values_of(plan.program, model, weights, seed)
         self.ranks = [Rank(plan, executor, values, seed) for executor in executors]
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._staging: list[Staging] = []
         self.record = True
         self._evaluations = Evaluations(plan, build)
         self.evaluators: list[Executor] = []
@@ -192,6 +194,11 @@ class InProcessTrainer:
             self.optimizers = [
                 cls(param_groups(rank.params, groups, params, rank.tiers), **options) for rank in self.ranks
             ]
+            self._staging = [
+                Staging(rank, optimizer, self.transport.tracker)
+                for rank, optimizer in zip(self.ranks, self.optimizers, strict=True)
+                if rank.staged
+            ]
         for rank in self.ranks:
             rank.take_grads()
         if scaler is not None:
@@ -201,6 +208,9 @@ class InProcessTrainer:
             scaler.update()
         if all(stepped):
             step_together(self.transport, [rank.executor for rank in self.ranks], [rank.tail() for rank in self.ranks])
+        for rank in self.ranks:
+            for param in rank.params.values():
+                param.grad = None
 
     def _update(self, rank: Rank, optimizer: torch.optim.Optimizer, scaler: Scaler | None) -> bool:
         """One rank's update; whether it was made."""
@@ -213,7 +223,9 @@ class InProcessTrainer:
             else:
                 scaler.step(optimizer)
         hook.remove()
-        optimizer.zero_grad()
+        for name, param in rank.params.items():
+            if not made or name not in rank.staged:  # others are updated in what follows
+                param.grad = None
         return bool(made)
 
     def scaler(self, **options: Any) -> Scaler:

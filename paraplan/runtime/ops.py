@@ -225,12 +225,33 @@ def prefetch(away: Away, tier: str, copier: Copier) -> Tensor:
     return copier.prefetch(away, tier)
 
 
+def bring(away: Away, tier: str, copier: Copier) -> Tensor:
+    """Begins to copy what lives on a tier to the device."""
+    return copier.bring(away, tier)
+
+
+def lift(away: Away, tier: str, copier: Copier) -> Away:
+    """Begins to copy a tensor from disk to the host's memory."""
+    return copier.lift(away, tier)
+
+
+def store(x: Tensor | Away, tier: str, home: Away, copier: Copier) -> Away:
+    """Begins to overwrite a tensor that lives on a tier."""
+    return copier.store(x, tier, home)
+
+
 def wait_copy(issued: Any, held: Any, copier: Copier) -> Any:
     """Waits for a copy; `held` is what it reads, alive until here."""
     return copier.wait(issued)
 
 
-COPIES: dict[str, Callable[..., Any]] = {"offload": offload, "prefetch": prefetch}
+COPIES: dict[str, Callable[..., Any]] = {
+    "offload": offload,
+    "prefetch": prefetch,
+    "bring": bring,
+    "lift": lift,
+    "store": store,
+}
 """By an instruction's target."""
 
 COPY_KERNELS: frozenset[Callable[..., Any]] = frozenset((*COPIES.values(), wait_copy))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
 from paraplan.ir.mesh import Layout, Replicate, Shard, is_shardable, layout_text, parse_layout
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.rank_program import OuterValue, RankProgram
+from paraplan.runtime.homes import Homes
 
 Dims = tuple[int, ...]
 
@@ -184,20 +185,32 @@ class Nothing:
 
 
 def local_tensors(
-    program: RankProgram, values: Values, coordinates: Dims, device: str, held: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """A rank's parameters, optimizer views, buffers and seeds, by outer name, each with storage of its own
-    but for states that are views of a stored copy. A parameter and its state are asked for one after the other.
-    Those `held` already are taken as they are."""
+    program: RankProgram, values: Values, coordinates: Dims, device: str, homes: Homes,
+    held: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """A rank's parameters, optimizer views and states, buffers and seeds, by outer name, each with storage of its own
+    but for states that are views of a stored copy. A parameter and its state are asked for one after the other. What
+    is on disk lies in `homes`. Those `held` already are taken as they are.
+
+    Raises:
+        RuntimeFailure: the disk has no room for what is to live there.
+    """
     found: dict[str, Tensor] = {name: x for name, x in (held or {}).items() if program.outer[name].role != "seed"}
+    homes.reserve([x.nbytes for name, x in program.outer.items() if x.tier == "disk" and name not in found])
+
+    def blank(value: OuterValue, padded: bool) -> Tensor:
+        dtype = getattr(torch, value.dtype)
+        if value.tier == "disk":
+            return homes.make(value.shape, dtype)
+        made = torch.zeros if padded else torch.empty  # padding is zero
+        place = {"device": "cpu", "pin_memory": device == "cuda"} if value.tier else {"device": device}
+        return made(value.shape, dtype=dtype, **place)  # type: ignore[no-any-return]
 
     def fill(name: str, source: str) -> None:
         value = program.outer[name]
         layout = parse_layout(value.layout)
         part = values.shard(source, layout, program.mesh_shape, coordinates)
-        blank = torch.empty if tuple(part.shape) == value.shape else torch.zeros  # padding is zero
-        place = {"device": "cpu", "pin_memory": device == "cuda"} if value.tier else {"device": device}
-        found[name] = blank(value.shape, dtype=getattr(torch, value.dtype), **place)
+        found[name] = blank(value, tuple(part.shape) != value.shape)
         inside(found[name], part.shape).copy_(part)
 
     for name, value in program.outer.items():
@@ -213,6 +226,8 @@ def local_tensors(
             else:
                 layouts = parse_layout(value.layout), parse_layout(program.outer[state].layout)
                 found[state] = narrow_state(found[name], *layouts, program.mesh_shape, coordinates)
+        elif value.role == "slots":
+            found[name] = blank(value, padded=True)
         elif value.role == "seed":
             found[name] = torch.zeros((), dtype=torch.int64, device=device)
         elif value.role == "scale":

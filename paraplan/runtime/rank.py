@@ -37,7 +37,8 @@ class Rank:
         params: the state tensors the optimizer updates, by parameter name; they share the outer values' storage, and
             have none of its padding.
         layouts: of the states (and of the gradients the optimizer reads).
-        tiers: where the states are, by parameter name; "" is the device.
+        tiers: where each parameter is updated, and its gradient is, by name; "" is the device.
+        staged: names of those whose states live elsewhere.
     """
 
     def __init__(self, plan: Plan, executor: Executor, values: Values | Rank, seed: int, device: str = "cpu") -> None:
@@ -49,18 +50,26 @@ class Rank:
         shared = values if isinstance(values, Rank) else None
         source: Values = Nothing() if isinstance(values, Rank) else values
         held = {} if shared is None else {name: x for name, x in shared.tensors.items() if name in self.program.outer}
-        self.tensors: dict[str, Tensor] = local_tensors(self.program, source, executor.coordinates, device, held)
+        self.tensors: dict[str, Tensor] = local_tensors(
+            self.program, source, executor.coordinates, device, executor.copier.homes, held
+        )
         executor.bind(self.tensors)
         states = {value.source: name for name, value in self.program.outer.items() if value.role == "state"}
         self.layouts: dict[str, Layout] = {
             name: parse_layout(self.program.outer[outer].layout) for name, outer in states.items()
         }
-        params = {
-            name: nn.Parameter(self.without_padding(name, self.tensors[outer], self.layouts[name]))
-            for name, outer in states.items()
-        }
+        self.tiers: dict[str, str] = {name: self.stage.params[name].update_tier for name in states}
+        self.staged = frozenset(name for name in states if self.stage.params[name].staged)
+        params = {name: nn.Parameter(self._optimized(name, self.tensors[outer])) for name, outer in states.items()}
         self.params: dict[str, nn.Parameter] = params if shared is None else shared.params
-        self.tiers: dict[str, str] = {name: self.program.outer[outer].tier for name, outer in states.items()}
+
+    def _optimized(self, name: str, state: Tensor) -> Tensor:
+        """What an optimizer's parameter is made of: the state, or where its gradient is on another device than it
+        lives, something of its shape there that holds no value."""
+        own = self.without_padding(name, state, self.layouts[name])
+        if self.tiers[name] or own.device.type == torch.device(self.device).type:
+            return own
+        return torch.full((), float("nan"), dtype=own.dtype, device=self.device).expand(own.shape)
 
     def start(self, batch: ShardedBatch) -> None:
         """Bind a batch and fresh seeds; what the last step left behind is dropped."""
@@ -80,19 +89,21 @@ class Rank:
     def account(self, executor: Executor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """As `begin_account`, of an executor with this rank's tensors."""
         ledger, tier_of = executor.ledger, {param: self.tiers[name] for name, param in self.params.items()}
+        apart = {self.params[name] for name in self.staged}  # but for scalars, what they have is in the namespace
         for value in executor.outer.values():
             ledger.register_all(value)
         for optimizer in optimizers:
             for param, slots in optimizer.state.items():
                 for slot in slots.values():
-                    if isinstance(slot, Tensor):
+                    if isinstance(slot, Tensor) and (param not in apart or not slot.dim()):
                         ledger.adopt(slot, tier_of.get(param, ""))
         ledger.reset_peak()
         executor.entries.clear()
 
     def homes(self) -> list[tuple[str, Tensor]]:
         """Parameters and gradients on tiers, with their tiers."""
-        there = [(self.tiers[name], param) for name, param in self.params.items() if self.tiers[name]]
+        tiers = {name: tier for name, tier in self.tiers.items() if tier and name not in self.staged}
+        there = [(tier, self.params[name]) for name, tier in tiers.items()]
         return [*there, *((tier, param.grad) for tier, param in there if param.grad is not None)]
 
     def take_grads(self) -> None:
@@ -121,6 +132,7 @@ class Rank:
     def load(self, full: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers from full tensors, "param:<name>" and "buffer:<name>"."""
         with torch.no_grad():
+            self.executor.copier.settle()
             for name, value in self.program.outer.items():
                 source = full.get(f"{'buffer' if value.role == 'buffer' else 'param'}:{value.source}")
                 if value.role in ("param", "state", "buffer") and source is not None:
@@ -135,6 +147,7 @@ class Rank:
     def held(self, name: str) -> tuple[Tensor, Layout]:
         """The authoritative local copy of a parameter (the state where it trains) or buffer, padding included, and its
         layout."""
+        self.executor.copier.settle()
         written = name in self.plan.program.buffer_updates
         outer = f"buffer:{name}" if written else f"state:{name}" if name in self.params else f"param:{name}"
         return self.tensors[outer], parse_layout(self.program.outer[outer].layout)

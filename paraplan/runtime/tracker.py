@@ -181,14 +181,19 @@ class Tracker(TorchDispatchMode):
             ledger: of the rank.
             homes: (tier, parameter or gradient on it), where there are any.
         """
-        self._homes = {storage_key(storage_of(x)): tier for tier, x in homes}
+        with self.homing(ledger, homes), self, self.booking(ledger):
+            yield
+
+    @contextmanager
+    def homing(self, ledger: Ledger, homes: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+        """As `updating`, where an account is being kept already."""
+        before, self._homes = self._homes, {storage_key(storage_of(x)): tier for tier, x in homes}
         for tier in self._homes.values():
             ledger.tiers.setdefault(tier, Ledger())
         try:
-            with self, self.booking(ledger):
-                yield
+            yield
         finally:
-            self._homes = {}
+            self._homes = before
 
     @contextmanager
     def booking(self, ledger: Ledger | None) -> Iterator[None]:

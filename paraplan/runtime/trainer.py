@@ -46,6 +46,7 @@ from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_
 from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, message_pairs
 from paraplan.runtime.scaling import SCALE, Scaler
+from paraplan.runtime.staged import Staging
 from paraplan.runtime.weights import values_of
 
 
@@ -84,6 +85,8 @@ class Trainer(Checkpointing):
         self.stage = holding_of(self.held, self.rank)
         program = programs[plan.schedule.rank_class[self.rank]]
         coordinates = self.stage.mesh.coordinates(self.rank)
+        if share is not None:
+            copier = share.state.executor.copier
         copier = copier or Copier(transport.device, beside=True, rank=self.rank)
         executor = Executor(
             program, modules, coordinates, transport, self.rank, source_lines(plan.program), copier=copier
@@ -205,10 +208,13 @@ class Trainer(Checkpointing):
             options: for cls.
         """
         made = cls(param_groups(self.state.params, groups, params, self.state.tiers), **options)
+        staging = Staging(self.state, made, self.transport.tracker) if self.state.staged else None
         trainer = weakref.ref(self)
 
         def finish(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             alive = trainer()
+            if staging is not None and staging.inside:
+                return
             if after is not None:
                 after()
             elif alive is not None:
@@ -239,8 +245,9 @@ class Trainer(Checkpointing):
         While recording, gradients are let go here (their bytes are the program's), not at `zero_grad`.
         """
         if self.record:
-            for param in self.state.params.values():
-                param.grad = None
+            for name, param in self.state.params.items():
+                if name not in self.state.staged:
+                    param.grad = None
         self._take(self.state.tail())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -53,12 +53,18 @@ def profile(
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, fp64, bf16, fp16 or fp8.")] = "fp32",
     threads: Annotated[int, typer.Option(help="Of a CPU process.")] = 1,
+    processes: Annotated[
+        int, typer.Option(help="Of CPU, at work at once as in a step: they share the memory's bandwidth.")
+    ] = 1,
+    again: Annotated[bool, typer.Option("--again", help="Measure what is known once more, and pool both.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Measure a model's ops on a device, at every local shape a plan may choose."""
     gc.set_threshold(*RARELY)
-    if devices < 1 or threads < 1:
-        raise ConstraintError(f"--devices {devices}, --threads {threads}: at least 1")
+    if min(devices, threads, processes) < 1:
+        raise ConstraintError(f"--devices {devices}, --threads {threads}, --processes {processes}: at least 1")
+    if processes > 1 and device != "cpu":
+        raise ConstraintError(f"--processes {processes} with --device {device}: only CPU processes share a memory")
     if optimizer not in OPTIMIZERS:
         raise ConstraintError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
     with Progress() as tell:
@@ -68,7 +74,15 @@ def profile(
         tell(f"capturing {type(made.model).__name__}")
         program = _part("capture")(made.model, inputs, loss_fn=made.loss_fn, precision=precision)
         done = _part("profile_program")(
-            program, output, device=device, ways=devices, optimizer=optimizer, threads=threads, tell=tell
+            program,
+            output,
+            device=device,
+            ways=devices,
+            optimizer=optimizer,
+            threads=threads,
+            processes=processes,
+            again=again,
+            tell=tell,
         )
     _show(done, output)
     if as_json:
@@ -120,7 +134,8 @@ def profile_links(
     for level, fit in found.links.items():
         console.print(
             f"{level}: {fit.bytes_per_s / 1e9:.3g} GB/s, {fit.latency_s * 1e6:.3g} us; off its measurements by "
-            f"{fit.median_error:.1%} in the median, {fit.worst_error:.1%} at most ({fit.points} points)",
+            f"{fit.median_error:.1%} in the median, {fit.worst_error:.1%} at most ({fit.points} points)"
+            + (f"; takes {share:.0%} of a core" if (share := spec.groups[0].in_node.device_share) else ""),
             highlight=False,
         )  # fmt: skip
     console.print(

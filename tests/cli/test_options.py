@@ -21,7 +21,7 @@ OPTIONS = {
     ],
     "profile": [
         "MODEL", "--output -o", "--device", "--devices", "--set", "--batch", "--seq", "--optimizer", "--precision",
-        "--threads", "--json",
+        "--threads", "--processes", "--again", "--json",
     ],
     "profile-links": ["--output -o", "--processes", "--profile", "--largest", "--json"],
     "learn": ["RUN", "--profile", "--json"],

@@ -22,15 +22,17 @@ from paraplan.runtime.trainer import Trainer
 from runtime import plans
 
 
-def planned(every: int) -> Plan:
-    """A random plan, every so-manieth parameter's states on the host, and it too where it lies as they do; 0: none."""
+def planned(every: int, tiers: tuple[str, ...] = ("host",)) -> Plan:
+    """A random plan, every so-manieth parameter's states on tiers, and it too where it lies as they do; 0: none."""
     plan, _ = plans.planned(plans.SEEDS[0])
     (stage,) = plan.stages
     params = dict(stage.params)
-    for name, layouts in list(params.items())[::every] if every else ():
-        stored = "host" if layouts.stored == layouts.state else ""
-        params[name] = msgspec.structs.replace(layouts, state_tier="host", stored_tier=stored)
-    made = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
+    for index, (name, layouts) in enumerate(list(params.items())[::every] if every else ()):
+        tier = tiers[index % len(tiers)]
+        stored = tier if layouts.stored == layouts.state else ""
+        fetched = tier == "disk" and index % 3 == 0
+        params[name] = msgspec.structs.replace(layouts, state_tier=tier, stored_tier=stored, fetched=fetched)
+    made = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),), bundle_bytes=4096)
     return Plan(made, verify_plan(made))
 
 
@@ -51,8 +53,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     rank, _ = init_distributed("gloo", timeout_s=60)
     torch.set_num_threads(1)
-    plan = planned(2)
-    assert {"", "host"} <= {layouts.stored_tier for layouts in planned(1).data.stages[0].params.values()}
+    plan = planned(2, ("host", "disk"))
+    every = [planned(1, tiers).data.stages[0].params for tiers in (("host", "disk"), ("disk", "host"))]
+    assert {layouts.stored_tier for params in every for layouts in params.values()} == {"", "host", "disk"}
     trainer = plan.executable(plans.net(), paced=True)
     local = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], plans.net())
     optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)
@@ -72,8 +75,8 @@ def main() -> None:
     saved = {"model": trainer.state_dict(), "optimizer": trainer.optimizer_state_dict(optimizer)}
     dcp.save(saved, checkpoint_id=folder / "c")
     trainer.record = False
-    for every in (0, 1):  # all on the device, all on the host
-        other = planned(every).executable(plans.net())
+    for every, tier in ((0, "host"), (1, "host"), (1, "disk")):  # all on the device, on the host, on disk
+        other = planned(every, (tier,)).executable(plans.net())
         theirs = other.optimizer(torch.optim.AdamW, lr=1e-2)
         state = {"model": other.state_dict(), "optimizer": other.optimizer_state_dict(theirs, create=True)}
         dcp.load(state, checkpoint_id=folder / "c")
@@ -82,7 +85,7 @@ def main() -> None:
         same = other.full_state_dict()
         assert all(torch.equal(value, same[name]) for name, value in held.items())
         step(other, theirs, 4)
-        if every:
+        if tier == "disk":
             step(trainer, optimizer, 4)
             gone_on = trainer.full_state_dict()
             assert all(torch.allclose(x, other.full_state_dict()[name], rtol=1e-10) for name, x in gone_on.items())

@@ -30,6 +30,8 @@ def outer_values(blocks: PlanBlocks, group: int) -> dict[str, OuterValue]:
             tier = layouts.state_tier
             own = tier != at or dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
             found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), state, shape, own, tier)
+            if layouts.staged and plan.optimizer.state_slots:
+                found[f"slots:{name}"] = _slots(found[f"state:{name}"], plan.optimizer.state_slots)
     for name, text in held.batch.items():
         entry = program.batch[name]
         extended = (blocks.micro.values[f"batch:{name}"], *parse_layout(text))
@@ -76,6 +78,13 @@ def _value(
     return OuterValue(
         role=role, source=source, dtype=spec.dtype, shape=local, layout=layout_text(layout), nbytes=nbytes, tier=tier
     )
+
+
+def _slots(state: OuterValue, count: int) -> OuterValue:
+    """The other states of a parameter, stacked."""
+    shape = (count, *state.shape)
+    nbytes = math.prod(shape) * DTYPE_BYTES[state.dtype]
+    return msgspec.structs.replace(state, role="slots", shape=shape, nbytes=nbytes)
 
 
 def with_drops(steps: tuple[Step, ...], outer: dict[str, OuterValue], kept: set[str]) -> tuple[Step, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.errors import InvalidPlanError
@@ -11,9 +12,10 @@ from paraplan.ir.lower.losses import LossSteps
 from paraplan.ir.lower.messages import Messages
 from paraplan.ir.lower.outer import outer_values, with_drops
 from paraplan.ir.lower.stage import PlanBlocks
+from paraplan.ir.lower.staged import StagedUpdates
 from paraplan.ir.lower.ties import exchange_ends
-from paraplan.ir.plan import STATE_TIERS, Optimizer
-from paraplan.ir.rank_program import OutputPlace, RankProgram, StepKind
+from paraplan.ir.plan import STATE_TIERS
+from paraplan.ir.rank_program import OuterValue, OutputPlace, RankProgram, StepKind
 from paraplan.ir.schedule import Action, ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
 
@@ -128,12 +130,7 @@ class RankSteps(LossSteps):
     def ended(self, kept: set[str], grads: dict[str, str], outputs: dict[str, OutputPlace]) -> RankProgram:
         """The program of the steps written so far; `kept` are values nothing gives up."""
         outer = outer_values(self.lowered, self.group)
-        optimizer = self.plan.optimizer
-        sizes: dict[str, list[int]] = {"": []}
-        for name in self.trained:
-            value = outer[f"state:{name}"]
-            sizes.setdefault(value.tier, []).append(math.prod(value.shape) * _itemsize(value.dtype))
-        by_tier = {tier: _update_bytes(each, optimizer) for tier, each in sizes.items()}
+        by_tier = self._update_bytes(outer)
         states, workspace = by_tier.pop("")
         return RankProgram(
             mesh_axes=self.holding.mesh.axes,
@@ -152,13 +149,33 @@ class RankSteps(LossSteps):
             transfers=self.messages.transfers,
         )
 
+    def _update_bytes(self, outer: dict[str, OuterValue]) -> dict[str, tuple[int, int]]:
+        """Per place of an update, bytes of the states that stay there, and of the update's workspace."""
+        optimizer, layouts = self.plan.optimizer, self.holding.params
+        sizes: dict[str, list[int]] = {"": []}
+        scalars: Counter[str] = Counter()
+        for name in self.trained:
+            value, tier = outer[f"state:{name}"], layouts[name].update_tier
+            here = sizes.setdefault(tier, [])
+            scalars[tier] += optimizer.scalar_bytes
+            if not layouts[name].staged:
+                here.append(math.prod(value.shape) * _itemsize(value.dtype))
+        return {
+            tier: (sum(here) * optimizer.state_slots + scalars[tier], optimizer.workspace_bytes(here))
+            for tier, here in sizes.items()
+        }
+
     def _update(self) -> None:
         names = self.trained
+        plain = tuple(name for name in names if not self.holding.params[name].staged)
         tiers = [tier for tier in STATE_TIERS if self.states.on(tier, names)]
         for tier in tiers or [""]:
             on_tier = self.states.on(tier, names)
             self.add(StepKind.UPDATE, args=tuple(f"state:{name}" for name in on_tier))
-        self.states.restore(names, self.program.params)
+        self.states.restore(plain, self.program.params)
+        update = lambda args, staged: self.add(StepKind.UPDATE, args=args, staged=staged)  # noqa: E731
+        most, optimizer = self.plan.bundle_bytes, self.plan.optimizer
+        StagedUpdates(self.states, self.program.params, optimizer, most, update).write(names)
 
     def _leave(self, grads: dict[str, str]) -> dict[str, str]:
         """Gradients where their parameters are updated: those that were exchanged set out only now."""
@@ -169,19 +186,6 @@ class RankSteps(LossSteps):
         }
         self.states.end()
         return grads | left
-
-
-def _update_bytes(sizes: list[int], optimizer: Optimizer) -> tuple[int, int]:
-    """Bytes of the states of parameters of these sizes, and of their update's workspace."""
-    states = sum(n * optimizer.state_slots + optimizer.scalar_bytes for n in sizes)
-    return states, _update_workspace(sizes, optimizer)
-
-
-def _update_workspace(sizes: list[int], optimizer: Optimizer) -> int:
-    """The most one parameter's update allocates, with what lingers of the one before it."""
-    before = [0, *sizes][:-1]
-    pairs = zip(sizes, before, strict=True)
-    return max((optimizer.workspace_slots * n + optimizer.lingering_slots * last for n, last in pairs), default=0)
 
 
 def _itemsize(dtype: str) -> int:

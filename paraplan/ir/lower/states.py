@@ -1,7 +1,8 @@
 """Optimizer states that live on a tier: gradients on their way there, updated parameters on their way back.
 
-A class whose layouts have a `state_tier` keeps the optimizer's copy and its states there, and is updated there (Ren et
-al. 2021, ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity). Once such a parameter's gradient is in the optimizer's
+A class whose layouts have a `state_tier` keeps the optimizer's copy and its states there, and is updated there, or is
+brought elsewhere for it (`staged.py`). Where the host updates (Ren et al. 2021, ZeRO-Offload; Rajbhandari et al. 2021,
+ZeRO-Infinity), gradients go there: once such a parameter's gradient is in the optimizer's
 layout it is copied to the tier. The copy is waited for, and the gradient's memory given back, when the backward has
 passed the next segment, or at the end: so a copy has that segment's time. After the update the optimizer's copies come
 back one ahead of the parameter that is being written (and gathered) into its stored copy. States that live on the
@@ -50,12 +51,12 @@ class StateCopies:
     _blocks: dict[tuple[object, ...], Block] = field(default_factory=dict)
 
     def tier(self, name: str) -> str:
-        """Where a parameter is updated."""
-        return self.layouts[name].state_tier
+        """Where a parameter is updated, and its gradient goes."""
+        return self.layouts[name].update_tier
 
     def on(self, tier: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of some parameters that are updated on a tier."""
-        return tuple(name for name in names if self.tier(name) == tier)
+        """Those of some parameters that live where they are updated, on a tier."""
+        return tuple(name for name in names if self.tier(name) == tier and not self.layouts[name].staged)
 
     def leave(self, name: str, grad: str, strides: Dims | None = None) -> str:
         """Begin to copy a reduced gradient to where its parameter is updated; returns its outer name there.
@@ -106,25 +107,30 @@ class StateCopies:
 
     def _begin(self, name: str) -> None:
         away = self._state(name)
-        self._call("fetch", away, back_block, (f"state:{name}",), (f"state:{name}^{self.tier(name)}?",))
+        self._call("fetch", away, back_block, (self.updated(name),), (f"state:{name}^{self.tier(name)}?",))
+
+    def updated(self, name: str) -> str:
+        """The outer name of the optimizer's copy of a parameter where it is updated."""
+        return f"state:{name}^up" if self.layouts[name].staged else f"state:{name}"
 
     def _restore(self, name: str, param: ParamSpec) -> None:
         layouts, dtype = self.layouts[name], self._dtype(name)
-        away = self._state(name) if layouts.state_tier else None
-        key = ("restore", param.spec, layouts.resting, layouts.state, layouts.state_tier)
+        away = self._state(name) if self.tier(name) else None
+        key = ("restore", param.spec, layouts.resting, layouts.state, self.tier(name), layouts.staged)
         if key not in self._blocks:
-            self._blocks[key] = restore_block(self._next("restore"), param, dtype, layouts, self.mesh_shape, away)
+            stem, own = self._next("restore"), layouts.staged
+            self._blocks[key] = restore_block(stem, param, dtype, layouts, self.mesh_shape, away, own)
         block = self._blocks[key]
-        sources = {"stored": f"param:{name}", "state": f"state:{name}"}
+        sources = {"stored": f"param:{name}", "state": self.updated(name)}
         if away is not None:
             sources = {
-                "stored": f"param:{name}", away.there.base: f"state:{name}",
-                away.back.base: f"state:{name}^{layouts.state_tier}?",
+                "stored": f"param:{name}", away.there.base: self.updated(name),
+                away.back.base: f"state:{name}^{self.tier(name)}?",
             }  # fmt: skip
         self.call(block, tuple(sources[local] for local in block.inputs), ())
 
     def _state(self, name: str) -> AwayValue:
-        """The optimizer's copy of a parameter on its tier."""
+        """The optimizer's copy of a parameter on the tier where it is updated."""
         value = self._local(name, "state", None)
         return AwayValue("state", value.strides, away_value("state", value, self.tier(name)))
 

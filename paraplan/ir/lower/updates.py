@@ -167,10 +167,12 @@ def restore_block(
     layouts: ParamLayouts,
     mesh_shape: Dims,
     away: AwayValue | None = None,
+    own: bool = False,
 ) -> Block:
     """The updated parameter written back into its stored copy; inputs `stored` and `state`.
 
     `away`: the state where it was updated on a tier and is being copied to the device; it takes the place of `state`.
+    `own`: the state on the device is a copy, no view of the stored one.
     """
     emitter = BlockEmitter(name, (1, *mesh_shape))
     stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
@@ -179,9 +181,8 @@ def restore_block(
     if away is not None:
         emitter.arrive("state", spec, (R, *state), away.returning())
     else:
-        if state_dtype == param.spec.dtype and is_view_of(
-            param.spec.shape, stored, state, mesh_shape
-        ):  # a view of the stored copy
+        alike = state_dtype == param.spec.dtype and is_view_of(param.spec.shape, stored, state, mesh_shape)
+        if alike and not own:  # a view of the stored copy
             strides = contiguous_strides(local_shape(param.spec.shape, stored, mesh_shape))
         emitter.give("state", spec, (R, *state), strides)
     source = "state"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from paraplan.ir.graph import Arg
 from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.strides import is_contiguous, view_strides
+from paraplan.ir.strides import elementwise_strides, is_contiguous, view_strides
 from paraplan.ir.tensor import DTYPE_BYTES
 
 Values = Sequence[LocalValue | None]
@@ -88,16 +88,18 @@ def embedding_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> in
 
 
 def attention(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
-    """Flash: repeated keys and values of grouped heads, a float mask, a copy of lse, a test of the mask. Math path: one
-    row's scores, twice with dropout, and its product with the values."""
+    """Flash: repeated keys and values of grouped heads, a float mask, then copies of lse and, where the kernel's result
+    lies otherwise, of it; a test of the mask. Math path: one row's scores, twice with dropout, and its product with the
+    values."""
     query, key, value = inputs[0], inputs[1], inputs[2]
     assert query is not None and key is not None and value is not None
     masked, causal, p = args[3] is not None, bool(args[7]), float(args[5])
     if _is_flash(query, key, value, causal, p, masked, args[9]):
         mask = inputs[3] if masked else None
         added = _flash_mask_bytes(mask, query, key, causal, args[9])
-        test = 0 if mask is None or mask.dtype == "bool" else _mask_numel(mask, key)
-        return max(_repeated(query, key, value) + added, _lse_bytes(query), test)
+        test = 0 if mask is None else math.prod(mask.shape[:-1])
+        test += 0 if mask is None or mask.dtype == "bool" else _mask_numel(mask, key)
+        return max(_repeated(query, key, value) + added, _lse_bytes(query) + _turned_bytes(query), test)
     scores, block = _score_bytes(query, key), _row_bytes(query)
     first = scores + _scores_extra(inputs[3] if masked else None, query, key, causal) + _casts(query, key, value)
     if p == 0.0:
@@ -124,7 +126,8 @@ def attention_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> in
         total += math.prod(mask.shape) * item
     if _size(query) < item:
         total += _row_bytes(query)
-    if query.shape[1] != key.shape[1]:
+    grad = inputs[0]
+    if query.shape[1] != key.shape[1] and grad is not None and not is_contiguous(grad.shape[1:], grad.strides[1:]):
         total += _row_bytes(query)
     extra = _scores_extra(mask, query, key, causal)
     if p == 0.0:
@@ -173,6 +176,13 @@ def _flash_mask_bytes(
     if causal and not _is_whole(query, key, scores):
         return query.shape[2] * key.shape[2] * _size(query)
     return 0 if mask is None or mask.dtype == query.dtype else _mask_numel(mask, key) * _size(query)
+
+
+def _turned_bytes(query: LocalValue) -> int:
+    """The flash kernel's result, which lies as the queries do, where it has to be copied to lie heads last."""
+    lies = elementwise_strides(query.shape, [(query.shape, query.strides)])
+    heads_last = [tuple(of[dim] for dim in (0, 2, 1, 3)) for of in (query.shape, lies)]
+    return 0 if is_contiguous(*heads_last) else math.prod(query.shape) * _size(query)
 
 
 def _lse_bytes(query: LocalValue) -> int:

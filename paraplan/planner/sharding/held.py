@@ -2,9 +2,9 @@
 
 On the device: the stored copy, the states, the gradient until it has been used. A stored copy that is gathered ahead is
 whole at the loss and a shard at the update; that shard beside the whole is not counted, since a plan that does not fit
-for it is made without (`realise`). With states on the host nothing of them
-is left here and gradients go there as they are made; with the stored copy there too, what a segment reads is on the
-device for a moment, which simulation finds (`instants`).
+for it is made without (`realise`). With states on a tier nothing of them is left here but what is fetched for the
+update, and gradients go to the host as they are made, unless the device updates. With the stored copy there too, what a
+segment reads is on the device for a moment, which simulation finds (`instants`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class ParamHeld:
         work: bytes while one of them updates on the device.
         grad: bytes of one gradient that lives from the backward to the update.
         away, away_work: bytes on the host at the update, and besides while one of them updates there.
+        disk: bytes on disk.
     """
 
     cost: Price
@@ -39,6 +40,7 @@ class ParamHeld:
     grad: int = 0
     away: int = 0
     away_work: int = 0
+    disk: int = 0
 
 
 def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m: int) -> ParamHeld:
@@ -50,7 +52,8 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
         fetched = scale(prices.fetched(option.stored_tier, stored), _reads(job, cls) * m)
         stored, there = 0, stored
     if not cls.trained:
-        return ParamHeld(fetched, stored * n, stored * n, away=there * n)
+        on_host = there if option.stored_tier == "host" else 0
+        return ParamHeld(fetched, stored * n, stored * n, away=on_host * n, disk=(there - on_host) * n)
     tier, master = option.state_tier, TensorSpec(option.state_dtype, cls.spec.shape)
     shard, grad = prices.nbytes(master, (R, *option.state)), prices.nbytes(master, (R, *option.grad))
     reduced = prices.reshard(master, (R, *option.grad), (R, *option.state), bundled=True)
@@ -58,17 +61,22 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     assert reduced is not None and restored is not None
     copy = prices.write(cls.spec, (R, *option.resting)) if option.needs_restore(cls.spec.dtype) else prices.zero
     back = not option.stored_tier
-    step = prices.updated_away(tier, shard, slots, back) if tier else prices.updated(shard, slots)
-    cost = add(scale(add(reduced, restored, copy, step), n), fetched)
+    on_host = bool(tier) and not option.fetched
+    step = prices.updated_away("host", shard, slots, back) if on_host else prices.updated(shard, slots)
+    brought = shard * (1 + slots) if tier and (option.fetched or tier != "host") else 0
+    moved = prices.staged(tier, brought, on_host) if brought else prices.zero
+    cost = add(scale(add(reduced, restored, copy, step, moved), n), fetched)
     owned = shard if option.owns_state(cls.spec, prices.extended[1:]) else 0
     states, workspace = owned + shard * slots + job.optimizer.scalar_bytes, shard * job.optimizer.workspace_slots
     kept = stored + (0 if tier else states)
     rests = kept - stored + (prices.nbytes(cls.spec, (R, *option.resting)) if stored else 0)
     accumulated = grad if m > 1 else 0
-    if tier:
-        away = (states + shard) * n
-        return ParamHeld(cost, (kept + accumulated) * n, rests * n, away=away, away_work=workspace)
-    return ParamHeld(cost, (kept + accumulated) * n, (rests + shard) * n, workspace, grad if m == 1 else 0)
+    away, disk = (states * n, 0) if tier == "host" else (0, states * n if tier else 0)
+    if on_host:
+        work = workspace + brought
+        return ParamHeld(cost, (kept + accumulated) * n, kept * n, away=away + shard * n, away_work=work, disk=disk)
+    work, one = workspace + brought, grad if m == 1 else 0
+    return ParamHeld(cost, (kept + accumulated) * n, (rests + shard) * n, work, one, away=away, disk=disk)
 
 
 def _reads(job: Job, cls: ParamClass) -> int:

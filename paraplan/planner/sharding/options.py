@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paraplan.ir.graph import Phase
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, is_view_of, layout_text
-from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.plan import HERE, ParamLayouts, Place
 from paraplan.ir.program import BatchInput, SegmentKind, master_dtype
 from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.dims import op_def
@@ -30,6 +31,7 @@ class ParamOption:
     state_dtype: str
     state_tier: str = ""
     stored_tier: str = ""
+    fetched: bool = False
     ahead: bool = False
     eager: bool = False
 
@@ -39,9 +41,9 @@ class ParamOption:
         return self.state if self.ahead else self.stored
 
     @property
-    def place(self) -> tuple[str, str]:
-        """Where state and stored copy are."""
-        return self.state_tier, self.stored_tier
+    def place(self) -> Place:
+        """Where state and stored copy are, and whether the device updates."""
+        return self.state_tier, self.stored_tier, self.fetched
 
     def needs_restore(self, dtype: str) -> bool:
         """Whether the update is followed by a write into the stored copy."""
@@ -57,7 +59,7 @@ class ParamOption:
         """As a plan writes it."""
         return ParamLayouts(
             stored=layout_text(self.stored), grad=layout_text(self.grad), state=layout_text(self.state),
-            state_tier=self.state_tier, stored_tier=self.stored_tier, ahead=self.ahead,
+            state_tier=self.state_tier, stored_tier=self.stored_tier, fetched=self.fetched, ahead=self.ahead,
         )  # fmt: skip
 
 
@@ -69,13 +71,14 @@ def _axis_options(ndim: int) -> list[tuple[Placement, Placement, Placement]]:
     return found
 
 
-def param_options(precision: str, cls: ParamClass, mesh_shape: Dims, away: bool = False) -> tuple[ParamOption, ...]:
+def param_options(
+    precision: str, cls: ParamClass, mesh_shape: Dims, places: Sequence[Place] = (HERE,)
+) -> tuple[ParamOption, ...]:
     """Every combination of per-axis options that divides or may be padded; a frozen parameter is only stored.
 
-    A stored copy that can be gathered ahead of the step's first use is; not so for pins (`ParamOption.eager`).
-
-    `away`: also with the optimizer's states in the host's memory, and with the stored copy there too where that can
-    be its state's storage.
+    A stored copy that can be gathered ahead of the step's first use is, where the state is on the device; not so for
+    pins (`ParamOption.eager`). `places`: where optimizer states, and stored copies that can be their states' storages,
+    may be.
     """
     dtype = master_dtype(precision, cls.spec.dtype)
     found: dict[ParamOption, None] = {}
@@ -84,13 +87,15 @@ def param_options(precision: str, cls: ParamClass, mesh_shape: Dims, away: bool 
         if not cls.trained:
             grad = state = stored
         if all(is_shardable(cls.spec.shape, layout, mesh_shape) for layout in (stored, grad, state)):
-            tiers = ("", "host") if away and cls.trained else ("",)
             ahead = stored != state and only_gathers(cls.spec.shape, state, stored, mesh_shape)
-            found |= {ParamOption(stored, grad, state, dtype, tier, ahead=ahead): None for tier in tiers}
-            if ahead:
-                found |= {ParamOption(stored, grad, state, dtype, tier, eager=True): None for tier in tiers}
-            if away and stored == state and dtype == cls.spec.dtype:
-                found[ParamOption(stored, grad, state, dtype, "host", "host")] = None
+            for states, kept, fetched in places:
+                if not kept and not states and ahead:
+                    found[ParamOption(stored, grad, state, dtype, ahead=True)] = None
+                    found[ParamOption(stored, grad, state, dtype, eager=True)] = None
+                elif not kept and (cls.trained or not states):
+                    found[ParamOption(stored, grad, state, dtype, states, "", fetched)] = None
+                if kept and stored == state and (dtype == cls.spec.dtype or not cls.trained):
+                    found[ParamOption(stored, grad, state, dtype, kept, kept, fetched and cls.trained)] = None
     return tuple(found)
 
 

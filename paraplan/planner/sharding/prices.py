@@ -19,6 +19,7 @@ from paraplan.cost_models.costs import COMPUTE, IN, OUT, Costs, copy_stream, upd
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.bundle import is_small
 from paraplan.ir.mesh import Layout, local_shape
+from paraplan.ir.plan import HERE, Place
 from paraplan.ir.reshard import Move, ReshardTable, reshard_table
 from paraplan.ir.rules.carried import registered_work
 from paraplan.ir.rules.dims import op_def
@@ -49,12 +50,12 @@ class Prices:
     Attributes:
         costs: op and collective times.
         extended: mesh shape with the microbatch axis in front.
-        tiers: where optimizer states may be besides the device; copies and updates there have streams of their own.
+        places: where optimizer states may be; copies and updates off the device have streams of their own.
     """
 
     costs: Costs
     extended: Dims
-    tiers: tuple[str, ...] = ()
+    places: tuple[Place, ...] = (HERE,)
     _moves: dict[object, Price | None] = field(default_factory=dict, repr=False, compare=False)
     _locals: dict[object, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
     _totals: dict[object, tuple[Floats, ReshardTable]] = field(default_factory=dict, repr=False, compare=False)
@@ -62,7 +63,8 @@ class Prices:
     @property
     def streams(self) -> tuple[str, ...]:
         """Streams in price order."""
-        away = ((copy_stream(tier, OUT), update_stream(tier), copy_stream(tier, IN)) for tier in self.tiers)
+        tiers = dict.fromkeys(tier for place in self.places if place[0] for tier in ("host", place[0]))
+        away = ((copy_stream(tier, OUT), update_stream(tier), copy_stream(tier, IN)) for tier in tiers)
         return (COMPUTE, *dict.fromkeys(self.costs.comm_streams), *itertools.chain.from_iterable(away))
 
     @property
@@ -72,6 +74,11 @@ class Prices:
 
     def _on(self, stream: str, seconds: float) -> Price:
         return tuple(seconds if name == stream else 0.0 for name in self.streams)
+
+    def _sent(self, axis: int, seconds: float) -> Price:
+        """A collective over an axis: its stream's time, and the compute it takes meanwhile."""
+        beside = self._on(COMPUTE, self.costs.beside_s(axis, seconds))
+        return add(self._on(self.costs.comm_streams[axis], seconds), beside)
 
     def _local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
         key = (spec, layout)
@@ -138,7 +145,7 @@ class Prices:
         inputs = tuple(steps.values[name] for name in step.tensors)
         if step.target in EXCHANGES:
             size = input_bytes_of(step.target, step.args, inputs[0].nbytes, inputs[0].shape[0])
-            return self._on(self.costs.comm_streams[axis], self.costs.collective_s(step.target, axis, size))
+            return self._sent(axis, self.costs.collective_s(step.target, axis, size))
         outputs = tuple(None if name is None else steps.values[name] for name in step.outs)
         return self._on(COMPUTE, self.costs.op_s(step.target, step.args, step.kwargs, inputs, outputs))
 
@@ -179,13 +186,13 @@ class Prices:
             return self._copy("paraplan.shard", before, after)
         if move.kind == "first_only":
             return self._copy("paraplan.first_only", before, after)
-        stream = self.costs.comm_streams[move.axis - 1]
+        axis = move.axis - 1
         split = {"reduce_scatter": move.dim, "all_to_all": move.to_dim}.get(move.kind, -1)
         sent = before if split < 0 else _resized(before, split, n * after.shape[split])
         joined = _resized(sent, 0, n * sent.shape[0]) if move.kind == "all_gather" else sent
         if bundled and is_small(spec, move, self.extended):
-            return self._on(stream, self.costs.collective_share_s(move.kind, move.axis - 1, before.nbytes))
-        total = self._on(stream, self.costs.collective_s(move.kind, move.axis - 1, sent.nbytes))
+            return self._sent(axis, self.costs.collective_share_s(move.kind, axis, before.nbytes))
+        total = self._sent(axis, self.costs.collective_s(move.kind, axis, sent.nbytes))
         if split >= 0 and (sent != before or math.prod(before.shape[:split]) > 1):
             total = add(total, self._copy("paraplan.stack", before, sent))
         if move.kind in ("all_gather", "all_to_all") and move.dim > 0 and math.prod(after.shape[: move.dim]) > 1:
@@ -210,6 +217,10 @@ class Prices:
         update = self._on(update_stream(tier), self.costs.update_away_s(tier, param_bytes * (3 + 2 * slots)))
         copied = self._on(copy_stream(tier, OUT), self.costs.copy_s(tier, param_bytes))
         return add(copied, update, self.fetched(tier, param_bytes)) if back else add(copied, update)
+
+    def staged(self, tier: str, nbytes: int, from_host: bool) -> Price:
+        """States copied from a tier to where they are updated, the host's memory or the device; back goes beside it."""
+        return self._on(copy_stream(tier, IN), self.costs.copy_s(tier, nbytes, from_host, not from_host))
 
     def fetched(self, tier: str, nbytes: int) -> Price:
         """A parameter copied from a tier to the device."""

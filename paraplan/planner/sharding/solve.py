@@ -104,7 +104,7 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
         InfeasibleError: what is pinned to the host does not fit there.
     """
     costs = Costs(job.cluster, mesh, job.profile, job.optimizer.name)
-    prices = Prices(costs, (num_microbatches, *mesh.shape), ("host",) if constraints.states_leave else ())
+    prices = Prices(costs, (num_microbatches, *mesh.shape), constraints.every_place)
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
     space = build_space(job, prices, num_microbatches, pins)
     need = sum(min(nbytes) for _, nbytes in space.away)
@@ -115,6 +115,13 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
             f"what is pinned to the host takes at least {say_size(need)} per device there, gradients included, on "
             f"mesh {mesh.shape}, where {job.cluster.name} has room for {say_size(room)}: {say_size(need - room)} are "
             "missing; shard them further (zero), keep some on the device, or describe more host_memory_bytes"
+        )
+    filed, disk = sum(min(nbytes) for _, nbytes in space.disk), job.cluster.room_bytes("disk", mesh.devices)
+    if filed > disk:
+        raise InfeasibleError(
+            f"what is pinned to disk takes at least {say_size(filed)} per device there on mesh {mesh.shape}, where "
+            f"{job.cluster.name} has room for {say_size(disk)}: {say_size(filed - disk)} are missing; shard them "
+            "further (zero), keep some elsewhere, or describe more disk_bytes"
         )
     return space
 

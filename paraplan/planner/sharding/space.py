@@ -132,6 +132,7 @@ class Space:
     update_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     away: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     away_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    disk: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     kept: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     grads: list[tuple[int, tuple[int, ...], ParamClass]] = field(default_factory=list)
     saved: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
@@ -224,12 +225,12 @@ def _alike(space: Space, op: Op, kind: SegmentKind, along: AxisChoice, m: int, k
 def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
     """A parameter class: what its options hold and cost (see `held`)."""
     prices = space.prices
-    every = param_options(job.program.precision, cls, prices.extended[1:], bool(prices.tiers))
+    every = param_options(job.program.precision, cls, prices.extended[1:], prices.places)
     options = tuple(option for option in every if pins.param(cls, option))
     if not options:
         raise ConstraintError(
             f"nothing is left for {cls.params[0]} {cls.spec} on mesh {prices.extended[1:]}: its pinned layouts and "
-            "tiers contradict each other (a parameter on the host lies there as its state does, in one dtype)"
+            "tiers contradict each other (a parameter off the device lies there as its state does, in one dtype)"
         )
     held = [param_held(job, prices, cls, option, m) for option in options]
     index = space.decide(f"param {cls.params[0]}", tuple(each.cost for each in held))
@@ -240,6 +241,8 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
     space.grads.append((index, tuple(each.grad for each in held), cls))
     space.at_update.append((index, tuple(each.update for each in held)))
     space.update_workspace.append((index, tuple(each.work for each in held)))
+    if any(each.disk for each in held):
+        space.disk.append((index, tuple(each.disk for each in held)))
     if any(each.away for each in held):
         space.away.append((index, tuple(each.away for each in held)))
         space.away_workspace.append((index, tuple(each.away_work for each in held)))

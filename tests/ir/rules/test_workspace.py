@@ -110,13 +110,19 @@ def expert_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def attention_cases(draw: Any, seed: Tensor) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The whole score matrix, half of the queries, and pairs of halves as a ring meets them; masks hold all keys."""
+    """The whole score matrix, half of the queries, and pairs of halves as a ring meets them; masks hold all keys.
+
+    Heads come last in storage, as projections leave them, and first, as a gathered or received tensor has them.
+    """
     half = S // 2
     blocks = ((S, 0, S, 0), (half, half, S, 0), (half, half, half, 0), (half, 0, half, half))
     options = ((0.0, True, False), (0.0, False, True), (0.1, True, False), (0.1, False, True))
-    for (heads, groups), (s, s0, t, t0), (p, causal, masked) in itertools.product(((8, 8), (8, 4)), blocks, options):
+    shapes = itertools.product(((8, 8), (8, 4)), blocks, options, (True, False))
+    for (heads, groups), (s, s0, t, t0), (p, causal, masked), last in shapes:
         mask = torch.rand(B, 1, s, S) > 0.2 if masked else None
         q, k, v, g = (draw(B, n, h, D).transpose(1, 2) for n, h in ((s, heads), (t, groups), (t, groups), (s, heads)))
+        if not last:
+            q, k, v, g = (x.contiguous() for x in (q, k, v, g))
         random, place = (seed if p else None), ([B, heads, S, S], [0, 0, s0, t0])
         call = (q, k, v, mask, random, p, 0, causal, 0.25, *place)
         out, lse = resolve("paraplan.attention")(*call)

@@ -1,0 +1,223 @@
+"""Updates of states that live elsewhere: brought a bundle of parameters at a time, updated, and stored again.
+
+A class whose states are on disk is updated in the host's memory, and one that is `fetched` on the device (Rajbhandari
+et al. 2021, ZeRO-Infinity, whose states stream from disk through the host's memory around the update). Its states are
+needed by the update only; so they come in runs of parameters, each of at most a bundle's bytes or one parameter:
+
+    bring b+1   copies of the next run's states are begun,
+    UPDATE b    the optimizer updates this run's copies in place,
+    restore b   stored copies on the device are written from them,
+    store b     copies to where the states live are begun,
+    stored b    and waited for once the next run has come, before the one after it is begun.
+
+So two runs are there at most, and copies in, update and copies out overlap.
+
+Names: `state:x^up` is a parameter's copy where it is updated, `slots:x^up` its other states, with "?" in place of "up"
+on their way there and "!" on their way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.lower.states import StateCopies
+from paraplan.ir.mesh import local_shape, parse_layout
+from paraplan.ir.plan import Optimizer, ParamLayouts
+from paraplan.ir.program import ParamSpec
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, StagedUpdate
+from paraplan.ir.strides import contiguous_strides
+from paraplan.ir.tensor import TensorSpec
+
+Update = Callable[[tuple[str, ...], StagedUpdate], None]
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """A tensor of optimizer state on its way: `home` is the tier where it lives, `place` where it is updated."""
+
+    local: str
+    dtype: str
+    shape: tuple[int, ...]
+    home: str
+    place: str
+
+    def value(self, base: str, tier: str) -> LocalValue:
+        """It, in a storage of its own."""
+        return LocalValue(
+            dtype=self.dtype, shape=self.shape, strides=contiguous_strides(self.shape), base=base,
+            storage_bytes=TensorSpec(self.dtype, self.shape).nbytes, tier=tier,
+        )  # fmt: skip
+
+    @property
+    def at_home(self) -> LocalValue:
+        """Where it lives."""
+        return self.value(self.local, self.home)
+
+    @property
+    def coming(self) -> LocalValue:
+        """The copy that is updated, as it is issued."""
+        return self.value(f"{self.local}^?", self.place)
+
+    @property
+    def up(self) -> LocalValue:
+        """The copy that is updated."""
+        return self.value(f"{self.local}^up", self.place)
+
+    @property
+    def leaving(self) -> LocalValue:
+        """What is overwritten at home, on its way."""
+        return msgspec.structs.replace(self.at_home, base=self.local, storage_bytes=0)
+
+
+@dataclass
+class StagedUpdates:
+    """Writes the updates of states that live elsewhere.
+
+    Attributes:
+        states: writes what every update has in common.
+        params: of the program.
+        optimizer: the plan's.
+        most_bytes: of a run's states.
+        update: writes an UPDATE.
+    """
+
+    states: StateCopies
+    params: Mapping[str, ParamSpec]
+    optimizer: Optimizer
+    most_bytes: int
+    update: Update
+    _blocks: dict[tuple[object, ...], Block] = field(default_factory=dict)
+
+    def write(self, names: Sequence[str]) -> None:
+        """All steps of the staged among some parameters."""
+        runs = list(self._runs(names))
+        for run in runs[:1]:
+            self._step("bring", run, bring_block)
+        for index, run in enumerate(runs):
+            self._step("came", run, came_block)
+            for before in runs[max(0, index - 1) : index]:
+                self._step("stored", before, stored_block)
+            for following in runs[index + 1 : index + 2]:
+                self._step("bring", following, bring_block)
+            self._update(run)
+            self.states.restore(run, self.params)
+            self._step("store", run, store_block)
+        for run in runs[-1:]:
+            self._step("stored", run, stored_block)
+
+    def _runs(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """Parameters one after another with the same way to go, as many as have room."""
+        run: list[str] = []
+        filled = 0
+        for name in names:
+            layouts, nbytes = self.states.layouts[name], sum(each.at_home.nbytes for each in self._visitors(name))
+            if not layouts.staged:
+                continue
+            if run and (filled + nbytes > self.most_bytes or _way(layouts) != _way(self.states.layouts[run[0]])):
+                yield tuple(run)
+                run, filled = [], 0
+            run.append(name)
+            filled += nbytes
+        if run:
+            yield tuple(run)
+
+    def _visitors(self, name: str, number: int = 0) -> tuple[Visitor, ...]:
+        """What of a parameter travels: the optimizer's copy, and its other states."""
+        layouts, spec = self.states.layouts[name], self.states.specs[name]
+        shape = local_shape(spec.shape, parse_layout(layouts.state), self.states.mesh_shape)
+        way = _way(layouts)
+        found = [Visitor(f"x{number}", spec.dtype, shape, *way)]
+        if self.optimizer.state_slots:
+            found.append(Visitor(f"s{number}", spec.dtype, (self.optimizer.state_slots, *shape), *way))
+        return tuple(found)
+
+    def _update(self, run: tuple[str, ...]) -> None:
+        sizes = [self._visitors(name)[0].at_home.nbytes for name in run]
+        slots, scalars = self.optimizer.state_slots, self.optimizer.scalar_bytes * len(run)
+        staged = StagedUpdate(
+            tier=_way(self.states.layouts[run[0]])[1], state_bytes=slots * sum(sizes) + scalars,
+            workspace_bytes=self.optimizer.workspace_bytes(sizes),
+        )  # fmt: skip
+        self.update(tuple(self.states.updated(name) for name in run), staged)
+
+    def _step(self, stem: str, run: tuple[str, ...], make: Callable[[str, tuple[Visitor, ...]], Block]) -> None:
+        values: dict[str, str] = {}
+        visitors: list[Visitor] = []
+        for number, name in enumerate(run):
+            found = self._visitors(name, number)
+            visitors += found
+            values |= dict(zip([each.local for each in found], (f"state:{name}", f"slots:{name}"), strict=False))
+        key = (stem, tuple(visitors))
+        if key not in self._blocks:
+            self._blocks[key] = make(f"{stem}.{sum(1 for other in self._blocks if other[0] == stem)}", tuple(visitors))
+        block = self._blocks[key]
+
+        def outer(local: str) -> str:
+            base, mark, way = local.partition("^")
+            return values[base] + mark + way
+
+        outs = tuple(None if stem == "stored" or local is None else outer(local) for local in block.outputs)
+        self.states.call(block, tuple(map(outer, block.inputs)), outs)
+
+
+def _way(layouts: ParamLayouts) -> tuple[str, str]:
+    """Where states live, and where they are updated."""
+    return layouts.state_tier, layouts.update_tier
+
+
+def bring_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+    """Begins copies to where the update is."""
+    known = {value.base: value for each in visitors for value in (each.at_home, each.coming)}
+    instrs = [
+        Instr(
+            kind=InstrKind.COPY, target="lift" if each.place else "bring", args=("%" + each.local, ":" + each.home),
+            outs=(each.coming.base,),
+        )
+        for each in visitors
+    ]  # fmt: skip
+    given, made = tuple(each.local for each in visitors), tuple(each.coming.base for each in visitors)
+    return finish_block(name, given, made, (), known, instrs)
+
+
+def came_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+    """Waits for them."""
+    known = {value.base: value for each in visitors for value in (each.coming, each.at_home)}
+    known |= {each.up.base: msgspec.structs.replace(each.coming, storage_bytes=0) for each in visitors}
+    instrs = [_wait(each.coming.base, each.local, each.up.base) for each in visitors]
+    given = tuple(base for each in visitors for base in (each.coming.base, each.local))
+    return finish_block(name, given, tuple(each.up.base for each in visitors), (), known, instrs)
+
+
+def store_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+    """Begins copies to where the states live."""
+    known = {value.base: value for each in visitors for value in (each.up, each.at_home)}
+    known |= {f"{each.local}^!": each.leaving for each in visitors}
+    instrs = [
+        Instr(
+            kind=InstrKind.COPY, target="store", args=("%" + each.up.base, ":" + each.home, "%" + each.local),
+            outs=(f"{each.local}^!",),
+        )
+        for each in visitors
+    ]  # fmt: skip
+    given = tuple(base for each in visitors for base in (each.up.base, each.local))
+    return finish_block(name, given, tuple(f"{each.local}^!" for each in visitors), (), known, instrs)
+
+
+def stored_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+    """Waits for them."""
+    known: dict[str, LocalValue] = {}
+    for each in visitors:
+        issued = each.value(f"{each.local}^!", each.home)
+        known |= {each.up.base: each.up, issued.base: issued}
+        known[f"{each.local}^."] = msgspec.structs.replace(issued, storage_bytes=0)
+    instrs = [_wait(f"{each.local}^!", each.up.base, f"{each.local}^.") for each in visitors]
+    given = tuple(base for each in visitors for base in (f"{each.local}^!", each.up.base))
+    return finish_block(name, given, tuple(f"{each.local}^." for each in visitors), (), known, instrs)
+
+
+def _wait(issued: str, held: str, out: str) -> Instr:
+    return Instr(kind=InstrKind.WAIT, target="wait", args=("%" + issued, "%" + held), outs=(out,))

@@ -1,0 +1,161 @@
+"""The user's optimizer over parameters whose states are brought to it a run at a time (`ir.lower.staged`).
+
+`optimizer.step()` updates what is where it is updated. The steps that follow it bring the others, and call the same
+`step` once per run, with nothing but the run's parameters in its groups; so any torch optimizer works, and a hook or a
+counter of the whole optimizer sees every run. Between their updates parameters and states are views of where they live:
+`optimizer.state_dict()` reads them there, and what is loaded into the optimizer is taken in at the next update.
+
+States of a parameter's own shape and dtype travel; all else (step counters) stays in memory. They are told apart by
+the order in which the optimizer made them, which the first update shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.rank_program import Step
+from paraplan.runtime.copies import tensor_of
+from paraplan.runtime.rank import Rank
+from paraplan.runtime.tracker import Tracker
+
+
+class Staging:
+    """A rank's optimizer, where some states live elsewhere than they are updated.
+
+    Args:
+        rank: whose `executor` calls `update`.
+        optimizer: over its parameters.
+        tracker: of the transport, to book what an update makes while an account is kept.
+    """
+
+    def __init__(self, rank: Rank, optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
+        self.rank, self.optimizer, self.tracker = rank, optimizer, tracker
+        self.inside = False
+        self._groups: list[dict[str, Any]] = []
+        self._params: list[list[nn.Parameter]] = []
+        self._outer: Mapping[str, Any] = {}
+        optimizer.register_step_pre_hook(lambda *_: self._leave_out())
+        optimizer.register_step_post_hook(lambda *_: self._take_back())
+        rank.executor.updater = self.update
+
+    def _leave_out(self) -> None:
+        """A step of the user's begins: what is staged is not in it."""
+        if not self.inside:
+            self._take_back()
+            self._narrow(param for name, param in self.rank.params.items() if name not in self.rank.staged)
+
+    def _narrow(self, kept: Iterable[nn.Parameter]) -> None:
+        """Leave only these in the optimizer's groups."""
+        self._groups = list(self.optimizer.param_groups)
+        self._params = [group["params"] for group in self._groups]
+        left = {id(param) for param in kept}
+        for group in self._groups:
+            group["params"] = [param for param in group["params"] if id(param) in left]
+        self.optimizer.param_groups[:] = [group for group in self._groups if group["params"]]
+
+    def _take_back(self) -> None:
+        """All groups as they were, unless inside, where that is up to `update`."""
+        if self.inside or not self._groups:
+            return
+        for group, params in zip(self._groups, self._params, strict=True):
+            group["params"] = params
+        self.optimizer.param_groups[:] = self._groups
+        self._groups = []
+
+    def update(self, step: Step, outer: Mapping[str, Any]) -> None:
+        """An UPDATE of a run that was brought, among an executor's outer values.
+
+        Raises:
+            PlanMismatchError: the optimizer keeps more per parameter than the plan has room for.
+        """
+        assert step.staged is not None
+        self._outer = outer
+        names = [self.rank.program.outer[arg.removesuffix("^up")].source for arg in step.args]
+        params = {name: self.rank.params[name] for name in names}
+        with self.tracker.booking(None):  # all it makes are views
+            homes = {name: param.data for name, param in params.items()}
+            for name, param in params.items():
+                self._bring(name, param)
+        there = [(step.staged.tier, x) for name in names for x in self._tensors(name)] if step.staged.tier else []
+        try:
+            self._step(params.values(), there)
+        finally:
+            with self.tracker.booking(None):
+                for name, param in params.items():
+                    param.data = homes[name]
+        with self.tracker.booking(None):
+            for name, param in params.items():
+                self._keep(name, param)
+        self._outer = {}
+
+    def _step(self, params: Collection[nn.Parameter], there: list[tuple[str, Tensor]]) -> None:
+        """The optimizer's step of some parameters; `there` is what of theirs is on a tier."""
+        booked = self.tracker.is_entered
+        self._narrow(params)
+        self.inside = True
+        try:
+            with self.tracker.homing(self.rank.executor.ledger, there) if booked else nullcontext():
+                self.optimizer.step()
+        finally:
+            self.inside = False
+            self._take_back()
+        for param in params if booked else ():
+            param.grad = None
+
+    def _up(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """What was brought of a parameter, without padding: its copy and its other states, stacked."""
+        outer, layout = self._outer, self.rank.layouts[name]
+        copy = self.rank.without_padding(name, tensor_of(outer[f"state:{name}^up"]), layout)
+        slots = outer.get(f"slots:{name}^up")
+        return copy, None if slots is None else tensor_of(slots)
+
+    def _slot(self, name: str, slots: Tensor | None, index: int) -> Tensor:
+        if slots is None or index >= len(slots):
+            room, optimizer = 0 if slots is None else len(slots), self.rank.plan.optimizer.name
+            raise PlanMismatchError(
+                f"{type(self.optimizer).__name__} keeps more than {room} tensors for {name}, and the plan, made for "
+                f"{optimizer!r}, has room for {room} where its states live; plan with the optimizer that is used"
+            )
+        return self.rank.without_padding(name, slots[index], self.rank.layouts[name])
+
+    def _travelling(self, param: nn.Parameter) -> list[str]:
+        """The states of a parameter that travel."""
+        held = self.optimizer.state.get(param, {})
+        return [key for key, value in held.items() if _alike(value, param)]
+
+    def _bring(self, name: str, param: nn.Parameter) -> None:
+        """Let the optimizer see what was brought; what was loaded into it in the meantime counts instead."""
+        copy, slots = self._up(name)
+        for index, key in enumerate(self._travelling(param)):
+            held, here = self.optimizer.state[param][key], self._slot(name, slots, index)
+            if held.data_ptr() != self._home(name, index).data_ptr():
+                here.copy_(held)
+            self.optimizer.state[param][key] = here
+        param.data = copy
+
+    def _keep(self, name: str, param: nn.Parameter) -> None:
+        """The updated states, the first ones too, lie where they are stored from; the optimizer sees their homes."""
+        _, slots = self._up(name)
+        for index, key in enumerate(self._travelling(param)):
+            held, here = self.optimizer.state[param][key], self._slot(name, slots, index)
+            if held.data_ptr() != here.data_ptr():
+                here.copy_(held)
+            self.optimizer.state[param][key] = self._home(name, index)
+
+    def _home(self, name: str, index: int) -> Tensor:
+        return self._slot(name, self.rank.tensors.get(f"slots:{name}"), index)
+
+    def _tensors(self, name: str) -> list[Tensor]:
+        copy, slots = self._up(name)
+        grad = self.rank.params[name].grad
+        return [x for x in (copy, slots, grad) if x is not None]
+
+
+def _alike(value: object, param: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0 and value.dtype == param.dtype

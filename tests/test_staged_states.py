@@ -1,0 +1,175 @@
+"""States on disk, and states fetched to the device: the single device's numbers, exactly what was predicted."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from paraplan.codegen import build_modules
+from paraplan.cost_models.memory import entries
+from paraplan.cost_models.peak import Role, peak_of
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.errors import InfeasibleError, PlanMismatchError, RuntimeFailure
+from paraplan.ir.plan import PLACES, Plan
+from paraplan.ir.rank_program import InstrKind, RankProgram, StepKind
+from paraplan.ir.verify import verify_plan
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.search import search
+from paraplan.runtime.copies import Copier
+from paraplan.runtime.distributed import DistributedTransport
+from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.trainer import Trainer
+from tests.numerics import relative_error
+from tests.test_offload_states import captured, job, planned, single, trained
+
+STAGED = [words.removeprefix("@") for (states, _, fetched), words in PLACES.items() if states == "disk" or fetched]
+
+
+def in_runs(plan: Plan, most_bytes: int = 2048) -> Plan:
+    """The plan with small bundles, so that states come in many runs."""
+    return msgspec.structs.replace(plan, bundle_bytes=most_bytes)
+
+
+def as_predicted(plan: Plan, programs: tuple[RankProgram, ...], trainer: InProcessTrainer) -> None:
+    simulation = simulate_plan(plan, programs)
+    for rank in range(len(trainer.ranks)):
+        of = plan.schedule.rank_class[rank]
+        assert [entry.key for entry in trainer.entries(rank)] == [entry.key for entry in entries(programs[of])]
+        assert 1.0 <= simulation.peak_bytes[of] / trainer.peak_bytes(rank) <= 1.001
+        assert trainer.tier_peak_bytes(rank) == simulation.traces[of].tier_peak_bytes != {}
+
+
+SHARDED = [("zero1", "disk"), ("zero3", "disk-all"), ("zero3", "fetched"), ("pp", "disk-all-fetched")]
+
+
+@pytest.mark.parametrize(("pin", "states"), [*(("one", states) for states in STAGED), *SHARDED])
+def test_steps_equal_one_device_and_are_as_predicted(pin: str, states: str) -> None:
+    plan = in_runs(planned("gpt2", pin, states, "momentum"))
+    assert {f"@{states}"} == {layouts.text[layouts.text.index("@") :] for layouts in plan.stages[0].params.values()}
+    programs = tuple(verify_plan(plan))
+    assert sum(step.staged is not None for step in programs[0].steps) > 2, "several runs"
+    trainer = trained(plan, "gpt2", torch.optim.SGD, lr=0.05, momentum=0.9)
+    assert relative_error(trainer.params(), single("gpt2")[2]) <= 1e-9
+    as_predicted(plan, programs, trainer)
+
+
+@pytest.mark.parametrize("states", ["disk", "fetched"])
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_staging_changes_no_bit(states: str, precision: str) -> None:
+    """Adam over the same shards, of which every third lives here and every third on the host."""
+    device = planned("gpt2", "zero1", "none", precision=precision)
+    (stage,) = device.stages
+    params = {
+        name: msgspec.structs.replace(
+            layouts, state_tier=("", "host", states if states == "disk" else "host")[index % 3],
+            fetched=states == "fetched" and index % 3 == 2,
+        )
+        for index, (name, layouts) in enumerate(stage.params.items())
+    }  # fmt: skip
+    mixed = in_runs(msgspec.structs.replace(device, stages=(msgspec.structs.replace(stage, params=params),)))
+    wanted, found = (trained(plan, "gpt2", torch.optim.AdamW, lr=1e-3) for plan in (device, mixed))
+    for name, value in wanted.params().items():
+        assert torch.equal(found.params()[name], value), name
+    as_predicted(mixed, tuple(verify_plan(mixed)), found)
+
+
+@pytest.mark.parametrize("states", ["disk", "fetched"])
+def test_two_runs_are_there_at_most_and_copies_go_beside_the_update(states: str) -> None:
+    (program,) = verify_plan(in_runs(planned("gpt2", "one", states)))
+    there: set[str] = set()
+    most = 0
+    under_way = updates = 0
+    for step in program.steps:
+        block = program.blocks.get(step.block)
+        for instr, name in zip(block.instrs if block else (), step.outs, strict=False):
+            if instr.kind is InstrKind.COPY and step.block.startswith("bring"):
+                there.add((name or "").partition("^")[0])
+                under_way += 1
+        most = max(most, len(there))
+        if step.block.startswith("came"):
+            under_way -= len(step.outs)
+        if step.kind is StepKind.UPDATE and step.staged is not None:
+            updates += bool(under_way)
+        if step.block.startswith("stored"):
+            there -= {name.partition("^")[0] for name in step.args}
+    runs = [step for step in program.steps if step.staged is not None]
+    assert not there and updates >= len(runs) - 1, "while one is updated the next one comes"
+    assert most <= 2 * 2 * max(len(step.args) for step in runs)
+
+
+@pytest.mark.parametrize("states", ["disk", "fetched"])
+def test_the_peak_taken_apart_adds_up(states: str) -> None:
+    plan = in_runs(planned("gpt2", "one", states))
+    (program,) = verify_plan(plan)
+    trace = simulate_plan(plan, (program,)).traces[0]
+    peak = peak_of(program, trace, plan.program)
+    assert sum(each.nbytes for each in peak.roles if not each.tier) == trace.peak_bytes
+    home = "disk" if states == "disk" else "host"
+    away = {each.role: each.nbytes for each in peak.roles if each.tier == home}
+    assert away[Role.STATES] == 2 * away[Role.MASTERS] > 0
+    plain = planned("gpt2", "one", "none")
+    assert trace.peak_bytes < simulate_plan(plain, verify_plan(plain)).peak_bytes[0]
+
+
+def test_an_optimizer_that_keeps_more_than_there_is_room_for_is_refused() -> None:
+    plan = planned("gpt2", "one", "disk", "momentum")
+    programs = verify_plan(plan)
+    model, _, batch = captured("gpt2")
+    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], model)
+    trainer.step(batch)
+    with pytest.raises(PlanMismatchError, match=r"AdamW keeps more than 1 tensors for .*'momentum', has room for 1"):
+        trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+
+
+def test_a_disk_without_room_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("gpt2", "one", "disk")
+    programs, model = verify_plan(plan), captured("gpt2")[0]
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**6, 10**6 - 1024, 1024))
+    words = r"2\.\d+ MiB of optimizer states .*tmp.* has 1.00 KiB free: 2\.\d+ MiB are missing; .*offload_folder"
+    transport = DistributedTransport(plan.stages[0].mesh)
+    with pytest.raises(RuntimeFailure, match=words):
+        Trainer(plan, programs, build_modules(programs[0]), model, transport, copier=Copier(folder=tmp_path))
+    monkeypatch.undo()
+    Trainer(plan, programs, build_modules(programs[0]), model, transport, copier=Copier(folder=tmp_path))
+    assert not list(tmp_path.iterdir()), "the file has no name"
+    (group,) = plan.cluster.groups
+    small = msgspec.structs.replace(group, disk_bytes=1 << 20)
+    given = job(captured("gpt2")[1], 1)
+    cluster = msgspec.structs.replace(given.cluster, groups=(small,))
+    with pytest.raises(InfeasibleError, match=r"pinned to disk takes at least 2\.\d+ MiB .* room for 1.00 MiB"):
+        search(replace(given, cluster=cluster), Constraints(offload_states="disk"), certify=False)
+
+
+def test_states_loaded_into_the_optimizer_are_taken_in() -> None:
+    """torch's own load_state_dict, into states that live on disk."""
+    plan = in_runs(planned("gpt2", "one", "disk"))
+    programs = verify_plan(plan)
+    model, _, batch = captured("gpt2")
+
+    def made() -> tuple[Trainer, torch.optim.Optimizer]:
+        transport = DistributedTransport(plan.stages[0].mesh)
+        trainer = Trainer(plan, programs, build_modules(programs[0]), model, transport)
+        return trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2)
+
+    def step(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
+        trainer.step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trainer, optimizer = made()
+    step(trainer, optimizer)
+    other, theirs = made()
+    other.load_full_state_dict(trainer.full_state_dict())
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in ((trainer, optimizer), (other, theirs)):
+        step(*each)
+    wanted = trainer.full_state_dict()
+    assert all(torch.equal(x, wanted[name]) for name, x in other.full_state_dict().items())
