@@ -59,7 +59,6 @@ class Parcels:
         arrived: told of every parcel once its result exists.
         overwrites: whether an all-reduce may work in its input.
         all_hold: count every flight among those of which few are under way.
-        in_flight: how many these are.
         widest_bytes: the most that one segment sends.
         most_bytes: from how many bytes on parcels set out in any case.
     """
@@ -70,7 +69,6 @@ class Parcels:
     arrived: Callable[[Parcel], None] | None = None
     overwrites: bool = True
     all_hold: bool = False
-    in_flight: int = IN_FLIGHT
     widest_bytes: int = BUNDLE_BYTES
     most_bytes: int = BUNDLE_BYTES
     _waiting: dict[Key, list[Parcel]] = field(default_factory=dict)
@@ -117,7 +115,7 @@ class Parcels:
         holds = self.all_hold or any(move.kind != "all_reduce" for move in parcels[0].path)
         self._flying.append(_Flight(end, holds))
         flying = [flight for flight in self._flying if flight.holds]
-        if len(flying) > self.in_flight:
+        if len(flying) > IN_FLIGHT:
             self._flying.remove(flying[0])
             flying[0].end()
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paraplan.ir.lower.parcels import IN_FLIGHT, Parcel, Parcels, travels_with
+from paraplan.ir.lower.parcels import Parcel, Parcels, travels_with
 from paraplan.ir.lower.parted import PartedCalls
 from paraplan.ir.mesh import Layout, R, parse_layout
 from paraplan.ir.plan import ParamLayouts
@@ -21,10 +21,6 @@ from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.tensor import TensorSpec
 
 Dims = tuple[int, ...]
-
-AT_ONCE = 1 << 20
-"""Reductions under way: as many as there are, since activations give up more room meanwhile; in a plan without bundles,
-which is a lean one, as few as of other parcels."""
 
 
 @dataclass
@@ -50,10 +46,7 @@ class Reductions:
     grads: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        limit = AT_ONCE if self.most_bytes else IN_FLIGHT
-        self._parcels = Parcels(
-            "reduce", self._extended, self.calls, self._arrived, most_bytes=self.most_bytes, in_flight=limit
-        )
+        self._parcels = Parcels("reduce", self._extended, self.calls, self._arrived, most_bytes=self.most_bytes)
         self._names: dict[str, str] = {}
 
     def final(self, names: Iterable[str]) -> None:
