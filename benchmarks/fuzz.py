@@ -1,11 +1,12 @@
 """Any legal plan against the single device: values, recorded sequence and peak memory.
 
 Every model on 2, 4 and 8 ranks in this process: the planner's own choice, and plans that draw their mesh, microbatches,
-every op's strategy and every layout at random, with dropout on in half of them. Own choices and every fifth plan run
+every op's strategy and every layout at random, with dropout on in half of them and states and parameters on the host or
+on disk in two thirds. Own choices and every fifth plan run
 five steps, the others two, of SGD with momentum (under Adam, which divides by it, a parameter whose gradient is nothing
 but rounding noise tells of the noise). Held against the captured program on one device by the numerics contract's
 measure: the loss and every gradient of each step, every parameter and buffer after the last. The last step is recorded:
-what each rank did against the prediction, entry by entry; the measured peak of live bytes against the predicted one.
+what each rank did against the prediction, entry by entry; the measured peaks of live bytes against the predicted ones.
 `eager` is the user's model against the captured program, dropout off (1e-5 where it has fp32 islands). A plan that
 crashes or breaks a bound is named by its seed under `failures`, and the others go on.
 
@@ -159,14 +160,15 @@ def run_plan(plan: Plan, small: Small, wanted: Reference, steps: int) -> Seen:
         seen.grad = max(seen.grad, max_error(trainer.grads(), wanted.grads[step])[0])
         trainer.apply_optimizer(torch.optim.SGD, lr=LR, momentum=0.9)
     seen.param = max_error(trainer.params(), wanted.params[steps - 1])[0]
-    peak = simulate_plan(plan, programs).peak_bytes
+    traces = simulate_plan(plan, programs).traces
     predicted = [[entry.key for entry in entries(program)] for program in programs]
     for rank, index in enumerate(plan.schedule.rank_class):
         written: Mapping[str, Tensor] = trainer.buffers(rank)
         seen.param = max(seen.param, max_error(written, wanted.buffers[steps - 1])[0])
         seen.equal &= [entry.key for entry in trainer.entries(rank)] == predicted[index]
-        ratio = peak[index] / trainer.peak_bytes(rank)
-        seen.least_ratio, seen.most_ratio = min(seen.least_ratio, ratio), max(seen.most_ratio, ratio)
+        ratios = [traces[index].peak_bytes / trainer.peak_bytes(rank)]
+        ratios += [traces[index].tier_peak_bytes[tier] / size for tier, size in trainer.tier_peak_bytes(rank).items()]
+        seen.least_ratio, seen.most_ratio = min(seen.least_ratio, *ratios), max(seen.most_ratio, *ratios)
     return seen
 
 
@@ -177,7 +179,7 @@ def plans(of: Subject, ranks: int, count: int) -> Iterator[tuple[str, Callable[[
     yield "own", lambda: search(of.job(dropout, ranks), Constraints(), certify=False).plan, dropout, STEPS
     for seed in range(count):
         if seed // 2 % len(MICROBATCHES) == index:
-            drawn = partial(random_plan, seed=seed, max_microbatches=MICROBATCHES[ranks])
+            drawn = partial(random_plan, seed=seed, max_microbatches=MICROBATCHES[ranks], states_leave=True)
             job = of.job(0.1 if seed % 2 else 0.0, ranks)
             yield f"seed {seed}", partial(drawn, job), 0.1 if seed % 2 else 0.0, FEW if seed % 5 else STEPS
 

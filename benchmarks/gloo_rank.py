@@ -11,6 +11,7 @@ import torch
 
 import paraplan as pp
 from benchmarks.fuzz import LR, STEPS, Seen
+from benchmarks.pipelines import small as piped
 from benchmarks.zoo import build
 from paraplan.jobs.check import SingleDevice
 from paraplan.jobs.models import Made
@@ -21,9 +22,10 @@ from paraplan.runtime.launch import init_distributed, leave_job
 SGD: dict[str, float] = {"lr": LR, "momentum": 0.9}
 
 
-def train(name: str, dropout: float, path: Path) -> tuple[Seen, float]:
-    """Five steps of a plan; on rank 0 what differs from one device, and from the eager model where that can be said."""
-    loaded, small = pp.Plan.load(path), build(name, dropout)
+def train(name: str, dropout: float, path: Path) -> tuple[Seen, float, str]:
+    """Five steps of a plan; on rank 0 what differs from one device, from the eager model where that can be said, and
+    from the prediction."""
+    loaded, small = pp.Plan.load(path), piped(name[9:]) if name.startswith("pipeline ") else build(name, dropout)
     plan, programs = loaded.data, loaded.programs
     trainer = make_trainer(plan, programs, small.model)
     optimizer, result = trainer.optimizer(torch.optim.SGD, **SGD), RunResult()
@@ -40,11 +42,11 @@ def train(name: str, dropout: float, path: Path) -> tuple[Seen, float]:
         if single is not None:
             single.compare(small.batch, None, loss, grads, state, state)
     if single is None:
-        return Seen(), 0.0
+        return Seen(), 0.0, ""
     errors, peaks = single.errors, loaded.prediction.peak_bytes
     ratios = [peaks[plan.schedule.rank_class[rank]] / peak for rank, peak in enumerate(result.measured_peak_bytes)]
     seen = Seen(errors.loss, errors.grad, errors.param, result.entries_equal, min(ratios), max(ratios))
-    return seen, errors.eager or 0.0
+    return seen, errors.eager or 0.0, result.entries_difference
 
 
 def main() -> None:
@@ -56,9 +58,9 @@ def main() -> None:
     paths = sorted(Path(folder).glob("*.plan"))
     for path in paths:
         which, dropout = path.stem.rsplit(", dropout ", 1)
-        seen, off = train(name, float(dropout), path)
+        seen, off, difference = train(name, float(dropout), path)
         worst, equal, eager = worst.widened(seen), equal + seen.equal, max(eager, off)
-        failures += [f"{which}: {seen.fault()}"] if rank == 0 and seen.fault() else []
+        failures += [f"{which}: {seen.fault()} {difference}".rstrip()] if rank == 0 and seen.fault() else []
     if rank == 0:
         row = {
             "plans": len(paths), "worst_loss": worst.loss, "worst_grad": worst.grad, "worst_param": worst.param,

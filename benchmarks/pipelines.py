@@ -21,6 +21,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from benchmarks.table import Row, main
+from benchmarks.zoo.small import Small, doubled
 from examples.models import unet
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.trace import capture
@@ -87,6 +88,13 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
+def small(name: str) -> Small:
+    """A model in float64, the same every time, and its batch."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    return Small(name, model.train().double(), {key: doubled(value) for key, value in batch.items()})
+
+
 def runs(names: list[str]) -> list[tuple[str, int, bool]]:
     """(schedule, positions, uneven) of every run."""
     found = [(name, 2, False) for name in names]
@@ -97,10 +105,9 @@ def runs(names: list[str]) -> list[tuple[str, int, bool]]:
 def trained(name: str, tp: int, schedules: list[str]) -> list[Row]:
     """One model under every schedule."""
     warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    model, batch = MODELS[name]()
-    program = capture(model.train(), batch, precision="fp64")
-    model = model.double()
+    made = small(name)
+    model, batch = made.model, made.batch
+    program = capture(model, batch, precision="fp64")
     one = search(job_of(program, tp), Constraints(tp=tp if tp > 1 else None, microbatches=4)).plan
     rows = []
     for schedule, positions, uneven in runs(schedules):

@@ -28,8 +28,7 @@ class Link(Value, frozen=True, kw_only=True):
     Attributes:
         bytes_per_s: peak bandwidth per device and direction.
         latency_s: latency of one message.
-        device_share: how much of a device's compute a collective over the link takes while it is under way: the threads
-            that move and add on a CPU, multiprocessors on a GPU.
+        device_share: of a device's compute, what a collective takes meanwhile (a CPU's threads, NCCL's channels).
         source: which link this is, and where its numbers come from.
     """
 
@@ -174,9 +173,7 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         return min(self.group_of(device).device.memory_bytes for device in devices)
 
     def copy_s(self, tier: str, device: int, nbytes: int, from_host: bool = False) -> float:
-        """Seconds of one copy between a device and a tier; what goes to disk is staged in the host's memory first.
-
-        `from_host`: between the host's memory and the tier instead.
+        """Seconds of one copy between a device (`from_host`: the host's memory) and a tier, disk by the host.
 
         Raises:
             ClusterError: no such link is described.
@@ -226,16 +223,14 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         Raises:
             ClusterError: num_devices is below 1.
         """
+        half, eight = ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")
         device = Device(
             kind="cpu", memory_bytes=memory_bytes, memory_bytes_per_s=8e9, launch_s=4e-6, backend="cpu",
-            flops_per_s={
-                "float64": 2.5e10, "float32": 5e10, "bfloat16": 1e10, "float16": 1e10,
-                "float8_e4m3fn": 4e10, "float8_e5m2": 4e10,
-            },
+            flops_per_s={"float64": 2.5e10, "float32": 5e10, **dict.fromkeys(half, 1e10), **dict.fromkeys(eight, 4e10)},
             source="one thread of a 2024 server CPU, measured with torch matmul and copy",
             sources={
-                **dict.fromkeys(("float64", "float32", "bfloat16", "float16"), "torch matmul"),
-                **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), "torch._scaled_mm, which multiplies in float32"),
+                **dict.fromkeys(("float64", "float32", *half), "torch matmul"),
+                **dict.fromkeys(eight, "torch._scaled_mm, which multiplies in float32"),
                 "memory_bytes": "assumed", "memory_bytes_per_s": "torch copy",
             },
         )  # fmt: skip
@@ -334,10 +329,8 @@ def _check_link(cluster: ClusterSpec, link: Link | None, at: str) -> None:
         _positive(cluster, link.bytes_per_s, f"{at}.bytes_per_s")
         _not_negative(cluster, link.latency_s, f"{at}.latency_s")
         if not 0 <= link.device_share <= 1:
-            raise ClusterError(
-                f"cluster {cluster.name!r}: {at}.device_share is {link.device_share}; a share of a device's compute is "
-                f"at least 0 and at most 1; {_WAY_OUT}"
-            )
+            share = f"{at}.device_share is {link.device_share}; a share of a device is at least 0 and at most 1"
+            raise ClusterError(f"cluster {cluster.name!r}: {share}; {_WAY_OUT}")
 
 
 _WAY_OUT = "`paraplan cluster schema` says what each field means"

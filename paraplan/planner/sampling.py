@@ -10,14 +10,16 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import msgspec
+
 from paraplan.ir.graph import Phase
 from paraplan.ir.lower.chunks import gradients_known, letters_of
 from paraplan.ir.lower.kind import chosen_strategies
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh, parse_layout
 from paraplan.ir.micro import ProgramMicro, program_micro, splittable
-from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Split
-from paraplan.ir.program import Program
+from paraplan.ir.plan import HERE, PLACES, KindChoice, ParamLayouts, Plan, Split
+from paraplan.ir.program import Program, master_dtype, trained_params
 from paraplan.ir.rank_program import TIERS
 from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
@@ -25,13 +27,15 @@ from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.classes import grad_classes, param_classes
 
 
-def random_plan(job: Job, seed: int, max_microbatches: int = 2) -> Plan:
+def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bool = False) -> Plan:
     """A legal plan drawn at random on the whole cluster.
 
     Args:
         job: what to plan for.
         seed: equal seeds give equal plans.
         max_microbatches: microbatches are drawn up to this.
+        states_leave: in two thirds of the plans, optimizer states and stored parameters live on the host or on disk,
+            wherever they may, and come to their update in runs of a size that is drawn.
     """
     rng = random.Random(seed)
     program, n = job.program, job.cluster.num_devices
@@ -66,7 +70,25 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2) -> Plan:
             fate |= {n: rng.choice(tiers) for n in recomputable(kind) if n not in fate and rng.random() < away}
     activations = tuple(rng.choice(fates[segment.kind]) for segment in program.segments)
     decisions = replace(decisions, activations=activations)
-    return assemble(job, replace(decisions, splits=_splits(rng, program, decisions, micro)))
+    plan = assemble(job, replace(decisions, splits=_splits(rng, program, decisions, micro)))
+    return _with_states_away(plan, random.Random(f"states {seed}")) if states_leave else plan
+
+
+def _with_states_away(plan: Plan, rng: random.Random) -> Plan:
+    """The plan with states and parameters in places drawn at random."""
+    share, (stage,) = rng.choice((0.0, 0.4, 1.0)), plan.stages
+    devices = stage.mesh.devices
+    there = [place for place in PLACES if not place[0] or plan.cluster.has_room(place[0], devices)]
+    trained = set(trained_params(plan.program))
+    params = dict(stage.params)
+    for name, layouts in stage.params.items():
+        spec = plan.program.params[name].spec
+        alike = layouts.stored == layouts.state and master_dtype(plan.program.precision, spec.dtype) == spec.dtype
+        legal = [place for place in there if alike or not place[1]]
+        states, stored, fetched = rng.choice(legal) if name in trained and rng.random() < share else HERE
+        params[name] = msgspec.structs.replace(layouts, state_tier=states, stored_tier=stored, fetched=fetched)
+    stages = (msgspec.structs.replace(stage, params=params),)
+    return msgspec.structs.replace(plan, stages=stages, bundle_bytes=rng.choice((4096, plan.bundle_bytes)))
 
 
 def _splits(

@@ -186,8 +186,9 @@ class DistributedTransport:
         return x
 
     def spread(self, x: Tensor, source: int) -> Tensor:
-        """A rank's tensor on all ranks of all meshes, in place."""
+        """A rank's tensor on all ranks of all meshes."""
         if self.num_meshes > 1:
+            x = ops.fresh(x)  # as in `gather`
             dist.broadcast(x, source)
         return x
 

@@ -12,7 +12,6 @@ the order in which the optimizer made them, which the first update shows.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -97,11 +96,16 @@ class Staging:
     def _step(self, params: Collection[nn.Parameter], there: list[tuple[str, Tensor]]) -> None:
         """The optimizer's step of some parameters; `there` is what of theirs is on a tier."""
         booked = self.tracker.is_entered
+        first = any(param not in self.optimizer.state for param in params)  # states come to be: booked from then on
         self._narrow(params)
         self.inside = True
         try:
-            with self.tracker.homing(self.rank.executor.ledger, there) if booked else nullcontext():
-                self.optimizer.step()
+            if booked and not first:
+                with self.tracker.homing(self.rank.executor.ledger, there):
+                    self.optimizer.step()
+            else:
+                with self.tracker.booking(None):
+                    self.optimizer.step()
         finally:
             self.inside = False
             self._take_back()

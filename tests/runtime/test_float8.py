@@ -153,3 +153,35 @@ def test_random_plans(seed: int) -> None:
 def test_one_device_without_float8_is_refused() -> None:
     with pytest.raises(ConstraintError, match=r"A100-80 has no rate .*precision='bf16'.*H100"):
         pp.compile(net(), "2xA100-80", example_inputs=batch(), precision="fp8")
+
+
+class Wide(nn.Module):
+    """Weights large enough to be worth gathering as float8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 2048), nn.Linear(2048, 512)
+        self.out = nn.Linear(512, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.into(x)
+        return F.cross_entropy(self.out(h + self.down(F.gelu(self.up(h)))), y)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_sharded_weights_travel_in_float8(recompute: str) -> None:
+    """Cast in shards under their common scale, then gathered; once a block, though the backward may cast them twice."""
+    torch.manual_seed(0)
+    model = Wide()
+    given = {"x": torch.randn(8, 64).bfloat16(), "y": torch.randint(0, 8, (8,))}
+    plan = pp.compile(model, "local:2", example_inputs=given, precision="fp8", dp=2, zero=3, recompute=recompute)
+    gathers = []
+    for name, block in plan.programs[0].blocks.items():
+        issued = [block.values[i.outs[0]] for i in block.instrs if i.target == "all_gather" and i.outs[0]]
+        gathers += [(name[-1], value.dtype) for value in issued if value.shape in ((2048, 512), (512, 2048))]
+    assert gathers == [("F", "float8_e4m3fn")] * 2 + [("B", "float8_e4m3fn")] * 2
+    trainer = InProcessTrainer(plan.data, plan.programs, [build_modules(each) for each in plan.programs], model)
+    single = Captured(plan.data, model, adamw, 0)
+    loss, found = float(trainer.step(given)), trainer.grads()
+    wanted, exact = single.step(given, None)
+    assert abs(loss / wanted - 1) < 1e-6 and max_error(found, exact)[0] < 4e-2

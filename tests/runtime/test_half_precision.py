@@ -42,8 +42,9 @@ def program() -> Program:
     return capture(net(), {"x": torch.zeros(4, 8).half(), "y": torch.zeros(4, dtype=torch.int64)}, precision="fp16")
 
 
-def plan_of(seed: int) -> Plan:
-    return random_plan(Job(program(), ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="net"), {}), seed)
+def plan_of(seed: int, away: bool = False) -> Plan:
+    job = Job(program(), ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="net"), {})
+    return random_plan(job, seed, states_leave=away)
 
 
 def trainer_of(plan: Plan) -> InProcessTrainer:
@@ -61,10 +62,11 @@ def test_masters_are_float32() -> None:
         assert all(rank.tensors[f"param:{name}"].dtype == torch.float16 for name in rank.stage.params)
 
 
-@pytest.mark.parametrize("seed", [0, 2, 5])
-def test_steps_and_scales_equal_one_device(seed: int) -> None:
-    """The first scale overflows: steps are skipped until it fits, on every rank; then it grows."""
-    plan = plan_of(seed)
+@pytest.mark.parametrize(("seed", "away"), [(0, False), (2, False), (5, False), (2, True), (6, True)])
+def test_steps_and_scales_equal_one_device(seed: int, away: bool) -> None:
+    """The first scale overflows: steps are skipped until it fits, on every rank, wherever its states live; then it
+    grows."""
+    plan = plan_of(seed, away)
     trainer, single = trainer_of(plan), Captured(plan, net(), adamw, 0)
     options = {"init_scale": 2.0**22, "growth_interval": 3}
     scaler = trainer.scaler(**options)

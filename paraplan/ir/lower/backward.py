@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Phase
+from paraplan.ir.lower.casts import casts_first, each_once
 from paraplan.ir.lower.chunks import Chunks
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import (
@@ -141,10 +142,11 @@ def _lower_part(
         if tangent is not None and arrives is not None:
             emitter.give(tangent, kind.graph.values[tangent], arrives.layout, arrives.strides)
     results = (*(kind.input_grads if inputs else ()), *(kind.param_grads if weights else ()))
-    order = _ordered(task, ops, results)
+    order = casts_first(kind, forward.strategies, _ordered(task, ops, results))
+    graph, order = each_once(kind.graph, forward.strategies, order)
     needed = {name for index in later for name in kind.graph.ops[index].tensors}
     handed = {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
-    emit_ops(emitter, kind.graph, forward.strategies, order, task.chunks, needed | handed, forward.remat.again)
+    emit_ops(emitter, graph, forward.strategies, order, task.chunks, needed | handed, forward.remat.again)
     kept = _keep(emitter, task, ops, later)
     layouts = _input_grad_layouts(kind, task.choice, task.micro, emitter)
     grads = tuple(

@@ -17,6 +17,7 @@ import msgspec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Op, Phase
 from paraplan.ir.lower.away import AwayValue
+from paraplan.ir.lower.casts import casts_first
 from paraplan.ir.lower.chunks import WHOLE, Chunks, chunks_of
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.loops import emit_ops
@@ -144,7 +145,8 @@ def lower_forward(
     if at_once(choice):
         for tangent in filter(None, kind.tangents):
             emitter.give(tangent, kind.graph.values[tangent], (R,) * (1 + len(context.mesh_shape)))
-    emit_ops(emitter, kind.graph, strategies, ops_of(kind, Phase.FORWARD), chunks, (*kind.outputs, *remat.saved))
+    order = casts_first(kind, strategies, ops_of(kind, Phase.FORWARD))
+    emit_ops(emitter, kind.graph, strategies, order, chunks, (*kind.outputs, *remat.saved))
     layouts = tuple(_output_layout(emitter.home(out), out, kind, m) for out in kind.outputs)
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(kind.outputs, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
@@ -178,6 +180,7 @@ def evaluate_forward(
         if op.phase is Phase.FORWARD and not needed.isdisjoint(op.outs):
             needed.update(op.tensors)
     taken = [index for index in ops_of(kind, Phase.FORWARD) if not needed.isdisjoint(graph.ops[index].outs)]
+    taken = casts_first(kind, strategies, taken)
     gathered = early(kind, strategies, taken, context)
     give_sources(emitter, kind, context, gathered)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Phase
+from paraplan.ir.lower.casts import SCALE
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.rank_program import TIERS
 
@@ -47,14 +48,15 @@ NOTHING = Remat()
 def recomputable(kind: SegmentKind) -> tuple[str, ...]:
     """The values a choice may name: what the forward makes inside and the backward reads, however far.
 
-    Results of ops that make an output are not among them: other segments hold that.
+    Results of ops that make an output are not among them: other segments hold that. Nor are scales of casts to float8:
+    they are four bytes each, and over several ranks a reduction.
     """
     makers = _makers(kind)
     found = set()
     wanted = list(read_by_backward(kind))
     while wanted:
         name = wanted.pop()
-        if name in makers and name not in found:
+        if name in makers and name not in found and kind.graph.ops[makers[name]].target != SCALE:
             found.add(name)
             wanted += kind.graph.ops[makers[name]].tensors
     return tuple(name for name in kind.graph.values if name in found)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.lower.bundle import SMALL_BYTES
+from paraplan.ir.lower.casts import CAST, SCALE
 from paraplan.ir.mesh import Layout, P, Partial, Placement, R, Shard, layout_text, pads_little
 from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.program import Program, SegmentKind
@@ -66,7 +67,8 @@ class Pins:
             found[self.cp] &= self.sequence[index][position] or found[self.cp]
         if self.dp >= 0:
             # A batch axis runs every op as microbatches do, whatever of its inputs is a sum there.
-            found[self.dp] = frozenset({self._along(kind)[position].split(">")[0]})
+            along = frozenset({self._along(kind)[position].split(">")[0]})
+            found[self.dp] = along | (frozenset(tame) if _casts_param(kind, position) else frozenset())
         if self.ep >= 0:
             found[self.ep] |= {self._along(kind)[position].split(">")[0]}
         return tuple(found)
@@ -76,10 +78,11 @@ class Pins:
         if self.along is None:
             return True
         parts, batch = strategy.key.split("|"), self._along(kind)[position]
-        if self.dp >= 0 and parts[self.dp] != batch:
+        free = _casts_param(kind, position)
+        if self.dp >= 0 and parts[self.dp] != batch and not free:
             return False
         index = next(i for i, each in enumerate(self.program.kinds) if each is kind)
-        if self.experts is not None and not self.experts.allows(index, position, parts[self.ep], batch):
+        if self.experts is not None and not free and not self.experts.allows(index, position, parts[self.ep], batch):
             return False
         return self.tp < 0 or self._tensor(kind, position, strategy, parts[self.tp], batch)
 
@@ -144,6 +147,12 @@ class Pins:
         if self.cp >= 0 and layout[self.cp] != batch_placement(self.program, name):
             return False
         return self.tp < 0 or layout[self.tp] == R
+
+
+def _casts_param(kind: SegmentKind, position: int) -> bool:
+    """Whether an op casts a weight, which it may do in shards: what is gathered is then a byte an element."""
+    op = kind.graph.ops[position]
+    return op.target in (SCALE, CAST) and op.tensors[0] in kind.params
 
 
 def _reduced(choice: AxisChoice) -> str:
