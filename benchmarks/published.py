@@ -4,8 +4,8 @@
 
 FOLDER holds JSON files of published rows; `published_rows` says how they are read. A model is captured from meta at
 three layers, once per architecture and batch, and made as deep as it is (`deepen`). Of what a row leaves open the
-fastest that fits counts, never the best match; choices are made one after another. fp8 rows say `needs fp8`, for no
-plan computes in it. `torch.compile` is not modelled: a row with it is priced like one without. Only PATTERN (searched
+fastest that fits counts, never the best match; choices are made one after another.
+`torch.compile` is not modelled: a row with it is priced like one without. Only PATTERN (searched
 in "file row") are predicted; with --resume those already in --json are kept.
 
 `error_percent` is signed, predicted over published. Orderings: of all pairs of rows of a file, how many the prediction
@@ -93,8 +93,6 @@ def predict(case: Case, time_limit_s: float) -> Row:
         "file": case.file, "row": case.name, "unit": case.unit, "published": case.published,
         "pins": " ".join(f"{key}={value}" for key, value in case.pins.items()),
     }  # fmt: skip
-    if case.needs:
-        return {**row, "chosen": f"needs {case.needs}"}
     program, reference = program_of(case)
     job = Job(
         program=program, cluster=as_cluster(case.cluster), optimizer=OPTIMIZERS["adamw"], model=reference,

@@ -8,8 +8,9 @@ What follows from a source's text rather than from its rows' fields stands here:
 evenly, the embedding with the first stage and the head with the last (Megatron-LM); the rows of Narayanan et al. 2021
 are plain 1F1B with unsharded optimizers (their Table 2's ratio is that of the non-interleaved bubbles), as is MT-NLG
 (Smith et al. 2022, section 3), and neither had sequence parallelism, which came later (Korthikanti et al. 2022), nor
-overlapped tensor parallelism; torchtitan runs a local batch as one microbatch, and its selective recomputation by op
-makes every second matrix product again (`alternate`). Megatron-LM's README also says that
+overlapped tensor parallelism; torchtitan runs a local batch as one microbatch, a pipeline's as one a sample and with
+parameters whole between its microbatches (ZeRO-2; ZeRO-3 is tried too), and its selective recomputation by op makes
+every second matrix product again (`alternate`). Megatron-LM's README also says that
 175B at batch 1,152 falls from 47 to 42 % MFU between 96 and 4,608 H100: two more rows, marked as scaling.
 """
 
@@ -57,7 +58,6 @@ class Case:
         published: in it.
         work: of a step, in the unit's numerator (teraflops, tokens).
         gpus: how many.
-        needs: why no plan can be made of it; "" where one can.
     """
 
     file: str
@@ -74,7 +74,6 @@ class Case:
     published: float
     work: float
     gpus: int
-    needs: str = ""
 
     @property
     def layers(self) -> int:
@@ -162,12 +161,18 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     tp = int(parallel.get("tp", 1))
     pins: Pins = {"dp": int(parallel["fsdp"]), "zero": 3, **({"tp": tp, "sp": True} if tp > 1 else {})}
     pins |= {"recompute": "full" if row["recompute"] == "full" else "alternate", "microbatches": 1}
-    needs = "fp8" if "float8" in row["dtype"] else ""
+    free: tuple[tuple[Pins, ...], ...] = ()
+    pp = int(parallel.get("pp", 1))
+    if pp > 1:
+        pins |= {"pp": pp, "schedule": "interleaved", "microbatches": int(row["local_batch"])}
+        del pins["zero"]
+        cuts = tuple({"stages": even_layers(LLAMA[row["name"]]["num_hidden_layers"], pp * v)} for v in (2, 4))
+        free = (({"zero": 2}, {"zero": 3}), cuts)
     name = f"{row['name']} {'x'.join(map(str, parallel.values()))}{' compiled' if row['compile'] else ''}"
     return Case(
         file, name, "llama", {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False},
-        _cluster(data, gpus), batch, s, "bf16", pins, (), "tokens/s", float(row["tokens_per_s_per_gpu"]), batch * s,
-        gpus, needs,
+        _cluster(data, gpus), batch, s, "fp8" if "float8" in row["dtype"] else "bf16", pins, free, "tokens/s",
+        float(row["tokens_per_s_per_gpu"]), batch * s, gpus,
     )  # fmt: skip
 
 

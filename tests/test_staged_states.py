@@ -11,7 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from torch import nn
 
+from paraplan.api import Buckets
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.peak import Role, peak_of
@@ -27,7 +29,7 @@ from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.local import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
 from tests.numerics import relative_error
-from tests.test_offload_states import captured, job, planned, single, trained
+from tests.test_offload_states import captured, job, planned, single, squares, trained
 
 STAGED = [words.removeprefix("@") for (states, _, fetched), words in PLACES.items() if states == "disk" or fetched]
 
@@ -173,3 +175,25 @@ def test_states_loaded_into_the_optimizer_are_taken_in() -> None:
         step(*each)
     wanted = trainer.full_state_dict()
     assert all(torch.equal(x, wanted[name]) for name, x in other.full_state_dict().items())
+
+
+@pytest.mark.parametrize("states", ["disk-all", "fetched"])
+def test_plans_of_several_shapes_share_them_and_evaluate(states: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    shapes = [{"example_inputs": {"input": torch.randn(rows, 16)}} for rows in (8, 4)]
+    batches = [torch.randn(rows, 16) for rows in (4, 8, 4, 8)]
+    found = []
+    for where in ("none", states):
+        made = Buckets.compile(model, "local:1", shapes, loss_fn=squares, offload_states=where)
+        trainer = made.executable(model)
+        optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)
+        for x in batches:
+            trainer.step({"input": x})
+            optimizer.step()
+            optimizer.zero_grad()
+        held = trainer.checkpoint.full_state_dict()
+        found.append((held, float(trainer.eval_step({"input": batches[1]}).loss)))
+    (wanted, loss), (held, evaluated) = found
+    assert evaluated == loss
+    assert all(torch.equal(x, held[name]) for name, x in wanted.items())

@@ -19,6 +19,7 @@ from paraplan.ir.memory_actions import Actions
 from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.exact import search_states
 from paraplan.planner.memory.joint import plan_joint
+from paraplan.planner.memory.least import least_need
 from paraplan.planner.memory.problem import MemoryProblem, verify_problem
 from paraplan.planner.memory.recompute import MemoryLimits, Recomputation
 from paraplan.planner.memory.reruns import Arrays
@@ -36,6 +37,8 @@ _FIRST_STATES = 15_000
 _MIDDLE_STATES = 400_000
 _MIDDLE_SHARE = 0.3
 """Of the time, kept for what comes before exhaustion."""
+_NEED_S = 2.0
+"""For what an error says is needed at least."""
 _ALONE_SHARE = 0.4
 """Of the time: for recomputation alone, where there are tiers."""
 
@@ -131,11 +134,14 @@ def _give_up(alone: Recomputation) -> NoReturn:
     if alone.refuted and not alone.arrays.problem.tiers:
         names = [alone.arrays.problem.ops[op].label for op in alone.refuted]
         _refuse(alone.arrays, alone.budget, f"at ops {'; '.join(names[:4])} taken together")
-    op = int(alone.arrays.working.argmax())
+    need = least_need(alone.arrays, time.perf_counter() + _NEED_S)
+    if need.nbytes > alone.budget:
+        _refuse(alone.arrays, alone.budget, "in the given order of execution")
     raise SolverLimitError(
         f"no schedule within {alone.budget} bytes was found in {alone.limits.time_s:g} s, nor proved impossible; give "
-        f"more time, or more memory (op {op} ({alone.arrays.problem.ops[op].label}) alone needs "
-        f"{int(alone.arrays.working[op])} bytes, {alone.everything.peak} need no recomputation)"
+        f"more time, or more memory: the least budget lies between {need.nbytes} bytes, which any schedule needs as op "
+        f"{need.op} ({alone.arrays.problem.ops[need.op].label}) executes, and {alone.everything.peak}, which need no "
+        "recomputation"
     )
 
 
@@ -157,7 +163,8 @@ def _refuse(arrays: Arrays, budget_bytes: int, where: str) -> NoReturn:
             f"no schedule fits in {budget_bytes} bytes: op {op} ({name}) alone needs {need}, with what it reads and "
             "makes and its workspace; split it, or give at least that much"
         )
+    least = least_need(arrays, time.perf_counter() + _NEED_S)
     raise InfeasibleError(
-        f"no schedule fits in {budget_bytes} bytes: memory does not suffice {where}; op {op} ({name}), which alone "
-        f"needs {need}, needs most"
+        f"no schedule fits in {budget_bytes} bytes: memory does not suffice {where}; as op {least.op} "
+        f"({arrays.problem.ops[least.op].label}) executes, {least.nbytes} are needed at least"
     )

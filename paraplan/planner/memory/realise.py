@@ -47,6 +47,30 @@ def overflowing(profile: Profile, budget_bytes: int, known: set[int], most: int 
     return found
 
 
+def separating(profile: Profile, known: set[int], most: int) -> set[int]:
+    """Instants between which a schedule executes as little as possible more than once, chosen one by one.
+
+    A relaxation counts a rerun once between two of its instants, so these are where it can come near the schedule.
+    """
+    stages, ops = profile.stages[profile.rerun], profile.ops[profile.rerun]
+    seconds = profile.arrays.time_s[ops]
+    firsts = profile.live[np.searchsorted(profile.keys, profile.arrays.diagonal())]
+    found = set(known)
+
+    def counted(instants: set[int]) -> float:
+        segment = np.searchsorted(np.array(sorted(instants), np.int64), stages)
+        _, first = np.unique(segment * profile.arrays.num_ops + ops, return_index=True)
+        return float(seconds[first[segment[first] > 0]].sum())
+
+    able = set(np.unique(np.append(stages, stages - 1)).tolist())
+    while len(found) < most and able - found:
+        best = max(sorted(able - found), key=lambda stage: (counted(found | {stage}), firsts[stage]))
+        if found and counted(found | {best}) <= counted(found):
+            break
+        found.add(best)
+    return found
+
+
 def _keys(keys: list[int]) -> Ints:
     return np.array(sorted(set(keys)), np.int64)
 

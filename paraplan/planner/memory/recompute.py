@@ -2,29 +2,40 @@
 
 First what is cheap is squeezed: everything kept, nothing kept, every sqrt(n)-th result kept (Chen et al. 2016). Then
 the relaxation at a few critical instants is solved; its answer is realised just in time, squeezed where it overflows,
-polished and searched around; where the realised plan overflows becomes an instant. At deep budgets relaxations branch
-long and prove little more, so a share of the time is local search's. It ends when the gap is closed or time is up, or
-some rounds after nothing new was learnt.
+polished and searched around; where the realised plan overflows becomes an instant. At deep budgets relaxations take
+long: a share of the time is local search's, and a second thread proves, with the bytes at every op, from instants that
+tell apart what the best plan runs more than once. It ends when the gap is closed or time is up, or some rounds after
+nothing new was learnt.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 
 from paraplan.planner.memory.improve import improve
-from paraplan.planner.memory.realise import overflowing, realise
+from paraplan.planner.memory.realise import overflowing, realise, separating
 from paraplan.planner.memory.relaxation import build_relaxation
 from paraplan.planner.memory.reruns import Arrays, Profile, profile_of
 from paraplan.planner.memory.squeeze import polish, squeeze
+from paraplan.planner.memory.windows import improve_windows
 from paraplan.planner.milp import Status, solve
 
 _SEARCH_SHARE = 0.4
 """Of the time: kept for local search while the gap is above `_WIDE`."""
-_WIDE = 0.01
+_WIDE, _DEEP = 0.01, 0.03
+"""Gaps from which on local search has time of its own; and windows, and proofs a thread of their own."""
+_PASSES = 10
+"""Of local search, between which it takes up what the other thread's relaxations say."""
+_DEEP_FROM = 0.75
+"""Of the time: where less is left and the gap still above `_DEEP`, the second thread proves."""
+_SEPARATING = 5
+"""Instants the last relaxations begin with."""
 _BACKEND = "mathopt-cpsat"
 """Nearly all rows of a relaxation are clauses, and learning from conflicts proves far more of them than branching."""
 _FEW = 2
@@ -69,24 +80,81 @@ class Recomputation:
         self.instants: set[int] = set()
         self.refuted: tuple[int, ...] = ()
         self._searches = 0
+        self._bounding = Lock()
+        self._proving: Future[None] | None = None
+        self._starts: list[Profile] = []
+        self._highest = int(self.everything.live.argmax()) if arrays.num_ops else 0
 
     def run(self) -> None:
         """Searches."""
         if self.everything.peak <= self.budget:
             self.best = self.everything
             return
-        highest = int(self.everything.stages[int(self.everything.live.argmax())])
-        self.instants = {highest}
+        self.instants = {self._highest}
         self._consider(self.everything)
         for stride in (0, math.isqrt(self.arrays.num_ops)):
             if self.gap > self.limits.gap:
-                self._consider(_keeping(self.arrays, highest, stride))
+                self._consider(_keeping(self.arrays, self._highest, stride))
         if self.best is not None:
             self._improve(self.limits.rounds, self.left_s / 4)
-        while self.gap > self.limits.gap and self._relaxing_s > 0 and self._refine():
-            pass
-        if self.best is not None and self.gap > self.limits.gap:
-            self._improve(100 * self.limits.rounds, self.left_s)
+        with ThreadPoolExecutor(1) as threads:
+            while self.gap > self.limits.gap and self._relaxing_s > 0:
+                if self.left_s < _DEEP_FROM * self.limits.time_s:
+                    self._prove_beside(threads)
+                if not self._refine():
+                    break
+            self._prove_beside(threads)
+            self._search()
+            if self._proving is not None:
+                self._proving.result()
+
+    def _search(self) -> None:
+        """Local search for some rounds or until time is up; by windows too where the gap is deep."""
+        slid: Profile | None = None
+        for _ in range(_PASSES):
+            while self._starts:
+                self._consider(self._starts.pop())
+            if self.best is None or self.gap <= self.limits.gap or self.left_s <= 0:
+                break
+            deep = self.gap > _DEEP
+            self._improve(100 * self.limits.rounds // _PASSES, self.left_s / 3 if deep else self.left_s)
+            if deep and self.best is not slid:
+                self._slide(self.left_s / 5)
+                slid = self.best
+
+    def _prove_beside(self, threads: ThreadPoolExecutor) -> None:
+        """Starts the second thread, once, where the gap is deep."""
+        if self._proving is None and self.best is not None and self.gap > _DEEP and self.left_s > 0:
+            self._proving = threads.submit(self._prove, self.best)
+
+    def _slide(self, seconds: float) -> None:
+        assert self.best is not None
+        until = time.perf_counter() + seconds
+        self.best = improve_windows(self.best, self.budget, until, self.bound_s - self.compute_s)
+
+    def _prove(self, best: Profile) -> None:
+        """Relaxations with the bytes at every op, from instants that tell apart a schedule's reruns on."""
+        instants = separating(best, {self._highest}, _SEPARATING)
+        while self.left_s > 0 and self.gap > self.limits.gap:
+            relaxation = build_relaxation(self.arrays, tuple(sorted(instants)), self.budget, integral=True, every=True)
+            solution = solve(
+                relaxation.milp, backend=_BACKEND, time_limit_s=max(0.1, self.left_s), relative_gap=1e-3,
+                warm_start=relaxation.encode(best),
+            )  # fmt: skip
+            self._raise_bound(solution.bound)
+            if solution.values is None:
+                return
+            found = realise(self.arrays, relaxation.instants, relaxation.residents(solution.values))
+            self._starts.append(found)
+            more = overflowing(found, self.budget, instants, _FEW)
+            if not more:
+                return
+            instants |= more
+
+    def _raise_bound(self, steps: float) -> None:
+        """A bound in steps of every op once; of either thread."""
+        with self._bounding:
+            self.bound_s = max(self.bound_s, steps * self.compute_s)
 
     def _improve(self, rounds: int, seconds: float) -> None:
         assert self.best is not None
@@ -135,7 +203,7 @@ class Recomputation:
         if solution.status is Status.INFEASIBLE:
             self.refuted = instants
             return False
-        self.bound_s = max(self.bound_s, solution.bound * self.compute_s)
+        self._raise_bound(solution.bound)
         if solution.values is None:
             return False
         start = realise(self.arrays, instants, relaxation.residents(solution.values))

@@ -28,12 +28,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.planner.memory.bursts import add_bursts
+from paraplan.planner.memory.bursts import add_bursts, repeats_inside
 from paraplan.planner.memory.problem import GIVEN, Tier
 from paraplan.planner.memory.relaxed_copies import add_copies
 from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, Profile, gather
 from paraplan.planner.milp import Milp, MilpBuilder
 
+_TINY = 1e-3
+"""Tensors up to so much of the budget are taken as there at every instant, where columns are integral."""
 _SECONDS, _BYTES = 2.0**-36, 2.0**-26
 """Units of the coefficients, in steps and budgets: what rounding them down takes from the bound is below 1e-8."""
 
@@ -49,6 +51,7 @@ class Relaxation:
         again: [instant, op] columns; -1 where it is 0 for certain.
         back: [instant, tensor] columns, likewise.
         stays: [instant, tensor] columns of `bursts`; -1 where there is none.
+        tiny: [tensor] what is taken as there at every instant, at no bytes.
     """
 
     instants: tuple[int, ...]
@@ -57,10 +60,11 @@ class Relaxation:
     again: Ints
     back: Ints
     stays: Ints
+    tiny: Bools
 
     def residents(self, values: Floats) -> Bools:
         """[instant, tensor] of a solution, minimal for its reruns."""
-        return np.asarray(np.where(self.resident >= 0, values[self.resident], 0.0) > 0.5)
+        return np.asarray((np.where(self.resident >= 0, values[self.resident], 0.0) > 0.5) | self.tiny)
 
     def reruns(self, values: Floats) -> Bools:
         """[instant, op] of a solution."""
@@ -92,42 +96,45 @@ class Relaxation:
         return values
 
 
-def useful(arrays: Arrays, instant: int) -> Bools:
-    """[tensor] what anything after an instant may need, reruns included."""
+def useful(arrays: Arrays, instant: int, free: Bools | None = None) -> Bools:
+    """[tensor] what anything after an instant may need, reruns included; not what is there for nothing."""
     problem = arrays.problem
     found = arrays.kept.copy()
-    for op in range(instant + 1, arrays.num_ops):
-        found[list(problem.ops[op].reads)] = True
+    found[arrays.read_tensor[arrays.read_start[instant + 1] :]] = True
     for op in range(instant, -1, -1):
         it = problem.ops[op]
-        if it.repeatable and any(found[tensor] for tensor in it.makes):
+        if it.repeatable and any(found[tensor] and (free is None or not free[tensor]) for tensor in it.makes):
             found[list(it.reads)] = True
-    return found & (arrays.maker <= instant)
+    return found & (arrays.maker <= instant) & (True if free is None else ~free)
 
 
 def build_relaxation(
     arrays: Arrays, instants: tuple[int, ...], budget_bytes: int, tiers: tuple[Tier, ...] = (), rerun: bool = True,
-    integral: bool = False,
+    integral: bool = False, every: bool = False,
 ) -> Relaxation:  # fmt: skip
     """The program for some instants (ascending, each once).
 
     `rerun`: whether anything may be made again; `integral`: with no continuous column, for solvers that want none, and
-    with the bytes inside bursts of reruns (`bursts`).
+    with the bytes between instants (`bursts`), at `every` op or at those that need much.
     """
     builder = MilpBuilder()
     builder.add_columns(1, lower=1.0, upper=1.0, integer=integral, objective=1.0)  # every op once: gaps are of the step
     shape = (len(instants), arrays.num_tensors), (len(instants), arrays.num_ops)
+    tiny = (arrays.nbytes <= (_TINY * budget_bytes if integral else -1)) & (arrays.maker != GIVEN)
     resident, again = np.full(shape[0], -1, np.int64), np.full(shape[1], -1, np.int64)
     scale_s = float(arrays.time_s.sum()) or 1.0
     for k, instant in enumerate(instants):
-        wanted = useful(arrays, instant)
+        wanted = useful(arrays, instant, tiny)
         forced = np.zeros(arrays.num_tensors, bool)
         forced[[*arrays.problem.ops[instant].reads, *arrays.problem.ops[instant].makes]] = True
-        at = np.flatnonzero(wanted | forced)
+        at = np.flatnonzero((wanted | forced) & ~tiny)
         first = builder.add_columns(len(at), lower=forced[at].astype(float), upper=1.0, integer=integral)
         resident[k, at] = first + np.arange(len(at))
         runs = np.unique(arrays.maker[wanted & (arrays.maker != GIVEN)])
         runs = runs[arrays.repeatable[runs] & (arrays.working[runs] <= budget_bytes) & rerun]
+        if integral and every:
+            following = instants[k + 1] if k + 1 < len(instants) else arrays.num_ops
+            runs = np.append(runs, repeats_inside(arrays, instant, following, budget_bytes))
         first = builder.add_columns(
             len(runs), upper=1.0, integer=True, objective=_down(arrays.time_s[runs] / scale_s, _SECONDS)
         )
@@ -135,11 +142,11 @@ def build_relaxation(
     back = np.full(shape[0], -1, np.int64)
     if tiers:
         back = add_copies(builder, arrays, instants, again, resident, tiers, budget_bytes)
-    rows = _Rows(arrays, builder, resident, again, back)
+    rows = _Rows(arrays, builder, resident, again, back, tiny)
     for k, instant in enumerate(instants):
         following = instants[k + 1] if k + 1 < len(instants) else arrays.num_ops - 1
         rows.needs(k, instant, following, last=k + 1 == len(instants))
-        rows.reruns(k)
+        rows.reruns(k, instant)
         if k + 1 < len(instants):
             rows.carried(k, instant)
         at = np.flatnonzero(resident[k] >= 0)
@@ -152,8 +159,8 @@ def build_relaxation(
         )
     stays = np.full(shape[0], -1, np.int64)
     if integral:
-        stays = add_bursts(builder, arrays, instants, resident, again, budget_bytes)
-    return Relaxation(instants, builder.build(), resident, again, back, stays)
+        stays = add_bursts(builder, arrays, instants, resident, again, budget_bytes, every)
+    return Relaxation(instants, builder.build(), resident, again, back, stays, tiny)
 
 
 def _down(values: Floats, unit: float) -> Floats:
@@ -164,21 +171,25 @@ def _down(values: Floats, unit: float) -> Floats:
 class _Rows:
     """Rows of the program, added in blocks."""
 
-    def __init__(self, arrays: Arrays, builder: MilpBuilder, resident: Ints, again: Ints, back: Ints) -> None:
+    def __init__(
+        self, arrays: Arrays, builder: MilpBuilder, resident: Ints, again: Ints, back: Ints, tiny: Bools
+    ) -> None:  # fmt: skip
         self.arrays, self.builder, self.resident, self.again, self.back = arrays, builder, resident, again, back
+        self.tiny = tiny
 
     def needs(self, k: int, instant: int, following: int, last: bool) -> None:
         """What the segment's first executions read is resident at its instant or made again."""
         arrays = self.arrays
         _, read = gather(arrays.read_start, arrays.read_tensor, np.arange(instant + 1, following + 1))
         read = np.unique(np.concatenate([read, np.flatnonzero(arrays.kept)])) if last else np.unique(read)
-        self._at_least(k, read[arrays.maker[read] <= instant], None)
+        self._at_least(k, read[(arrays.maker[read] <= instant) & ~self.tiny[read]], None)
 
-    def reruns(self, k: int) -> None:
-        """What a rerun reads is resident at the instant or made again."""
+    def reruns(self, k: int, instant: int) -> None:
+        """What a rerun reads is resident at the instant, or made again, or made later."""
         runs = np.flatnonzero(self.again[k] >= 0)
         owner, read = gather(self.arrays.read_start, self.arrays.read_tensor, runs)
-        self._at_least(k, read, self.again[k, runs[owner]])
+        before = (self.arrays.maker[read] <= instant) & ~self.tiny[read]
+        self._at_least(k, read[before], self.again[k, runs[owner[before]]])
 
     def carried(self, k: int, instant: int) -> None:
         """What is resident at the next instant was at this one, or is made again."""

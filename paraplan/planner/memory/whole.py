@@ -1,8 +1,8 @@
 """A plan of one device within a budget: its step flattened, planned op by op, and the actions written into the plan.
 
 Recomputation reaches across segments here, which `planner.recompute` (per kind, for many devices) does not; the price
-is a problem as long as the step. `least_found` looks for the least budget that does, by bisection between the largest
-working set and the peak without recomputation, for the error where one does not.
+is a problem as long as the step. `least_budget` brackets the least budget that does, by bisection between what is
+proved to be needed (`least.py`) and the peak without recomputation, for the error where one does not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.sources import source_lines
 from paraplan.planner.memory.answer import MemoryAnswer
 from paraplan.planner.memory.flatten import flatten
+from paraplan.planner.memory.least import Need, least_need
 from paraplan.planner.memory.plan import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemoryProblem, Tier
+from paraplan.planner.memory.reruns import Arrays
 from paraplan.planner.memory.schedule import evaluate, freeing
 
 ROUNDS = 6
@@ -95,18 +97,32 @@ def peak_without(problem: MemoryProblem) -> int:
     return evaluate(alone, freeing(alone, tuple(range(len(problem.ops))))).peak_bytes
 
 
-def least_found(problem: MemoryProblem, above_bytes: int, time_s: float) -> int:
-    """The least budget above one that does not do for which a schedule was found."""
-    low = max(above_bytes, *(problem.working_bytes(op) for op in range(len(problem.ops))))
-    high = peak_without(problem)
+@dataclass(frozen=True)
+class Least:
+    """Between what the least budget that does lies.
+
+    Attributes:
+        need: no budget below does, and the op at which.
+        found_bytes: a schedule within it was found.
+    """
+
+    need: Need
+    found_bytes: int
+
+
+def least_budget(problem: MemoryProblem, above_bytes: int, time_s: float) -> Least:
+    """What is needed at least, and the least budget above one that does not do for which a schedule was found."""
     deadline = time.perf_counter() + time_s
+    need = least_need(Arrays(problem), time.perf_counter() + time_s / 4)
+    low, high = max(above_bytes, need.nbytes), peak_without(problem)
+    tried = low if low > above_bytes else (low + high) // 2  # what is needed at least often does
     for _ in range(ROUNDS):
         left = deadline - time.perf_counter()
         if high - low <= 0.01 * high or left <= 0:
             break
-        middle = (low + high) // 2
         try:
-            high = plan_memory(problem, middle, MemoryLimits(time_s=left / 2, gap=1.0)).evaluation.peak_bytes
+            high = plan_memory(problem, tried, MemoryLimits(time_s=left / 2, gap=1.0)).evaluation.peak_bytes
         except (InfeasibleError, SolverLimitError):
-            low = middle
-    return high
+            low = tried
+        tried = (low + high) // 2
+    return Least(need, high)
