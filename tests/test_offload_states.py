@@ -121,7 +121,7 @@ def moved(plan: Plan, every: int) -> Plan:
     """The plan with every so-manieth parameter's states on the host, and nothing else changed."""
     (stage,) = plan.stages
     params = {
-        name: msgspec.structs.replace(layouts, state_tier="" if index % every else "host")
+        name: msgspec.structs.replace(layouts, state_tier="" if index % every else "host", ahead=False)
         for index, (name, layouts) in enumerate(stage.params.items())
     }
     return msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))

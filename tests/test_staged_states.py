@@ -70,7 +70,7 @@ def test_staging_changes_no_bit(states: str, precision: str) -> None:
     (stage,) = device.stages
     params = {
         name: msgspec.structs.replace(
-            layouts, state_tier=("", "host", states if states == "disk" else "host")[index % 3],
+            layouts, ahead=False, state_tier=("", "host", states if states == "disk" else "host")[index % 3],
             fetched=states == "fetched" and index % 3 == 2,
         )
         for index, (name, layouts) in enumerate(stage.params.items())

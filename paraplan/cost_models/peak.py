@@ -50,7 +50,7 @@ class Role(Enum):
 _OUTER = {"param": Role.PARAMETERS, "state": Role.MASTERS, "slots": Role.STATES, "batch": Role.BATCH}
 _PREFIXES = {
     "acc": Role.GRADIENTS, "grad": Role.GRADIENTS, "tied": Role.GRADIENTS, "whole": Role.GATHERED,
-    "here": Role.GATHERED,
+    "here": Role.GATHERED, "held": Role.GATHERED,
     "sum": Role.COMMUNICATION, "d": Role.BOUNDARY_GRADIENTS, "param": Role.PARAMETERS, "state": Role.MASTERS,
     "buffer": Role.BUFFERS, "slots": Role.STATES,
 }  # fmt: skip

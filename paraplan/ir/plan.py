@@ -36,6 +36,9 @@ PLACES: dict[Place, str] = {
 }  # fmt: skip
 """How pins say where state and stored copy of a parameter are, and where it is updated."""
 
+AHEAD = "+ahead"
+"""How pins say that a stored copy is gathered once a step."""
+
 
 class ModelRef(Value, frozen=True, kw_only=True):
     """Which model a plan is for.
@@ -90,6 +93,10 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     step, and the updated parameter goes back to `stored`). ZeRO-3 shards all three, ZeRO-2 the last two,
     ZeRO-1 the last.
 
+    With `ahead` the stored copy lies as the state does between steps: it is gathered once a step, while segments before
+    its first reader run, and kept until its last. So nobody waits for the gather that would follow an update, and
+    ZeRO-1 and ZeRO-2 hold no whole copy then (FSDP's SHARD_GRAD_OP, Megatron-LM's overlapped gather of parameters).
+
     `state_tier` is where the optimizer's copy and states are: "" for the device, or "host": gradients are then copied
     there, the host updates, and the updated parameter is copied back (ZeRO-Offload, Ren et al. 2021). On "disk" they
     are files, of which a few parameters' at a time are brought to the host's memory, updated there, and written back
@@ -105,12 +112,18 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     state_tier: str = ""
     stored_tier: str = ""
     fetched: bool = False
+    ahead: bool = False
+
+    @property
+    def resting(self) -> str:
+        """The layout of the stored copy between steps."""
+        return self.state if self.ahead else self.stored
 
     @property
     def text(self) -> str:
-        """As a pin says it: "stored/grad/state", then "@host" where the state is there, "@all" where all of it is."""
+        """As a pin says it: "stored/grad/state", then "+ahead", or "@host" where the state is, "@all" where all is."""
         place = PLACES[self.state_tier or self.stored_tier, self.stored_tier, self.fetched]
-        return f"{self.stored}/{self.grad}/{self.state}{place}"
+        return f"{self.stored}/{self.grad}/{self.state}{AHEAD if self.ahead else place}"
 
     @property
     def update_tier(self) -> str:

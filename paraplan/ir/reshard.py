@@ -132,6 +132,12 @@ def reshard_path(shape: Dims, source: Layout, target: Layout, mesh_shape: Dims, 
     return tuple(move for move in path if mesh_shape[move.axis] > 1)
 
 
+def only_gathers(shape: Dims, source: Layout, target: Layout, mesh_shape: Dims) -> bool:
+    """Whether gathers, one at least, lead from one layout to the other and nothing else is needed."""
+    path = reshard_path(shape, source, target, mesh_shape)
+    return bool(path) and all(move.kind == "all_gather" for move in path)
+
+
 def reshard_table(shape: Dims, mesh_shape: Dims, frozen: int, ends: tuple[Layout, ...]) -> ReshardTable:
     """The table that holds the paths between some layouts of a shape.
 

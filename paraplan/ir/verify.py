@@ -14,6 +14,7 @@ from paraplan.ir.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, parse_la
 from paraplan.ir.plan import PLAN_VERSION, STATE_TIERS, ParamLayouts, Plan, Stage
 from paraplan.ir.program import Program, SegmentKind, master_dtype, trained_params
 from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.carried import rule_fault
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 from paraplan.ir.verify_schedule import verify_schedule
@@ -268,6 +269,14 @@ def _verify_param(
 ) -> None:
     for role, text in (("stored", layouts.stored), ("grad", layouts.grad), ("state", layouts.state)):
         _verify_layout(text, shape, mesh_shape, f"{where}, parameter {name}, {role}", partial=role == "grad")
+    if layouts.ahead:
+        lies, rests = parse_layout(layouts.stored), parse_layout(layouts.state)
+        if layouts.state_tier or layouts.stored_tier or not only_gathers(shape, rests, lies, mesh_shape):
+            raise InvalidPlanError(
+                f"{where}, parameter {name}: ahead, but gathers alone do not lead from state {layouts.state!r} to "
+                f"stored {layouts.stored!r} on the device; leave ahead out, or shard the state further than the stored "
+                "copy"
+            )
 
 
 def _verify_tiers(plan: Plan, name: str, layouts: ParamLayouts, where: str) -> None:

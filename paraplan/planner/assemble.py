@@ -50,6 +50,7 @@ class Decisions:
         activations: per segment, what becomes of values not simply kept for the backward; empty where all are kept.
         splits: per segment, what runs in chunks; empty where nothing does.
         bundle_bytes: as in the plan.
+        fixed: whether layouts of parameters are pinned by name, and to be left as they are.
     """
 
     mesh: Mesh
@@ -61,6 +62,7 @@ class Decisions:
     activations: tuple[dict[str, str], ...] = ()
     splits: tuple[Split | None, ...] = ()
     bundle_bytes: int = BUNDLE_BYTES
+    fixed: bool = False
 
 
 def assemble(job: Job, decisions: Decisions) -> Plan:

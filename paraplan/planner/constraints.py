@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.plan import HERE, PLACES, Place
+from paraplan.ir.plan import AHEAD, HERE, PLACES, Place
 from paraplan.ir.struct import Value
 
 PRESETS = ("none", "selective", "alternate", "full")
@@ -56,7 +56,7 @@ class Constraints(Value, frozen=True, kw_only=True):
             parameters there too, "none" all on the device, "either" leaves it to the planner; None: to the planner
             where `offload` allows the host. "disk" and "disk-all" keep them on disk, to be updated in the host's
             memory; with "fetched" ("fetched", "all-fetched", "disk-fetched", "disk-all-fetched") the device updates.
-        params: layouts of named parameters, "stored/grad/state" texts.
+        params: layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.
     """
 
     mesh: tuple[int, ...] | None = None
@@ -92,13 +92,12 @@ class Constraints(Value, frozen=True, kw_only=True):
     @property
     def every_place(self) -> tuple[Place, ...]:
         """Likewise, of any parameter."""
-        pinned = [parse_param_pin(name, text)[3] for name, text in self.params.items()]
+        pinned = [parse_param_pin(name, text).place for name, text in self.params.items()]
         return tuple(dict.fromkeys((*self.places, *pinned)))
 
     @property
     def state_tiers(self) -> tuple[str, ...]:
         """Tiers that states, or their gradients, may be on."""
-        away = [place for place in self.every_place if place[0]]
         away = [place for place in self.every_place if place[0]]
         return tuple(dict.fromkeys(at for tier, _, fetched in away for at in ((tier,) if fetched else ("host", tier))))
 
@@ -188,17 +187,29 @@ def _stage_devices(c: Constraints, num_devices: int) -> int:
     return num_devices
 
 
-def parse_param_pin(name: str, text: str) -> tuple[str, str, str, Place]:
-    """`"S0/S0/S0@host"` to (stored, grad, state, place); without "@" that is the device.
+class ParamPin(NamedTuple):
+    """A parameter's pinned layouts; where states and stored copy are; whether that is gathered ahead."""
+
+    stored: str
+    grad: str
+    state: str
+    place: Place
+    ahead: bool
+
+
+def parse_param_pin(name: str, text: str) -> ParamPin:
+    """`"S0/S0/S0@host"` or `"R/P/S0+ahead"` in parts; without "@" that is the device.
 
     Raises:
         ConstraintError: not three layouts, or states cannot be there.
     """
-    layouts, at, place = text.partition("@")
+    lies, at, place = text.partition("@")
+    layouts = lies.removesuffix(AHEAD)
     parts, places = layouts.split("/"), {words: tiers for tiers, words in PLACES.items()}
     if len(parts) != 3 or at + place not in places:
         raise ConstraintError(
             f"params[{name!r}] = {text!r}: give stored/grad/state, e.g. 'R,S0/R,S0/R,S0', and '@host' after it where "
-            f"the states are to be in the host's memory ({', '.join(filter(None, places))})"
+            f"the states are to be in the host's memory ({', '.join(filter(None, places))}), or '{AHEAD}' where the "
+            "stored copy is gathered once a step"
         )
-    return parts[0], parts[1], parts[2], places[at + place]
+    return ParamPin(parts[0], parts[1], parts[2], places[at + place], layouts != lies)

@@ -1,12 +1,15 @@
-"""Decisions made a plan, lowered and simulated; where that is over a budget, without bundles across segments.
+"""Decisions made a plan, lowered and simulated; where that is over a budget, a leaner one of the same layouts.
 
-Bundles of several segments' small parameters save latency and hold a few MiB more (`ir.lower.bundle`): a plan that does
-not fit with them is tried without before anything dearer is.
+Bundles of several segments' small parameters save latency and hold a few MiB more (`ir.lower.bundle`), and a stored
+copy that is gathered ahead of the step's first use lies beside the shard it was gathered from (`ParamLayouts.ahead`): a
+plan that does not fit with them is tried without before anything dearer is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulate import Simulation
@@ -37,12 +40,20 @@ class Realised:
 
 
 def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -> Realised:
-    """The plan of these decisions, with bundles across segments where it fits so; else the leaner of the two."""
+    """The plan of these decisions where it fits so; else the leaner of it and of `lean`."""
     found = _realise(job, decisions)
     if found.peak_bytes <= limit_bytes:
         return found
-    lean = _realise(job, replace(decisions, bundle_bytes=0))
-    return lean if lean.peak_bytes < found.peak_bytes else found
+    other = _realise(job, lean(decisions))
+    return other if other.peak_bytes < found.peak_bytes else found
+
+
+def lean(decisions: Decisions) -> Decisions:
+    """Without bundles across segments, and with stored copies whole between steps where layouts are not pinned."""
+    params = tuple(
+        msgspec.structs.replace(layouts, ahead=layouts.ahead and decisions.fixed) for layouts in decisions.params
+    )
+    return replace(decisions, bundle_bytes=0, params=params)
 
 
 def _realise(job: Job, decisions: Decisions) -> Realised:

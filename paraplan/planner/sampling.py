@@ -16,11 +16,12 @@ from paraplan.ir.graph import Phase
 from paraplan.ir.lower.chunks import gradients_known, letters_of
 from paraplan.ir.lower.kind import chosen_strategies
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable
-from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh
+from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh, parse_layout
 from paraplan.ir.micro import ProgramMicro, program_micro, splittable
 from paraplan.ir.plan import HERE, PLACES, KindChoice, ParamLayouts, Plan, Split
 from paraplan.ir.program import Program, master_dtype, trained_params
 from paraplan.ir.rank_program import TIERS
+from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.classes import grad_classes, param_classes
@@ -136,7 +137,9 @@ def _params(rng: random.Random, program: Program, shape: tuple[int, ...]) -> tup
     for cls in param_classes(program):
         stored, state = (layout_text(_random_layout(rng, cls.spec.shape, shape, R, 1, partial=False)) for _ in range(2))
         grad = layout_text(_random_layout(rng, cls.spec.shape, shape, R, 1, partial=True))
-        found.append(ParamLayouts(stored=stored, grad=grad, state=state))
+        able = cls.trained and only_gathers(cls.spec.shape, parse_layout(state), parse_layout(stored), shape)
+        ahead = able and random.Random(f"{cls.params[0]} {grad}").random() < 0.5
+        found.append(ParamLayouts(stored=stored, grad=grad, state=state, ahead=ahead))
     return tuple(found)
 
 

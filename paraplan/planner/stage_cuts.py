@@ -108,7 +108,7 @@ def chain_memory(plan: Plan, saved_bytes: Sequence[int]) -> ChainMemory:
         def local(dtype: str, layout: str, shape: tuple[int, ...] = spec.shape) -> int:
             return TensorSpec(dtype, local_shape(shape, parse_layout(layout), stage.mesh.shape)).nbytes
 
-        param_bytes[name] = local(spec.dtype, layouts.stored)
+        param_bytes[name] = local(spec.dtype, layouts.stored) + layouts.ahead * local(spec.dtype, layouts.state)
         if name in trained:
             dtype = master_dtype(program.precision, spec.dtype)
             slots = plan.optimizer.state_slots + (dtype != spec.dtype)

@@ -99,6 +99,8 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
         elif isinstance(state[index], Shard):
             found.setdefault(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over ", []).append(axis)
     words = [how + " and ".join(where) for how, where in found.items()] or ["whole on every rank"]
+    if layouts.ahead:
+        words.append("gathered once a step")
     if layouts.state_tier or layouts.stored_tier:
         where = {"host": "on the host", "disk": "on disk"}[layouts.stored_tier or layouts.state_tier]
         what = where if layouts.stored_tier else f"states {where}"
@@ -173,7 +175,7 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     for slot, local in enumerate(kind.params):
         names = tuple(dict.fromkeys(program.segments[index].params[slot] for index in segments))
         layouts, spec = stage.params[names[0]], program.params[names[0]].spec
-        held = TensorSpec(spec.dtype, local_shape(spec.shape, parse_layout(layouts.stored), stage.mesh.shape))
+        held = TensorSpec(spec.dtype, local_shape(spec.shape, parse_layout(layouts.resting), stage.mesh.shape))
         rows.append(
             ParamRow(
                 name=generic_name(names[0]) if len(names) > 1 else names[0], count=len(names), shape=spec.shape,

@@ -64,10 +64,11 @@ def test_contradictions_are_refused(constraints: Constraints, message: str) -> N
 
 
 def test_parameter_pins() -> None:
-    assert parse_param_pin("w", "R,S0/P,S0/S0,S0") == ("R,S0", "P,S0", "S0,S0", ("", "", False))
-    assert parse_param_pin("w", "R/P/S0@host") == ("R", "P", "S0", ("host", "", False))
-    assert parse_param_pin("w", "S0/R/S0@disk-all-fetched")[3] == ("disk", "disk", True)
-    assert parse_param_pin("w", "S0/S0/S0@all") == ("S0", "S0", "S0", ("host", "host", False))
+    assert parse_param_pin("w", "R,S0/P,S0/S0,S0") == ("R,S0", "P,S0", "S0,S0", ("", "", False), False)
+    assert parse_param_pin("w", "R/P/S0@host") == ("R", "P", "S0", ("host", "", False), False)
+    assert parse_param_pin("w", "S0/R/S0@disk-all-fetched").place == ("disk", "disk", True)
+    assert parse_param_pin("w", "S0/S0/S0@all") == ("S0", "S0", "S0", ("host", "host", False), False)
+    assert parse_param_pin("w", "R/P/S0+ahead") == ("R", "P", "S0", ("", "", False), True)
     with pytest.raises(ConstraintError, match="give stored/grad/state"):
         parse_param_pin("w", "R/S0")
 

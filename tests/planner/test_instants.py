@@ -25,7 +25,7 @@ def test_the_peak_is_counted(tiny_gpt2, m: int) -> None:  # type: ignore[no-unty
         problem = formulate(space)
         found = optimise(problem.network)
         assert found.choices is not None
-        plan = assemble(job, decisions_of(job, space, mesh, m, found.choices[: len(space.deciders)]))
+        plan = assemble(job, decisions_of(job, space, mesh, m, found.choices[: len(space.deciders)], False))
         programs = lower(plan)
         simulation = simulate_plan(plan, programs)
         at = peak_instant(programs, simulation)

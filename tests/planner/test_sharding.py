@@ -186,7 +186,7 @@ def test_memory_limits_are_kept_and_cost_time(tiny_stacks) -> None:  # type: ign
     free = solve_mesh(job, LINE, 1, Constraints(), NO_LIMIT)
     peak = max(free.simulation.peak_bytes)
     last, proved = free.objective_s, False
-    for share in (1.0, 0.85, 0.7, 0.5, 0.4):
+    for share in (1.0, 0.92, 0.7, 0.5, 0.4):
         limits = Limits(time_s=60.0, memory_bytes=peak * share)
         try:
             found = solve_mesh(job, LINE, 1, Constraints(), limits)

@@ -58,7 +58,10 @@ def test_memory_of_every_class_in_words(plan: pp.Plan) -> None:
     rows = {row.name: row for row in told.largest}
     weights = [row for name, row in rows.items() if name.startswith("layers.") and row.what == "parameters"]
     assert sum(row.count for row in weights) == 8
-    assert {row.layout for row in weights} == {"split over tp (dim 0)", "whole on every rank", "split over tp (dim 1)"}
+    assert {row.layout for row in weights} == {
+        "split over dp (dim 0)",  # gathered once a step
+        "split over dp (dim 0) and split over tp (dim 1)",
+    }
     grads = [row for row in told.largest if row.name.startswith("gradient of layers.")]
     assert grads and {row.what for row in grads} == {"gradients"}
     assert all("test_report.py" in row.source and row.made_by and row.read_by for row in grads)

@@ -68,6 +68,7 @@ class _Evaluation(RankSteps):
     def evaluate(self) -> RankProgram:
         self.action = self.first_action
         layouts = self.denominators()
+        self.wake(self.actions)
         for index, term in self.terms.items():
             if term.denominator is not None:
                 spec = self.lowered.spec_of(term.numerator)
@@ -121,7 +122,7 @@ class _Evaluation(RankSteps):
         return self.parts(0).given[source]
 
     def _at(self, value: str, m: int) -> str:
-        return value if value.startswith("param:") else super()._at(value, m)
+        return self.stored(value.removeprefix("param:")) if value.startswith("param:") else super()._at(value, m)
 
     def _micro(self, name: str, output: Output) -> KindMicro:
         graph = output.graph

@@ -54,7 +54,8 @@ class KindContext:
         params: per parameter slot, where it is stored.
         param_grads: per parameter slot, the layout its gradient is handed over in (on the mesh).
         grad_dtype: dtype gradients are accumulated in, "" for that of the gradient.
-        fetched: per parameter slot, whether it is copied to the device for the block (see `fetch`); empty: none is.
+        fetched: per parameter slot, whether it comes only shortly before the block, from a tier (see `fetch`) or from
+            where it rests (see `ahead`); empty: none does.
     """
 
     num_microbatches: int

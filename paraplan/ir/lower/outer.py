@@ -23,10 +23,10 @@ def outer_values(blocks: PlanBlocks, group: int) -> dict[str, OuterValue]:
     for name, layouts in held.params.items():
         spec = program.params[name].spec
         at = layouts.stored_tier
-        found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.stored), shape, True, at)
+        found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.resting), shape, True, at)
         if name in trained:
             dtype = master_dtype(program.precision, spec.dtype)
-            stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
+            stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
             tier = layouts.state_tier
             own = tier != at or dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
             found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), state, shape, own, tier)

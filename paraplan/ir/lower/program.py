@@ -46,6 +46,7 @@ class RankSteps(LossSteps):
         """The program of a training step."""
         self.action = self.first_action
         self.waits = self.tangents(self.denominators())
+        self.wake(self.actions)
         finals = self.finals(self.actions)
         last = {action.kind: index for index, action in enumerate(self.actions)}
         end_loss: Callable[[], None] = lambda: None  # noqa: E731

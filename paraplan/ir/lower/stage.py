@@ -220,7 +220,7 @@ class PlanBlocks:
             params=tuple(parse_layout(p.stored) for p in params),
             param_grads=tuple(parse_layout(p.grad) for p in params),
             grad_dtype="float32" if plan.program.precision in HALVES else "",
-            fetched=tuple(bool(p.stored_tier) for p in params),
+            fetched=tuple(bool(p.stored_tier) or p.ahead for p in params),
         )  # fmt: skip
 
     def _backward(self, route: RouteBlocks, stage: int, index: int) -> None:

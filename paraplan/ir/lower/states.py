@@ -100,7 +100,7 @@ class StateCopies:
         layouts = self.layouts[name]
         if layouts.stored_tier:
             return False
-        return bool(layouts.state_tier) or layouts.stored != layouts.state or self._dtype(name) != param.spec.dtype
+        return bool(layouts.state_tier) or layouts.resting != layouts.state or self._dtype(name) != param.spec.dtype
 
     def _dtype(self, name: str) -> str:
         return self.specs[name].dtype
@@ -116,7 +116,7 @@ class StateCopies:
     def _restore(self, name: str, param: ParamSpec) -> None:
         layouts, dtype = self.layouts[name], self._dtype(name)
         away = self._state(name) if self.tier(name) else None
-        key = ("restore", param.spec, layouts.stored, layouts.state, self.tier(name), layouts.staged)
+        key = ("restore", param.spec, layouts.resting, layouts.state, self.tier(name), layouts.staged)
         if key not in self._blocks:
             stem, own = self._next("restore"), layouts.staged
             self._blocks[key] = restore_block(stem, param, dtype, layouts, self.mesh_shape, away, own)

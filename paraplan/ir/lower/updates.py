@@ -175,7 +175,7 @@ def restore_block(
     `own`: the state on the device is a copy, no view of the stored one.
     """
     emitter = BlockEmitter(name, (1, *mesh_shape))
-    stored, state = parse_layout(layouts.stored), parse_layout(layouts.state)
+    stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
     emitter.give("stored", param.spec, (R, *stored))
     spec, strides = TensorSpec(state_dtype, param.spec.shape), None
     if away is not None:

@@ -6,8 +6,8 @@ Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what
 `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
 of ranks that hold it), `new:<buffer>` (its new value, likewise), `sum:<i>` (under way),
 `whole:<segment>/<slot>@<action>` (a parameter gathered ahead), `here:<segment>/<slot>@<action>` (one copied to the
-device), `den<i>`, `tangent<i>`, `num<i>`, `loss`; `<name><<group>` is what came from another group of ranks,
-`<name>#<i>` a part of it.
+device), `held:<param>` (a stored copy gathered for the step), `den<i>`, `tangent<i>`, `num<i>`, `loss`;
+`<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from paraplan.ir.lower.reduce import Partials, Reductions
 from paraplan.ir.lower.stage import PlanBlocks, StageBlocks
 from paraplan.ir.lower.states import StateCopies
 from paraplan.ir.lower.updates import zero_block
+from paraplan.ir.mesh import R, parse_layout
 from paraplan.ir.program import master_dtype
 from paraplan.ir.rank_program import Block, Step, StepKind
-from paraplan.ir.reshard import Move
+from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.schedule import Action, ActionKind
 from paraplan.ir.tensor import TensorSpec
+
+AWAKE = 2
+"""Groups of parameters under way from where they rest. In a pipeline all set out at once: it stands still at first."""
 
 
 class SegmentSteps:
@@ -64,6 +68,8 @@ class SegmentSteps:
         self.reductions = Reductions(params, specs, shape, self.calls, plan.bundle_bytes, self._reduced)
         self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
         self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
+        under_way = AWAKE if len(blocks.held) == 1 else len(plan.program.segments)
+        self.waking = Gathers(self.extended, self.calls, plan.bundle_bytes, "hold", under_way)
         self.copies = Copies(self._call_for)
         self.fetches = Fetches(self.program.params, params, shape, self._call_for)
         self.numerators = {
@@ -109,6 +115,34 @@ class SegmentSteps:
     def _at(self, value: str, m: int) -> str:
         return value if value.startswith("buffer:") else f"{value}@{m}"
 
+    def stored(self, name: str) -> str:
+        """The outer name of a parameter as segments read it."""
+        return f"held:{name}" if self.holding.params[name].ahead else f"param:{name}"
+
+    def wake(self, actions: Sequence[Action]) -> None:
+        """The step begins: what rests sharded is gathered in the order in which segments first read it."""
+        order = dict.fromkeys(
+            (name, index)
+            for action in actions
+            if action.kind is ActionKind.F
+            for index in range(self.plan.stages[action.stage].first, self.plan.stages[action.stage].stop)
+            for name in self.program.segments[index].params
+            if self.holding.params[name].ahead
+        )
+        first = dict(reversed(order))
+        parcels: dict[int, list[Parcel]] = {}
+        for name, index in order:
+            if first[name] == index:
+                parcels.setdefault(index, []).append(self._woken(name))
+        self.waking.start([Visit(index, tuple(found)) for index, found in parcels.items()])
+
+    def _woken(self, name: str) -> Parcel:
+        """The way of a stored copy from where it rests."""
+        spec, layouts = self.program.params[name].spec, self.holding.params[name]
+        rests, whole = ((R, *parse_layout(text)) for text in (layouts.resting, layouts.stored))
+        path = reshard_path(spec.shape, rests, whole, self.extended, frozen=1)
+        return Parcel(f"param:{name}", f"held:{name}", spec, path)
+
     def _visit(self, index: int, early: Sequence[Move | None]) -> Visit:
         """What is gathered for a segment before its block is called."""
         segment = self.program.segments[index]
@@ -133,7 +167,7 @@ class SegmentSteps:
         """What a segment's block is given for a parameter."""
         if early[slot] is not None:
             return self._whole(index, slot)
-        return self.fetches.here(index, slot, self.action) if self.fetches.is_away(name) else f"param:{name}"
+        return self.fetches.here(index, slot, self.action) if self.fetches.is_away(name) else self.stored(name)
 
     def _whole(self, index: int, slot: int) -> str:
         return f"whole:{index}/{slot}@{self.action}"
@@ -159,6 +193,7 @@ class SegmentSteps:
         self.fetches.start([self._fetch(index, m, forwards[index].block) for index in order], self.action)
         for index in order:
             segment, lowered = self.program.segments[index], forwards[index]
+            self.waking.reach(index)
             self.gathers.reach(index)
             self.fetches.reach()
             names = self._sources(index, m, lowered.early)

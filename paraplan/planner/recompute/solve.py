@@ -66,7 +66,7 @@ def solve_with_recomputation(
             raise _not_found(job, mesh, constraints, limits, closest)
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
-        decisions = decisions_of(job, space, mesh, num_microbatches, choices)
+        decisions = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
         fitted = _recomputing(job, decisions, constraints, limits.memory_bytes)
         if isinstance(fitted, Fitted):
             break

@@ -1,9 +1,10 @@
 """What one option of a parameter class holds, on the device and on the host, and what a step of it costs.
 
-On the device: the stored copy, the states, the gradient until it has been used. With states on a tier nothing of them
-is left here but what is fetched for the update, and gradients go to the host as they are made, unless the device
-updates. With the stored copy there too, what a segment reads is on the device for a moment, which simulation finds
-(`instants`).
+On the device: the stored copy, the states, the gradient until it has been used. A stored copy that is gathered ahead is
+whole at the loss and a shard at the update; that shard beside the whole is not counted, since a plan that does not fit
+for it is made without (`realise`). With states on a tier nothing of them is left here but what is fetched for the
+update, and gradients go to the host as they are made, unless the device updates. With the stored copy there too, what a
+segment reads is on the device for a moment, which simulation finds (`instants`).
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     tier, master = option.state_tier, TensorSpec(option.state_dtype, cls.spec.shape)
     shard, grad = prices.nbytes(master, (R, *option.state)), prices.nbytes(master, (R, *option.grad))
     reduced = prices.reshard(master, (R, *option.grad), (R, *option.state), bundled=True)
-    restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored))
+    restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored), bundled=option.ahead)
     assert reduced is not None and restored is not None
-    copy = prices.write(cls.spec, (R, *option.stored)) if option.needs_restore(cls.spec.dtype) else prices.zero
+    copy = prices.write(cls.spec, (R, *option.resting)) if option.needs_restore(cls.spec.dtype) else prices.zero
     back = not option.stored_tier
     on_host = bool(tier) and not option.fetched
     step = prices.updated_away("host", shard, slots, back) if on_host else prices.updated(shard, slots)
@@ -68,13 +69,14 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     owned = shard if option.owns_state(cls.spec, prices.extended[1:]) else 0
     states, workspace = owned + shard * slots + job.optimizer.scalar_bytes, shard * job.optimizer.workspace_slots
     kept = stored + (0 if tier else states)
+    rests = kept - stored + (prices.nbytes(cls.spec, (R, *option.resting)) if stored else 0)
     accumulated = grad if m > 1 else 0
     away, disk = (states * n, 0) if tier == "host" else (0, states * n if tier else 0)
     if on_host:
         work = workspace + brought
         return ParamHeld(cost, (kept + accumulated) * n, kept * n, away=away + shard * n, away_work=work, disk=disk)
     work, one = workspace + brought, grad if m == 1 else 0
-    return ParamHeld(cost, (kept + accumulated) * n, (kept + shard) * n, work, one, away=away, disk=disk)
+    return ParamHeld(cost, (kept + accumulated) * n, (rests + shard) * n, work, one, away=away, disk=disk)
 
 
 def _reads(job: Job, cls: ParamClass) -> int:

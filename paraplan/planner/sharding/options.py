@@ -10,6 +10,7 @@ from paraplan.ir.graph import Phase
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, is_view_of, layout_text
 from paraplan.ir.plan import HERE, ParamLayouts, Place
 from paraplan.ir.program import BatchInput, SegmentKind, master_dtype
+from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.dims import op_def
 from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.classes import ParamClass
@@ -19,7 +20,10 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParamOption:
-    """Where a parameter class lives: see `ir.plan.ParamLayouts`."""
+    """Where a parameter class lives: see `ir.plan.ParamLayouts`.
+
+    `eager`: the stored copy could rest as the state lies and be gathered ahead, and does not; for pins alone.
+    """
 
     stored: Layout
     grad: Layout
@@ -28,6 +32,13 @@ class ParamOption:
     state_tier: str = ""
     stored_tier: str = ""
     fetched: bool = False
+    ahead: bool = False
+    eager: bool = False
+
+    @property
+    def resting(self) -> Layout:
+        """The layout of the stored copy between steps."""
+        return self.state if self.ahead else self.stored
 
     @property
     def place(self) -> Place:
@@ -36,19 +47,19 @@ class ParamOption:
 
     def needs_restore(self, dtype: str) -> bool:
         """Whether the update is followed by a write into the stored copy."""
-        moved = self.stored != self.state or dtype != self.state_dtype
+        moved = self.resting != self.state or dtype != self.state_dtype
         return self.state_tier != self.stored_tier or moved
 
     def owns_state(self, spec: TensorSpec, mesh_shape: Dims) -> bool:
         """Whether the optimizer's tensor is a storage of its own, not a slice of the stored copy."""
-        alike = spec.dtype == self.state_dtype and is_view_of(spec.shape, self.stored, self.state, mesh_shape)
+        alike = spec.dtype == self.state_dtype and is_view_of(spec.shape, self.resting, self.state, mesh_shape)
         return bool(self.state_tier) or not alike
 
     def layouts(self) -> ParamLayouts:
         """As a plan writes it."""
         return ParamLayouts(
             stored=layout_text(self.stored), grad=layout_text(self.grad), state=layout_text(self.state),
-            state_tier=self.state_tier, stored_tier=self.stored_tier, fetched=self.fetched,
+            state_tier=self.state_tier, stored_tier=self.stored_tier, fetched=self.fetched, ahead=self.ahead,
         )  # fmt: skip
 
 
@@ -65,7 +76,9 @@ def param_options(
 ) -> tuple[ParamOption, ...]:
     """Every combination of per-axis options that divides or may be padded; a frozen parameter is only stored.
 
-    `places`: where optimizer states, and stored copies that can be their states' storages, may be.
+    A stored copy that can be gathered ahead of the step's first use is, where the state is on the device; not so for
+    pins (`ParamOption.eager`). `places`: where optimizer states, and stored copies that can be their states' storages,
+    may be.
     """
     dtype = master_dtype(precision, cls.spec.dtype)
     found: dict[ParamOption, None] = {}
@@ -74,8 +87,12 @@ def param_options(
         if not cls.trained:
             grad = state = stored
         if all(is_shardable(cls.spec.shape, layout, mesh_shape) for layout in (stored, grad, state)):
+            ahead = stored != state and only_gathers(cls.spec.shape, state, stored, mesh_shape)
             for states, kept, fetched in places:
-                if not kept and (cls.trained or not states):
+                if not kept and not states and ahead:
+                    found[ParamOption(stored, grad, state, dtype, ahead=True)] = None
+                    found[ParamOption(stored, grad, state, dtype, eager=True)] = None
+                elif not kept and (cls.trained or not states):
                     found[ParamOption(stored, grad, state, dtype, states, "", fetched)] = None
                 if kept and stored == state and (dtype == cls.spec.dtype or not cls.trained):
                     found[ParamOption(stored, grad, state, dtype, kept, kept, fetched and cls.trained)] = None

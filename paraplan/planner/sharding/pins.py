@@ -116,7 +116,9 @@ class Pins:
         pinned = {self.constraints.params[name] for name in cls.params if name in self.constraints.params}
         if pinned:
             text = (layout_text(option.stored), layout_text(option.grad), layout_text(option.state), option.place)
-            return text == parse_param_pin(cls.params[0], sorted(pinned)[0])
+            return (*text, option.ahead) == parse_param_pin(cls.params[0], sorted(pinned)[0])
+        if option.eager:
+            return False
         places = self.constraints.places
         if option.place not in (places if cls.trained else {(stored, stored, False) for _, stored, _ in places}):
             return False

@@ -154,7 +154,8 @@ def solve_mesh(
         assert found.choices is not None
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
-        made = realise(job, decisions_of(job, space, mesh, num_microbatches, choices), limits.memory_bytes)
+        decided = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
+        made = realise(job, decided, limits.memory_bytes)
         peak = made.peak_bytes
         if peak <= limits.memory_bytes:
             break
@@ -208,7 +209,7 @@ def choose(
     assert found.choices is not None
     choices = found.choices[: len(space.deciders)]
     check_objective(space, choices, found)
-    return decisions_of(job, space, mesh, num_microbatches, choices)
+    return decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
 
 
 def _at_peak(problem: Formulation, row: Row, choices: Sequence[int], peak: float, known: Row | None) -> Row:
@@ -224,8 +225,10 @@ def check_objective(space: Space, choices: Sequence[int], found: Optimum) -> Non
     assert abs(afresh - found.objective) <= 1e-6 * max(afresh, 1e-9), (afresh, found.objective)
 
 
-def decisions_of(job: Job, space: Space, mesh: Mesh, num_microbatches: int, choices: Sequence[int]) -> Decisions:
-    """Choices by decider as choices by kind and class."""
+def decisions_of(
+    job: Job, space: Space, mesh: Mesh, num_microbatches: int, choices: Sequence[int], fixed: bool
+) -> Decisions:
+    """Choices by decider as choices by kind and class; `fixed`: see `Decisions`."""
     program = job.program
     ops = tuple(
         tuple(space.strategies[k, i][choices[space.op_decider[k, i]]].key for i in range(len(kind.graph.ops)))
@@ -247,6 +250,7 @@ def decisions_of(job: Job, space: Space, mesh: Mesh, num_microbatches: int, choi
         input_grads=tuple(map(tuple, grads)),
         params=params,
         batch=batch,
+        fixed=fixed,
     )
 
 
