@@ -86,7 +86,9 @@ def _with_states_away(plan: Plan, rng: random.Random) -> Plan:
         alike = layouts.stored == layouts.state and master_dtype(plan.program.precision, spec.dtype) == spec.dtype
         legal = [place for place in there if alike or not place[1]]
         states, stored, fetched = rng.choice(legal) if name in trained and rng.random() < share else HERE
-        params[name] = msgspec.structs.replace(layouts, state_tier=states, stored_tier=stored, fetched=fetched)
+        params[name] = msgspec.structs.replace(
+            layouts, state_tier=states, stored_tier=stored, fetched=fetched, ahead=layouts.ahead and not states
+        )
     stages = (msgspec.structs.replace(stage, params=params),)
     return msgspec.structs.replace(plan, stages=stages, bundle_bytes=rng.choice((4096, plan.bundle_bytes)))
 

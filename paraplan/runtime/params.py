@@ -134,6 +134,12 @@ def narrow_state(
     return cut(stored, extra, mesh_shape, coordinates)
 
 
+def travels(key: str, value: object, param: Tensor) -> bool:
+    """Whether an optimizer's state goes where a parameter's states go: what is as it is, but for a count of steps."""
+    alike = isinstance(value, Tensor) and value.shape == param.shape and value.dtype == param.dtype
+    return alike and key != "step"
+
+
 def full_tensors(program: Program, model: nn.Module) -> dict[str, Tensor]:
     """The model's parameters ("param:<name>") and buffers ("buffer:<name>") that a program names.
 

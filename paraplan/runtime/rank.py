@@ -19,7 +19,7 @@ from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.copies import tensor_of
 from paraplan.runtime.executor import Executor
-from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part
+from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part, travels
 
 
 class Rank:
@@ -94,8 +94,8 @@ class Rank:
             ledger.register_all(value)
         for optimizer in optimizers:
             for param, slots in optimizer.state.items():
-                for slot in slots.values():
-                    if isinstance(slot, Tensor) and (param not in apart or not slot.dim()):
+                for key, slot in slots.items():
+                    if isinstance(slot, Tensor) and not (param in apart and travels(key, slot, param)):
                         ledger.adopt(slot, tier_of.get(param, ""))
         ledger.reset_peak()
         executor.entries.clear()

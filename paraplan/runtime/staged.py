@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.rank_program import Step
 from paraplan.runtime.copies import tensor_of
+from paraplan.runtime.params import travels
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.tracker import Tracker
 
@@ -131,7 +132,7 @@ class Staging:
     def _travelling(self, param: nn.Parameter) -> list[str]:
         """The states of a parameter that travel."""
         held = self.optimizer.state.get(param, {})
-        return [key for key, value in held.items() if _alike(value, param)]
+        return [key for key, value in held.items() if travels(key, value, param)]
 
     def _bring(self, name: str, param: nn.Parameter) -> None:
         """Let the optimizer see what was brought; what was loaded into it in the meantime counts instead."""
@@ -159,7 +160,3 @@ class Staging:
         copy, slots = self._up(name)
         grad = self.rank.params[name].grad
         return [x for x in (copy, slots, grad) if x is not None]
-
-
-def _alike(value: object, param: nn.Parameter) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0 and value.dtype == param.dtype
