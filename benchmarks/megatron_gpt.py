@@ -11,8 +11,9 @@ over tensor-parallel ranks (Megatron-LM, `megatron/core/transformer`):
 - the loss casts its logits to float32 and subtracts their maximum in passes of their own
   (`tensor_parallel/cross_entropy.py`), where a vocabulary of 131,072 is much to read.
 
-Dropout is left out, and attention is one kernel, which rows from before FlashAttention (2022) did not have. Names of
-parameters number the layers, as `deepen` wants.
+Attention is one kernel, or, as before FlashAttention (2022), two products around a softmax whose kernel scales and
+masks too (Narayanan et al. 2021, section 4.2; what it does to values does not matter here, for there are none).
+Dropout is left out. Names of parameters number the layers, as `deepen` wants.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class GPTSettings:
-    """Sizes of a model: hidden, layers, heads, vocabulary, longest sequence; whether the head is the embedding."""
+    """Sizes of a model: hidden, layers, heads, vocabulary, longest sequence; whether the head is the embedding, and
+    whether attention is one kernel."""
 
     hidden: int
     layers: int
@@ -34,6 +36,7 @@ class GPTSettings:
     vocab: int
     sequence: int
     tied: bool
+    flash: bool
 
 
 class Attention(nn.Module):
@@ -41,7 +44,7 @@ class Attention(nn.Module):
 
     def __init__(self, of: GPTSettings) -> None:
         super().__init__()
-        self.heads = of.heads
+        self.heads, self.flash = of.heads, of.flash
         self.norm = nn.LayerNorm(of.hidden)
         self.qkv = nn.Linear(of.hidden, 3 * of.hidden)
         self.out = nn.Linear(of.hidden, of.hidden)
@@ -50,7 +53,10 @@ class Attention(nn.Module):
         s, b, h = x.shape
         size = h // self.heads
         q, k, v = self.qkv(self.norm(x)).view(s, b, self.heads, 3, size).permute(1, 2, 3, 0, 4).unbind(2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.flash:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = torch.softmax(q @ k.transpose(2, 3), -1) @ v
         return x + self.out(y.permute(2, 0, 1, 3).reshape(s, b, h))
 
 

@@ -4,14 +4,14 @@ In: JSON files of rows (device, sequence, model, degrees, what was measured). Ou
 pins, and the alternatives a user of that system would try, of which the fastest that fits counts.
 
 What follows from a source's text rather than from its rows' fields stands here: GPT rows are of Megatron-LM's model
-(`megatron_gpt`); the layers of a GPT pipeline are cut
-evenly, the embedding with the first stage and the head with the last (Megatron-LM); the rows of Narayanan et al. 2021
-are plain 1F1B with unsharded optimizers (their Table 2's ratio is that of the non-interleaved bubbles), as is MT-NLG
-(Smith et al. 2022, section 3), and neither had sequence parallelism, which came later (Korthikanti et al. 2022), nor
-overlapped tensor parallelism; torchtitan runs a local batch as one microbatch, a pipeline's as one a sample and with
-parameters whole between its microbatches (ZeRO-2; ZeRO-3 is tried too), and its selective recomputation by op makes
-every second matrix product again (`alternate`). Megatron-LM's README also says that
-175B at batch 1,152 falls from 47 to 42 % MFU between 96 and 4,608 H100: two more rows, marked as scaling.
+(`megatron_gpt`); the layers of a GPT pipeline are cut evenly, the embedding with the first stage and the head with the
+last (Megatron-LM); the rows of Narayanan et al. 2021 are plain 1F1B with unsharded optimizers (their Table 2's ratio is
+that of the non-interleaved bubbles), as is MT-NLG (Smith et al. 2022, section 3), and neither had sequence parallelism,
+which came later (Korthikanti et al. 2022), nor FlashAttention (Dao et al. 2022) or overlapped tensor parallelism;
+torchtitan runs a local batch as one microbatch, a pipeline's as one a sample and with parameters whole between its
+microbatches (ZeRO-2; ZeRO-3 is tried too), and its selective recomputation by op makes every second matrix product
+again (`alternate`). Megatron-LM's README also says that 175B at batch 1,152 falls from 47 to 42 % MFU between 96 and
+4,608 H100: two more rows, marked as scaling.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     elif "zero" not in pins:
         free = (({"zero": 1}, {"zero": 0}), *free)
     settings = {
-        "hidden": h, "layers": layers, "heads": int(sizes["heads"]), "vocab": v, "sequence": s, "tied": again
+        "hidden": h, "layers": layers, "heads": int(sizes["heads"]), "vocab": v, "sequence": s, "tied": again,
+        "flash": not again,
     }  # fmt: skip
     name = " ".join(str(part) for part in (row.get("name", "530B"), row.get("scheme", ""), gpus) if part)
     return Case(

@@ -34,7 +34,7 @@ from tests.numerics import relative_error
 @lru_cache
 def captured(precision: str = "fp64") -> tuple[MegatronGPT, dict[str, torch.Tensor], Program]:
     torch.manual_seed(0)
-    model = MegatronGPT(GPTSettings(32, 3, 4, 64, 16, tied=True))
+    model = MegatronGPT(GPTSettings(32, 3, 4, 64, 16, tied=True, flash=True))
     model = model.double() if precision == "fp64" else model
     batch = {key: torch.randint(64, (8, 16)) for key in ("input_ids", "labels")}
     return model, batch, capture(model, batch, precision=precision)
@@ -120,7 +120,7 @@ def with_ahead(plan: Plan, ahead: bool) -> Plan:
 
 @pytest.mark.parametrize("pins", [{"dp": 16}, {"dp": 8, "tp": 2, "sp": True}])
 def test_the_gather_hides_beside_the_forward(pins: dict[str, int]) -> None:
-    model = gpt_model(GPTSettings(2048, 4, 16, 32000, 2048, tied=False))
+    model = gpt_model(GPTSettings(2048, 4, 16, 32000, 2048, tied=False, flash=True))
     program = capture(model, gpt_batch(64, 2048), precision="bf16")
     job = Job(program, parse_cluster("8xH100:2"), OPTIMIZERS["adamw"], ModelRef(display="gpt"), {})
     plan = search(job, Constraints(zero=1, microbatches=2, **pins), 20.0, certify=False).plan
@@ -141,7 +141,8 @@ def _simulated(plan: Plan) -> Simulation:
 
 
 def test_a_plan_that_does_not_fit_with_the_shard_beside_the_whole_does_without() -> None:
-    program = capture(gpt_model(GPTSettings(256, 2, 4, 64, 64, tied=True)), gpt_batch(64, 64), precision="bf16")
+    model = gpt_model(GPTSettings(256, 2, 4, 64, 64, tied=True, flash=True))
+    program = capture(model, gpt_batch(64, 64), precision="bf16")
     job = Job(program, ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="gpt"), {})
     pins = Constraints(dp=2, zero=1, microbatches=1, recompute="none")
     plan = search(job, pins, 20.0, certify=False).plan

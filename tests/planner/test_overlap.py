@@ -35,7 +35,7 @@ def models() -> dict[str, torch.nn.Module]:
         n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
     return {
-        "sequence first": MegatronGPT(GPTSettings(32, 2, 4, 64, 16, tied=True)),
+        "sequence first": MegatronGPT(GPTSettings(32, 2, 4, 64, 16, tied=True, flash=True)),
         "batch first": GPT2LMHeadModel(config),
     }
 
@@ -73,7 +73,7 @@ def test_pieces_give_the_single_devices_numbers(
 
 
 def test_the_planner_takes_pieces_where_they_are_faster() -> None:
-    model = gpt_model(GPTSettings(4096, 2, 32, 32000, 4096, tied=False))
+    model = gpt_model(GPTSettings(4096, 2, 32, 32000, 4096, tied=False, flash=True))
     program = capture(model, gpt_batch(8, 4096), precision="bf16")
     job = Job(program, parse_cluster("8xH100"), OPTIMIZERS["adamw"], ModelRef(display="gpt"), {})
     plans = {
@@ -90,7 +90,7 @@ def test_the_planner_takes_pieces_where_they_are_faster() -> None:
 
 
 def test_what_cannot_go_in_pieces_stays_whole() -> None:
-    model = MegatronGPT(GPTSettings(32, 1, 4, 64, 12, tied=True))
+    model = MegatronGPT(GPTSettings(32, 1, 4, 64, 12, tied=True, flash=True))
     program = capture(model, gpt_batch(4, 12), precision="fp32")
     job = Job(program, ClusterSpec.local(4), OPTIMIZERS["adamw"], ModelRef(display="gpt"), {})
     plan = search(job, Constraints(dp=1, tp=4, sp=True, microbatches=1), 20.0, certify=False).plan
