@@ -149,13 +149,7 @@ def play(
             del handle
         else:
             with untracked() if line.plain and note is not None else nullcontext():
-                for node in line.nodes:
-                    args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
-                    started = 0.0 if timed is None else time.thread_time()
-                    env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-                    if timed is not None and node is head:
-                        timed(line.index, time.thread_time() - started)
-                    del args, kwargs
+                _call(line, env, timed)
             if line.plain and note is not None:
                 ledger.register_all(env[head])
             if len(line.nodes) > 1:
@@ -173,6 +167,17 @@ def play(
         note(line.index, shapes, middle - before, middle - ledger.live_bytes, workspace, changed)
     pending.update({id(handle.out): handle for handle in handles.values()})
     return [None if node is None else env[node] for node in tape.results]
+
+
+def _call(line: Line, env: dict[fx.Node, Any], timed: Callable[[int, float], None] | None) -> None:
+    """Call an instruction's nodes; the time is of the first, the kernel."""
+    for node in line.nodes:
+        args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
+        started = 0.0 if timed is None else time.thread_time()
+        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        if timed is not None and node is line.nodes[0]:
+            timed(line.index, time.thread_time() - started)
+        del args, kwargs
 
 
 def _issue(

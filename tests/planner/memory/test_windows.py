@@ -30,8 +30,7 @@ def squeezed(seed: int, num_ops: int) -> tuple[Profile, int] | None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_schedule_is_a_solution_of_each_of_its_windows(seed: int) -> None:
     made = squeezed(seed, 24)
-    if made is None:
-        return
+    assert made is not None, "every seed's budget needs reruns"
     profile, budget = made
     n = profile.arrays.num_ops
     for first, last in ((0, n - 1), (n // 3, n // 2), (n // 2, n - 1), (5, 5)):
@@ -61,11 +60,10 @@ def test_windows_find_what_fits_and_is_better() -> None:
     assert better
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [7, 11, 19, 20, 34, 35, 41, 44, 46, 49, 50, 52])
 def test_one_window_of_all_stages_is_the_optimum(seed: int) -> None:
     made = squeezed(seed, 6)
-    if made is None:
-        return
+    assert made is not None, "a seed whose budget needs reruns"
     profile, budget = made
     problem = profile.arrays.problem
     best = least(problem, budget, in_order=True)
