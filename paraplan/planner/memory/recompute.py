@@ -36,8 +36,6 @@ _OTHERS = 12
 """Schedules that are merged with the best: the best ones seen; and as many of what relaxations said last."""
 _MERGE_S = 3.0
 """For what a relaxation said, once."""
-_DEEP_FROM = 0.95
-"""Of the time: where less is left and the gap still above `_DEEP`, the second thread proves."""
 _SEPARATING = 5
 """Instants the last relaxations begin with."""
 _BACKEND = "mathopt-cpsat"
@@ -105,7 +103,7 @@ class Recomputation:
             self._improve(self.limits.rounds, self.left_s / 4)
         with ThreadPoolExecutor(1) as threads:
             while self.gap > self.limits.gap and self._relaxing_s > 0:
-                if self.left_s < _DEEP_FROM * self.limits.time_s:
+                if len(self.instants) > 1:
                     self._prove_beside(threads)
                 if not self._refine():
                     break
@@ -115,16 +113,17 @@ class Recomputation:
                 self._proving.result()
 
     def _search(self) -> None:
-        """Local search for some rounds, and merging, until time is up; without a gap to speak of local search alone."""
+        """Local search and merging, until time is up; where the gap is not wide, while they find something."""
         for _ in range(_PASSES):
             while self._starts:
                 self._take(self._starts.pop())
             if self.best is None or self.gap <= self.limits.gap or self.left_s <= 0:
                 break
-            wide = self.gap > _WIDE
+            wide, before = self.gap > _WIDE, self.best
             self._improve(100 * self.limits.rounds // _PASSES, self.left_s / 8 if wide else self.left_s)
-            if wide:
-                self._merge(self.left_s / 3)
+            self._merge(self.left_s / 3 if wide else min(self.left_s / 3, _MERGE_S))
+            if not wide and self.best is before:
+                break
 
     def _prove_beside(self, threads: ThreadPoolExecutor) -> None:
         """Starts the second thread, once, where the gap is deep."""
@@ -234,7 +233,7 @@ class Recomputation:
         few = solution.status is Status.OPTIMAL
         more = overflowing(start, self.budget, self.instants, _FEW if few else 2 * _FEW)
         self.instants |= more
-        return bool(more) and len(self.instants) <= self.limits.instants
+        return bool(more) and len(self.instants) <= self.limits.instants and (few or self.gap <= _DEEP)
 
 
 def _keeping(arrays: Arrays, instant: int, stride: int) -> Profile:
