@@ -112,6 +112,20 @@ class TimeWalk:
         self.stalled[stream] = self.stalled.get(stream, 0.0) + seconds
         self._span(step, stream, begin, begin + seconds, "update", seconds)
 
+    def late_update(self, step: Step, stream: str, seconds: float) -> None:
+        """An update elsewhere, begun beside what follows."""
+        begin = max(self.clock[COMPUTE], self.clock.get(stream, 0.0))
+        self.clock[stream] = begin + seconds
+        self.work[stream] = self.work.get(stream, 0.0) + seconds
+        self._span(step, stream, begin, begin + seconds, "update", seconds)
+
+    def updated(self, stream: str) -> None:
+        """Wait for it."""
+        end, now = self.clock.get(stream, 0.0), self.clock[COMPUTE]
+        if end > now:
+            self.stalled[stream] = self.stalled.get(stream, 0.0) + end - now
+            self.clock[COMPUTE] = end
+
     def message(self, step: Step, stream: str, label: str, begin: float, end: float) -> None:
         """Wait for a message that takes from begin to end; before it begins, waiting is the pipeline's bubble."""
         now = self.clock[COMPUTE]

@@ -189,6 +189,16 @@ class Copier:
         if "out" in self._streams:
             self._streams["out"].synchronize()
 
+    def mark(self) -> Callable[[], None]:
+        """What blocks a thread until all copies begun so far, and waited for by the program, can be relied on there."""
+        events = [stream.record_event() for stream in self._streams.values()]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
     def abandon(self) -> None:
         """After a failure: let copies under way end, forget them, and remove all files."""
         for _, flight in self._flights.values():
