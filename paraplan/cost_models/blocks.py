@@ -204,7 +204,7 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
         if instr.issues:
             name = instr.outs[0] or ""
             issued.add(name)
-            taken = costs.beside_s(instr.axis, seconds) if instr.kind is InstrKind.COLLECTIVE else 0.0
+            taken = costs.instr_taken_s(block, instr)
             work[COMPUTE] = work.get(COMPUTE, 0.0) + taken
             events.append(Issue(stream, seconds, name, instr.target, taken))
         else:
