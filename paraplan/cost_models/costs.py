@@ -264,6 +264,10 @@ class Costs:
         link = self.cluster.link(level, pair[0]) if level == "in_node" else self.cluster.network(pair)
         return p2p_s(nbytes, link, backend, level)
 
+    def host_s(self, block: Block, instr: Instr) -> float:
+        """Seconds for which a copy takes a device's share of the host's memory; 0.0 of all else."""
+        return block.values[next(refs(instr.args))].nbytes / self._host_bytes_per_s if instr.tier else 0.0
+
     def copy_s(self, tier: str, nbytes: int, from_host: bool = False, both_ways: bool = False) -> float:
         """Seconds of one copy to or from a tier (see `ClusterSpec.copy_s`).
 

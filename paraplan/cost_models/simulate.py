@@ -166,7 +166,6 @@ class RankEngine:
         self._blocks: dict[str, TimeBlock] = {}
         self._accumulates: dict[tuple[str, tuple[int, ...]], float] = {}
         self._next = 0
-        self._late_tier = ""
         self._updated: dict[str, int] = {}
         self._mailbox = mailbox or Mailbox()
         self._parts = Counter((transfer.message, transfer.sends) for transfer in program.transfers.values())
@@ -197,7 +196,7 @@ class RankEngine:
         elif step.kind is StepKind.UPDATE:
             self._update(step)
         elif step.kind is StepKind.UPDATED:
-            self.time.updated(update_stream(self._late_tier))
+            self.time.updated()
         elif step.kind in MESSAGES:
             self._message(step)
         if memory.peak > self.peak[0]:
@@ -277,7 +276,6 @@ class RankEngine:
         if tier:
             seconds = self.costs.update_away_s(tier, params + grads + states + params + states)
             if step.late:
-                self._late_tier = tier
                 self.time.late_update(step, update_stream(tier), seconds)
             else:
                 self.time.update(step, update_stream(tier), seconds)

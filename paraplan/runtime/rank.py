@@ -60,6 +60,7 @@ class Rank:
         updates: does so; None where there is no optimizer yet.
         phase: of the step, see `ir.lower.late`.
         flush: the steps that apply what is due.
+        torn: whether an update failed on its way, so that stored copies are to be written from their states again.
     """
 
     def __init__(self, plan: Plan, executor: Executor, values: Values | Rank, seed: int, device: str = "cpu") -> None:
@@ -69,6 +70,7 @@ class Rank:
         self._steps = {phase: split_steps(in_phase(self.program, phase).steps) for phase in Phase}
         self.phase, self.flush = Phase.STEADY, flush_steps(self.program)
         self.updates: Updates | None = None
+        self.torn = False
         self.seed, self.steps_done = seed, 0
         shared = values if isinstance(values, Rank) else None
         source: Values = Nothing() if isinstance(values, Rank) else values

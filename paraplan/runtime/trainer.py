@@ -116,6 +116,9 @@ class Trainer(Checkpointing):
         if self.state.has_begun:  # the optimizer's step was skipped
             self.flush()
         self.state.start(mine)
+        if self.state.torn:
+            self.state.executor.run(self.state.restoring)
+            self.state.torn = False
         if self.record:
             self.state.begin_account(self._optimizers)
         self._take(self.state.before)
@@ -258,7 +261,9 @@ class Trainer(Checkpointing):
             for name, param in self.state.params.items():
                 if name not in self.state.staged:
                     param.grad = None
+        self.state.torn = True
         self._take(self.state.tail())
+        self.state.torn = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch's, over all shards of all gradients: every element counts once.
