@@ -28,6 +28,9 @@ Place = tuple[str, str, bool]
 HERE: Place = ("", "", False)
 """All on the device."""
 
+ON_HOST: Place = ("host", "", False)
+"""States on the host, updated there, beside a copy on the device that ops read: what may be updated late."""
+
 PLACES: dict[Place, str] = {
     HERE: "", ("host", "", False): "@host", ("host", "host", False): "@all",
     ("host", "", True): "@fetched", ("host", "host", True): "@all-fetched",
@@ -134,6 +137,11 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     def staged(self) -> bool:
         """Whether states are brought to where they are updated, and back."""
         return self.update_tier != self.state_tier
+
+    @property
+    def place(self) -> Place:
+        """Where a trained parameter and its states are."""
+        return self.state_tier, self.stored_tier, self.fetched
 
 
 class Split(Value, frozen=True, kw_only=True):
@@ -254,6 +262,8 @@ class Plan(Value, frozen=True, kw_only=True):
         optimizer: what keeps states.
         bundle_bytes: from how many bytes on small parameters and gradients of several segments set out together;
             0: nothing waits for another segment's.
+        delayed_update: after how many steps the host's updates of states that stay there are done beside the next
+            step's work, and so are one step late (see `ir.lower.late`); None: never.
         stages, schedule: the plan proper.
         memory_actions: on one device, the order in which the step's ops run, are run again, and tensors are freed and
             copied to a tier and back (`ir.memory_actions`); None: as lowered.
@@ -270,6 +280,7 @@ class Plan(Value, frozen=True, kw_only=True):
     num_microbatches: int
     optimizer: Optimizer
     bundle_bytes: int = 8 << 20
+    delayed_update: int | None = None
     stages: tuple[Stage, ...]
     schedule: Schedule
     memory_actions: str | None = None
@@ -277,3 +288,7 @@ class Plan(Value, frozen=True, kw_only=True):
     prediction: Prediction | None = None
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
+
+    def is_late(self, layouts: ParamLayouts) -> bool:
+        """Whether a trained parameter that lies so is updated one step late."""
+        return self.delayed_update is not None and layouts.place == ON_HOST

@@ -6,7 +6,7 @@ import math
 from typing import Literal, NamedTuple
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.plan import AHEAD, HERE, PLACES, Place
+from paraplan.ir.plan import AHEAD, HERE, ON_HOST, PLACES, Place
 from paraplan.ir.struct import Value
 
 PRESETS = ("none", "selective", "alternate", "full")
@@ -14,6 +14,8 @@ PRESETS = ("none", "selective", "alternate", "full")
 of matrix products, convolutions and attention are kept, what is cheap is recomputed (Korthikanti et al. 2022, as
 practised today). `alternate`: and of those every second product with a weight is recomputed as well (torchtitan's
 selective policy by op)."""
+WARM_UP_STEPS = 40
+"""Steps before updates are late where it is only said that they may be: as in Ren et al. 2021, section 6."""
 AUTO: Literal["auto"] = "auto"
 """A degree for the planner to choose."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
@@ -21,9 +23,10 @@ OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 OFFLOAD_STATES: dict[str, tuple[Place, ...]] = {
     **{words.removeprefix("@") or "none": (place,) for place, words in PLACES.items()},
     "either": (HERE, ("host", "", False), ("host", "", True)),
+    "any": (HERE, *(place for place in PLACES if place[0])),
 }
 """Where the optimizer's states and the stored parameters may be ("" is the device), and whether the device updates what
-is away; "either" is the planner's choice, where activations may wait on the host too."""
+is away; "either" leaves states to the planner, "any" parameters too (on disk only where `offload` is "disk")."""
 CP_MODES = ("gather", "alltoall", "ring")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -53,9 +56,12 @@ class Constraints(Value, frozen=True, kw_only=True):
         overlap: in how many pieces at most products go beside the collectives of their rows (see `planner.overlap`);
             1: none does.
         offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "all" keeps
-            parameters there too, "none" all on the device, "either" leaves it to the planner; None: to the planner
-            where `offload` allows the host. "disk" and "disk-all" keep them on disk, to be updated in the host's
-            memory; with "fetched" ("fetched", "all-fetched", "disk-fetched", "disk-all-fetched") the device updates.
+            parameters there too, "none" all on the device; "either" leaves the states to the planner, "any" states and
+            parameters; None: as "any" where `offload` allows the host, and on the disk where it allows that. "disk"
+            and "disk-all" keep them on disk, to be updated in the host's memory; with "fetched" ("fetched",
+            "all-fetched", "disk-fetched", "disk-all-fetched") the device updates.
+        delayed_update: after how many steps the host's updates may be one step late, to be done beside the next step's
+            work, where that makes the step faster (`planner.delaying`); None: never, since it changes what is computed.
         params: layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.
     """
 
@@ -77,6 +83,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     offload: str = "none"
     overlap: int = 1
     offload_states: str | None = None
+    delayed_update: int | None = None
     params: dict[str, str] = {}
 
     @property
@@ -87,7 +94,10 @@ class Constraints(Value, frozen=True, kw_only=True):
     @property
     def places(self) -> tuple[Place, ...]:
         """Where states and stored parameters may be, of parameters not pinned by name."""
-        return OFFLOAD_STATES[self.offload_states or "none"]
+        every = OFFLOAD_STATES[self.offload_states or "none"]
+        if self.offload_states == "any" and "disk" not in self.tiers:
+            return tuple(place for place in every if place[0] != "disk")
+        return every
 
     @property
     def every_place(self) -> tuple[Place, ...]:
@@ -100,6 +110,13 @@ class Constraints(Value, frozen=True, kw_only=True):
         """Tiers that states, or their gradients, may be on."""
         away = [place for place in self.every_place if place[0]]
         return tuple(dict.fromkeys(at for tier, _, fetched in away for at in ((tier,) if fetched else ("host", tier))))
+
+
+def warm_up_steps(delayed_update: bool | int | None) -> int | None:
+    """How many steps come before late updates: a number as it is, True for the literature's; None: all are timely."""
+    if isinstance(delayed_update, bool):
+        return WARM_UP_STEPS if delayed_update else None
+    return delayed_update
 
 
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
@@ -168,6 +185,16 @@ def _check_states(c: Constraints) -> None:
         parse_param_pin(name, text)
     if c.offload_states is not None and c.offload_states not in OFFLOAD_STATES:
         raise ConstraintError(f"offload_states={c.offload_states}: one of {', '.join(OFFLOAD_STATES)}")
+    if c.delayed_update is not None:
+        if c.delayed_update < 0:
+            raise ConstraintError(f"delayed_update={c.delayed_update}: at least 0 steps come before the first late one")
+        chosen = c.offload_states is None and c.tiers
+        if not chosen and ON_HOST not in c.every_place:
+            raise ConstraintError(
+                f"delayed_update={c.delayed_update}: only what the host updates where its states stay can be late, and "
+                f"with offload_states={c.offload_states or 'none'} there is nothing; give offload_states='host', or "
+                "offload='host'"
+            )
     if c.zero in (1, 2) and all(stored for _, stored, _ in c.places):
         raise ConstraintError(
             f"offload_states={c.offload_states} with zero={c.zero}: parameters off the device lie as their states do; "
