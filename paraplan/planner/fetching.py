@@ -33,6 +33,13 @@ def with_fetched(plan: Plan, groups: frozenset[Group]) -> Plan:
     return msgspec.structs.replace(plan, stages=tuple(map(stage_of, plan.stages)))
 
 
+def choose_ahead(plan: Plan, step_s: Callable[[Plan], float]) -> Plan:
+    """The plan whose first states to come to their update set out before the last backward, where that is faster."""
+    if not any(layouts.staged for stage in plan.stages for layouts in stage.params.values()):
+        return plan
+    return min((plan, msgspec.structs.replace(plan, states_ahead=True)), key=step_s)
+
+
 def group_of(plan: Plan, name: str, layouts: ParamLayouts) -> Group:
     """A parameter's."""
     return plan.program.params[name].spec.shape, f"{layouts.stored}/{layouts.grad}/{layouts.state}"

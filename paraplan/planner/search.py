@@ -27,7 +27,7 @@ from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import AUTO, Constraints, check_constraints
 from paraplan.planner.delaying import choose_delay, delay_note
-from paraplan.planner.fetching import choose_fetched
+from paraplan.planner.fetching import choose_ahead, choose_fetched
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.overlap import in_pieces, piece_counts
@@ -204,9 +204,9 @@ def _overlapped(best: Candidate, limits: Limits, constraints: Constraints) -> Ca
 
 def _placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
     """The candidate with states on the host updated by whom and when it is faster, as far as the planner may choose."""
-    away = any(layouts.state_tier == "host" for stage in best.plan.stages for layouts in stage.params.values())
+    away = any(layouts.state_tier for stage in best.plan.stages for layouts in stage.params.values())
     chooses = len(constraints.places) > 1
-    if not away or not (chooses or constraints.delayed_update is not None):
+    if not away:
         return best
 
     def step_s(plan: Plan) -> float:
@@ -215,7 +215,9 @@ def _placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candid
         return simulation.step_s if fits else math.inf
 
     place = partial(choose_fetched, step_s=step_s) if chooses else lambda plan: plan
-    plan = choose_delay(best.plan, constraints.delayed_update, step_s, place)
+    plan = choose_ahead(choose_delay(best.plan, constraints.delayed_update, step_s, place), step_s)
+    if plan == best.plan:
+        return best
     return replace(best, plan=plan, simulation=simulate_plan(plan, lower(plan)))
 
 
