@@ -162,6 +162,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     tp = int(parallel.get("tp", 1))
     pins: Pins = {"dp": int(parallel["fsdp"]), "zero": 3, **({"tp": tp, "sp": True} if tp > 1 else {})}
     pins |= {"recompute": "full" if row["recompute"] == "full" else "alternate", "microbatches": 1}
+    pins["compiled"] = bool(row["compile"])
     free: tuple[tuple[Pins, ...], ...] = ()
     pp = int(parallel.get("pp", 1))
     if pp > 1:

@@ -141,6 +141,7 @@ def plan(
     stages: StageBounds = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     overlap: Overlap = 1,
+    compiled: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile; priced as fused.")] = False,
     recompute: Recompute = None,
     offload: Offload = "none",
     offload_states: OffloadStates = None,
@@ -155,7 +156,7 @@ def plan(
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
         "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
-        "offload_states": offload_states, "overlap": overlap,
+        "offload_states": offload_states, "overlap": overlap, "compiled": compiled,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")

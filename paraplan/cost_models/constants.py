@@ -41,9 +41,10 @@ GPU = Efficiency(
     # 312 on A100; below that, since a training step keeps the board hot and its operands are not as kind. By how much
     # was set once for all devices, looking at published steps of both (docs/benchmarks.md).
     matmul=0.7,
-    # FlashAttention-2 reaches 0.6-0.7 on A100 forward, 0.35-0.4 on H100; FlashAttention-3 0.6-0.75 on H100 and
-    # 0.5-0.55 backward (Dao 2023, arXiv 2307.08691, figures 4-7; Shah et al. 2024, arXiv 2407.08608, figures 5-6).
-    attention=0.5,
+    # Forward and backward together, weighed by their work (2 to 5), causal, head dim 128, 4k to 8k: FlashAttention-2 is
+    # at 0.55-0.6 on A100 and at 0.3 on H100, cuDNN at 0.4-0.45 there, FlashAttention-3 at 0.45-0.5 (Dao 2023, arXiv
+    # 2307.08691, figures 4-7; Shah et al. 2024, arXiv 2407.08608, figures 5-6). Between the two that frameworks call.
+    attention=0.4,
     # Hockney & Jesshope 1988 (n-half); 128 is cuBLAS' common tile edge (NVIDIA, Matrix Multiplication
     # Background, tile quantization).
     half_dim=128,

@@ -51,12 +51,14 @@ class Costs:
         mesh: the stage's mesh.
         profile: measured times of a device of the cluster, if there is one.
         optimizer: whose update is priced, where a profile has several.
+        compiled: whether segments' blocks go through torch.compile, which fuses chains (see `fusion`).
     """
 
     cluster: ClusterSpec
     mesh: Mesh
     profile: Profile | None = None
     optimizer: str = ""
+    compiled: bool = False
     _ops: dict[object, float] = field(default_factory=dict, repr=False, compare=False)
     _collectives: dict[tuple[str, int, int], float] = field(default_factory=dict, repr=False, compare=False)
     _messages: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict, repr=False, compare=False)
