@@ -87,8 +87,10 @@ def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> B
 def cast_block(name: str, value: LocalValue, dtype: str, extended: Dims) -> Block:
     """A rank's part of a gradient in the accumulator's dtype, lying as it does."""
     emitter = BlockEmitter(name, extended)
-    emitter.give("x", TensorSpec(value.dtype, value.shape), (R,) * len(extended), value.strides)
-    cast = emitter.local("aten._to_copy.default", ("%x",), "cast", dtype, value.shape, {"dtype": ":" + dtype})
+    whole = (R,) * len(extended)
+    emitter.give("x", TensorSpec(value.dtype, value.shape), whole, value.strides)
+    given = "%" + emitter.get("x", whole)
+    cast = emitter.local("aten._to_copy.default", (given,), "cast", dtype, value.shape, {"dtype": ":" + dtype})
     return emitter.finish((cast,), ())
 
 

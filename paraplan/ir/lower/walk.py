@@ -315,8 +315,9 @@ class SegmentSteps:
         if not begins or value.dtype == dtype:
             return out
         key = (value.dtype, dtype, value.shape, value.strides)
-        block = self.casts.setdefault(key, cast_block(f"cast.{len(self.casts)}", value, dtype, self.extended))
-        self.add(StepKind.CALL, block, args=(out,), outs=(f"{out}^{dtype}",), microbatch=m, segment=index)
+        if key not in self.casts:
+            self.casts[key] = cast_block(f"cast.{len(self.casts)}", value, dtype, self.extended)
+        self.add(StepKind.CALL, self.casts[key], args=(out,), outs=(f"{out}^{dtype}",), microbatch=m, segment=index)
         return f"{out}^{dtype}"
 
     def _partial_bytes(self, parts: StageBlocks, index: int) -> int:
