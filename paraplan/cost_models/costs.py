@@ -174,7 +174,7 @@ class Costs:
         """
         rates = [
             self.cluster.update_bytes_per_s(tier, device)
-            * efficiency_of(self.cluster.group_of(device).device.backend).host_memory
+            * efficiency_of(self.cluster.group_of(device).device.backend).memory
             for device in self.mesh.devices
         ]
         return moved_bytes / min(rates)
@@ -265,7 +265,7 @@ class Costs:
         """A device's share of what its host's memory carries; infinite where that is not known."""
         groups = [self.cluster.group_of(device) for device in self.mesh.devices]
         rates = [
-            group.host_memory_bytes_per_s / group.devices_per_node * efficiency_of(group.device.backend).host_memory
+            group.host_memory_bytes_per_s / group.devices_per_node * efficiency_of(group.device.backend).memory
             for group in groups
         ]
         return min((rate for rate in rates if rate), default=math.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -70,7 +71,7 @@ def test_accounts_of_random_requests(seed: int) -> None:
             live.append(allocator.allocate(int(2 ** rng.uniform(0, 26))))
         assert sum(block.nbytes for block in live) == allocator.allocated_bytes
     ordered = sorted(live, key=lambda block: block.address)
-    assert all(a.address + a.nbytes <= b.address for a, b in zip(ordered, ordered[1:], strict=False))
+    assert all(a.address + a.nbytes <= b.address for a, b in pairwise(ordered))
     free = [entry[2] for pool in allocator._free.values() for entry in pool]
     assert sum(block.nbytes for block in free) + allocator.allocated_bytes == allocator.reserved_bytes
     for block in live:
