@@ -189,7 +189,7 @@ def reported(rows: list[Row]) -> list[str]:
 
 def by_value(rows: list[Row]) -> list[Row]:
     """Predicted rows that are judged by their value; those of ZeRO-3 of 2021 are by their order alone."""
-    return [row for row in rows if "predicted" in row and "zero3" not in row["row"]]
+    return [row for row in rows if "predicted" in row and "zero3" not in row.get("row", "")]
 
 
 def mean_absolute_error(rows: list[Row]) -> float:
