@@ -5,8 +5,8 @@ device is made with them, and its steps are run before and after each time, so t
 ops are timed by processor time, which other processes do not stretch (but they do take cache and memory bandwidth).
 `error_percent` is predicted over the median measured step, less one.
 
-`collectives`: Gloo between two processes. Curves are fitted to sizes a factor of four apart and foretell the sizes
-between, measured before and after; those of 64 KiB and more count. Wall clock: on a busy machine these say little.
+`collectives`: Gloo between two processes. Curves are fitted to the sizes that `profile-links` takes and foretell sizes
+between, measured by jobs in between; those of 64 KiB and more count. Wall clock: on a busy machine these say little.
 
 `layer`: all local shapes of a Llama layer on meshes of up to 8 devices, and then a model of three such layers.
 `cpu_s` is of measuring alone, as is `wall_s`; interpolation errors are by cross-validation.
@@ -57,6 +57,7 @@ LANGUAGE: dict[str, dict[str, Any]] = {
 }
 SMALLEST_COUNTED = 64 << 10
 LARGEST = 64 << 20
+BETWEEN = LARGEST * 2 // 3
 
 
 def made(name: str) -> Made:
@@ -106,17 +107,15 @@ def step(name: str) -> Row:
 
 def collectives() -> list[Row]:
     """Every collective of two processes at sizes between those its curve was fitted to."""
-    between = link_times(2, LARGEST // 2).times
-    knots = link_times(2, LARGEST).times
-    again = link_times(2, LARGEST // 2).times
+    knots, between = link_times(2, LARGEST, BETWEEN)
     rows = []
-    for target in dict.fromkeys(each.target for each in knots):
-        curve = fit_curve((each.input_bytes, each.seconds) for each in knots if each.target == target)
+    for target in dict.fromkeys(each.target for each in knots.times):
+        curve = fit_curve((each.input_bytes, each.seconds) for each in knots.times if each.target == target)
         assert curve is not None
         errors = [
-            abs(curve.at(first.input_bytes) / statistics.mean((first.seconds, second.seconds)) - 1)
-            for first, second in zip(between, again, strict=True)
-            if first.target == target and first.input_bytes >= SMALLEST_COUNTED
+            abs(curve.at(each.input_bytes) / each.seconds - 1)
+            for each in between.times
+            if each.target == target and each.input_bytes >= SMALLEST_COUNTED
         ]
         rows.append({
             "collective": target, "points": len(errors), "median_error_percent": 100 * statistics.median(errors),

@@ -226,7 +226,7 @@ def _leaf(block: Block, instr: Instr, rank: SleepingRank, many: bool) -> Callabl
             result = x if overwrites else outputs()[0]
             meet = lambda begin, takes: (rank.meeting.over(instr.axis, begin), takes)  # noqa: E731
             streams.issue(stream, Flight(clock.at, seconds, meet), result)
-            clock.busy(rank.costs.beside_s(instr.axis, seconds))
+            clock.busy(rank.costs.instr_taken_s(block, instr))
             return result
 
         return issued

@@ -1,8 +1,9 @@
 """Where optimizer states live and who updates them, by the simulator: a step of eight GPUs of the catalog.
 
 Twelve layers of 2,048 by 2,048 in fp16 under Adam, whole on each of eight devices of one node, so that a device has its
-share of the host's memory; the batch is small, so a step is little more than its update. `host` and `fetched` keep
-states in the host's memory and update there or on the device, `disk` on disk and updates in the host's memory.
+share of the host's memory; with a small batch a step is little more than its update, with a large one compute is as
+long. `host` and `fetched` keep states in the host's memory and update there or on the device, `late` updates there one
+step late, and `disk` keeps them on disk and updates in the host's memory.
 
     python -m benchmarks.states [--only H100] [--json FILE]
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -23,9 +25,13 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 
-WIDTH, LAYERS, ROWS = 2048, 12, 8
-PLACES = ("none", "host", "fetched", "disk")
-COLUMNS = ("device", *(f"{place}_ms" for place in PLACES), "fetched_of_host")
+WIDTH, LAYERS = 2048, 12
+ROWS = {"small": 8, "large": 131072}
+PLACES = {
+    "none": Constraints(), "host": Constraints(offload_states="host"), "fetched": Constraints(offload_states="fetched"),
+    "late": Constraints(offload_states="host", delayed_update=0), "disk": Constraints(offload_states="disk"),
+}  # fmt: skip
+COLUMNS = ("device", "batch", *(f"{place}_ms" for place in PLACES), "fetched_of_host", "late_of_host")
 
 
 def squares(out: Tensor, _: object) -> Tensor:
@@ -34,27 +40,33 @@ def squares(out: Tensor, _: object) -> Tensor:
 
 
 @cache
-def program() -> Program:
+def program(rows: int) -> Program:
     """The layers, captured."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    return capture(model, {"input": torch.randn(ROWS, WIDTH)}, loss_fn=squares, precision="fp16")
+    return capture(model, {"input": torch.empty(rows, WIDTH, device="meta")}, loss_fn=squares, precision="fp16")
 
 
-def states(kind: str) -> Row:
+def states(kind: str, batch: str) -> Row:
     """A step with states in each place."""
-    job = Job(program(), parse_cluster(f"8x{kind}"), OPTIMIZERS["adamw"], ModelRef(display="layers"), {})
+    job = Job(program(ROWS[batch]), parse_cluster(f"8x{kind}"), OPTIMIZERS["adamw"], ModelRef(display="layers"), {})
     found = {}
-    for place in PLACES:
-        pins = Constraints(dp=8, zero=0, microbatches=1, offload_states=place)
+    for place, where in PLACES.items():
+        pins = msgspec.structs.replace(where, dp=8, zero=0, microbatches=1)
         prediction = search(job, pins, certify=False).plan.prediction
         assert prediction is not None
         found[place] = 1e3 * prediction.step_s
     times: Row = {f"{place}_ms": step_ms for place, step_ms in found.items()}
-    return {"device": kind, **times, "fetched_of_host": found["fetched"] / found["host"]}
+    shares: Row = {f"{place}_of_host": found[place] / found["host"] for place in ("fetched", "late")}
+    return {"device": kind, "batch": batch, **times, **shares}
 
 
-CASES = {kind: partial(states, kind) for kind, entry in CATALOG.items() if entry.device.backend == "cuda"}
+CASES = {
+    f"{kind} {batch}": partial(states, kind, batch)
+    for kind, entry in CATALOG.items()
+    for batch in ROWS
+    if entry.device.backend == "cuda"
+}
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ _PARTS = {
     "search": "paraplan.planner.search",
     "Job": "paraplan.planner.assemble",
     "Constraints": "paraplan.planner.constraints",
+    "warm_up_steps": "paraplan.planner.constraints",
     "hf_batch": "paraplan.jobs.models",
     "model_ref": "paraplan.jobs.models",
     "make_trainer": "paraplan.jobs.trainers",
@@ -255,7 +256,7 @@ def compile(
     stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1, compiled: bool = False,
     microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
     recompute: str | None = None, offload: str = "none", offload_states: str | None = None,
-    params: Mapping[str, str] | None = None,
+    delayed_update: bool | int | None = None, params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
     profile_any: bool = False,
 ) -> Plan:  # fmt: skip
@@ -281,6 +282,8 @@ def compile(
         offload: "host" or "disk" (both) lets activations wait there if memory is short, and states live on the host.
         offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "disk" and
             "disk-all" keep them on disk; with "fetched" or "-fetched" the device updates; "none" keeps all there.
+        delayed_update: whether the host's updates may be one step late, beside the next step's work, if that is faster:
+            after so many steps, True for 40. It changes what is computed (Ren et al. 2021, section 5.2).
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
         profile, profile_any: measured times (`paraplan profile`); another device's or torch's too, said in the plan.
@@ -295,6 +298,7 @@ def compile(
         microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory), recompute=recompute,
         offload=offload, offload_states=offload_states, memory_reserve_bytes=parse_bytes(memory_reserve),
         overlap=overlap, compiled=compiled, params=dict(params or {}),
+        delayed_update=_part("warm_up_steps")(delayed_update),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
     times, warning = (None, "") if profile is None else profile_for(profile, spec, versions()["torch"], profile_any)

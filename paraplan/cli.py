@@ -77,6 +77,9 @@ OffloadStates = Annotated[
         "fetched, all-fetched, ...: updated on the device; none."
     ),
 ]
+DelayedUpdate = Annotated[
+    int | None, typer.Option(metavar="N", help="After N steps the host's updates may be one step late, if faster.")
+]
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
 Pipeline = Annotated[
     str | None,
@@ -145,6 +148,7 @@ def plan(
     recompute: Recompute = None,
     offload: Offload = "none",
     offload_states: OffloadStates = None,
+    delayed_update: DelayedUpdate = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")] = None,
     profile_any: ProfileAny = False,
@@ -156,7 +160,7 @@ def plan(
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
         "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
-        "offload_states": offload_states, "overlap": overlap, "compiled": compiled,
+        "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap, "compiled": compiled,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")

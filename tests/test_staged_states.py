@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
+import itertools
+import os
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -148,6 +151,70 @@ def test_a_disk_without_room_is_refused_before_the_start(tmp_path: Path, monkeyp
     cluster = msgspec.structs.replace(given.cluster, groups=(small,))
     with pytest.raises(InfeasibleError, match=r"pinned to disk takes at least 2\.\d+ MiB .* room for 1.00 MiB"):
         search(replace(given, cluster=cluster), Constraints(offload_states="disk"), certify=False)
+
+
+@pytest.mark.parametrize("write", [0, 9, 10])
+def test_a_write_that_fails_leaves_every_parameter_with_its_states(
+    write: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full at some write of the third step: of a parameter (writes 0 and 10), or of its states."""
+    plan = in_runs(planned("gpt2", "one", "disk"))
+    (program,), (model, _, batch) = verify_plan(plan), captured("gpt2")
+
+    def made() -> tuple[Trainer, torch.optim.Optimizer]:
+        copier = Copier(beside=True, folder=tmp_path)
+        transport = DistributedTransport(plan.stages[0].mesh)
+        trainer = Trainer(plan, (program,), build_modules(program), model, transport, copier=copier)
+        return trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2)
+
+    def step(trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
+        loss = float(trainer.step(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def held(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
+        tensors = trainer.state.tensors
+        return {n: [tensors[f"state:{n}"].clone(), tensors[f"slots:{n}"].clone()] for n in trainer.state.params}
+
+    twin, other = made()
+    trainer, optimizer = made()
+    for each in ((twin, other), (trainer, optimizer)):
+        step(*each)
+        step(*each)
+    before, groups = held(twin), [list(group["params"]) for group in optimizer.param_groups]
+    assert all(torch.equal(x, y) for n, xs in held(trainer).items() for x, y in zip(xs, before[n], strict=True))
+    step(twin, other)
+    after, write_at, counted = held(twin), os.pwrite, itertools.count()
+
+    def full(file: int, content: memoryview, start: int) -> int:
+        if next(counted) == write:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_at(file, content, start)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(RuntimeFailure, match=r"store of \d+ bytes to disk failed: .*No space.*; free space or name"):
+        step(trainer, optimizer)
+    assert next(counted) == write + 1, "nothing more was written"
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir()) and not trainer.state.executor.copier.under_way
+    assert [list(group["params"]) for group in optimizer.param_groups] == groups
+    sides = {
+        name: [0 if torch.equal(x, old) else 1 if torch.equal(x, new) else 2 for x, old, new in zip(*each, strict=True)]
+        for name, now in held(trainer).items()
+        for each in [(now, before[name], after[name])]
+    }
+    mixed = [name for name, at in sides.items() if len(set(at)) > 1]
+    assert {0, 1} >= {at for each in sides.values() for at in each}
+    assert len(mixed) == write % 2, mixed
+    assert ([1, 1] in sides.values()) == (write > 1) and [0, 0] in sides.values()
+    trainer.zero_grad()
+    trainer.step(batch)
+    for name in trainer.state.params:
+        assert torch.equal(trainer.state.tensors[f"param:{name}"], trainer.state.tensors[f"state:{name}"])
+    optimizer.step()
+    optimizer.zero_grad()
+    assert step(trainer, optimizer) > 0.0
 
 
 def test_states_loaded_into_the_optimizer_are_taken_in() -> None:

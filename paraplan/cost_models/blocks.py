@@ -145,7 +145,7 @@ class Run:
 class Issue:
     """A collective or copy put on `stream` once compute gets here; its end is known as `name`.
 
-    `taken_s` of what compute could do in the meantime it takes for itself.
+    `taken_s` of what compute could do in the meantime it takes for itself; `host_s` of what the host's memory could.
     """
 
     stream: str
@@ -153,6 +153,7 @@ class Issue:
     name: str
     label: str
     taken_s: float = 0.0
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -207,9 +208,9 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
         if instr.issues:
             name = instr.outs[0] or ""
             issued.add(name)
-            taken = costs.beside_s(instr.axis, seconds) if instr.kind is InstrKind.COLLECTIVE else 0.0
+            taken = costs.instr_taken_s(block, instr)
             work[COMPUTE] = work.get(COMPUTE, 0.0) + taken
-            events.append(Issue(stream, seconds, name, instr.target, taken))
+            events.append(Issue(stream, seconds, name, instr.target, taken, costs.host_s(block, instr)))
         else:
             name = next(refs(instr.args))
             if name not in issued and name not in block.inputs:

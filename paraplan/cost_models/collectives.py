@@ -27,7 +27,9 @@ from paraplan.ir.cluster import ClusterSpec, Link
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg
 from paraplan.ir.mesh import Mesh
+from paraplan.ir.rank_program import LocalValue
 from paraplan.ir.struct import Value
+from paraplan.ir.tensor import TensorSpec
 
 
 class AxisLink(Value, frozen=True, kw_only=True):
@@ -339,14 +341,14 @@ COLLECTIVES: dict[str, Callable[[int, AxisLink], float]] = {
 }
 
 
-def input_bytes_of(target: str, args: tuple[Arg, ...], input_bytes: int, rows: int) -> int:
+def input_bytes_of(target: str, args: tuple[Arg, ...], sent: TensorSpec | LocalValue) -> int:
     """What one rank puts into a collective: its tensor; of a route the rows expected where routing is even.
 
     Args:
         target, args: of the instruction, or of an expansion's step.
-        input_bytes, rows: of the tensor.
+        sent: the tensor.
     """
-    return input_bytes if target != "route" else input_bytes // max(rows, 1) * int(args[-1])
+    return sent.nbytes if target != "route" else sent.nbytes // max((*sent.shape, 1)[0], 1) * int(args[-1])
 
 
 def collective_time_s(target: str, input_bytes: int, axis: AxisLink) -> float:

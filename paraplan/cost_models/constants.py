@@ -38,7 +38,7 @@ GPU = Efficiency(
     # clock; below that, since a training step keeps the board hot and its operands are not as kind. By how much was set
     # once for all devices, looking at published steps (docs/benchmarks.md). Boards that do not hold their clock lose
     # more (`Device.power_share`).
-    matmul=0.7,
+    matmul=0.66,
     # Forward and backward together, weighed by their work (2 to 5), causal, head dim 128, 4k to 8k: FlashAttention-2 is
     # at 0.55-0.6 on A100 and at 0.3 on H100, cuDNN at 0.4-0.45 there, FlashAttention-3 at 0.45-0.5 (Dao 2023, arXiv
     # 2307.08691, figures 4-7; Shah et al. 2024, arXiv 2407.08608, figures 5-6). Between the two that frameworks call.

@@ -199,19 +199,42 @@ class Costs:
         if time is None:
             if not 0 <= axis < len(self.links):
                 raise CostModelError(f"{target} over axis {axis}: the mesh has axes 0 to {len(self.links) - 1}")
-            curve = self._collective_curve(target, axis)
+            curve, _ = self._curves(target, axis)
             known = curve.at(input_bytes) if curve is not None else None
             time = collective_time_s(target, input_bytes, self.links[axis]) if known is None else known
             self._collectives[key] = time
         return time
 
-    def beside_s(self, axis: int, seconds: float) -> float:
-        """Of the compute stream's time, what a collective of so many seconds over an axis takes for itself."""
-        return self.links[axis].device_share * seconds
+    def taken_s(self, target: str, axis: int, input_bytes: int) -> float:
+        """Of the compute stream's time, what a collective takes for itself: its call, and a share of what is left.
 
-    def _collective_curve(self, target: str, axis: int) -> Curve | None:
-        link = self.links[axis]
-        return None if self.measured is None else self.measured.collectives.get((target, link.size, link.local_size))
+        Raises:
+            CostModelError: see `collective_s`.
+        """
+        seconds = self.collective_s(target, axis, input_bytes)
+        _, curve = self._curves(target, axis)
+        return self._taken_s(axis, seconds, min(seconds, curve.at(input_bytes)) if curve is not None else 0.0)
+
+    def taken_share_s(self, target: str, axis: int, input_bytes: int) -> float:
+        """The least of it that a tensor adds to a collective that it shares with others.
+
+        Raises:
+            CostModelError: see `collective_s`.
+        """
+        seconds = self.collective_share_s(target, axis, input_bytes)
+        _, curve = self._curves(target, axis)
+        called = min(seconds, input_bytes * curve.least_ratio) if curve is not None else 0.0
+        return self._taken_s(axis, seconds, called)
+
+    def _taken_s(self, axis: int, seconds: float, called: float) -> float:
+        return called + self.links[axis].device_share * (seconds - called)
+
+    def _curves(self, target: str, axis: int) -> tuple[Curve | None, Curve | None]:
+        """Measured seconds of a collective and of its call."""
+        if self.measured is None:
+            return None, None
+        key = (target, self.links[axis].size, self.links[axis].local_size)
+        return self.measured.collectives.get(key), self.measured.calls.get(key)
 
     def collective_share_s(self, target: str, axis: int, input_bytes: int) -> float:
         """The least a tensor adds to a collective that it shares with others: its bytes at the best rate, no latency.
@@ -219,7 +242,7 @@ class Costs:
         Raises:
             CostModelError: see `collective_s`.
         """
-        curve = self._collective_curve(target, axis)
+        curve, _ = self._curves(target, axis)
         if curve is not None:
             return input_bytes * curve.least_ratio
         per_byte = (self.collective_s(target, axis, 2 * _MANY) - self.collective_s(target, axis, _MANY)) / _MANY
@@ -242,6 +265,10 @@ class Costs:
         level, backend = self.cluster.span(pair), self.cluster.group_of(pair[0]).device.backend
         link = self.cluster.link(level, pair[0]) if level == "in_node" else self.cluster.network(pair)
         return p2p_s(nbytes, link, backend, level)
+
+    def host_s(self, block: Block, instr: Instr) -> float:
+        """Seconds for which a copy takes a device's share of the host's memory; 0.0 of all else."""
+        return block.values[next(refs(instr.args))].nbytes / self._host_bytes_per_s if instr.tier else 0.0
 
     def copy_s(self, tier: str, nbytes: int, from_host: bool = False, both_ways: bool = False) -> float:
         """Seconds of one copy to or from a tier (see `ClusterSpec.copy_s`).
@@ -282,8 +309,7 @@ class Costs:
         values = block.values
         inputs = tuple([values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))])
         if instr.kind is InstrKind.COLLECTIVE:
-            sent = input_bytes_of(instr.target, instr.args, inputs[0].nbytes, (*inputs[0].shape, 1)[0])
-            return self.collective_s(instr.target, instr.axis, sent)
+            return self.collective_s(instr.target, instr.axis, input_bytes_of(instr.target, instr.args, inputs[0]))
         if instr.kind is InstrKind.COPY:
             from_host = instr.target == "lift" or (instr.target == "store" and inputs[0].tier == "host")
             both_ways = instr.target == "bring" or (instr.target == "store" and not from_host)
@@ -294,10 +320,9 @@ class Costs:
             return self.memory_s(0, tail_bytes(instr.args, inputs[0]))
         if instr.target == GROW:
             return self.memory_s(inputs[0].nbytes + inputs[1].nbytes, inputs[0].nbytes)
-        if instr.target == PUT:
-            return self.memory_s(inputs[1].nbytes, inputs[1].nbytes)
-        if instr.target == ROOM:
-            return self.memory_s(0, 0)
+        if instr.target in (PUT, ROOM):
+            moved = inputs[1].nbytes if instr.target == PUT else 0
+            return self.memory_s(moved, moved)
         if all(_is_view(name, out) for name, out in made) and (made or is_free(instr.target)):
             return 0.0 if self.measured is None else self.measured.view_s
         if is_free(instr.target):
@@ -305,6 +330,17 @@ class Costs:
         if self.measured is not None:
             return self._lowered_s(block, instr, outputs)
         return self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs, instr.work)
+
+    def instr_taken_s(self, block: Block, instr: Instr) -> float:
+        """Seconds of compute that an instruction on another stream takes for itself: of a collective, `taken_s`.
+
+        Raises:
+            CostModelError: see `collective_s`.
+        """
+        if instr.kind is not InstrKind.COLLECTIVE:
+            return 0.0
+        sent = block.values[next(refs((instr.args, tuple(instr.kwargs.values()))))]
+        return self.taken_s(instr.target, instr.axis, input_bytes_of(instr.target, instr.args, sent))
 
     def stream(self, instr: Instr) -> str:
         """The stream an instruction runs on: "compute", "comm:in_node", "comm:between_nodes", or a copy's."""
@@ -316,9 +352,8 @@ class Costs:
 def _work(
     target: str, flag: int, inputs: Specs, outputs: Outs, registered: tuple[float, float] | None
 ) -> OpWork:  # fmt: skip
-    if registered is not None:
-        return registered_work_of(registered, inputs, outputs)
-    return work_of(target, flag, inputs, outputs)
+    registered_work = None if registered is None else registered_work_of(registered, inputs, outputs)
+    return registered_work or work_of(target, flag, inputs, outputs)
 
 
 def copy_stream(tier: str, way: str) -> str:

@@ -14,9 +14,9 @@ from paraplan.ir.cluster import ClusterSpec, Device, Link
 from paraplan.ir.struct import Value
 
 _GIB = 1 << 30
-HOPPER_WATTS = 925.0
+HOPPER_WATTS = 822.0
 """What an H100 or H200 in SXM form would take to multiply at the clock its rates are quoted at; at its 700 W it runs at
-about 0.87 of that clock (boost is 1,830 MHz; large products are seen at 1,400 to 1,650 MHz). Set looking at published
+about 0.92 of that clock (boost is 1,830 MHz; large products are seen at 1,400 to 1,700 MHz). Set looking at published
 steps of boards of 500 and 700 W (docs/benchmarks.md)."""
 _T = 1e12
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -22,7 +22,7 @@ from paraplan.cost_models.curves import Curve, fit_curve
 from paraplan.cost_models.ops import OpWork, op_time_s, rate_of, work_of
 from paraplan.ir.cluster import Device
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.profile import UPDATE, VIEW, OpTime, Profile
+from paraplan.ir.profile import UPDATE, VIEW, CollectiveTime, OpTime, Profile
 
 MEASURED, INTERPOLATED, MODELLED = "measured", "interpolated", "modelled"
 LEAST_POINTS = 3
@@ -131,11 +131,12 @@ class MeasuredTimes:
     @cached_property
     def collectives(self) -> dict[tuple[str, int, int], Curve]:
         """Per collective, ranks and ranks within a node, seconds over bytes put in."""
-        points: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
-        for each in self.profile.collectives:
-            points[each.target, each.size, each.local_size].append((each.input_bytes, each.seconds))
-        fitted = {key: fit_curve(found) for key, found in points.items()}
-        return {key: curve for key, curve in fitted.items() if curve is not None and curve.sizes[-1] > 0}
+        return _curves(self.profile.collectives, lambda each: each.seconds)
+
+    @cached_property
+    def calls(self) -> dict[tuple[str, int, int], Curve]:
+        """Likewise, seconds of the calling thread's own work."""
+        return _curves(self.profile.collectives, lambda each: each.called_s)
 
     def cross_validate(self) -> dict[str, Errors]:
         """Per class, and over "all", how far curves are off shapes they were not fitted to.
@@ -157,6 +158,16 @@ class MeasuredTimes:
             kind: Errors(len(found), median(found), sorted(found)[math.ceil(0.9 * len(found)) - 1])
             for kind, found in sorted(errors.items())
         }
+
+
+def _curves(
+    times: Iterable[CollectiveTime], seconds: Callable[[CollectiveTime], float]
+) -> dict[tuple[str, int, int], Curve]:
+    points: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
+    for each in times:
+        points[each.target, each.size, each.local_size].append((each.input_bytes, seconds(each)))
+    fitted = {key: fit_curve(found) for key, found in points.items()}
+    return {key: curve for key, curve in fitted.items() if curve is not None and curve.sizes[-1] > 0}
 
 
 def _fit(points: Iterable[tuple[str, str, str, float, float]]) -> dict[Family, Curve]:

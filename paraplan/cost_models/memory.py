@@ -98,6 +98,7 @@ class MemoryWalk:
             self._bind(name, Held(Storage(value.nbytes, value.tier), value.dtype, value.shape), Bytes())
             self.levels[value.tier] += value.nbytes
         self.taken = 0
+        self._beside = Bytes()
 
     @property
     def live(self) -> int:
@@ -116,9 +117,20 @@ class MemoryWalk:
             where = f"step {self.taken} ({step.action}, {step.kind.value})"
             raise CostModelError(f"{where}: nothing is called {fault}") from None
         self.taken += 1
+        if self._beside and not step.late:
+            result = self._with_beside(result)
+        if step.late or step.kind is StepKind.UPDATED:
+            self._beside = Bytes(
+                {self.program.update_tier(step): self.program.update_workspace(step)} if step.late else {}
+            )
         for tier, part in (("", result), *result.tiers.items()):
             self.levels[tier] = part.after
         return result
+
+    def _with_beside(self, result: StepMemory) -> StepMemory:
+        """What a step did to memory, with the workspace of an update that runs beside it."""
+        tiers = {tier: replace(part, peak=part.peak + self._beside[tier]) for tier, part in result.tiers.items()}
+        return replace(result, tiers=tiers)
 
     def _bind(self, name: str, held: Held, died: Bytes) -> None:
         """Give a name to a value; what dies because the name meant something else is added to `died`."""
@@ -259,6 +271,7 @@ _TAKE = {
     StepKind.ACCUMULATE: MemoryWalk._accumulate,
     StepKind.DROP: MemoryWalk._drop,
     StepKind.UPDATE: MemoryWalk._update,
+    StepKind.UPDATED: MemoryWalk._drop,
     StepKind.SEND: MemoryWalk._allocate,
     StepKind.RECV: MemoryWalk._allocate,
     StepKind.AWAIT: MemoryWalk._drop,

@@ -83,15 +83,24 @@ def check_room(plan: Plan, simulation: Simulation) -> None:
     Raises:
         CostModelError: it does not; says what is missing.
     """
-    devices = tuple(device for stage in plan.stages for mesh in stage.meshes for device in mesh.devices)
     for tier, size in sorted(simulation.tier_peak_bytes.items()):
-        room = plan.cluster.room_bytes(tier, devices)
+        room = _room_bytes(plan, tier)
         if size > room:
             raise CostModelError(
                 f"the plan has {say_size(size)} per device wait on {tier}, where {plan.cluster.name} has room for "
                 f"{say_size(room)}: {say_size(size - room)} are missing; offload less, or describe more "
                 "(host_memory_bytes, disk_bytes of a node)"
             )
+
+
+def has_room(plan: Plan, simulation: Simulation) -> bool:
+    """Whether what waits on tiers fits there."""
+    return all(size <= _room_bytes(plan, tier) for tier, size in simulation.tier_peak_bytes.items())
+
+
+def _room_bytes(plan: Plan, tier: str) -> int:
+    devices = tuple(device for stage in plan.stages for mesh in stage.meshes for device in mesh.devices)
+    return plan.cluster.room_bytes(tier, devices)
 
 
 def predict(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation | None = None) -> Prediction:

@@ -33,7 +33,7 @@ _TABLES = {
     ),
     "collective": (
         "CREATE TABLE collective (machine INTEGER, target TEXT, size INTEGER, local_size INTEGER, "
-        "input_bytes INTEGER, seconds REAL, spread REAL, samples INTEGER, "
+        "input_bytes INTEGER, seconds REAL, spread REAL, samples INTEGER, called_s REAL, "
         "PRIMARY KEY (machine, target, size, local_size, input_bytes))"
     ),
     "covered": "CREATE TABLE covered (machine INTEGER, what TEXT, PRIMARY KEY (machine, what))",
@@ -100,10 +100,10 @@ class ProfileWriter:
             else:
                 row = (
                     found.target, found.size, found.local_size, found.input_bytes, found.seconds, found.spread,
-                    found.samples,
+                    found.samples, found.called_s,
                 )  # fmt: skip
                 self._db.execute(
-                    "INSERT OR REPLACE INTO collective VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (self._machine, *row)
+                    "INSERT OR REPLACE INTO collective VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (self._machine, *row)
                 )
             if time.monotonic() - self._committed > _COMMIT_EVERY_S:
                 self._db.commit()
@@ -227,8 +227,8 @@ def _profiles(database: sqlite3.Connection, path: Path) -> Iterator[tuple[int, P
             "WHERE machine = ? ORDER BY target, flag, inputs, outputs, detail", (number,),
         ).fetchmany(_MOST_ROWS)  # fmt: skip
         collectives = database.execute(
-            "SELECT target, size, local_size, input_bytes, seconds, spread, samples FROM collective WHERE machine = ? "
-            "ORDER BY target, size, local_size, input_bytes", (number,),
+            "SELECT target, size, local_size, input_bytes, seconds, spread, samples, called_s FROM collective "
+            "WHERE machine = ? ORDER BY target, size, local_size, input_bytes", (number,),
         ).fetchmany(_MOST_ROWS)  # fmt: skip
         given = {
             "device": device, "name": name, "torch": torch, "threads": threads, "processes": processes,

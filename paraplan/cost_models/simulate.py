@@ -55,13 +55,14 @@ class RankTrace(Value, frozen=True, kw_only=True):
         compute_s: compute stream busy.
         comm_s, copy_s: per comm and per copy stream, seconds busy.
         exposed_comm_s: seconds compute stood still for communication, the step's end included
-            (step_s - compute_s - exposed_copy_s - bubble_s - update_s).
+            (step_s - compute_s - exposed_copy_s - bubble_s - exposed_update_s).
         exposed_copy_s: seconds it stood still for copies to and from tiers.
         spans: stretches of every stream, for timelines.
         memory: one point per step.
         bubble_s: seconds compute stood still for a message that had not begun: the pipeline's bubble, but for what is
             left of the step when this rank has ended.
-        update_s: per tier that updates parameters ("update:host"), seconds it does, while compute stands still.
+        update_s: per tier that updates parameters ("update:host"), seconds it does.
+        exposed_update_s: seconds compute stood still for these.
     """
 
     step_s: float
@@ -79,6 +80,7 @@ class RankTrace(Value, frozen=True, kw_only=True):
     tier_peak_bytes: dict[str, int] = {}
     bubble_s: float = 0.0
     update_s: dict[str, float] = {}
+    exposed_update_s: float = 0.0
 
     @property
     def work(self) -> dict[str, float]:
@@ -164,6 +166,7 @@ class RankEngine:
         self._blocks: dict[str, TimeBlock] = {}
         self._accumulates: dict[tuple[str, str, tuple[int, ...]], float] = {}
         self._next = 0
+        self._updated: dict[str, int] = {}
         self._mailbox = mailbox or Mailbox()
         self._parts = Counter((transfer.message, transfer.sends) for transfer in program.transfers.values())
 
@@ -192,6 +195,8 @@ class RankEngine:
             self.time.compute(step, self._accumulate_s(memory), "accumulate")
         elif step.kind is StepKind.UPDATE:
             self._update(step)
+        elif step.kind is StepKind.UPDATED:
+            self.time.updated()
         elif step.kind in MESSAGES:
             self._message(step)
         if memory.peak > self.peak[0]:
@@ -215,7 +220,7 @@ class RankEngine:
             exposed_comm_s=self.time.waited_s + (self.time.end_s - self.time.clock[COMPUTE]),
             spans=tuple(self.time.spans), memory=tuple(self.points), copy_s=copies,
             bubble_s=self.time.bubble_s,
-            exposed_copy_s=self.time.stalled_s(COPY), update_s=updates,
+            exposed_copy_s=self.time.stalled_s(COPY), update_s=updates, exposed_update_s=self.time.stalled_s(UPDATE),
             tier_peak_bytes={tier: peak for tier, peak in self.tier_peaks.items() if peak},
         )  # fmt: skip
 
@@ -267,13 +272,32 @@ class RankEngine:
             sizes.append(size)
             grads += grad.nbytes if grad is not None else size
         tier, params = self.program.update_tier(step), sum(sizes)
-        states = self.program.update_bytes(tier)[0] if step.staged is None else step.staged.state_bytes
+        states = self._state_bytes(step, tier, params)
         if tier:
             seconds = self.costs.update_away_s(tier, params + grads + states + params + states)
-            self.time.update(step, update_stream(tier), seconds)
+            if step.late:
+                self.time.late_update(step, update_stream(tier), seconds)
+            else:
+                self.time.update(step, update_stream(tier), seconds)
         else:
             seconds = self.costs.update_s(tuple(sizes), params + grads + states, params + states)
             self.time.compute(step, seconds, "update")
+
+    def _state_bytes(self, step: Step, tier: str, params: int) -> int:
+        """Bytes of the states an UPDATE of so many bytes of parameters reads and writes: those of its tier, in parts if
+        some there are updated late and some are not."""
+        if step.staged is not None:
+            return step.staged.state_bytes
+        whole = self.program.update_bytes(tier)[0]
+        if tier not in self._updated:
+            self._updated[tier] = sum(
+                self.memory.outer[name].nbytes
+                for other in self.program.steps
+                if other.kind is StepKind.UPDATE and other.staged is None and self.program.update_tier(other) == tier
+                for name in other.args
+                if name in self.memory.outer
+            )
+        return whole * params // self._updated[tier] if self._updated[tier] else whole
 
 
 def simulate_rank(program: RankProgram, costs: Costs) -> RankTrace:

@@ -5,7 +5,8 @@ comm stream once compute has reached it (its input is then ready) and the stream
 compute; a wait holds compute until the collective has ended. That is CUDA's stream order under
 torch.distributed: one communication stream per link level. A collective that takes some of the device for itself
 holds compute for that much of its time, from when it is issued: compute that would have gone on beside it is done so
-much later, and compute that waits for it anyway loses nothing. Copies do the same on one stream each way per tier.
+much later, and compute that waits for it anyway loses nothing. Copies do the same on one stream each way per tier; one
+that begins beside an update on the host takes from it the host's memory for its bytes.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class TimeWalk:
         self.stalled: dict[str, float] = {}
         self.bubble_s = 0.0
         self.spans: list[Span] = []
+        self._late: tuple[Step, str, float] | None = None
         self._unfinished: dict[str, tuple[float, str]] = {}
 
     @property
@@ -112,6 +114,23 @@ class TimeWalk:
         self.stalled[stream] = self.stalled.get(stream, 0.0) + seconds
         self._span(step, stream, begin, begin + seconds, "update", seconds)
 
+    def late_update(self, step: Step, stream: str, seconds: float) -> None:
+        """An update elsewhere, begun beside what follows."""
+        begin = max(self.clock[COMPUTE], self.clock.get(stream, 0.0))
+        self.clock[stream] = begin + seconds
+        self.work[stream] = self.work.get(stream, 0.0) + seconds
+        self._late = (step, stream, begin)
+
+    def updated(self) -> None:
+        """Wait for it."""
+        assert self._late is not None, "a late update was begun"
+        (step, stream, begin), self._late = self._late, None
+        end, now = self.clock[stream], self.clock[COMPUTE]
+        self._span(step, stream, begin, end, "update", end - begin)
+        if end > now:
+            self.stalled[stream] = self.stalled.get(stream, 0.0) + end - now
+            self.clock[COMPUTE] = end
+
     def message(self, step: Step, stream: str, label: str, begin: float, end: float) -> None:
         """Wait for a message that takes from begin to end; before it begins, waiting is the pipeline's bubble."""
         now = self.clock[COMPUTE]
@@ -131,6 +150,9 @@ class TimeWalk:
         self.clock[event.stream] = end
         self.work[event.stream] = self.work.get(event.stream, 0.0) + event.seconds
         self._span(step, event.stream, start, end, event.label, event.seconds)
+        if self._late is not None and start < self.clock[self._late[1]]:  # both go through the host's memory
+            self.clock[self._late[1]] += event.host_s
+            self.work[self._late[1]] += event.host_s
         return end, event.stream
 
     def _span(self, step: Step, stream: str, start: float, end: float, label: str, busy: float) -> None:

@@ -28,6 +28,9 @@ Place = tuple[str, str, bool]
 HERE: Place = ("", "", False)
 """All on the device."""
 
+ON_HOST: Place = ("host", "", False)
+"""States on the host, updated there, beside a copy on the device that ops read: what may be updated late."""
+
 PLACES: dict[Place, str] = {
     HERE: "", ("host", "", False): "@host", ("host", "host", False): "@all",
     ("host", "", True): "@fetched", ("host", "host", True): "@all-fetched",
@@ -134,6 +137,11 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     def staged(self) -> bool:
         """Whether states are brought to where they are updated, and back."""
         return self.update_tier != self.state_tier
+
+    @property
+    def place(self) -> Place:
+        """Where a trained parameter and its states are."""
+        return self.state_tier, self.stored_tier, self.fetched
 
 
 class Split(Value, frozen=True, kw_only=True):
@@ -260,6 +268,8 @@ class Plan(Value, frozen=True, kw_only=True):
         reducing_bytes: what gradients on their way to the optimizer's layout may hold until they are there, where a
             collective holds what it reads (a reduce-scatter does); two are under way in any case.
         compiled: whether forward and backward blocks go through torch.compile.
+        delayed_update: after how many steps the host's updates of states that stay there are done beside the next
+            step's work, and so are one step late (see `ir.lower.late`); None: never.
         stages, schedule: the plan proper.
         memory_actions: on one device, the order in which the step's ops run, are run again, and tensors are freed and
             copied to a tier and back (`ir.memory_actions`); None: as lowered.
@@ -278,6 +288,7 @@ class Plan(Value, frozen=True, kw_only=True):
     bundle_bytes: int = 8 << 20
     reducing_bytes: int = 0
     compiled: bool = False
+    delayed_update: int | None = None
     stages: tuple[Stage, ...]
     schedule: Schedule
     memory_actions: str | None = None
@@ -285,3 +296,7 @@ class Plan(Value, frozen=True, kw_only=True):
     prediction: Prediction | None = None
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
+
+    def is_late(self, layouts: ParamLayouts) -> bool:
+        """Whether a trained parameter that lies so is updated one step late."""
+        return self.delayed_update is not None and layouts.place == ON_HOST

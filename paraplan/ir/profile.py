@@ -18,7 +18,7 @@ from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 VIEW = "view"
 """Target of the time that any op takes which only reinterprets a tensor: the host's, whatever its shape."""
 UPDATE = "update."
@@ -94,6 +94,8 @@ class CollectiveTime(Value, frozen=True, kw_only=True):
         local_size: how many of them share a node.
         input_bytes: what one rank puts in (`cost_models.collectives`).
         seconds, spread, samples: as of an op, but the mean of its rounds, over ranks that come when they are ready.
+        called_s: of these, how long the thread that calls it is at work itself (Gloo copies what a reduce-scatter is
+            given before it returns); 0 on GPUs.
     """
 
     target: str
@@ -103,6 +105,7 @@ class CollectiveTime(Value, frozen=True, kw_only=True):
     seconds: float
     spread: float = 0.0
     samples: int = 1
+    called_s: float = 0.0
 
 
 class Profile(Value, frozen=True, kw_only=True):
@@ -217,6 +220,8 @@ def check_profile(profile: Profile, what: str) -> Profile:
         if each.size < 1 or not 1 <= each.local_size <= each.size or each.input_bytes < 0:
             raise ProfileError(f"{at}: {each.local_size} of them in a node, {each.input_bytes} bytes")
         _check_time(each.seconds, each.spread, each.samples, at)
+        if not 0 <= each.called_s <= each.seconds:
+            raise ProfileError(f"{at}: its call takes {each.called_s} s of {each.seconds} s")
     return profile
 
 

@@ -157,6 +157,7 @@ class StepKind(Enum):
     ACCUMULATE = "accumulate"
     DROP = "drop"
     UPDATE = "update"
+    UPDATED = "updated"
     SEND = "send"
     RECV = "recv"
     AWAIT = "await"
@@ -189,7 +190,9 @@ class Step(Value, frozen=True, kw_only=True):
         yet (a move: no time, no memory), else grows by it in place; the addend's name is dropped.
     DROP: names in `drops` are given up.
     UPDATE: the optimizer's update of the parameters in `args`, all on one tier, where it is done; with `staged`, of
-        copies of them that were brought there.
+        copies of them that were brought there; with `late`, begun with gradients held since the step before, to be done
+        by the host beside what follows.
+    UPDATED: wait for what a late UPDATE began; `drops`, the gradients it used, are then given up.
     SEND: begin to send `args[0]` as the message (`transfer`, `microbatch`); where `outs` has a name, the part of it
         that is sent is copied there first. What is sent is left alone until an AWAIT of it.
     RECV: allocate `outs[0]` and begin to receive the message into it; its values are there after an AWAIT of it.
@@ -203,6 +206,7 @@ class Step(Value, frozen=True, kw_only=True):
         segment: whose instance it is; -1 for none.
         transfer: of SEND, RECV and AWAIT, a key of the program's `transfers`.
         staged: of an UPDATE of states that are elsewhere between steps.
+        late: of an UPDATE, see there.
     """
 
     kind: StepKind
@@ -215,6 +219,7 @@ class Step(Value, frozen=True, kw_only=True):
     segment: int = -1
     transfer: str = ""
     staged: StagedUpdate | None = None
+    late: bool = False
 
 
 class Transfer(Value, frozen=True, kw_only=True):
@@ -248,8 +253,8 @@ class OuterValue(Value, frozen=True, kw_only=True):
 
     Attributes:
         role: "param" (stored copy), "state" (optimizer's view or copy of a parameter), "slots" (its other states, one
-            after another, where they are brought elsewhere to be updated), "batch", "buffer", "seed", "scale" (what
-            gradients are multiplied by, under fp16).
+            after another, where they are brought elsewhere to be updated), "late" (a parameter's gradient, held since
+            the step before), "batch", "buffer", "seed", "scale" (what gradients are multiplied by, under fp16).
         source: the parameter's, input's or buffer's name in the program; a seed's segment number as text.
         dtype, shape: local.
         layout: text form, on the stage's mesh.

@@ -183,9 +183,33 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
         _verify_stage(plan, stage, f"stage {index}")
     if position != len(plan.program.segments):
         raise InvalidPlanError(f"the stages end at segment {position} of {len(plan.program.segments)}")
+    _verify_delay(plan)
     verify_schedule(plan.schedule, len(plan.stages), plan.num_microbatches, _stage_of_rank(plan))
     _verify_classes(plan)
     return lower(plan)
+
+
+def _verify_delay(plan: Plan) -> None:
+    """Something can be updated late, and what several stages hold is so in all of them."""
+    if plan.delayed_update is None:
+        return
+    if plan.delayed_update < 0:
+        raise InvalidPlanError(
+            f"delayed_update is {plan.delayed_update}: at least 0 steps come before the first late one"
+        )
+    trained, late = set(trained_params(plan.program)), dict[str, bool]()
+    for index, stage in enumerate(plan.stages):
+        for name, layouts in stage.params.items():
+            if name in trained and late.setdefault(name, plan.is_late(layouts)) != plan.is_late(layouts):
+                raise InvalidPlanError(
+                    f"stage {index}: parameter {name} is {layouts.text}, and of the stages that hold it the host "
+                    "updates it late in some alone (delayed_update); give it one place in all of them"
+                )
+    if not any(late.values()):
+        raise InvalidPlanError(
+            f"delayed_update is {plan.delayed_update}, but no parameter's states are where the host updates them "
+            "beside the device's work ('@host'); leave it out, or put states there"
+        )
 
 
 def _stage_of_rank(plan: Plan) -> tuple[tuple[int, ...], ...]:

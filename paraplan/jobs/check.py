@@ -91,7 +91,7 @@ class Captured:
     """
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: MakeOptimizer, seed: int) -> None:
-        self.program, self.seed = plan.program, seed
+        self.plan, self.program, self.seed = plan, plan.program, seed
         full = full_tensors(plan.program, model)
         program = self.program
         self.masters: dict[str, nn.Parameter | Tensor] = {}
@@ -106,12 +106,21 @@ class Captured:
         self.trained = trained_params(program)
         self.optimizer = optimizer([self.masters[name] for name in self.trained])  # type: ignore[misc]
         self.scaler = torch.amp.GradScaler("cpu", enabled=program.precision == "fp16")
+        self.may_be_late = tuple(
+            name for name in self.trained if any(plan.is_late(x.params[name]) for x in plan.stages if name in x.params)
+        )
+        self.held: dict[str, Tensor] = {}
         self.done = 0
+
+    def _late(self) -> tuple[str, ...]:
+        """What this step's gradients update one step late, as the plan's does (`ir.lower.late`)."""
+        after = self.plan.delayed_update
+        return () if after is None or self.done < after else self.may_be_late
 
     def step(
         self, batch: Tensors, clip: float | None, update_with: Tensors | None = None
     ) -> tuple[float, dict[str, Tensor]]:
-        """One training step.
+        """One training step, in which what is updated late is updated with the gradients of the step before.
 
         Args:
             batch: the global batch.
@@ -137,9 +146,20 @@ class Captured:
             _present(self.masters[name].grad).copy_(update_with[name])  # type: ignore[index]
         if clip is not None:
             nn.utils.clip_grad_norm_([self.masters[name] for name in self.trained], clip)
+        late = self._late()
+        held = {name: _present(self.masters[name].grad) for name in late}
+        skips = program.precision == "fp16" and not all(bool(grad.isfinite().all()) for grad in found.values())
+        for name in late:
+            self.masters[name].grad = None
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        if self.held:
+            for name, grad in self.held.items():
+                self.masters[name].grad = grad
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.held = {} if skips else held
         self.done += 1
         return float(loss), found
 

@@ -29,8 +29,8 @@ from paraplan.runtime.launch import init_distributed, leave_job
 
 SMALLEST_BYTES = 1 << 10
 LARGE_BYTES = 1 << 20
-BUDGET_S = 0.4
-LEAST_ROUNDS, MOST_ROUNDS, WARM_UP = 8, 81, 2
+BUDGET_S = 0.12
+LEAST_ROUNDS, MOST_ROUNDS, WARM_UP = 5, 41, 2
 WORK_SIDE, WORK_PRODUCTS = 256, 4
 """Products between collectives: about a millisecond of a server's core."""
 
@@ -55,10 +55,10 @@ def calls(size: int, group: str) -> dict[str, Call]:
 
 
 def sizes(largest: int) -> tuple[int, ...]:
-    """Bytes put in, a factor of 4 apart, the largest among them."""
+    """Bytes put in, the largest among them: a factor of 2 apart where caches end, below `LARGE_BYTES` of 4."""
     found = [largest]
-    while found[-1] // 4 >= SMALLEST_BYTES:
-        found.append(found[-1] // 4)
+    while (less := found[-1] // (2 if found[-1] > LARGE_BYTES else 4)) >= SMALLEST_BYTES:
+        found.append(less)
     return tuple(reversed(found))
 
 
@@ -88,13 +88,13 @@ def measure(largest: int, device: str) -> LinkTimes:
         for target, call in calls(size, str(mine.group_name)).items():
             for input_bytes in sizes(largest):
                 x = torch.ones(max(size, input_bytes // 4 // size * size), device=device)
-                rounds, share = _rounds(call, x, device)
+                rounds, share, called = _rounds(call, x, device)
                 shares += [share] if input_bytes >= LARGE_BYTES else []
                 usual = statistics.fmean(sorted(rounds)[:-1])
                 low, _, high = statistics.quantiles(rounds, n=4)
                 found.append(CollectiveTime(
                     target=target, size=size, local_size=min(size, local), input_bytes=4 * x.numel(), seconds=usual,
-                    spread=(high - low) / usual, samples=len(rounds),
+                    spread=(high - low) / usual, samples=len(rounds), called_s=min(called, usual),
                 ))  # fmt: skip
     share = statistics.median(shares) if shares and device == "cpu" else 0.0
     return LinkTimes(times=tuple(found), device_share=min(1.0, max(0.0, round(share, 2))))
@@ -107,36 +107,41 @@ def group_sizes(world: int) -> tuple[int, ...]:
     )
 
 
-def _rounds(call: Call, x: Tensor, device: str) -> tuple[list[float], float]:
-    """Seconds of each round, and what share of them other threads of this process were busy."""
+def _rounds(call: Call, x: Tensor, device: str) -> tuple[list[float], float, float]:
+    """Seconds of each round; of a round less the calling thread's work, the share that other threads of this process
+    were busy; that thread's work in the median (both of CPU processes alone)."""
     for _ in range(WARM_UP):
-        guess = _once(call, x, device)
+        guess, _ = _once(call, x, device)
     agreed = torch.tensor([guess], device=device, dtype=torch.float64)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     count = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(BUDGET_S / max(float(agreed), 1e-6))))
-    mine, busy = [], 0.0
+    mine, busy, calls = [], 0.0, []
     for _ in range(count):
         others = time.process_time() - time.thread_time()
-        mine.append(_once(call, x, device))
+        seconds, called = _once(call, x, device)
+        mine.append(seconds)
+        calls.append(called)
         busy += time.process_time() - time.thread_time() - others
-    took = torch.tensor([*mine, busy / sum(mine)], device=device, dtype=torch.float64)
+    left = max(sum(mine) - sum(calls), 1e-9)
+    took = torch.tensor([*mine, busy / left, statistics.median(calls)], device=device, dtype=torch.float64)
     dist.all_reduce(took)
-    *rounds, share = (float(value) / dist.get_world_size() for value in took)
-    return rounds, share
+    *rounds, share, call_s = (float(value) / dist.get_world_size() for value in took)
+    return rounds, share, call_s
 
 
-def _once(call: Call, x: Tensor, device: str) -> float:
-    """Seconds from when this rank has worked for a while to when it has the result."""
+def _once(call: Call, x: Tensor, device: str) -> tuple[float, float]:
+    """Seconds from when this rank has worked for a while to when it has the result, and its thread's work in them."""
     side = torch.ones(WORK_SIDE, WORK_SIDE, device=device)
     for _ in range(WORK_PRODUCTS):
         side @ side
     if device == "cuda":
         torch.cuda.synchronize()
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.thread_time()
     torch.ops._c10d_functional.wait_tensor(call(x))
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    called = 0.0 if device == "cuda" else time.thread_time() - busy
+    return time.perf_counter() - started, called
 
 
 def main() -> None:

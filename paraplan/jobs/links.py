@@ -5,8 +5,9 @@ Gloo between CPU processes, NCCL between GPUs: the ranks run the collectives the
 
 from __future__ import annotations
 
+import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from paraplan.jobs.detect import detect
 from paraplan.jobs.link_rank import LinkTimes
 from paraplan.jobs.profile import this_machine
 from paraplan.runtime.launch import spawn_local
+
+JOBS = 5
+"""An odd number, so that the median is one of them."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def measure_links(
             f"links are measured between at least 2 ranks, on as many GPUs where there are any; {count} asked for"
         )
     tell(f"measuring collectives between {count} ranks")
-    found = link_times(count, largest_bytes)
+    (found,) = link_times(count, largest_bytes)
     times = found.times
     backend = cluster.groups[0].device.backend
     fit = fit_link([each for each in times if each.local_size == each.size], backend)
@@ -79,15 +83,35 @@ def measure_links(
     return Links(spec, {"in_node": fit}, len(times))
 
 
-def link_times(ranks: int, largest_bytes: int) -> LinkTimes:
-    """Times of every collective between processes of this machine.
+def link_times(ranks: int, *largest_bytes: int) -> list[LinkTimes]:
+    """Per largest message, times of every collective between processes of this machine: the medians of a few jobs.
+
+    Where threads of a job land, and what else the machine does just then, is the job's luck: sizes of 64 KiB differ by
+    a third between jobs whose own rounds agree.
 
     Raises:
         RuntimeFailure: a rank failed.
     """
+    rounds = [[_one_job(ranks, largest) for largest in largest_bytes] for _ in range(JOBS)]
+    return [_middle(jobs) for jobs in zip(*rounds, strict=True)]
+
+
+def _one_job(ranks: int, largest_bytes: int) -> LinkTimes:
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "times.json"
         code = spawn_local(ranks, "paraplan.jobs.link_rank", (str(found), str(largest_bytes)))
         if code or not found.exists():
             raise RuntimeFailure(f"a rank that measured links failed (exit code {code}); its message is above")
         return msgspec.json.decode(found.read_bytes(), type=LinkTimes)
+
+
+def _middle(jobs: Sequence[LinkTimes]) -> LinkTimes:
+    times = []
+    for same in zip(*(job.times for job in jobs), strict=True):
+        seconds = statistics.median(each.seconds for each in same)
+        between = (max(each.seconds for each in same) - min(each.seconds for each in same)) / seconds
+        times.append(msgspec.structs.replace(
+            same[0], seconds=seconds, spread=max(between, *(each.spread for each in same)),
+            samples=sum(each.samples for each in same), called_s=statistics.median(each.called_s for each in same),
+        ))  # fmt: skip
+    return LinkTimes(times=tuple(times), device_share=statistics.median(job.device_share for job in jobs))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
+from paraplan.ir.lower.late import in_phase
 from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import master_dtype, trained_params
@@ -160,7 +161,7 @@ def run(
     if options.check and trainer.rank == 0:
         fill(plan.program, made.model, values_of(plan.program, made.model, options.weights, options.seed))
     single = SingleDevice(plan, made, optimizer_of, options.seed) if options.check and trainer.rank == 0 else None
-    recorded = min(1, options.steps - 1)
+    recorded = recorded_step(plan, options.steps)
     peaks = plan.prediction.peak_bytes if plan.prediction else simulate_plan(plan, programs).peak_bytes
     result = RunResult(predicted_peak_bytes=max(peaks))
     times = []
@@ -178,11 +179,12 @@ def run(
             account(trainer, programs, result)
         trainer.record = False
         if options.check:
-            params = trainer.full_state_dict(rank0_only=True)
+            params = trainer.full_tensors(rank0_only=True)
             if single is not None:
                 single.compare(batch, options.clip, loss, grads, params, params)
         result.loss.append(loss)
         tell(step, loss, times[-1])
+    trainer.flush()
     usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
     result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
     result.compiled = trainer.compiled
@@ -190,6 +192,11 @@ def run(
         seconds = _seconds(trainer, lambda step: batches(options.steps + step), optimizer, options.clip, scaler)
         write_run(Path(options.record), plan, trainer.state.executor.program, seconds, usual)
     return result
+
+
+def recorded_step(plan: Plan, steps: int) -> int:
+    """The step that is recorded: the second, or the first that updates with what the one before held; or the last."""
+    return min(1 if plan.delayed_update is None else plan.delayed_update + 1, steps - 1)
 
 
 def _skeleton(plan: Plan, options: RunOptions) -> Made:
@@ -253,7 +260,7 @@ def full_grads(trainer: Trainer) -> dict[str, Tensor]:
 
 def account(trainer: Trainer, programs: Sequence[RankProgram], result: RunResult) -> None:
     """What this rank did in its recorded step against what was predicted, gathered from all ranks (all must call)."""
-    program = programs[trainer.plan.schedule.rank_class[trainer.rank]]
+    program = in_phase(programs[trainer.plan.schedule.rank_class[trainer.rank]], trainer.state.phase)
     wanted, found = list(entries(program)), trainer.entries
     difference = ""
     for index, (want, got) in enumerate(zip(wanted, found, strict=False)):

@@ -6,7 +6,7 @@ import math
 from typing import Literal, NamedTuple
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.plan import AHEAD, HERE, PLACES, Place
+from paraplan.ir.plan import AHEAD, HERE, ON_HOST, PLACES, Place
 from paraplan.ir.struct import Value
 
 PRESETS = ("none", "selective", "alternate", "full")
@@ -14,6 +14,8 @@ PRESETS = ("none", "selective", "alternate", "full")
 of matrix products, convolutions and attention are kept, what is cheap is recomputed (Korthikanti et al. 2022, as
 practised today). `alternate`: and of those every second product with a weight is recomputed as well (torchtitan's
 selective policy by op)."""
+WARM_UP_STEPS = 40
+"""Steps before updates are late where it is only said that they may be: as in Ren et al. 2021, section 6."""
 AUTO: Literal["auto"] = "auto"
 """A degree for the planner to choose."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
@@ -58,6 +60,8 @@ class Constraints(Value, frozen=True, kw_only=True):
             parameters there too, "none" all on the device, "either" leaves it to the planner; None: to the planner
             where `offload` allows the host. "disk" and "disk-all" keep them on disk, to be updated in the host's
             memory; with "fetched" ("fetched", "all-fetched", "disk-fetched", "disk-all-fetched") the device updates.
+        delayed_update: after how many steps the host's updates may be one step late, to be done beside the next step's
+            work, where that makes the step faster (`planner.delaying`); None: never, since it changes what is computed.
         params: layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.
     """
 
@@ -80,6 +84,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     overlap: int = 1
     compiled: bool = False
     offload_states: str | None = None
+    delayed_update: int | None = None
     params: dict[str, str] = {}
 
     @property
@@ -103,6 +108,13 @@ class Constraints(Value, frozen=True, kw_only=True):
         """Tiers that states, or their gradients, may be on."""
         away = [place for place in self.every_place if place[0]]
         return tuple(dict.fromkeys(at for tier, _, fetched in away for at in ((tier,) if fetched else ("host", tier))))
+
+
+def warm_up_steps(delayed_update: bool | int | None) -> int | None:
+    """How many steps come before late updates: a number as it is, True for the literature's; None: all are timely."""
+    if isinstance(delayed_update, bool):
+        return WARM_UP_STEPS if delayed_update else None
+    return delayed_update
 
 
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
@@ -171,6 +183,16 @@ def _check_states(c: Constraints) -> None:
         parse_param_pin(name, text)
     if c.offload_states is not None and c.offload_states not in OFFLOAD_STATES:
         raise ConstraintError(f"offload_states={c.offload_states}: one of {', '.join(OFFLOAD_STATES)}")
+    if c.delayed_update is not None:
+        if c.delayed_update < 0:
+            raise ConstraintError(f"delayed_update={c.delayed_update}: at least 0 steps come before the first late one")
+        chosen = c.offload_states is None and c.tiers
+        if not chosen and ON_HOST not in c.every_place:
+            raise ConstraintError(
+                f"delayed_update={c.delayed_update}: only what the host updates where its states stay can be late, and "
+                f"with offload_states={c.offload_states or 'none'} there is nothing; give offload_states='host', or "
+                "offload='host'"
+            )
     if c.zero in (1, 2) and all(stored for _, stored, _ in c.places):
         raise ConstraintError(
             f"offload_states={c.offload_states} with zero={c.zero}: parameters off the device lie as their states do; "

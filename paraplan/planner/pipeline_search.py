@@ -10,13 +10,14 @@ sharding that keeps less, with parameters, gradients and states bounded by what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from paraplan.cost_models.bound import rank_bound
-from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
+from paraplan.cost_models.predict import has_room, predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
@@ -28,6 +29,7 @@ from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.delaying import choose_delay, delay_note
 from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.pipeline_memory import Activations, in_flight, recomputing
@@ -77,7 +79,7 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
     if not fitting:
         raise InfeasibleError(_overflow(tried, case.budget, case.positions))
     best = _reducing(min(fitting, key=_step_s), case.budget)
-    return _overlapped(best, constraints, case.budget)
+    return _delayed(_overlapped(best, constraints, case.budget), constraints, case.budget)
 
 
 def _reducing(best: Plan, budget: int) -> Plan:
@@ -90,6 +92,22 @@ def _reducing(best: Plan, budget: int) -> Plan:
             faster = tried.prediction.step_s < best.prediction.step_s * (1 - 1e-9)
             return msgspec.structs.replace(tried, notes=best.notes) if faster else best
     return best
+
+
+def _delayed(plan: Plan, constraints: Constraints, budget: int) -> Plan:
+    """The plan with the host's updates one step late, where that may be and is faster."""
+
+    def step_s(tried: Plan) -> float:
+        simulation = simulate_plan(tried, lower(tried))
+        fits = max(simulation.peak_bytes) <= budget and has_room(tried, simulation)
+        return simulation.step_s if fits else math.inf
+
+    best = choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried)
+    if best.delayed_update is None:
+        return plan
+    return msgspec.structs.replace(
+        _priced(msgspec.structs.replace(best, notes=())), notes=(*plan.notes, *delay_note(best))
+    )
 
 
 def _overlapped(plan: Plan, constraints: Constraints, budget: int) -> Plan:

@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 
 from paraplan.cost_models.catalog import devices_with
-from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
+from paraplan.cost_models.predict import has_room, predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
@@ -27,6 +27,7 @@ from paraplan.ir.micro import splittable
 from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import AUTO, Constraints, check_constraints
+from paraplan.planner.delaying import choose_delay, delay_note
 from paraplan.planner.fetching import choose_fetched
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op
@@ -94,11 +95,14 @@ def search(
             found += here
     if not found:
         raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
+    if constraints.delayed_update is not None:
+        found = [_placed(candidate, limits, constraints) for candidate in found]
     best = _reducing(min(found, key=lambda candidate: candidate.simulation.step_s), limits)
     best = _overlapped(best, limits, constraints)
-    best = _fetched(best, limits, constraints)
+    best = _placed(best, limits, constraints)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
-    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_meshes_note(found, skipped, best), *unpriced))
+    notes = (*plan.notes, *_meshes_note(found, skipped, best), *unpriced, *delay_note(plan))
+    plan = msgspec.structs.replace(plan, notes=notes)
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
@@ -216,17 +220,20 @@ def _overlapped(best: Candidate, limits: Limits, constraints: Constraints) -> Ca
     return best
 
 
-def _fetched(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
-    """The candidate with states on the host updated by whom that is faster, where that is the planner's choice."""
+def _placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
+    """The candidate with states on the host updated by whom and when it is faster, as far as the planner may choose."""
     away = any(layouts.state_tier == "host" for stage in best.plan.stages for layouts in stage.params.values())
-    if len(constraints.places) < 2 or not away:
+    chooses = len(constraints.places) > 1
+    if not away or not (chooses or constraints.delayed_update is not None):
         return best
 
     def step_s(plan: Plan) -> float:
         simulation = simulate_plan(plan, lower(plan))
-        return simulation.step_s if max(simulation.peak_bytes) <= limits.memory_bytes else math.inf
+        fits = max(simulation.peak_bytes) <= limits.memory_bytes and has_room(plan, simulation)
+        return simulation.step_s if fits else math.inf
 
-    plan = choose_fetched(best.plan, step_s)
+    place = partial(choose_fetched, step_s=step_s) if chooses else lambda plan: plan
+    plan = choose_delay(best.plan, constraints.delayed_update, step_s, place)
     return replace(best, plan=plan, simulation=simulate_plan(plan, lower(plan)))
 
 

@@ -83,7 +83,7 @@ def time_breakdown(
             elif instr.kind is InstrKind.COLLECTIVE:
                 key = (instr.target, instr.axis, purpose)
                 sent = block.values[next(refs(instr.args))]
-                held = input_bytes_of(instr.target, instr.args, sent.nbytes, (*sent.shape, 1)[0])
+                held = input_bytes_of(instr.target, instr.args, sent)
                 row = tally.comm.setdefault(key, [0.0, 0.0, 0.0])
                 row[0] += times
                 row[1] += times * held

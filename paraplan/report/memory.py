@@ -23,7 +23,7 @@ from paraplan.report.layouts import generic_name, kind_rows, layout_words, made_
 _STEPS = {
     StepKind.ACCUMULATE: "gradient accumulation", StepKind.UPDATE: "the optimizer's update",
     StepKind.SEND: "sent to another stage", StepKind.RECV: "received from another stage",
-    StepKind.AWAIT: "wait for a message",
+    StepKind.AWAIT: "wait for a message", StepKind.UPDATED: "wait for the host's update",
 }  # fmt: skip
 _BETWEEN = "values between steps"
 _OUTPUTS = {Role.BOUNDARY: "output", Role.BOUNDARY_GRADIENTS: "gradient of the input"}

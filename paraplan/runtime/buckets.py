@@ -25,6 +25,11 @@ def check_buckets(plans: Sequence[Plan]) -> None:
     first, seen = plans[0], [shapes_of(plan) for plan in plans]
     if any(len(plan.stages) > 1 for plan in plans):
         raise PlanMismatchError("plans of several stages cannot share a trainer; plan every shape with one stage")
+    if any(plan.delayed_update is not None for plan in plans):
+        raise PlanMismatchError(
+            "plans with delayed_update cannot share a trainer: a gradient would wait for a step of another shape; plan "
+            "every shape without it"
+        )
     for plan, shapes in zip(plans[1:], seen[1:], strict=True):
         if plan.program.fingerprint != first.program.fingerprint or plan.stages[0].mesh != first.stages[0].mesh:
             raise PlanMismatchError(f"the plan for {shapes} is for another model or mesh than that for {seen[0]}")

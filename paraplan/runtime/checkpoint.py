@@ -20,7 +20,6 @@ from paraplan.ir.holding import Holding, counted_here
 from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import master_dtype, trained_params
-from paraplan.ir.rank_program import StepKind
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 from paraplan.runtime.distributed import DistributedTransport
@@ -36,6 +35,27 @@ class Checkpointing:
     state: Rank
     transport: DistributedTransport
 
+    def flush(self) -> None:
+        """Apply gradients that wait for the next step (a plan's `delayed_update`); all ranks must call.
+
+        Whatever gives out states does so first, so that a checkpoint has every step in it; the step that follows finds
+        no gradient waiting, here as in a run that goes on from the checkpoint. To be called when training has ended.
+        """
+        if self.state.is_due:
+            self.state.executor.run(self.state.flushing())
+
+    @property
+    def steps_done(self) -> int:
+        """Steps taken, which the seeds of dropout and the end of `delayed_update`'s first steps follow.
+
+        No checkpoint has it: set it in a run that goes on from one.
+        """
+        return self.state.steps_done
+
+    @steps_done.setter
+    def steps_done(self, count: int) -> None:
+        self.state.steps_done = count
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The stored copies ops read, as DTensors that share their storage."""
         for name in self.state.stage.params:
@@ -48,6 +68,7 @@ class Checkpointing:
 
         Parameters, and the buffers the model writes (running statistics).
         """
+        self.flush()
         return {name: self._dtensor(name, *self.state.held_part(name)) for name in self._names()}
 
     def buffers(self) -> dict[str, Tensor]:
@@ -67,6 +88,7 @@ class Checkpointing:
         Raises:
             PlanMismatchError: a name or a local shape is not the plan's.
         """
+        self._forget()
         with torch.no_grad():
             for name, value in state.items():
                 mine = self.state.held_part(self._known(name))[0]
@@ -85,6 +107,13 @@ class Checkpointing:
         Args:
             rank0_only: only rank 0 keeps them; the others return {}. All ranks must call.
         """
+        self.flush()
+        return self.full_tensors(rank0_only)
+
+    def full_tensors(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """As `full_state_dict`, without gradients that wait for the next step."""
+        if self.state.has_begun:
+            self.flush()
         found: dict[str, Tensor] = {}
         program = self.plan.program
         trained = set(trained_params(program))
@@ -125,6 +154,7 @@ class Checkpointing:
         missing = [name for name in self.state.stage.params if name not in full]
         if missing:
             raise PlanMismatchError(f"full state dict lacks {', '.join(missing[:5])} ({len(missing)} in all)")
+        self._forget()
         buffers = {f"buffer:{name}": full[name] for name in self._written if name in full}
         self.state.load({f"param:{name}": full[name] for name in self.state.stage.params} | buffers)
 
@@ -137,8 +167,10 @@ class Checkpointing:
             optimizer: of this trainer.
             create: make the slots where there are none yet, so that a checkpoint can be loaded into them.
         """
+        self.flush()
         if create:
             self._create_slots(optimizer)
+            self.flush()
         self.state.executor.copier.settle()
         return {
             name: {
@@ -153,6 +185,7 @@ class Checkpointing:
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """The inverse, from DTensors laid out as `optimizer_state_dict` gives them."""
+        self.flush()
         for name, slots in state.items():
             param = self.state.params[self._known(name)]
             kept = {slot: value.to_local() if isinstance(value, DTensor) else value for slot, value in slots.items()}
@@ -199,7 +232,12 @@ class Checkpointing:
         return program.buffers[name].shape if name in program.buffer_updates else program.params[name].spec.shape
 
     def _refresh(self) -> None:
-        self.state.executor.run(step for step in self.state.after if step.kind is StepKind.CALL)
+        self.state.executor.run(self.state.restoring)
+
+    def _forget(self) -> None:
+        """Gradients that wait are of parameters that are no more."""
+        if self.state.updates is not None:
+            self.state.updates.forget()
 
 
 def _placement(placement: ir_mesh.Placement) -> Placement:

@@ -118,6 +118,7 @@ class Copier:
             raise RuntimeFailure(f"copies of {device} tensors take the time they take: a pace is for CPU processes")
         self._parent = folder
         self._own: Path | None = None
+        self._is_full = False
         self.homes = Homes(folder, rank)
         self._numbers = count()
         self._flights: dict[int, tuple[Any, Flight]] = {}
@@ -167,7 +168,7 @@ class Copier:
         what = f"store of {home.nbytes} bytes to {tier}"
         if source.is_cuda:
             return self._begin(home, self._store_cuda(source, home, what), "out")
-        return self._begin(home, Flight(lambda: _put(home, source), what, self._least_s(home, from_host)), "out")
+        return self._begin(home, Flight(lambda: self._put(home, source), what, self._least_s(home, from_host)), "out")
 
     def wait(self, issued: Any) -> Any:
         """End what was begun; `issued` is what that returned.
@@ -184,10 +185,30 @@ class Copier:
             torch.cuda.current_stream().wait_event(flight.event)
         return issued
 
+    def _put(self, home: Away, x: Tensor) -> None:
+        """Overwrite what lives there; nothing any more once that failed, so that what was to follow stays as it was."""
+        if self._is_full:
+            raise OSError("not tried, since a write before it failed")
+        try:
+            _put(home, x)
+        except OSError:
+            self._is_full = True
+            raise
+
     def settle(self) -> None:
         """Block this process until what was waited for on the way out can be read by the host."""
         if "out" in self._streams:
             self._streams["out"].synchronize()
+
+    def mark(self) -> Callable[[], None]:
+        """What blocks a thread until all copies begun so far, and waited for by the program, can be relied on there."""
+        events = [stream.record_event() for stream in self._streams.values()]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
 
     def abandon(self) -> None:
         """After a failure: let copies under way end, forget them, and remove all files."""
@@ -196,6 +217,7 @@ class Copier:
         if self._flights and self.device == "cuda":
             torch.cuda.synchronize()
         self._flights.clear()
+        self._is_full = False
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
             self._own = None
@@ -312,7 +334,7 @@ class Copier:
 
         def write() -> None:
             event.synchronize()
-            _put(home, host)
+            self._put(home, host)
 
         flight = Flight(write if to_disk else lambda: None, what, 0.0)
         flight.event = event

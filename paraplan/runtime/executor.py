@@ -10,7 +10,7 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -38,6 +38,16 @@ Modules = Mapping[str, fx.GraphModule]
 Recording = Generator[None, None, None]
 
 
+class Late(Protocol):
+    """What does late updates (`late.LateUpdates`)."""
+
+    def begin(self) -> None:
+        """Begin the update that is due, if one is."""
+
+    def end(self) -> None:
+        """Wait for it."""
+
+
 class Executor:
     """One rank of a program.
 
@@ -56,6 +66,7 @@ class Executor:
         workspaces: (block, instruction) -> the most bytes it was seen to make and drop inside, while recording.
         noting: whether `record` keeps an account; without, it only goes instruction by instruction.
         updater: does an UPDATE of what was brought for it, given this executor's outer values.
+        late: does late UPDATEs.
         seconds: (block, instruction) -> what each call of it took (see `interpret.play`); None where nobody asks.
     """
 
@@ -73,6 +84,7 @@ class Executor:
         self.workspaces: dict[tuple[str, int], int] = {}
         self.noting = True
         self.updater: Callable[[Step, Mapping[str, Any]], None] | None = None
+        self.late: Late | None = None
         self.seconds: dict[tuple[str, int], list[float]] | None = None
         self._locate = locate
         self._pending: dict[int, Handle] = {}
@@ -141,13 +153,19 @@ class Executor:
             self._update(step)
             if step.kind is StepKind.AWAIT:
                 self.port.ready(self._messages.pop((step.transfer, step.microbatch)))
-            for name in step.drops:
-                del self.outer[name]
+            self._drop(step)
 
     def _update(self, step: Step) -> None:
         if step.staged is not None:
             assert self.updater is not None, "an optimizer was made"
             self.updater(step, self.outer)
+        elif self.late is not None and (step.late or step.kind is StepKind.UPDATED):
+            self.late.begin() if step.late else self.late.end()
+
+    def _drop(self, step: Step) -> None:
+        for name in step.drops:
+            if name in self.outer or step.kind is not StepKind.UPDATED:  # what was flushed is gone
+                del self.outer[name]
 
     def _begin_message(self, step: Step) -> None:
         """SEND and RECV."""
@@ -272,10 +290,9 @@ class Executor:
             self._note(step, "accumulate", (shape,), 0, *self._freed(before))
             return
         self._update(step)
-        for name in step.drops:
-            del self.outer[name]
-        if step.kind is StepKind.UPDATE:
-            self._note(step, "update", (), 0, *self._freed(before))
+        self._drop(step)
+        if step.kind in (StepKind.UPDATE, StepKind.UPDATED):
+            self._note(step, step.kind.value, (), 0, *self._freed(before))
         else:
             self._note_drop(step, before)
 

@@ -6,7 +6,8 @@ Training itself reads and writes explicitly (`copies.Copier`). The room is reser
 that fills later, with activations or with something else, takes no state away; and the file has lost its name by then,
 so that it goes with its process, however that ends.
 
-Limits: file systems that copy on write reserve nothing; a write that fails there is a failed step like any other.
+Limits: file systems that copy on write reserve nothing. A write that fails there fails the step: parameters are then as
+before it or as after it, each with its states, but for one whose own states were being written, which has old ones.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from paraplan.runtime.evaluate import (
     without_padding,
 )
 from paraplan.runtime.executor import Executor, Modules
+from paraplan.runtime.late import LateUpdates
 from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
 from paraplan.runtime.params import join
 from paraplan.runtime.rank import Rank
@@ -105,6 +106,8 @@ class InProcessTrainer:
         Returns:
             The loss (0-dim), of the whole batch.
         """
+        if any(rank.has_begun for rank in self.ranks):  # the optimizer's step was skipped
+            self.flush()
         for index, rank in enumerate(self.ranks):
             rank.start(shard_batch(self.plan, rank.stage, rank.executor.coordinates, batch))
             rank.executor.noting = self.record
@@ -112,6 +115,16 @@ class InProcessTrainer:
                 rank.begin_account(self.optimizers[index : index + 1])
         step_together(self.transport, [rank.executor for rank in self.ranks], [rank.before for rank in self.ranks])
         return self.ranks[0].loss()
+
+    def flush(self) -> None:
+        """As `Trainer.flush`."""
+        due = [rank for rank in self.ranks if rank.is_due]
+        before = [rank.executor.noting for rank in due]
+        for rank in due:
+            rank.executor.noting = False
+        step_together(self.transport, [rank.executor for rank in due], [rank.flushing() for rank in due])
+        for rank, noting in zip(due, before, strict=True):
+            rank.executor.noting = noting
 
     def losses(self) -> list[Tensor]:
         """The loss as each rank has it."""
@@ -199,6 +212,10 @@ class InProcessTrainer:
                 for rank, optimizer in zip(self.ranks, self.optimizers, strict=True)
                 if rank.staged
             ]
+            staging = {each.rank: each for each in self._staging}
+            for rank, optimizer in zip(self.ranks, self.optimizers, strict=True):
+                if rank.late:
+                    LateUpdates(rank, optimizer, self.transport.tracker, False, staging.get(rank))
         for rank in self.ranks:
             rank.take_grads()
         if scaler is not None:

@@ -7,11 +7,13 @@ state tensors, and the rest (copies back into the stored parameters, drops) foll
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paraplan.ir.holding import Holding, holding_of, holdings
+from paraplan.ir.lower.late import Phase, flush_steps, in_phase
 from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
@@ -20,6 +22,21 @@ from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.copies import tensor_of
 from paraplan.runtime.executor import Executor
 from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part, travels
+
+
+class Updates(Protocol):
+    """What does late updates (`late.LateUpdates`)."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether gradients are held whose update has not begun."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether an update was begun and not waited for."""
+
+    def forget(self) -> None:
+        """Let go of what is due."""
 
 
 class Rank:
@@ -39,13 +56,21 @@ class Rank:
         layouts: of the states (and of the gradients the optimizer reads).
         tiers: where each parameter is updated, and its gradient is, by name; "" is the device.
         staged: names of those whose states live elsewhere.
+        late: names of those that the host updates one step late.
+        updates: does so; None where there is no optimizer yet.
+        phase: of the step, see `ir.lower.late`.
+        flush: the steps that apply what is due.
+        torn: whether an update failed on its way, so that stored copies are to be written from their states again.
     """
 
     def __init__(self, plan: Plan, executor: Executor, values: Values | Rank, seed: int, device: str = "cpu") -> None:
         self.plan, self.executor, self.device = plan, executor, device
         self.stage: Holding = holding_of(holdings(plan), executor.rank)
         self.program: RankProgram = executor.program
-        self.before, self.after = split_steps(self.program.steps)
+        self._steps = {phase: split_steps(in_phase(self.program, phase).steps) for phase in Phase}
+        self.phase, self.flush = Phase.STEADY, flush_steps(self.program)
+        self.updates: Updates | None = None
+        self.torn = False
         self.seed, self.steps_done = seed, 0
         shared = values if isinstance(values, Rank) else None
         source: Values = Nothing() if isinstance(values, Rank) else values
@@ -60,6 +85,8 @@ class Rank:
         }
         self.tiers: dict[str, str] = {name: self.stage.params[name].update_tier for name in states}
         self.staged = frozenset(name for name in states if self.stage.params[name].staged)
+        late = {arg for step in self.flush if step.late for arg in step.args}
+        self.late = frozenset(name for name, outer in states.items() if outer in late)
         params = {name: nn.Parameter(self._optimized(name, self.tensors[outer])) for name, outer in states.items()}
         self.params: dict[str, nn.Parameter] = params if shared is None else shared.params
 
@@ -71,11 +98,44 @@ class Rank:
             return own
         return torch.full((), float("nan"), dtype=own.dtype, device=self.device).expand(own.shape)
 
+    @property
+    def before(self) -> tuple[Step, ...]:
+        """The steps before the optimizer."""
+        return self._steps[self.phase][0]
+
+    @property
+    def after(self) -> tuple[Step, ...]:
+        """The steps from it on."""
+        return self._steps[self.phase][1]
+
+    @property
+    def restoring(self) -> tuple[Step, ...]:
+        """The calls that write states into stored copies."""
+        return tuple(step for step in self._steps[Phase.STEADY][1] if step.kind is StepKind.CALL)
+
+    @property
+    def delays(self) -> bool:
+        """Whether what this step's optimizer would update late is to wait."""
+        return bool(self.flush) and self.phase is not Phase.WARM
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a late update was begun and not waited for."""
+        return self.updates is not None and self.updates.is_begun
+
+    @property
+    def is_due(self) -> bool:
+        """Whether one is due, or under way."""
+        return self.updates is not None and (self.updates.is_due or self.updates.is_begun)
+
     def start(self, batch: ShardedBatch) -> None:
-        """Bind a batch and fresh seeds; what the last step left behind is dropped."""
-        outer = self.executor.outer
-        for name in [name for name in outer if name not in self.tensors]:
+        """Bind a batch and fresh seeds; what the last step left behind is dropped, but for gradients that are due."""
+        outer, due = self.executor.outer, self.updates is not None and self.updates.is_due
+        held = {name for name, value in self.program.outer.items() if value.role == "late"} if due else set()
+        for name in [name for name in outer if name not in self.tensors and name not in held]:
             del outer[name]
+        warm = self.plan.delayed_update is not None and self.steps_done < self.plan.delayed_update
+        self.phase = Phase.STEADY if due or not self.flush else Phase.WARM if warm else Phase.FIRST
         self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer))
         for name, value in self.program.outer.items():
             if value.role == "seed":
@@ -122,11 +182,18 @@ class Rank:
         return self.executor.outer[self.program.loss].clone()
 
     def tail(self) -> tuple[Step, ...]:
-        """The steps after the optimizer; drops of gradients that are gone already are left out."""
+        """The steps after the optimizer; what works on gradients that are gone already is left out."""
+        return self._possible(self.after)
+
+    def flushing(self) -> tuple[Step, ...]:
+        """The steps that apply what is due, or end what has begun."""
+        return self._possible(self.flush)
+
+    def _possible(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        outer = self.executor.outer
+        needs = {StepKind.DROP: lambda step: step.drops, StepKind.ACCUMULATE: lambda step: step.args[1:]}
         return tuple(
-            step
-            for step in self.after
-            if step.kind is not StepKind.DROP or all(n in self.executor.outer for n in step.drops)
+            step for step in steps if step.kind not in needs or all(name in outer for name in needs[step.kind](step))
         )
 
     def load(self, full: Mapping[str, Tensor]) -> None:
@@ -174,7 +241,8 @@ class Rank:
 
 def split_steps(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps before the update, and those from it on."""
-    position = next((index for index, step in enumerate(steps) if step.kind is StepKind.UPDATE), len(steps))
+    ends = [index for index, step in enumerate(steps) if step.kind in (StepKind.UPDATE, StepKind.UPDATED)]
+    position = next((index for index in ends if not steps[index].late), len(steps))
     return steps[:position], steps[position:]
 
 

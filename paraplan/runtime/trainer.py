@@ -42,6 +42,7 @@ from paraplan.runtime.evaluate import (
     without_padding,
 )
 from paraplan.runtime.executor import Executor, Modules
+from paraplan.runtime.late import LateUpdates
 from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
 from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, message_pairs
@@ -112,7 +113,12 @@ class Trainer(Checkpointing):
             RuntimeFailure: a step failed; names rank, action, op and source line.
         """
         mine = batch if isinstance(batch, ShardedBatch) else self.cut(batch)
+        if self.state.has_begun:  # the optimizer's step was skipped
+            self.flush()
         self.state.start(mine)
+        if self.state.torn:
+            self.state.executor.run(self.state.restoring)
+            self.state.torn = False
         if self.record:
             self.state.begin_account(self._optimizers)
         self._take(self.state.before)
@@ -200,6 +206,9 @@ class Trainer(Checkpointing):
     ) -> torch.optim.Optimizer:  # fmt: skip
         """The user's optimizer over this rank's shards.
 
+        Under the plan's `delayed_update` its `step` takes the gradients the host is to update with away from their
+        parameters, and brings in what it has updated meanwhile with those of the step before.
+
         Args:
             cls: any torch optimizer that updates elements independently (the layouts are not told to it).
             groups: `{"match": regex, **options}`; the first whose pattern is found in a parameter's name takes it.
@@ -210,6 +219,10 @@ class Trainer(Checkpointing):
         made = cls(param_groups(self.state.params, groups, params, self.state.tiers), **options)
         staging = Staging(self.state, made, self.transport.tracker) if self.state.staged else None
         trainer = weakref.ref(self)
+        if self.state.late:
+            LateUpdates(self.state, made, self.transport.tracker, True, staging)
+            made.register_state_dict_pre_hook(lambda _: _flush(trainer()))
+            made.register_load_state_dict_pre_hook(lambda *_: _flush(trainer()))
 
         def finish(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             alive = trainer()
@@ -248,7 +261,9 @@ class Trainer(Checkpointing):
             for name, param in self.state.params.items():
                 if name not in self.state.staged:
                     param.grad = None
+        self.state.torn = True
         self._take(self.state.tail())
+        self.state.torn = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch's, over all shards of all gradients: every element counts once.
@@ -289,3 +304,9 @@ class Trainer(Checkpointing):
     def tier_peak_bytes(self) -> dict[str, int]:
         """Likewise of every tier that was used ("host", "disk")."""
         return self.state.executor.ledger.tier_peak_bytes
+
+
+def _flush(trainer: Trainer | None) -> None:
+    """What waits is in what an optimizer gives out, and in what it takes in."""
+    if trainer is not None:
+        trainer.flush()

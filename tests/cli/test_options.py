@@ -17,6 +17,7 @@ OPTIONS = {
         "--memory", "--memory-reserve", "--tp",
         "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages", "--microbatches",
         "--overlap", "--compile", "--recompute", "--offload", "--offload-states",
+        "--delayed-update",
         "--time-limit", "--profile", "--profile-any", "--json",
     ],
     "profile": [

@@ -13,11 +13,13 @@ import msgspec
 import pytest
 
 from benchmarks.sleeping import step_by_threads
+from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.predict import predict, simulate_plan
 from paraplan.cost_models.profile_file import ProfileWriter, choose_profile, read_profiles
 from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ClusterError, ProfileError, RuntimeFailure
-from paraplan.ir.profile import CollectiveTime, Measured, OpTime
+from paraplan.ir.mesh import Mesh
+from paraplan.ir.profile import CollectiveTime, Measured, OpTime, Profile
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.beside import companions, crowding
 from paraplan.jobs.profile import Book, this_machine
@@ -124,6 +126,42 @@ def test_the_planner_pays_for_it(tiny_gpt2: Tiny) -> None:
     free = search(job_of(tiny_gpt2, 0.0), Constraints(microbatches=1)).plan
     moved = msgspec.structs.replace(free, cluster=taking(1.0, 2))
     assert simulation.step_s <= simulate_plan(moved, verify_plan(moved)).step_s + 1e-12
+
+
+def calling(job: Job, called: float) -> Job:
+    """Collectives of a millisecond, of which the call is so much."""
+    times = tuple(
+        CollectiveTime(target=target, size=2, local_size=2, input_bytes=nbytes, seconds=1e-3, called_s=called)
+        for target in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+        for nbytes in (64, 1 << 20)
+    )
+    return replace(job, profile=Profile(device="cpu", name="made up", torch="2.13.0", collectives=times))
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_what_a_call_does_itself_holds_compute_whole(tiny_gpt2: Tiny, seed: int) -> None:
+    plan = random_plan(calling(job_of(tiny_gpt2, 0.5), 4e-4), seed, max_microbatches=2)
+    programs = verify_plan(plan)
+    simulation = simulate_plan(plan, programs)
+    assert step_by_threads(plan, programs, simulation) == pytest.approx(simulation.step_s, rel=1e-9)
+    free = msgspec.structs.replace(plan, profile=calling(job_of(tiny_gpt2, 0.0), 0.0).profile, cluster=taking(0.0, 2))
+    comm = sum(simulation.comm_s.values())
+    assert comm > 0
+    assert simulation.compute_s == pytest.approx(simulate_plan(free, programs).compute_s + (0.4 + 0.5 * 0.6) * comm)
+
+
+def test_a_tensor_of_a_bundle_adds_at_least_its_share() -> None:
+    times = tuple(
+        CollectiveTime(target="all_gather", size=2, local_size=2, input_bytes=size, seconds=seconds, called_s=called)
+        for size, seconds, called in ((64, 1e-3, 1e-4), (4096, 2e-3, 5e-4), (65536, 9e-3, 5e-3))
+    )
+    profile = Profile(device="cpu", name="made up", torch="2.13.0", collectives=times)
+    costs = Costs(taking(0.25, 2), Mesh(axes=("x",), shape=(2,), devices=(0, 1)), profile)
+    assert costs.taken_s("all_gather", 0, 4096) == pytest.approx(5e-4 + 0.25 * 1.5e-3)
+    for size in (64, 300, 4096, 20000, 65536, 1 << 20):
+        for parts in (1, 3, 7):
+            shares = parts * costs.taken_share_s("all_gather", 0, size / parts)  # type: ignore[arg-type]
+            assert shares <= costs.taken_s("all_gather", 0, size) * (1 + 1e-12)
 
 
 def test_a_share_is_a_share() -> None:

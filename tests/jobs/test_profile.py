@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from paraplan.cost_models.profile_file import read_profiles
 from paraplan.ir.errors import ConstraintError, CostModelError
 from paraplan.ir.profile import CollectiveTime, Measured, OpTime
 from paraplan.ir.program import Program
+from paraplan.ir.struct import to_json
 from paraplan.ir.trace import capture
-from paraplan.jobs import measure_ops, profile
-from paraplan.jobs.link_rank import group_sizes, sizes
+from paraplan.jobs import links, measure_ops, profile
+from paraplan.jobs.link_rank import LARGE_BYTES, LinkTimes, group_sizes, sizes
+from paraplan.jobs.links import link_times
 from paraplan.jobs.local_ops import LocalOp
 from paraplan.jobs.measure_ops import measure_op, measure_update
 from paraplan.jobs.profile import profile_program, this_machine
@@ -112,5 +115,27 @@ def test_a_link_is_found_again_from_the_times_it_gives() -> None:
 
 def test_sizes_and_groups() -> None:
     assert sizes(1 << 26)[-1] == 1 << 26
-    assert all(b == 4 * a for a, b in zip(sizes(1 << 26), sizes(1 << 26)[1:], strict=False))
+    steps = [(a, b // a) for a, b in itertools.pairwise(sizes(1 << 26))]
+    assert all(step == (2 if a >= LARGE_BYTES else 4) for a, step in steps)
     assert [group_sizes(world) for world in (1, 2, 4, 6, 8)] == [(), (2,), (2, 4), (2, 6), (2, 4, 8)]
+
+
+def test_links_take_the_median_of_jobs_that_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One job in which a collective was unlucky says nothing; how far jobs lie apart is spread."""
+    asked: list[str] = []
+
+    def job(_: int, __: str, args: tuple[str, ...]) -> int:
+        asked.append(args[1])
+        took = 9.0 if len(asked) == 3 else 1.0 + len(asked) / 100
+        times = (CollectiveTime(target="all_reduce", size=2, local_size=2, input_bytes=int(args[1]), seconds=took,
+                                called_s=took / 4, samples=5),)  # fmt: skip
+        Path(args[0]).write_bytes(to_json(LinkTimes(times=times, device_share=0.5 if took < 9 else 0.9)))
+        return 0
+
+    monkeypatch.setattr(links, "spawn_local", job)
+    small, large = link_times(2, 64, 128)
+    assert asked == ["64", "128"] * links.JOBS
+    assert (small.times[0].seconds, small.times[0].called_s) == (pytest.approx(1.07), pytest.approx(1.07 / 4))
+    assert small.times[0].spread == pytest.approx((9.0 - 1.01) / 1.07)
+    assert (small.times[0].samples, small.device_share) == (25, 0.5)
+    assert large.times[0].seconds == pytest.approx(1.06)

@@ -63,7 +63,8 @@ def made_up(ops: list[LocalOp], seed: int, share: float = 1.0) -> Profile:
         times.append(update)
     sent = [
         CollectiveTime(target=target, size=n, local_size=n, input_bytes=nbytes,
-                       seconds=(1e-4 + nbytes * 2e-9) * rng.uniform(0.7, 1.4))
+                       seconds=(seconds_of := (1e-4 + nbytes * 2e-9) * rng.uniform(0.7, 1.4)),
+                       called_s=seconds_of * rng.uniform(0, 0.7))
         for target in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") for n in (2, 4)
         for nbytes in (1 << 10, 1 << 14, 1 << 18)
     ]  # fmt: skip

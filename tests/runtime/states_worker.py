@@ -51,6 +51,53 @@ def step(trainer: Trainer, optimizer: torch.optim.Optimizer, number: int) -> tor
     return loss
 
 
+def updated_late(folder: Path) -> None:
+    """Half of the parameters one step late from the second step on, against the same in one process; then a checkpoint
+    with gradients held goes on as the run does."""
+    whole = planned(2).data
+    (stage,) = whole.stages
+    params = {name: msgspec.structs.replace(x, stored_tier="") for name, x in stage.params.items()}
+    stages = (msgspec.structs.replace(stage, params=params),)
+    made = msgspec.structs.replace(whole, stages=stages, delayed_update=1)
+    plan = Plan(made, verify_plan(made))
+
+    def new() -> tuple[Trainer, torch.optim.Optimizer]:
+        trainer = plan.executable(plans.net())
+        return trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2)
+
+    trainer, optimizer = new()
+    local = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], plans.net())
+    for number in range(5):
+        trainer.record = number == 3
+        loss, wanted = step(trainer, optimizer, number), local.step(plans.batch(number))
+        assert torch.allclose(loss, wanted, rtol=1e-12), (loss, wanted)
+        local.clip_grad_norm_(0.1)
+        local.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+        if trainer.record:
+            assert [entry.key for entry in trainer.entries] == [entry.key for entry in entries(plan.programs[0])]
+            assert trainer.tier_peak_bytes == local.tier_peak_bytes(trainer.rank)
+            assert 1.0 <= plan.simulate().peak_bytes[0] / trainer.peak_bytes <= 1.001
+    trainer.record = False
+    assert trainer.state.is_due
+    saved = {"model": trainer.state_dict(), "optimizer": trainer.optimizer_state_dict(optimizer)}
+    assert not trainer.state.is_due
+    dcp.save(saved, checkpoint_id=folder / "late")
+    local.flush()
+    named, held = local.params(), trainer.full_state_dict()
+    assert all(torch.allclose(named[name], held[name], rtol=1e-10) for name in named)
+    other, theirs = new()
+    state = {"model": other.state_dict(), "optimizer": other.optimizer_state_dict(theirs, create=True)}
+    dcp.load(state, checkpoint_id=folder / "late")
+    other.load_state_dict(state["model"])
+    other.load_optimizer_state_dict(theirs, state["optimizer"])
+    other.steps_done = trainer.steps_done
+    for number in range(5, 8):
+        for each in ((trainer, optimizer), (other, theirs)):
+            step(*each, number)
+    wanted_now = trainer.full_state_dict()
+    assert all(torch.equal(x, wanted_now[name]) for name, x in other.full_state_dict().items())
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     rank, _ = init_distributed("gloo", timeout_s=60)
@@ -58,6 +105,7 @@ def main() -> None:
     plan = planned(2, ("host", "disk"))
     every = [planned(1, tiers).data.stages[0].params for tiers in (("host", "disk"), ("disk", "host"))]
     assert {layouts.stored_tier for params in every for layouts in params.values()} == {"", "host", "disk"}
+    updated_late(folder)
     trainer = plan.executable(plans.net(), paced=True)
     local = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], plans.net())
     optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)

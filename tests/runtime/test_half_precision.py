@@ -6,6 +6,7 @@ import functools
 import itertools
 import warnings
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import MemoryWalk, entries
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.lower.late import in_phase
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program, trained_params
 from paraplan.ir.rank_program import StepKind
@@ -110,6 +112,41 @@ def test_of_several_microbatches_the_first_gradient_alone_is_cast() -> None:
     trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
     for rank in range(2):
         assert [e.key for e in trainer.entries(rank)] == [e.key for e in entries(program_)]
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_skipped_steps_hold_nothing_where_updates_are_late(seed: int) -> None:
+    """What was held before is applied all the same; scales overflow at first, and again when they have grown."""
+    plan = plan_of(seed)
+    stages = tuple(
+        msgspec.structs.replace(
+            stage,
+            params={n: msgspec.structs.replace(x, state_tier="host", ahead=False) for n, x in stage.params.items()},
+        )
+        for stage in plan.stages
+    )
+    plan = msgspec.structs.replace(plan, stages=stages, delayed_update=2)
+    trainer, single = trainer_of(plan), Captured(plan, net(), adamw, 0)
+    options = {"init_scale": 2.0**22, "growth_interval": 2, "growth_factor": 2.0**8}
+    scaler = trainer.scaler(**options)
+    single.scaler = torch.amp.GradScaler("cpu", **options)  # type: ignore[arg-type]
+    skipped = set()
+    for step in range(14):
+        held, before = trainer.ranks[0].is_due, scaler.get_scale()
+        loss = trainer.step(batch(step))
+        trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2, scaler=scaler)
+        wanted, _ = single.step(batch(step), None)
+        assert float(loss) == pytest.approx(wanted, rel=5e-3)
+        assert scaler.get_scale() == single.scaler.get_scale()
+        if scaler.get_scale() < before:
+            skipped.add(held)
+        else:
+            for rank in range(2):
+                program_ = in_phase(trainer.ranks[rank].program, trainer.ranks[rank].phase)
+                assert [e.key for e in trainer.entries(rank)] == [e.key for e in entries(program_)]
+    assert skipped == {False, True}, "with gradients held, and without"
+    masters = {name: single.masters[name] for name in trained_params(plan.program)}
+    assert max_error(trainer.params(), masters)[0] < 2e-2
 
 
 def test_an_infinity_on_one_rank_skips_the_step_on_all() -> None:

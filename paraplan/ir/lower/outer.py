@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,8 +14,14 @@ from paraplan.ir.rank_program import OuterValue, Step, StepKind
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 
-def outer_values(blocks: PlanBlocks, group: int) -> dict[str, OuterValue]:
-    """What a group of ranks has before the step: parameters, optimizer views, batch, buffers, seeds."""
+def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> dict[str, OuterValue]:
+    """What a group of ranks has before the step: parameters, optimizer views, batch, buffers, seeds.
+
+    Args:
+        blocks: of the plan.
+        group: of ranks.
+        late: parameters whose gradients of the step before are held.
+    """
     plan, held = blocks.plan, blocks.held[group]
     program, shape = plan.program, held.mesh.shape
     whole = (R,) * len(shape)
@@ -32,6 +39,8 @@ def outer_values(blocks: PlanBlocks, group: int) -> dict[str, OuterValue]:
             found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), state, shape, own, tier)
             if layouts.staged and plan.optimizer.state_slots:
                 found[f"slots:{name}"] = _slots(found[f"state:{name}"], plan.optimizer.state_slots)
+    for name in late:
+        found[late_name(name)] = _own(found[f"state:{name}"], "late")
     for name, text in held.batch.items():
         entry = program.batch[name]
         extended = (blocks.micro.values[f"batch:{name}"], *parse_layout(text))
@@ -80,11 +89,20 @@ def _value(
     )
 
 
+def late_name(name: str) -> str:
+    """The outer name of a parameter's gradient that is held until the next step."""
+    return f"late:{name}"
+
+
 def _slots(state: OuterValue, count: int) -> OuterValue:
     """The other states of a parameter, stacked."""
-    shape = (count, *state.shape)
-    nbytes = math.prod(shape) * DTYPE_BYTES[state.dtype]
-    return msgspec.structs.replace(state, role="slots", shape=shape, nbytes=nbytes)
+    return _own(msgspec.structs.replace(state, shape=(count, *state.shape)), "slots")
+
+
+def _own(value: OuterValue, role: str) -> OuterValue:
+    """Something that lies likewise, in storage of its own."""
+    nbytes = math.prod(value.shape) * DTYPE_BYTES[value.dtype]
+    return msgspec.structs.replace(value, role=role, nbytes=nbytes)
 
 
 def with_drops(steps: tuple[Step, ...], outer: dict[str, OuterValue], kept: set[str]) -> tuple[Step, ...]:

@@ -10,7 +10,7 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.buffers import send_buffers, write_buffers
 from paraplan.ir.lower.losses import LossSteps
 from paraplan.ir.lower.messages import Messages
-from paraplan.ir.lower.outer import outer_values, with_drops
+from paraplan.ir.lower.outer import late_name, outer_values, with_drops
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.lower.staged import StagedUpdates
 from paraplan.ir.lower.ties import exchange_ends
@@ -36,6 +36,7 @@ class RankSteps(LossSteps):
         self.texts = tuple(actions)
         self.actions: tuple[Action, ...] = tuple(parse_action(text) for text in actions)
         self.messages = Messages(blocks, group, self.add)
+        self.late = tuple(name for name in self.trained if self.plan.is_late(self.holding.params[name]))
 
     @property
     def first_action(self) -> str:
@@ -45,6 +46,8 @@ class RankSteps(LossSteps):
     def build(self) -> RankProgram:
         """The program of a training step."""
         self.action = self.first_action
+        if self.late:
+            self.add(StepKind.UPDATE, args=tuple(f"state:{name}" for name in self.late), late=True)
         self.waits = self.tangents(self.denominators())
         self.wake(self.actions)
         finals = self.finals(self.actions)
@@ -77,10 +80,10 @@ class RankSteps(LossSteps):
                     write_buffers(self)
             elif action.kind is ActionKind.UPDATE:
                 if index == last[ActionKind.UPDATE]:
-                    self._update()
+                    self._update(grads)
             else:
                 self._transfer(action)
-        self.add(StepKind.DROP, drops=tuple(grads.values()))
+        self.add(StepKind.DROP, drops=tuple(grad for name, grad in grads.items() if name not in self.late))
         kept = {"loss", *self.metrics.values(), *grads.values()}
         return self.ended(kept, grads, {})
 
@@ -129,7 +132,7 @@ class RankSteps(LossSteps):
 
     def ended(self, kept: set[str], grads: dict[str, str], outputs: dict[str, OutputPlace]) -> RankProgram:
         """The program of the steps written so far; `kept` are values nothing gives up."""
-        outer = outer_values(self.lowered, self.group)
+        outer = outer_values(self.lowered, self.group, [name for name in self.late if name in grads])
         by_tier = self._update_bytes(outer)
         states, workspace = by_tier.pop("")
         return RankProgram(
@@ -165,17 +168,26 @@ class RankSteps(LossSteps):
             for tier, here in sizes.items()
         }
 
-    def _update(self) -> None:
-        names = self.trained
+    def _update(self, grads: dict[str, str]) -> None:
+        names = tuple(name for name in self.trained if name not in self.late)
         plain = tuple(name for name in names if not self.holding.params[name].staged)
         tiers = [tier for tier in STATE_TIERS if self.states.on(tier, names)]
-        for tier in tiers or [""]:
+        for tier in tiers or ([] if self.late else [""]):
             on_tier = self.states.on(tier, names)
             self.add(StepKind.UPDATE, args=tuple(f"state:{name}" for name in on_tier))
+        if self.late:
+            self._end_late(grads)
         self.states.restore(plain, self.program.params)
         update = lambda args, staged: self.add(StepKind.UPDATE, args=args, staged=staged)  # noqa: E731
         most, optimizer = self.plan.bundle_bytes, self.plan.optimizer
         StagedUpdates(self.states, self.program.params, optimizer, most, update).write(names)
+
+    def _end_late(self, grads: dict[str, str]) -> None:
+        """What the host has updated meanwhile comes back, and this step's gradients are held for the next."""
+        self.add(StepKind.UPDATED, drops=tuple(map(late_name, self.late)))
+        self.states.restore(self.late, self.program.params)
+        for name in self.late:
+            self.add(StepKind.ACCUMULATE, args=(late_name(name), grads[name]))
 
     def _leave(self, grads: dict[str, str]) -> dict[str, str]:
         """Gradients where their parameters are updated: those that were exchanged set out only now."""

@@ -75,10 +75,12 @@ class Prices:
     def _on(self, stream: str, seconds: float) -> Price:
         return tuple(seconds if name == stream else 0.0 for name in self.streams)
 
-    def _sent(self, axis: int, seconds: float) -> Price:
-        """A collective over an axis: its stream's time, and the compute it takes meanwhile."""
-        beside = self._on(COMPUTE, self.costs.beside_s(axis, seconds))
-        return add(self._on(self.costs.comm_streams[axis], seconds), beside)
+    def _sent(self, target: str, axis: int, size: int, bundled: bool = False) -> Price:
+        """A collective over an axis: its stream's time, and the compute it takes meanwhile; the least, in a bundle."""
+        costs = self.costs
+        seconds = (costs.collective_share_s if bundled else costs.collective_s)(target, axis, size)
+        taken = (costs.taken_share_s if bundled else costs.taken_s)(target, axis, size)
+        return add(self._on(costs.comm_streams[axis], seconds), self._on(COMPUTE, taken))
 
     def _local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
         key = (spec, layout)
@@ -144,8 +146,8 @@ class Prices:
         """One op of a ring's expansion, whose values are local."""
         inputs = tuple(steps.values[name] for name in step.tensors)
         if step.target in EXCHANGES:
-            size = input_bytes_of(step.target, step.args, inputs[0].nbytes, inputs[0].shape[0])
-            return self._sent(axis, self.costs.collective_s(step.target, axis, size))
+            size = input_bytes_of(step.target, step.args, inputs[0])
+            return self._sent(step.target, axis, size)
         outputs = tuple(None if name is None else steps.values[name] for name in step.outs)
         return self._on(COMPUTE, self.costs.op_s(step.target, step.args, step.kwargs, inputs, outputs))
 
@@ -191,8 +193,8 @@ class Prices:
         sent = before if split < 0 else _resized(before, split, n * after.shape[split])
         joined = _resized(sent, 0, n * sent.shape[0]) if move.kind == "all_gather" else sent
         if bundled and is_small(spec, move, self.extended):
-            return self._sent(axis, self.costs.collective_share_s(move.kind, axis, before.nbytes))
-        total = self._sent(axis, self.costs.collective_s(move.kind, axis, sent.nbytes))
+            return self._sent(move.kind, axis, before.nbytes, bundled=True)
+        total = self._sent(move.kind, axis, sent.nbytes)
         if split >= 0 and (sent != before or math.prod(before.shape[:split]) > 1):
             total = add(total, self._copy("paraplan.stack", before, sent))
         if move.kind in ("all_gather", "all_to_all") and move.dim > 0 and math.prod(after.shape[: move.dim]) > 1:

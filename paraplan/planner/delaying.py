@@ -1,0 +1,48 @@
+"""Whether the host's updates are one step late, by simulation.
+
+A late update is done beside the next step's work (`ir.lower.late`), so the step is shorter by what of it that hides,
+and the host holds one more gradient of every parameter that it updates. It changes what is computed, so it is for the
+user to allow (`Constraints.delayed_update`), and then for the simulated step to tell: that of a step in full swing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from paraplan.ir.plan import Plan
+from paraplan.ir.program import trained_params
+
+
+def choose_delay(plan: Plan, steps: int | None, step_s: Callable[[Plan], float], place: Callable[[Plan], Plan]) -> Plan:
+    """The plan with late updates or without, whichever is faster.
+
+    Args:
+        plan: priced or not; whether its updates are late is not looked at.
+        steps: before late updates; None where none may be late.
+        step_s: what a plan's step takes; infinite where it does not fit.
+        place: chooses who updates, given whether updates are late.
+    """
+    found = [place(msgspec.structs.replace(plan, delayed_update=None))]
+    if steps is not None:
+        found.append(place(msgspec.structs.replace(plan, delayed_update=steps)))
+    return min((each for each in found if each.delayed_update is None or is_any_late(each)), key=step_s)
+
+
+def is_any_late(plan: Plan) -> bool:
+    """Whether some parameter of a plan is updated late."""
+    trained = set(trained_params(plan.program))
+    return any(
+        plan.is_late(layouts) for stage in plan.stages for name, layouts in stage.params.items() if name in trained
+    )
+
+
+def delay_note(plan: Plan) -> tuple[str, ...]:
+    """What the reader should know of late updates, where there are any."""
+    if plan.delayed_update is None:
+        return ()
+    return (
+        f"after {plan.delayed_update} steps, what the host updates is one step late: parameters of a step lack the "
+        "gradients of the step before (delayed_update); checkpoints have them",
+    )
