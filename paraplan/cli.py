@@ -65,6 +65,9 @@ CpMode = Annotated[
 Recompute = Annotated[
     str | None, typer.Option(help="Activations made again: none, selective, alternate or full; chosen if not given.")
 ]
+SequenceParallel = Annotated[
+    bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")
+]
 Overlap = Annotated[int, typer.Option(metavar="N", help="Products in up to N pieces beside their collectives (TP).")]
 Offload = Annotated[
     str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
@@ -132,9 +135,7 @@ def plan(
     memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
-    sp: Annotated[
-        bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")
-    ] = False,
+    sp: SequenceParallel = False,
     cp: Annotated[int | None, typer.Option(help="Context-parallel degree: the sequence sharded throughout.")] = None,
     cp_mode: CpMode = None,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel degree: so many ranks of dp share experts.")] = None,
