@@ -77,7 +77,7 @@ OffloadStates = Annotated[
     str | None,
     typer.Option(
         help="host: optimizer states on the host, updated there; all: parameters too; disk, disk-all: on disk; "
-        "fetched, all-fetched, ...: updated on the device; none."
+        "fetched, all-fetched, ...: updated on the device; either, any: states, or parameters too, as chosen; none."
     ),
 ]
 DelayedUpdate = Annotated[

@@ -62,7 +62,7 @@ def fit(
         example_inputs: one batch, as the model is called with it: by name, or in order.
         memory: the budget, bytes or text such as "8GiB".
         loss_fn: (model output, batch by name) -> scalar loss, where the model does not return its loss; the fitted
-            module then returns the loss.
+            module then returns the loss in training, and the model's own output under `no_grad` or in `eval()`.
         optimizer: whose states count: sgd, momentum, adam, adamw.
         accumulate: gradients are accumulated over several backwards: the sum so far counts too.
         microbatches: how many parts a batch is worked on in, one after another.

@@ -196,6 +196,22 @@ def test_a_loss_of_one_s_own() -> None:
     ) <= 1e-9  # fmt: skip
 
 
+def test_without_gradients_a_plain_model_gives_its_own_output() -> None:
+    """Of a model that returns no loss: training returns the loss, all else what the model returns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(6, 8)
+    trained = paraplan.fit(model, x, memory="1GiB", loss_fn=lambda out, given: out.square().mean())
+    assert torch.allclose(trained(x).detach(), model(x).square().mean())
+    with torch.no_grad():
+        assert torch.equal(trained(x), model(x)) and not trained(x).requires_grad
+    trained.eval()
+    assert torch.equal(trained(x), model(x)) and trained(x).requires_grad
+    assert trained(torch.randn(3, 8)).shape == (3, 4), "of any shape"
+    trained.train()
+    assert trained(x).shape == ()
+
+
 def test_torch_compile_leaves_it_alone() -> None:
     model = made()
     trained = torch.compile(fitted(model, 1.0), backend="eager")

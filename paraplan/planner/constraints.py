@@ -23,9 +23,10 @@ OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 OFFLOAD_STATES: dict[str, tuple[Place, ...]] = {
     **{words.removeprefix("@") or "none": (place,) for place, words in PLACES.items()},
     "either": (HERE, ("host", "", False), ("host", "", True)),
+    "any": (HERE, *(place for place in PLACES if place[0])),
 }
 """Where the optimizer's states and the stored parameters may be ("" is the device), and whether the device updates what
-is away; "either" is the planner's choice, where activations may wait on the host too."""
+is away; "either" leaves states to the planner, "any" parameters too (on disk only where `offload` is "disk")."""
 CP_MODES = ("gather", "alltoall", "ring")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -57,9 +58,10 @@ class Constraints(Value, frozen=True, kw_only=True):
         compiled: whether forward and backward blocks go through torch.compile: chains of memory-bound ops are then
             priced as it fuses them. Nothing is proved of such plans, for ops are chosen at their prices apart.
         offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "all" keeps
-            parameters there too, "none" all on the device, "either" leaves it to the planner; None: to the planner
-            where `offload` allows the host. "disk" and "disk-all" keep them on disk, to be updated in the host's
-            memory; with "fetched" ("fetched", "all-fetched", "disk-fetched", "disk-all-fetched") the device updates.
+            parameters there too, "none" all on the device; "either" leaves the states to the planner, "any" states and
+            parameters; None: as "any" where `offload` allows the host, and on the disk where it allows that. "disk"
+            and "disk-all" keep them on disk, to be updated in the host's memory; with "fetched" ("fetched",
+            "all-fetched", "disk-fetched", "disk-all-fetched") the device updates.
         delayed_update: after how many steps the host's updates may be one step late, to be done beside the next step's
             work, where that makes the step faster (`planner.delaying`); None: never, since it changes what is computed.
         params: layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.
@@ -95,7 +97,10 @@ class Constraints(Value, frozen=True, kw_only=True):
     @property
     def places(self) -> tuple[Place, ...]:
         """Where states and stored parameters may be, of parameters not pinned by name."""
-        return OFFLOAD_STATES[self.offload_states or "none"]
+        every = OFFLOAD_STATES[self.offload_states or "none"]
+        if self.offload_states == "any" and "disk" not in self.tiers:
+            return tuple(place for place in every if place[0] != "disk")
+        return every
 
     @property
     def every_place(self) -> tuple[Place, ...]:

@@ -5,7 +5,8 @@ least work, memory left out. Stages not given are cut so that the slowest takes 
 (`stage_cuts`), each segment as long as simulated. What a rank holds is what the simulation of the pipeline says. Where
 that is too much, there are three ways, and the fastest simulated plan of those that fit is taken: stages cut by what
 they hold as well; activations recomputed, in each stage as little as its own memory needs (`pipeline_memory`); and a
-sharding that keeps less, with parameters, gradients and states bounded by what the fullest stage may keep.
+sharding that keeps less, with parameters, gradients and states bounded by what the fullest stage may keep (states off
+the device where that is allowed; parameters too where otherwise nothing fits).
 """
 
 from __future__ import annotations
@@ -62,6 +63,21 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
     """
     case = _case(job, constraints)
     tried: list[Plan] = []
+    fitting: list[Plan] = []
+    for states in ("either", "any") if constraints.offload_states == "any" else (constraints.offload_states,):
+        if not fitting:
+            inner = msgspec.structs.replace(case.inner, offload_states=states)
+            tried += _with_shardings(replace(case, inner=inner), shardings)
+            fitting = [plan for plan in tried if case.fits(plan)]
+    if not fitting:
+        raise InfeasibleError(_overflow(tried, case.budget, case.positions))
+    best = _reducing(min(fitting, key=_step_s), case.budget)
+    return _delayed(_overlapped(best, constraints, case.budget), constraints, case.budget)
+
+
+def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
+    """Plans with shardings that keep less and less, until one fits as it is."""
+    tried: list[Plan] = []
     kept_bytes: float | None = None
     for _ in range(SHARDINGS):
         try:
@@ -75,11 +91,7 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
         if case.fits(plans[0]):
             break
         kept_bytes = case.less_kept(sharding, plans[0])
-    fitting = [plan for plan in tried if case.fits(plan)]
-    if not fitting:
-        raise InfeasibleError(_overflow(tried, case.budget, case.positions))
-    best = _reducing(min(fitting, key=_step_s), case.budget)
-    return _delayed(_overlapped(best, constraints, case.budget), constraints, case.budget)
+    return tried
 
 
 def _reducing(best: Plan, budget: int) -> Plan:

@@ -2,7 +2,8 @@
 
 Bundles of several segments' small parameters save latency and hold a few MiB more (`ir.lower.bundle`), and a stored
 copy that is gathered ahead of the step's first use lies beside the shard it was gathered from (`ParamLayouts.ahead`): a
-plan that does not fit with them is tried without before anything dearer is.
+plan that does not fit with them is tried without before anything dearer is. So do states that come to their update in
+runs as large as bundles.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ class Realised:
         return max(self.simulation.peak_bytes)
 
     @property
+    def over_bytes(self) -> dict[str, int]:
+        """Per tier that holds more than there is room for on it, by how much."""
+        devices = tuple(device for stage in self.plan.stages for device in stage.mesh.devices)
+        over = {t: n - self.plan.cluster.room_bytes(t, devices) for t, n in self.simulation.tier_peak_bytes.items()}
+        return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
+
+    @property
     def peak(self) -> Instant | None:
         """Where; None where that is not inside a segment."""
         return peak_instant(self.programs, self.simulation)
@@ -42,9 +50,11 @@ class Realised:
 def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -> Realised:
     """The plan of these decisions where it fits so; else the leaner of it and of `lean`."""
     found = _realise(job, decisions)
-    if found.peak_bytes <= limit_bytes:
+    if found.peak_bytes <= limit_bytes and not found.over_bytes:
         return found
     other = _realise(job, lean(decisions))
+    if found.peak_bytes <= limit_bytes and other.peak_bytes <= limit_bytes:
+        return other if sum(other.over_bytes.values()) < sum(found.over_bytes.values()) else found
     return other if other.peak_bytes < found.peak_bytes else found
 
 
@@ -57,6 +67,10 @@ def lean(decisions: Decisions) -> Decisions:
 
 
 def _realise(job: Job, decisions: Decisions) -> Realised:
-    plan = assemble(job, decisions)
+    return realised(assemble(job, decisions))
+
+
+def realised(plan: Plan) -> Realised:
+    """A plan, lowered and simulated."""
     programs = lower(plan)
     return Realised(plan, programs, simulate_plan(plan, programs))

@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 
 from paraplan.cost_models.catalog import devices_with
-from paraplan.cost_models.predict import has_room, predict, simulate_plan, with_used_profile
+from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
@@ -28,12 +28,14 @@ from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import AUTO, Constraints, check_constraints
 from paraplan.planner.delaying import choose_delay, delay_note
-from paraplan.planner.fetching import choose_fetched
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.pipeline_degrees import search_degrees
 from paraplan.planner.pipeline_search import search_pipeline
+from paraplan.planner.placing import choose_places
+from paraplan.planner.placing_note import places_note
+from paraplan.planner.realise import realised
 from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.reducing import more_under_way
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, choose, solve_mesh
@@ -102,7 +104,7 @@ def search(
     best = _placed(best, limits, constraints)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
     notes = (*plan.notes, *_meshes_note(found, skipped, best), *unpriced, *delay_note(plan))
-    plan = msgspec.structs.replace(plan, notes=notes)
+    plan = msgspec.structs.replace(plan, notes=(*notes, *places_note(best, found, failures, constraints)))
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
@@ -171,23 +173,32 @@ def _solve(
     failures: list[InfeasibleError | SolverLimitError], cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
     """Plans for a mesh: one that keeps every activation, and where memory binds what need not: one that does
-    so by kinds, and on one device one that does so op by op."""
+    so by kinds, and on one device one that does so op by op. Where parameters may leave the device, plans of which they
+    do come beside those of which only states do, so that allowing more is never worse."""
+    rungs = [constraints]
+    if constraints.offload_states == "any":
+        rungs.insert(0, msgspec.structs.replace(constraints, offload_states="either"))
     found: list[Candidate] = []
-    if constraints.recompute in (None, "none"):
-        try:
-            solved = solve_mesh(job, mesh, count, constraints, limits, cutoff_s)
-            if isinstance(solved, Skipped):  # recomputing would only add work
-                return solved
-            found.append(solved)
-        except (InfeasibleError, SolverLimitError) as fault:
-            failures.append(fault)
-        if _keeps_all(constraints) or (found and not found[0].memory_binds):
-            return found
-    try:
-        found.append(solve_with_recomputation(job, mesh, count, constraints, limits))
-    except (InfeasibleError, SolverLimitError) as fault:
-        failures.append(fault)
-    if mesh.size == 1 and constraints.recompute is None and not _states_pinned_away(constraints):
+    for rung in rungs:
+        if constraints.recompute in (None, "none"):
+            try:
+                solved = solve_mesh(job, mesh, count, rung, limits, cutoff_s)
+                if isinstance(solved, Skipped):  # recomputing would only add work
+                    return found or solved
+                found.append(solved)
+                if rung is rungs[0] and not solved.memory_binds:
+                    return found
+            except (InfeasibleError, SolverLimitError) as fault:
+                failures.append(fault)
+                if rung.offload_states == "any" and isinstance(fault, SolverLimitError):
+                    found += _by_places(job, mesh, count, rung, limits)
+        if not _keeps_all(constraints):
+            try:
+                found.append(solve_with_recomputation(job, mesh, count, rung, limits))
+            except (InfeasibleError, SolverLimitError) as fault:
+                failures.append(fault)
+    op_by_op = mesh.size == 1 and constraints.recompute is None and not _states_pinned_away(constraints)
+    if op_by_op and not _keeps_all(constraints):
         # Its failures are of one order of ops; what the others say is about all.
         with suppress(InfeasibleError, SolverLimitError):
             kept = msgspec.structs.replace(constraints, offload_states="none")
@@ -209,6 +220,20 @@ def _faster(simulation: Simulation, than: Simulation) -> bool:
     return simulation.step_s < than.step_s * (1 - 1e-9)
 
 
+def _by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits) -> list[Candidate]:
+    """The plan of least work with memory for anything, within its limits by what leaves the device alone, if any is."""
+    roomy = replace(limits, memory_bytes=float(1 << 60))
+    try:
+        free = solve_mesh(job, mesh, count, msgspec.structs.replace(constraints, offload_states="none"), roomy)
+    except (InfeasibleError, SolverLimitError):
+        return []
+    if isinstance(free, Skipped):
+        return []
+    placed = replace(_placed(free, limits, constraints), status="feasible", memory_binds=True)
+    made = realised(placed.plan)
+    return [] if made.peak_bytes > limits.memory_bytes or made.over_bytes else [placed]
+
+
 def _overlapped(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
     """The candidate with products in the pieces that make it fastest."""
     plain = best.plan
@@ -221,20 +246,28 @@ def _overlapped(best: Candidate, limits: Limits, constraints: Constraints) -> Ca
 
 
 def _placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
-    """The candidate with states on the host updated by whom and when it is faster, as far as the planner may choose."""
-    away = any(layouts.state_tier == "host" for stage in best.plan.stages for layouts in stage.params.values())
-    chooses = len(constraints.places) > 1
+    """The candidate with states and parameters where that is fastest, and updated by whom and when, as far as the
+    planner may choose."""
+    away = any(layouts.place != HERE for stage in best.plan.stages for layouts in stage.params.values())
+    away = away or max(best.simulation.peak_bytes) > limits.memory_bytes
+    chooses = len(constraints.places) > 1 and best.plan.memory_actions is None
     if not away or not (chooses or constraints.delayed_update is not None):
         return best
 
-    def step_s(plan: Plan) -> float:
-        simulation = simulate_plan(plan, lower(plan))
-        fits = max(simulation.peak_bytes) <= limits.memory_bytes and has_room(plan, simulation)
-        return simulation.step_s if fits else math.inf
+    def price(plan: Plan) -> tuple[float, float]:
+        made = realised(plan)
+        over = max(made.over_bytes.values(), default=-math.inf)
+        return made.simulation.step_s, max(over, made.peak_bytes - limits.memory_bytes)
 
-    place = partial(choose_fetched, step_s=step_s) if chooses else lambda plan: plan
+    def step_s(plan: Plan) -> float:
+        seconds, over = price(plan)
+        return seconds if over <= 0 else math.inf
+
+    def place(plan: Plan) -> Plan:
+        return choose_places(plan, constraints.places, price, constraints.params) if chooses else plan
+
     plan = choose_delay(best.plan, constraints.delayed_update, step_s, place)
-    return replace(best, plan=plan, simulation=simulate_plan(plan, lower(plan)))
+    return replace(best, plan=plan, simulation=realised(plan).simulation)
 
 
 def _states_pinned_away(constraints: Constraints) -> bool:
@@ -249,13 +282,14 @@ def _keeps_all(constraints: Constraints) -> bool:
 
 
 def _with_states(job: Job, constraints: Constraints) -> tuple[Constraints, tuple[str, ...]]:
-    """Where states may be is the planner's choice if nothing else was said; a note where that cannot be priced."""
+    """Where states and parameters may be is the planner's choice if nothing else was said; a note where that cannot be
+    priced."""
     if constraints.offload_states is not None or not constraints.tiers:
         return constraints, ()
     rated = all(group.host_memory_bytes_per_s for group in job.cluster.groups)
     roomy = job.cluster.has_room("host", tuple(range(job.cluster.num_devices)))
     note = f"optimizer states stay on the device: {job.cluster.name} does not say host_memory_bytes_per_s"
-    chosen = msgspec.structs.replace(constraints, offload_states="either" if rated and roomy else "none")
+    chosen = msgspec.structs.replace(constraints, offload_states="any" if rated and roomy else "none")
     return chosen, () if rated else (note,)
 
 

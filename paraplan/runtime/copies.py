@@ -10,22 +10,18 @@ order:
 * CPU: a thread, so that copies run beside the program; or (`beside=False`) at once, for runs that are to be the same
   every time. The host tier is then other memory of the same kind, accounted apart.
 
-A tensor on the disk tier is one file in a folder of this process' own, removed with the last name for the tensor,
-after a failure (`abandon`) and at exit. What goes to disk is staged in host memory, which is not accounted.
+A tensor on the disk tier is one file in a folder of this process' own (`folders`), removed with the last name for the
+tensor and after a failure (`abandon`). What goes to disk is staged in host memory, which is not accounted.
 `pace` makes every copy take at least the seconds it says: how a fast machine stands in for a slow link.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import shutil
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -35,6 +31,7 @@ from torch import Tensor
 
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.strides import contiguous_strides, is_dense
+from paraplan.runtime.folders import TensorFolder, unlink
 from paraplan.runtime.homes import Homes, Region
 
 Pace = Callable[[str, int], float]
@@ -116,11 +113,9 @@ class Copier:
         self.device, self.rank, self._pace, self._beside = device, rank, pace, beside
         if pace is not None and device != "cpu":
             raise RuntimeFailure(f"copies of {device} tensors take the time they take: a pace is for CPU processes")
-        self._parent = folder
-        self._own: Path | None = None
+        self._folder = TensorFolder(folder, rank)
         self._is_full = False
         self.homes = Homes(folder, rank)
-        self._numbers = count()
         self._flights: dict[int, tuple[Any, Flight]] = {}
         self._queues: dict[tuple[str, str], SimpleQueue[Flight | None]] = {}
         self._streams: dict[str, Any] = {}
@@ -218,9 +213,7 @@ class Copier:
             torch.cuda.synchronize()
         self._flights.clear()
         self._is_full = False
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
-            self._own = None
+        self._folder.clear()
 
     @property
     def under_way(self) -> int:
@@ -230,7 +223,7 @@ class Copier:
     @property
     def files(self) -> list[Path]:
         """The disk tier's files, in order of their names."""
-        return [] if self._own is None else sorted(self._own.iterdir())
+        return self._folder.files
 
     def _begin(self, result: Any, flight: Flight, way: str, tier: str = "") -> Any:
         tier = tier or result.tier
@@ -257,23 +250,9 @@ class Copier:
         return max(0.0, least - self._pace("host", away.nbytes)) if from_host and away.tier != "host" else least
 
     def _to_file(self, away: Away) -> Callable[[Away, Tensor], None]:
-        path = self._folder() / f"{next(self._numbers)}.bin"
-        weakref.finalize(away, _remove, path)
+        path = self._folder.path()
+        weakref.finalize(away, self._folder.remove, path)
         return lambda made, x: _write(made, x, path)
-
-    def _folder(self) -> Path:
-        if self._own is None:
-            try:
-                if self._parent is not None:
-                    Path(self._parent).mkdir(parents=True, exist_ok=True)
-                self._own = Path(tempfile.mkdtemp(prefix=f"paraplan-rank{self.rank}-", dir=self._parent))
-            except OSError as fault:
-                raise RuntimeFailure(
-                    f"rank {self.rank}: no folder for tensors on disk can be made in {self._parent}: {fault.strerror}; "
-                    "name another"
-                ) from None
-            weakref.finalize(self, shutil.rmtree, self._own, True)
-        return self._own
 
     def _side(self, way: str) -> Any:
         """The device's stream for one way, which has seen all that the program's stream was given so far."""
@@ -353,7 +332,7 @@ def _write(away: Away, x: Tensor, path: Path) -> None:
         with open(path, "wb") as file:
             file.write(memoryview(_bytes(x.contiguous())))
     except OSError:
-        _remove(path)
+        unlink(path)
         raise
     away.content = path
 
@@ -387,11 +366,6 @@ def _fetch(away: Away, out: Tensor) -> None:
 
 def _bytes(x: Tensor) -> Any:
     return x.reshape(-1).view(torch.uint8).numpy()
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
 
 
 def _end(queues: dict[tuple[str, str], SimpleQueue[Flight | None]]) -> None:

@@ -7,7 +7,9 @@ it.
 
 from __future__ import annotations
 
+import ast
 import faulthandler
+import inspect
 import json
 import logging
 import multiprocessing
@@ -23,6 +25,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paraplan.ir.errors import RuntimeFailure
+from paraplan.runtime.folders import sweep
 from paraplan.runtime.torch_private import default_store
 
 FAULTS = "PARAPLAN_FAULTS"
@@ -106,12 +110,45 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, limit_s: float = 60.
         store.add("paraplan/gone", 1)
 
 
+def check_guard() -> None:
+    """Python runs the main script again in every process started here, so what starts them stands behind a guard.
+
+    Raises:
+        RuntimeFailure: this is called while a started process runs its main script, or from the top level of a main
+            script that never looks at `__name__`.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        name, path = frame.f_globals.get("__name__"), frame.f_code.co_filename
+        top = frame.f_code.co_name == "<module>" and name in ("__main__", "__mp_main__")
+        if top and (name == "__mp_main__" or _unguarded(path, frame.f_globals.get("__spec__"))):
+            raise RuntimeFailure(
+                f"{path}:{frame.f_lineno}: processes are started from the top level of the script, which each of them "
+                "would run again; put what the script does in a function, say main(), and end it with\n"
+                '    if __name__ == "__main__":\n        main()'
+            )
+        frame = frame.f_back
+
+
+def _unguarded(path: str, spec: Any) -> bool:
+    """Whether a main script is run again in processes it starts, and looks nowhere whether it is the main one."""
+    if (spec is not None and spec.name.endswith("__main__")) or not os.path.isfile(path):
+        return False
+    tree = ast.parse(Path(path).read_bytes())
+    compared = [each for each in ast.walk(tree) if isinstance(each, ast.Compare)]
+    named = {each.id for whole in compared for each in ast.walk(whole) if isinstance(each, ast.Name)}
+    return "__name__" not in named and "parent_process" not in Path(path).read_text(errors="replace")
+
+
 def prepare_ranks() -> str:
     """Start the server that ranks are forked from, unless it is there; it imports beside what the caller does.
 
     Returns:
         How ranks are started: "forkserver", or with CUDA, which does not survive a fork, "spawn".
+    Raises:
+        RuntimeFailure: see `check_guard`.
     """
+    check_guard()
     if torch.cuda.is_available():
         return "spawn"
     multiprocessing.set_forkserver_preload(list(PRELOADED))
@@ -137,6 +174,8 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
         env: added to the environment; one thread per rank unless OMP_NUM_THREADS says otherwise.
     Returns:
         The job's exit code.
+    Raises:
+        RuntimeFailure: see `check_guard`.
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
     method = prepare_ranks()
@@ -158,6 +197,7 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
         finally:
             for each, handler in handlers.items():
                 signal.signal(each, handler)
+            sweep()
     return code
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from paraplan.ir.mesh import make_mesh
 from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, OuterValue, RankProgram, Step, StepKind
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor
+from paraplan.runtime.folders import TensorFolder, sweep
 from paraplan.runtime.stepping import step_together
 from paraplan.runtime.transport import InProcessTransport
 from tests.cost_models.rank_programs import toy_costs
@@ -141,6 +144,43 @@ def test_a_file_goes_with_its_value_and_the_folder_with_its_copier(tmp_path: Pat
     del copier, second
     gc.collect()
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_the_folder_goes_with_its_last_file_and_comes_with_the_next(tmp_path: Path) -> None:
+    copier = Copier(folder=tmp_path)
+    for _ in range(2):
+        there = copier.wait(copier.offload(torch.ones(3), "disk"))
+        (folder,) = tmp_path.iterdir()
+        assert list(folder.iterdir()) == copier.files != []
+        del there
+        gc.collect()
+        assert list(tmp_path.iterdir()) == copier.files == [], "a process may end without a word"
+
+
+HOLDER = """
+import sys
+from paraplan.runtime.folders import TensorFolder
+folder = TensorFolder(sys.argv[1], 3)
+folder.path().write_bytes(b"left")
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_rank_left_is_swept_and_what_a_live_one_has_is_not(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "made\n"
+        (theirs,) = tmp_path.glob("paraplan-rank3-*")
+        sweep(tmp_path)
+        assert theirs.is_dir(), "it is held"
+        holder.kill()
+    assert theirs.is_dir(), "nothing of its own cleans up"
+    (tmp_path / "paraplan-rank0-mine").write_text("a file is not of ours")
+    TensorFolder(tmp_path, 0).path()
+    assert not theirs.exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["paraplan-rank0-mine"]
 
 
 @pytest.mark.parametrize("beside", [False, True])

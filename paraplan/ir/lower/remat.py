@@ -62,6 +62,12 @@ def recomputable(kind: SegmentKind) -> tuple[str, ...]:
     return tuple(name for name in kind.graph.values if name in found)
 
 
+def boundary_values(kind: SegmentKind) -> tuple[str, ...]:
+    """The outputs of a kind that a choice may have wait on a tier: those that gradients come back to, scalars apart."""
+    handed = zip(kind.outputs, kind.tangents, strict=True)
+    return tuple(name for name, tangent in handed if tangent is not None and kind.graph.values[name].shape)
+
+
 def remat_of(kind: SegmentKind, activations: Mapping[str, str]) -> Remat:
     """What is saved, where, and what is made again under a choice's activations.
 
@@ -71,9 +77,12 @@ def remat_of(kind: SegmentKind, activations: Mapping[str, str]) -> Remat:
     makers, ops = _makers(kind), kind.graph.ops
     every = _forward_makers(kind)
     for name, fate in activations.items():
+        if name in boundary_values(kind) and fate in TIERS:
+            continue  # see `between`
         if name not in makers:
             raise InvalidPlanError(
-                f"kind {kind.name}: activations name {name!r}, no value that its forward makes and keeps to itself"
+                f"kind {kind.name}: activations name {name!r}, no value that its forward makes and keeps to itself, "
+                "nor one it hands on and gets a gradient for, which could wait on a tier"
             )
         if fate not in FATES:
             can = ", ".join(map(repr, FATES))

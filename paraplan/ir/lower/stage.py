@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.holding import Holding, Route, holdings, routes
 from paraplan.ir.lower.backward import LoweredBackward, lower_backward
@@ -201,6 +203,10 @@ class PlanBlocks:
         """A number for what a segment's stage chooses for it; equal choices have the same."""
         at = self.plan.stages[stage]
         choice = at.choices[at.segment_choice[index - at.first]]
+        outputs = self.plan.program.kinds[choice.kind].outputs
+        inside = {name: fate for name, fate in choice.activations.items() if name not in outputs}
+        if len(inside) < len(choice.activations):  # what waits between segments is no part of blocks
+            choice = msgspec.structs.replace(choice, activations=inside)
         if choice not in self._choices:
             self._choices.append(choice)
         return self._choices.index(choice)

@@ -6,8 +6,9 @@ Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what
 `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
 of ranks that hold it), `new:<buffer>` (its new value, likewise), `sum:<i>` (under way),
 `whole:<segment>/<slot>@<action>` (a parameter gathered ahead), `here:<segment>/<slot>@<action>` (one copied to the
-device), `held:<param>` (a stored copy gathered for the step), `den<i>`, `tangent<i>`, `num<i>`, `loss`;
-`<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
+device), `held:<param>` (a stored copy gathered for the step), `<output>/<tier>@<m>` (an output that waits there),
+`den<i>`, `tangent<i>`, `num<i>`, `loss`; `<name><<group>` is what came from another group of ranks, `<name>#<i>` a part
+of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from paraplan.ir.lower.ahead import Gathers, Visit
 from paraplan.ir.lower.away import AwayValue, Copies, at
 from paraplan.ir.lower.away import Visit as CopyVisit
 from paraplan.ir.lower.backward import LoweredBackward
+from paraplan.ir.lower.between import Boundaries, boundary_tiers
 from paraplan.ir.lower.fetch import Fetches, FetchVisit
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.parcels import Parcel, local_bytes
@@ -76,6 +78,12 @@ class SegmentSteps:
         self.waking = Gathers(self.extended, self.calls, plan.bundle_bytes, "hold", under_way)
         self.copies = Copies(self._call_for)
         self.fetches = Fetches(self.program.params, params, shape, self._call_for)
+        tiers: dict[str, str] = {}
+        for stage in () if self.evaluates else self.holding.stages:
+            tiers |= boundary_tiers(self.program, plan.stages[stage])
+        self.boundaries = Boundaries(tiers, self._call_for)
+        for name in tiers:
+            self.boundaries.lies(name, self.made(name), blocks.spec_of(name), self.extended)
         self.numerators = {
             term.numerator: index
             for index, term in enumerate(self.program.loss)
@@ -195,6 +203,7 @@ class SegmentSteps:
         order = range(held.first, held.stop)
         self.gathers.start([self._visit(index, forwards[index].early) for index in order])
         self.fetches.start([self._fetch(index, m, forwards[index].block) for index in order], self.action)
+        leaving = self._leaving(stage, m)
         for index in order:
             segment, lowered = self.program.segments[index], forwards[index]
             self.waking.reach(index)
@@ -218,7 +227,26 @@ class SegmentSteps:
                         segment=index,
                     )  # fmt: skip
             self.copies.passed(CopyVisit(index, tuple(lowered.away.values())), m)
+            self.boundaries.passed(index, leaving.get(index, ()), m)
         self.copies.end()
+        self.boundaries.end()
+
+    def _leaving(self, stage: int, m: int) -> dict[int, tuple[str, ...]]:
+        """Segment -> the boundary values that leave for a tier once it is through: those that a backward reads."""
+        held, parts, tiers = self.plan.stages[stage], self.parts(m), self.boundaries.tiers
+        if not tiers:
+            return {}
+        every = range(held.first, held.stop)
+        read = {name for index in every for half in ActionKind for name in self._read(parts, index, half)}
+        last = {n: i for i in every for n in (*self.program.segments[i].outputs, *self.program.segments[i].inputs)}
+        return {i: tuple(n for n in last if last[n] == i and n in tiers and n in read) for i in every}
+
+    def _read(self, parts: StageBlocks, index: int, half: ActionKind) -> tuple[str, ...]:
+        """The boundary values that a segment's backward, or half of it, reads."""
+        segment, inputs = self.program.segments[index], _half(parts, index, half).block.inputs
+        kind = self.program.kinds[segment.kind]
+        named = zip((*kind.inputs, *kind.outputs), (*segment.inputs, *segment.outputs), strict=True)
+        return tuple(outer for local, outer in named if local in inputs)
 
     def end_waits(self) -> None:
         """Denominators are whole and gradients of numerators known from here on."""
@@ -239,6 +267,7 @@ class SegmentSteps:
         self.gathers.start([self._visit(index, lowered_of[index].early) for index in order])
         self.copies.start([CopyVisit(index, _returning(parts, index, half)) for index in order], m)
         self.fetches.start([self._fetch(index, m, lowered_of[index].block) for index in order], self.action)
+        self.boundaries.start([(index, self._read(parts, index, half)) for index in order], m)
         self.partials.start(max((self._partial_bytes(parts, index) for index in order), default=0))
         for index in order:
             segment, lowered = self.program.segments[index], lowered_of[index]
@@ -246,6 +275,7 @@ class SegmentSteps:
             self.gathers.reach(index)
             self.fetches.reach()
             self.copies.reach(m)
+            self.boundaries.reach(m)
             names = self._sources(index, m, lowered.early)
             names |= {local: at(index, local, m) for local in parts.forwards[index].block.saved}
             for value in _returning(parts, index, half):

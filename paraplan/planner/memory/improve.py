@@ -24,9 +24,13 @@ _SETTLED = 20
 
 
 def improve(
-    best: Profile, budget_bytes: int, rounds: int, deadline: float, enough_s: float = 0.0, seed: int = 0
-) -> Profile:
-    """A schedule no worse, after some rounds or where the deadline passes or `enough_s` of reruns are reached."""
+    best: Profile, budget_bytes: int, rounds: int, deadline: float, enough_s: float = 0.0, seed: int = 0,
+    seen: list[Profile] | None = None,
+) -> Profile:  # fmt: skip
+    """A schedule no worse, after some rounds or where the deadline passes or `enough_s` of reruns are reached.
+
+    `seen`: takes every schedule that was found.
+    """
     draw = np.random.default_rng(seed)
     current = best = polish(best, budget_bytes)
     for index in range(rounds):
@@ -39,6 +43,8 @@ def improve(
         if found is None:
             continue
         found = polish(polish(found, budget_bytes, prices), budget_bytes)
+        if seen is not None:
+            seen.append(found)
         if found.recomputed_s <= current.recomputed_s * (1 + draw.choice((0.0, 0.0, 0.003))):
             current = found
         if found.recomputed_s < best.recomputed_s:

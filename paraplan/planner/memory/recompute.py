@@ -2,10 +2,10 @@
 
 First what is cheap is squeezed: everything kept, nothing kept, every sqrt(n)-th result kept (Chen et al. 2016). Then
 the relaxation at a few critical instants is solved; its answer is realised just in time, squeezed where it overflows,
-polished and searched around; where the realised plan overflows becomes an instant. At deep budgets relaxations take
-long: a share of the time is local search's, and a second thread proves, with the bytes at every op, from instants that
-tell apart what the best plan runs more than once. It ends when the gap is closed or time is up, or some rounds after
-nothing new was learnt.
+polished, merged with the best and searched around; where the realised plan overflows becomes an instant. At deep
+budgets relaxations take long: a share of the time is local search's and merging's, and a second thread proves, with the
+bytes at every op, from instants that tell apart what the best plan runs more than once. It ends when the gap is closed
+or time is up, or some rounds after nothing new was learnt.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from threading import Lock
 import numpy as np
 
 from paraplan.planner.memory.improve import improve
+from paraplan.planner.memory.merge import improve_merging, merge
 from paraplan.planner.memory.realise import overflowing, realise, separating
 from paraplan.planner.memory.relaxation import build_relaxation
-from paraplan.planner.memory.reruns import Arrays, Profile, profile_of
+from paraplan.planner.memory.reruns import Arrays, Ints, Profile, profile_of
 from paraplan.planner.memory.squeeze import polish, squeeze
-from paraplan.planner.memory.windows import improve_windows
 from paraplan.planner.milp import Status, solve
 
-_SEARCH_SHARE = 0.4
-"""Of the time: kept for local search while the gap is above `_WIDE`."""
 _WIDE, _DEEP = 0.01, 0.03
-"""Gaps from which on local search has time of its own; and windows, and proofs a thread of their own."""
+"""Gaps from which on local search has time of its own; and proofs a thread of their own."""
+_WIDE_SHARE, _DEEP_SHARE = 0.4, 0.75
+"""Of the time: kept for local search at such gaps."""
 _PASSES = 10
 """Of local search, between which it takes up what the other thread's relaxations say."""
-_DEEP_FROM = 0.75
-"""Of the time: where less is left and the gap still above `_DEEP`, the second thread proves."""
+_OTHERS = 12
+"""Schedules that are merged with the best: the best ones seen; and as many of what relaxations said last."""
+_MERGE_S = 3.0
+"""For what a relaxation said, once."""
 _SEPARATING = 5
 """Instants the last relaxations begin with."""
 _BACKEND = "mathopt-cpsat"
@@ -83,6 +85,8 @@ class Recomputation:
         self._bounding = Lock()
         self._proving: Future[None] | None = None
         self._starts: list[Profile] = []
+        self._seen: list[Profile] = []
+        self._drafts: list[Ints] = []
         self._highest = int(self.everything.live.argmax()) if arrays.num_ops else 0
 
     def run(self) -> None:
@@ -99,7 +103,7 @@ class Recomputation:
             self._improve(self.limits.rounds, self.left_s / 4)
         with ThreadPoolExecutor(1) as threads:
             while self.gap > self.limits.gap and self._relaxing_s > 0:
-                if self.left_s < _DEEP_FROM * self.limits.time_s:
+                if len(self.instants) > 1:
                     self._prove_beside(threads)
                 if not self._refine():
                     break
@@ -109,28 +113,41 @@ class Recomputation:
                 self._proving.result()
 
     def _search(self) -> None:
-        """Local search for some rounds or until time is up; by windows too where the gap is deep."""
-        slid: Profile | None = None
+        """Local search and merging, until time is up; where the gap is not wide, while they find something."""
         for _ in range(_PASSES):
             while self._starts:
-                self._consider(self._starts.pop())
+                self._take(self._starts.pop())
             if self.best is None or self.gap <= self.limits.gap or self.left_s <= 0:
                 break
-            deep = self.gap > _DEEP
-            self._improve(100 * self.limits.rounds // _PASSES, self.left_s / 3 if deep else self.left_s)
-            if deep and self.best is not slid:
-                self._slide(self.left_s / 5)
-                slid = self.best
+            wide, before = self.gap > _WIDE, self.best
+            self._improve(100 * self.limits.rounds // _PASSES, self.left_s / 8 if wide else self.left_s)
+            self._merge(self.left_s / 3 if wide else min(self.left_s / 3, _MERGE_S))
+            if not wide and self.best is before:
+                break
 
     def _prove_beside(self, threads: ThreadPoolExecutor) -> None:
         """Starts the second thread, once, where the gap is deep."""
         if self._proving is None and self.best is not None and self.gap > _DEEP and self.left_s > 0:
             self._proving = threads.submit(self._prove, self.best)
 
-    def _slide(self, seconds: float) -> None:
+    def _merge(self, seconds: float) -> None:
+        """Merges the best with others, and with reruns drawn around it."""
         assert self.best is not None
         until = time.perf_counter() + seconds
-        self.best = improve_windows(self.best, self.budget, until, self.bound_s - self.compute_s)
+        self._seen = sorted(self._seen, key=lambda found: found.recomputed_s)[:_OTHERS]
+        others = [*(found.keys for found in self._seen), *self._drafts[-_OTHERS:]]
+        self.best = improve_merging(
+            self.best, others, self.budget, until, self.bound_s - self.compute_s, self._searches
+        )
+        self._searches += 1
+
+    def _take(self, draft: Profile) -> None:
+        """A schedule that a relaxation said: squeezed, and merged with the best."""
+        self._drafts.append(draft.keys)
+        self._consider(draft)
+        if self.best is not None and self.gap > self.limits.gap and self.left_s > 0:
+            until = time.perf_counter() + min(_MERGE_S, self.left_s / 4)
+            self.best, _ = merge(self.best, draft.keys, self.budget, until)
 
     def _prove(self, best: Profile) -> None:
         """Relaxations with the bytes at every op, from instants that tell apart a schedule's reruns on."""
@@ -159,7 +176,8 @@ class Recomputation:
     def _improve(self, rounds: int, seconds: float) -> None:
         assert self.best is not None
         until = time.perf_counter() + seconds
-        self.best = improve(self.best, self.budget, rounds, until, self.bound_s - self.compute_s, self._searches)
+        enough_s = self.bound_s - self.compute_s
+        self.best = improve(self.best, self.budget, rounds, until, enough_s, self._searches, self._seen)
         self._searches += 1
 
     @property
@@ -178,8 +196,9 @@ class Recomputation:
     @property
     def _relaxing_s(self) -> float:
         """Seconds left to relaxations."""
-        kept = _SEARCH_SHARE * self.limits.time_s if self.best is not None and self.gap > _WIDE else 0.0
-        return self.left_s - kept
+        if self.best is None or self.gap <= _WIDE:
+            return self.left_s
+        return self.left_s - (_DEEP_SHARE if self.gap > _DEEP else _WIDE_SHARE) * self.limits.time_s
 
     def _consider(self, start: Profile) -> None:
         """Squeezes a schedule until it fits, polishes it and keeps the better."""
@@ -188,6 +207,7 @@ class Recomputation:
         if found is None:
             return
         found = polish(found, self.budget)
+        self._seen.append(found)
         if self.best is None or found.recomputed_s < self.best.recomputed_s:
             self.best = found
 
@@ -207,13 +227,13 @@ class Recomputation:
         if solution.values is None:
             return False
         start = realise(self.arrays, instants, relaxation.residents(solution.values))
-        self._consider(start)
+        self._take(start)
         if self.best is not None and self.gap > self.limits.gap:
             self._improve(self.limits.rounds, self.left_s / 4)
         few = solution.status is Status.OPTIMAL
         more = overflowing(start, self.budget, self.instants, _FEW if few else 2 * _FEW)
         self.instants |= more
-        return bool(more) and len(self.instants) <= self.limits.instants
+        return bool(more) and len(self.instants) <= self.limits.instants and (few or self.gap <= _DEEP)
 
 
 def _keeping(arrays: Arrays, instant: int, stride: int) -> Profile:

@@ -94,7 +94,7 @@ def kind_options(
 
 def away_options(
     kind: SegmentKind, nbytes: Mapping[str, int], options: Sequence[RematOption], tier: str,
-    copy_s: Callable[[int], float],
+    copy_s: Callable[[int], float], handed: Sequence[str] = (),
 ) -> tuple[RematOption, ...]:  # fmt: skip
     """Each option with some of what it saves on a tier instead: the largest storages, more and more of them.
 
@@ -106,6 +106,7 @@ def away_options(
         options: which keep or recompute.
         tier: where to.
         copy_s: seconds of one copy of so many bytes.
+        handed: outputs of the kind that may leave as well; what the options save counts them.
     """
     cuts = _Cuts(kind, (0.0,) * len(kind.graph.ops), nbytes)
     found = []
@@ -117,9 +118,14 @@ def away_options(
         again = cuts.option((*option.recomputed, *looks)).recomputed
         option = replace(option, recomputed=again)
         together: dict[str, list[str]] = {}
-        for name in remat_of(kind, option.activations).saved:
+        saved = remat_of(kind, option.activations).saved
+        for name in saved:
             if name in cuts.nbytes:
                 together.setdefault(cuts.roots[name], []).append(name)
+        looked = {cuts.roots[name] for name in saved}
+        fixed = {cuts.roots[name] for name in saved if name in cuts.nbytes and name not in cuts.allowed}
+        together = {root: names for root, names in together.items() if root not in fixed}
+        together |= {name: [name] for name in handed if cuts.roots.get(name) == name and name not in looked}
         order = sorted(together, key=lambda root: (-nbytes[root], root))
         counts = {math.ceil(len(order) * share / MOST_AWAY) for share in range(1, MOST_AWAY + 1)} - {0}
         for count in sorted(counts):

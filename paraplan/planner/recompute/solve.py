@@ -25,7 +25,7 @@ from paraplan.planner.realise import realise
 from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
 from paraplan.planner.recompute.stage import Fitted, Unfit, fit, preset_activations
 from paraplan.planner.sharding.bound import step_bound
-from paraplan.planner.sharding.formulate import formulate, host_rows, memory_rows, with_rows
+from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_rows, with_rows
 from paraplan.planner.sharding.optimise import optimise
 from paraplan.planner.sharding.solve import (
     Candidate,
@@ -35,6 +35,7 @@ from paraplan.planner.sharding.solve import (
     largest,
     least_memory,
     problem_of,
+    without_room,
 )
 from paraplan.planner.sharding.space import Space
 
@@ -57,7 +58,7 @@ def solve_with_recomputation(
     rows, solve_s = base, 0.0
     closest: tuple[Decisions, Unfit] | None = None
     for attempt in range(ROUNDS):
-        problem = with_rows(network, (*rows, *host_rows(space)))
+        problem = with_rows(network, (*rows, *tier_rows(space)))
         found = optimise(problem, limits.time_s, limits.relative_gap, limits.backend)
         solve_s += found.solve_s
         if found.choices is None:
@@ -103,6 +104,8 @@ def _recomputing(job: Job, decisions: Decisions, constraints: Constraints, limit
 
 def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> InfeasibleError:
     need = least_memory(space, limits, activations=False)
+    if need <= limits.memory_bytes:
+        return InfeasibleError(without_room(space, limits, need))
     return InfeasibleError(
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, gradients and "
         f"optimizer states alone take at least {say_size(need)}, {say_size(need - limits.memory_bytes)} are missing "

@@ -27,11 +27,13 @@ from paraplan.cost_models.costs import COMPUTE
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.graph import Phase
-from paraplan.ir.lower.remat import RECOMPUTE, recomputable
+from paraplan.ir.lower.kind import LoweredForward
+from paraplan.ir.lower.remat import RECOMPUTE, boundary_values, recomputable
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.mesh import local_shape
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program, SegmentKind
+from paraplan.ir.strides import is_dense
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.milp import MilpBuilder, solve
@@ -100,9 +102,24 @@ def options_of(
             found.append((RematOption((), 0, 0.0),))
             continue
         here = kind_options(kind, seconds, nbytes, None if recompute is None else preset(kind, recompute))
-        away = [o for tier in tiers for o in away_options(kind, nbytes, here, tier, partial(costs.copy_s, tier))]
+        handed = _handed(kind, forward, extended) if tiers else ()
+        held = sum(nbytes[name] for name in handed)
+        here = tuple(replace(option, saved_bytes=option.saved_bytes + held) for option in here)
+        away = [
+            option
+            for tier in tiers
+            for option in away_options(kind, nbytes, here, tier, partial(costs.copy_s, tier), handed)
+        ]
         found.append(tuple(sorted((*here, *away), key=lambda o: (-o.saved_bytes, not o.tier, o.extra_s))))
     return tuple(found)
+
+
+def _handed(kind: SegmentKind, forward: LoweredForward, extended: tuple[int, ...]) -> tuple[str, ...]:
+    """The outputs of a kind that could wait on a tier: they lie dense."""
+    lies = dict(zip(kind.outputs, forward.outputs, strict=True))
+    shapes = {name: local_shape(kind.graph.values[name].shape, given.layout, extended) for name, given in lies.items()}
+    dense = [name for name, given in lies.items() if given.strides is None or is_dense(shapes[name], given.strides)]
+    return tuple(name for name in boundary_values(kind) if name in dense)
 
 
 def fit(
@@ -121,7 +138,7 @@ def fit(
         The plan; or, where even the leanest is not enough, the one that peaks lowest.
     """
     kept = realise(job, decisions, limit_bytes)
-    if kept.peak_bytes <= limit_bytes and recompute in (None, "none"):
+    if kept.peak_bytes <= limit_bytes and not kept.over_bytes and recompute in (None, "none"):
         return Fitted(kept.plan, kept.simulation, 0.0, kept.peak)
     ways: list[tuple[str | None, Sequence[str]]] = [(recompute, tiers)]
     if tiers:
@@ -150,10 +167,10 @@ def _fit(
         activations = tuple(option.activations for option in chosen)
         made = realise(job, replace(decisions, activations=activations), limit_bytes) if any(activations) else kept
         over = {tier: made.simulation.tier_peak_bytes.get(tier, 0) - room for tier, room in rooms.items()}
-        if made.peak_bytes <= limit_bytes and all(size <= 0 for size in over.values()):
+        if made.peak_bytes <= limit_bytes and not made.over_bytes:
             extra = sum(option.extra_s + 2 * option.copy_s for option in chosen) * decisions.num_microbatches
             return Fitted(made.plan, made.simulation, extra, made.peak)
-        if all(size <= 0 for size in over.values()):
+        if not made.over_bytes:
             least = min(least, made, key=lambda each: each.peak_bytes)
         if made.peak_bytes > limit_bytes:
             allowed = min(allowed, sum(option.saved_bytes for option in chosen) - (made.peak_bytes - limit_bytes))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -95,11 +97,18 @@ def memory_rows(space: Space, limit: float, activations: bool = True) -> tuple[R
     return (*rows, *_updates(space, space.at_update, space.update_workspace, limit, "update"))
 
 
-def host_rows(space: Space) -> tuple[Row, ...]:
-    """What lives in the host's memory where anything may, in units of a device's room there."""
+def tier_rows(space: Space, over: Mapping[str, int] = MappingProxyType({})) -> tuple[Row, ...]:
+    """What lives in the host's memory and on disk where anything may, in units of a device's room there.
+
+    `over`: per tier, bytes of its room that are taken by what the rows do not count.
+    """
+    costs = space.prices.costs
+    disk = max(costs.cluster.room_bytes("disk", costs.mesh.devices) - over.get("disk", 0), 1)
+    rows = (Row("disk", 1.0, _sums(space.disk, disk)),) if space.disk else ()
     if not space.away:
-        return ()
-    return _updates(space, space.away, space.away_workspace, max(host_room_bytes(space), 1), "update on the host")
+        return rows
+    host = max(host_room_bytes(space) - over.get("host", 0), 1)
+    return (*_updates(space, space.away, space.away_workspace, host, "update on the host"), *rows)
 
 
 def _updates(space: Space, held: Held, workspace: Held, limit: float, what: str) -> tuple[Row, ...]:

@@ -31,6 +31,7 @@ class ParamHeld:
         grad: bytes of one gradient that lives from the backward to the update.
         away, away_work: bytes on the host at the update, and besides while one of them updates there.
         disk: bytes on disk.
+        here: bytes of one parameter while a segment that reads it has it on the device, where it is stored elsewhere.
     """
 
     cost: Price
@@ -41,6 +42,7 @@ class ParamHeld:
     away: int = 0
     away_work: int = 0
     disk: int = 0
+    here: int = 0
 
 
 def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m: int) -> ParamHeld:
@@ -53,7 +55,7 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
         stored, there = 0, stored
     if not cls.trained:
         on_host = there if option.stored_tier == "host" else 0
-        return ParamHeld(fetched, stored * n, stored * n, away=on_host * n, disk=(there - on_host) * n)
+        return ParamHeld(fetched, stored * n, stored * n, away=on_host * n, disk=(there - on_host) * n, here=there)
     tier, master = option.state_tier, TensorSpec(option.state_dtype, cls.spec.shape)
     shard, grad = prices.nbytes(master, (R, *option.state)), prices.nbytes(master, (R, *option.grad))
     reduced = prices.reshard(master, (R, *option.grad), (R, *option.state), bundled=True)
@@ -74,9 +76,10 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     away, disk = (states * n, 0) if tier == "host" else (0, states * n if tier else 0)
     if on_host:
         work = workspace + brought
-        return ParamHeld(cost, (kept + accumulated) * n, kept * n, away=away + shard * n, away_work=work, disk=disk)
+        away += shard * n
+        return ParamHeld(cost, (kept + accumulated) * n, kept * n, away=away, away_work=work, disk=disk, here=there)
     work, one = workspace + brought, grad if m == 1 else 0
-    return ParamHeld(cost, (kept + accumulated) * n, (rests + shard) * n, work, one, away=away, disk=disk)
+    return ParamHeld(cost, (kept + accumulated) * n, (rests + shard) * n, work, one, away=away, disk=disk, here=there)
 
 
 def _reads(job: Job, cls: ParamClass) -> int:

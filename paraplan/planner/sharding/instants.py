@@ -2,7 +2,8 @@
 
 At op p of segment i, in one phase, a rank holds
 
-    parameters, optimizer states, accumulators; in the backward of a step without microbatches also the gradients of
+    parameters, optimizer states, accumulators; parameters stored elsewhere that i and the segment after it in the phase
+    read; in the backward of a step without microbatches also the gradients of
     every later segment;  +  what segments saved for their backward: those before i, and in the backward what i still
     reads;  +  values of the kind made at or before p and read at or after it;  +  copies in other layouts of values
     whose readers, in this phase, lie on both sides of p.
@@ -67,6 +68,8 @@ def instant_row(space: Space, program: Program, problem: Formulation, at: Instan
         hold(decider, nbytes)
     later = program.segments[at.segment + 1 :] if at.phase is Phase.BACKWARD else ()
     done = {name for segment in later for name in segment.params}
+    for decider, nbytes, cls in space.comes:
+        hold(decider, nbytes, sum(name in cls.params for segment in _fetched(program, at) for name in segment))
     for decider, nbytes, cls in space.grads:
         hold(decider, nbytes, sum(name in done for name in cls.params))
     kind_index = program.segments[at.segment].kind
@@ -82,6 +85,12 @@ def instant_row(space: Space, program: Program, problem: Formulation, at: Instan
         hold(end.decider, [space.prices.nbytes(spec, layout) for layout in end.layouts])
     _copies(space, problem, kind_index, at, limit, moved)
     return Row(f"{kind.name}.{kind.graph.ops[at.position].target}[{at.position}]", 1.0, held, moved)
+
+
+def _fetched(program: Program, at: Instant) -> list[tuple[str, ...]]:
+    """What the segment and the one after it in the phase read of parameters."""
+    following = at.segment + (1 if at.phase is Phase.FORWARD else -1)
+    return [program.segments[i].params for i in (at.segment, following) if 0 <= i < len(program.segments)]
 
 
 def _read_from(kind: SegmentKind, at: Instant) -> set[str]:

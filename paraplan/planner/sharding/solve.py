@@ -25,8 +25,8 @@ from paraplan.planner.sharding.formulate import (
     Formulation,
     formulate,
     host_room_bytes,
-    host_rows,
     memory_rows,
+    tier_rows,
     with_rows,
 )
 from paraplan.planner.sharding.instants import Instant, instant_row, peak_instant
@@ -142,23 +142,26 @@ def solve_mesh(
     problem = formulate(space)
     base = memory_rows(space, limits.memory_bytes)
     rows, instants = base, dict[Instant, Row]()
-    solve_s = 0.0
+    solve_s, over = 0.0, dict[str, int]()
     for _ in range(ROUNDS):
-        network = with_rows(problem.network, (*rows, *host_rows(space), *instants.values()))
+        network = with_rows(problem.network, (*rows, *tier_rows(space, over), *instants.values()))
         found = optimise(network, limits.time_s, limits.relative_gap, limits.backend, cutoff=cutoff_s)
         solve_s += found.solve_s
         if found.choices is None and cutoff_s <= found.bound < np.inf:
             return Skipped(mesh, found.bound)
         if found.choices is None:
-            _fail(job, space, found, limits, proved=rows is base and not instants)
+            _fail(job, space, found, limits, proved=rows is base and not instants and not over)
         assert found.choices is not None
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decided = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
         made = realise(job, decided, limits.memory_bytes)
         peak = made.peak_bytes
-        if peak <= limits.memory_bytes:
+        if peak <= limits.memory_bytes and not made.over_bytes:
             break
+        over = {tier: over.get(tier, 0) + made.over_bytes.get(tier, 0) for tier in {*over, *made.over_bytes}}
+        if peak <= limits.memory_bytes:
+            continue
         at = peak_instant(made.programs, made.simulation)
         if at is None:  # outside of segments: every row pays
             lower_limit = min(rows[0].limit, max(held_bytes(space, choices)) / limits.memory_bytes)
@@ -202,7 +205,7 @@ def choose(
     """
     space = problem_of(job, mesh, num_microbatches, constraints)
     rows = () if kept_bytes is None else memory_rows(space, kept_bytes, activations=False)
-    network = with_rows(formulate(space).network, rows)
+    network = with_rows(formulate(space).network, (*rows, *tier_rows(space)))
     found = optimise(network, limits.time_s, limits.relative_gap, limits.backend)
     if found.choices is None:
         _fail(job, space, found, limits, proved=True)
@@ -261,6 +264,8 @@ def _fail(job: Job, space: Space, found: Optimum, limits: Limits, proved: bool) 
         )
     need = least_memory(space, limits)
     missing = need - limits.memory_bytes
+    if missing <= 0 and (space.away or space.disk):
+        raise (InfeasibleError if proved else SolverLimitError)(without_room(space, limits, need))
     if not proved:  # rows were lowered for what one plan held in passing; another plan's may be less
         raise SolverLimitError(
             f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
@@ -271,6 +276,20 @@ def _fail(job: Job, space: Space, found: Optimum, limits: Limits, proved: bool) 
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
         f"{say_size(need)} are needed, {say_size(max(missing, 0.0))} are missing; {largest(job)}; use more "
         "devices, smaller microbatches, or devices with more memory"
+    )
+
+
+def without_room(space: Space, limits: Limits, need: float) -> str:
+    """What is said where the device would have memory enough, were there more room elsewhere."""
+    costs = space.prices.costs
+    rooms = {tier: costs.cluster.room_bytes(tier, costs.mesh.devices) for tier in ("host", "disk")}
+    kinds = {tier for place in space.prices.places for tier in ("host", place[0]) if place[0]}
+    said = " and ".join(f"{say_size(rooms[tier])} on {tier}" for tier in sorted(kinds))
+    more = "" if "disk" in kinds else ", allow the disk too (offload='disk')"
+    return (
+        f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]} with "
+        f"room for {said}; {say_size(need)} would do at the loss and the update if what leaves the device had room and "
+        f"copies took none; describe more host_memory_bytes{more}, or use more devices"
     )
 
 

@@ -113,7 +113,10 @@ class Space:
         update_workspace: bytes needed while one parameter updates: (decider, bytes per option).
         away, away_workspace: on the host, states and their gradients at the update, and what the update of one
             parameter needs besides: (decider, bytes per option).
+        disk: likewise on disk.
         kept: per parameter class, what is alive all through the step: (decider, bytes per option).
+        comes: per parameter class, bytes of one parameter on the device where a segment reads it though it is stored
+            elsewhere, and whose: (decider, bytes per option, class).
         grads: per parameter class, bytes of one parameter's gradient per option, and whose: (decider, bytes, class).
         saved: per (kind, value), bytes one microbatch of one instance keeps for the backward: (decider, bytes).
         made: (kind, value) -> the op that makes it, and the layout it has under each option.
@@ -134,6 +137,7 @@ class Space:
     away_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     disk: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     kept: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    comes: list[tuple[int, tuple[int, ...], ParamClass]] = field(default_factory=list)
     grads: list[tuple[int, tuple[int, ...], ParamClass]] = field(default_factory=list)
     saved: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     made: dict[tuple[int, str], End] = field(default_factory=dict)
@@ -241,6 +245,8 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
     space.grads.append((index, tuple(each.grad for each in held), cls))
     space.at_update.append((index, tuple(each.update for each in held)))
     space.update_workspace.append((index, tuple(each.work for each in held)))
+    if any(each.here for each in held):
+        space.comes.append((index, tuple(each.here for each in held), cls))
     if any(each.disk for each in held):
         space.disk.append((index, tuple(each.disk for each in held)))
     if any(each.away for each in held):

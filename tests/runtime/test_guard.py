@@ -1,0 +1,45 @@
+"""Scripts that start processes from their top level."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CALL = "from paraplan.runtime.launch import check_guard as start\n"
+SCRIPTS = {
+    "top": CALL + "start()\n",
+    "called": CALL + "def run():\n    start()\nrun()\n",
+    "guarded": CALL + "def main():\n    start()\nif __name__ == '__main__':\n    main()\n",
+    "guarded otherwise": CALL + "import multiprocessing\nif multiprocessing.parent_process() is None:\n    start()\n",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_guard_is_named_before_anything_starts(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPTS[name])
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+    if name.startswith("guarded"):
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        line = len(SCRIPTS[name].splitlines())
+        assert done.returncode == 1
+        assert f"script.py:{line}: processes are started from the top level of the script" in done.stderr
+        assert 'if __name__ == "__main__":' in done.stderr
+
+
+def test_a_child_that_runs_the_script_again_says_so(tmp_path: Path) -> None:
+    """The script looks at its name, but starts processes outside of that."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import multiprocessing\n"
+        "from paraplan.runtime.launch import check_guard\n"
+        "if __name__ == '__main__':\n    print('once')\n"
+        "check_guard()\n"
+        "process = multiprocessing.get_context('spawn').Process(target=print)\nprocess.start()\nprocess.join()\n"
+    )
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+    assert done.stderr.count("script.py:5: processes are started from the top level of the script") == 1
