@@ -144,7 +144,12 @@ class _Replay:
     def leave(self) -> dict[str, AllocatedBlock]:
         """End the step: blocks of what stays, by outer name; the rest is freed."""
         stays = {name: self.walk.outer[name].storage for name in self.given if name in self.walk.outer}
-        kept = {name: self.blocks[storage] for name, storage in stays.items() if storage in self.blocks}
+        sizes = {name: value.nbytes for name, value in self.program.outer.items()}
+        kept = {
+            name: self.blocks[storage]
+            for name, storage in stays.items()
+            if storage in self.blocks and storage.nbytes == sizes[name]
+        }
         held = {id(block) for block in kept.values()}
         for block in self.blocks.values():
             if id(block) not in held:

@@ -82,7 +82,7 @@ def test_accounts_of_random_requests(seed: int) -> None:
 
 
 @given(random_programs())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_replayed_is_what_is_simulated(monkeypatch: pytest.MonkeyPatch, given_program: RankProgram) -> None:
     """Without rounding and splitting apart, the replay's peak is the simulated one to the byte."""
     monkeypatch.setattr(allocator_module, "CUDA_BLOCK_BYTES", 1)
