@@ -270,6 +270,8 @@ class Plan(Value, frozen=True, kw_only=True):
         compiled: whether forward and backward blocks go through torch.compile.
         delayed_update: after how many steps the host's updates of states that stay there are done beside the next
             step's work, and so are one step late (see `ir.lower.late`); None: never.
+        states_ahead: whether the first states that come to their update set out before the last segment's backward, and
+            not after it (see `ir.lower.staged`).
         stages, schedule: the plan proper.
         memory_actions: on one device, the order in which the step's ops run, are run again, and tensors are freed and
             copied to a tier and back (`ir.memory_actions`); None: as lowered.
@@ -289,6 +291,7 @@ class Plan(Value, frozen=True, kw_only=True):
     reducing_bytes: int = 0
     compiled: bool = False
     delayed_update: int | None = None
+    states_ahead: bool = False
     stages: tuple[Stage, ...]
     schedule: Schedule
     memory_actions: str | None = None

@@ -30,7 +30,7 @@ from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.delaying import choose_delay, delay_note
+from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
 from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.pipeline_memory import Activations, in_flight, recomputing
@@ -72,7 +72,7 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
     if not fitting:
         raise InfeasibleError(_overflow(tried, case.budget, case.positions))
     best = _reducing(min(fitting, key=_step_s), case.budget)
-    return _delayed(_overlapped(best, constraints, case.budget), constraints, case.budget)
+    return _placed(_overlapped(best, constraints, case.budget), constraints, case.budget)
 
 
 def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
@@ -106,16 +106,16 @@ def _reducing(best: Plan, budget: int) -> Plan:
     return best
 
 
-def _delayed(plan: Plan, constraints: Constraints, budget: int) -> Plan:
-    """The plan with the host's updates one step late, where that may be and is faster."""
+def _placed(plan: Plan, constraints: Constraints, budget: int) -> Plan:
+    """The plan with the host's updates one step late, and states that come to theirs ahead, where that is faster."""
 
     def step_s(tried: Plan) -> float:
         simulation = simulate_plan(tried, lower(tried))
         fits = max(simulation.peak_bytes) <= budget and has_room(tried, simulation)
         return simulation.step_s if fits else math.inf
 
-    best = choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried)
-    if best.delayed_update is None:
+    best = choose_ahead(choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
+    if best == plan:
         return plan
     return msgspec.structs.replace(
         _priced(msgspec.structs.replace(best, notes=())), notes=(*plan.notes, *delay_note(best))

@@ -27,7 +27,7 @@ from paraplan.ir.micro import splittable
 from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import AUTO, Constraints, check_constraints
-from paraplan.planner.delaying import choose_delay, delay_note
+from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.overlap import in_pieces, piece_counts
@@ -251,7 +251,7 @@ def _placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candid
     away = any(layouts.place != HERE for stage in best.plan.stages for layouts in stage.params.values())
     away = away or max(best.simulation.peak_bytes) > limits.memory_bytes
     chooses = len(constraints.places) > 1 and best.plan.memory_actions is None
-    if not away or not (chooses or constraints.delayed_update is not None):
+    if not away:
         return best
 
     def price(plan: Plan) -> tuple[float, float]:
@@ -266,7 +266,7 @@ def _placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candid
     def place(plan: Plan) -> Plan:
         return choose_places(plan, constraints.places, price, constraints.params) if chooses else plan
 
-    plan = choose_delay(best.plan, constraints.delayed_update, step_s, place)
+    plan = choose_ahead(choose_delay(best.plan, constraints.delayed_update, step_s, place), step_s)
     return replace(best, plan=plan, simulation=realised(plan).simulation)
 
 

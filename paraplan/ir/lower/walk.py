@@ -253,13 +253,16 @@ class SegmentSteps:
         while self.waits:
             self.waits.pop(0)()
 
-    def backward(self, stage: int, m: int, half: ActionKind, final: dict[int, list[str]]) -> None:
+    def backward(
+        self, stage: int, m: int, half: ActionKind, final: dict[int, list[str]], ahead: Callable[[], None] | None = None
+    ) -> None:
         """Run a stage's backward, or half of it.
 
         Args:
             stage, m: of which microbatch.
             half: B for all of it.
             final: segment -> the parameters whose gradients are complete once it is through.
+            ahead: writes what is to be under way beside the last segment.
         """
         held, parts = self.plan.stages[stage], self.parts(m)
         order = tuple(reversed(range(held.first, held.stop)))
@@ -276,6 +279,8 @@ class SegmentSteps:
             self.fetches.reach()
             self.copies.reach(m)
             self.boundaries.reach(m)
+            if ahead is not None and index == order[-1]:
+                ahead()
             names = self._sources(index, m, lowered.early)
             names |= {local: at(index, local, m) for local in parts.forwards[index].block.saved}
             for value in _returning(parts, index, half):
