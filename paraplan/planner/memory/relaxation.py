@@ -34,9 +34,9 @@ from paraplan.planner.memory.relaxed_copies import add_copies
 from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, Profile, gather
 from paraplan.planner.milp import Milp, MilpBuilder
 
-_TINY = 1e-3
-"""The smallest tensors, up to so much of the budget in all, are taken as there at every instant, where columns are
-integral."""
+_TINY, _ALL_TINY = 1e-3, 1e-2
+"""The smallest tensors, each up to so much of the budget and up to so much in all, are taken as there at every instant,
+where columns are integral."""
 _SECONDS, _BYTES = 2.0**-36, 2.0**-26
 """Units of the coefficients, in steps and budgets: what rounding them down takes from the bound is below 1e-8."""
 
@@ -165,10 +165,10 @@ def build_relaxation(
 
 
 def _tiny(arrays: Arrays, budget_bytes: int) -> Bools:
-    made = np.flatnonzero(arrays.maker != GIVEN)
+    made = np.flatnonzero((arrays.maker != GIVEN) & (arrays.nbytes <= _TINY * budget_bytes))
     order = made[np.argsort(arrays.nbytes[made], kind="stable")]
     found = np.zeros(arrays.num_tensors, bool)
-    found[order[np.cumsum(arrays.nbytes[order]) <= _TINY * budget_bytes]] = True
+    found[order[np.cumsum(arrays.nbytes[order]) <= _ALL_TINY * budget_bytes]] = True
     return found
 
 
