@@ -39,6 +39,18 @@ class GPTSettings:
     flash: bool
 
 
+class _Thirds(torch.autograd.Function):
+    """The thirds of the last dim; their gradients are joined in one pass (Transformer Engine's SplitAlongDim)."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(x.split(x.shape[-1] // 3, -1))
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.cat(grads, -1)
+
+
 class Attention(nn.Module):
     """Causal self-attention over [sequence, batch, hidden]."""
 
@@ -52,7 +64,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         s, b, h = x.shape
         size = h // self.heads
-        q, k, v = self.qkv(self.norm(x)).view(s, b, self.heads, 3, size).permute(1, 2, 3, 0, 4).unbind(2)
+        parts = _Thirds.apply(self.qkv(self.norm(x)).view(s, b, self.heads, 3 * size))
+        q, k, v = (part.permute(1, 2, 0, 3) for part in parts)
         if self.flash:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:

@@ -5,9 +5,9 @@
 FOLDER holds JSON files of published rows; `published_rows` says how they are read. A model is captured from meta at
 three layers, once per architecture and batch, and made as deep as it is (`deepen`). Of what a row leaves open the
 fastest that fits counts, never the best match; choices are made one after another.
-`torch.compile` is not modelled: a row with it is priced like one without. Only PATTERN (searched
-in "file row") are predicted; with --resume those already in --json are kept.
+Only PATTERN (searched in "file row") are predicted; with --resume those already in --json are kept.
 
+`memory_gib` is what the caching allocator is predicted to reserve, where the source says what it did.
 `error_percent` is signed, predicted over published. Orderings: of all pairs of rows of a file, how many the prediction
 ranks as published, and those that sources report by name. Left out: the one scale that fits all other files best (the
 median), applied to this one; nothing in the package is changed by it.
@@ -33,8 +33,11 @@ from torch import nn
 from benchmarks.deepen import CAPTURED, deepen
 from benchmarks.megatron_gpt import GPTSettings, gpt_batch, gpt_model
 from benchmarks.published_rows import DEPTH, Case, Row, read_cases
+from benchmarks.torchtitan_llama import TorchtitanLlama
 from paraplan.api import as_cluster, versions
+from paraplan.cost_models.predict import with_reserved
 from paraplan.ir.errors import ParaplanError
+from paraplan.ir.lower import lower
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.trace import capture
@@ -71,6 +74,9 @@ def captured(family: str, settings: str, batch: int, seq: int, precision: str) -
     """A model by its settings as JSON, so that equal ones are captured once."""
     if family == "megatron_gpt":
         model: nn.Module = gpt_model(GPTSettings(**json.loads(settings)))
+        inputs = gpt_batch(batch, seq)
+    elif family == "torchtitan_llama":
+        model = TorchtitanLlama(json.loads(settings))
         inputs = gpt_batch(batch, seq)
     else:
         model = hf_model(family, json.loads(settings), meta=True)
@@ -139,7 +145,16 @@ def _said(case: Case, plan: Plan) -> Row:
     predicted = case.work / said.step_s / case.gpus
     remade = any(choice.activations for stage in plan.stages for choice in stage.choices)
     idle = said.step_s - said.compute_s - said.exposed_comm_s - said.exposed_copy_s
-    return {
+    memory: Row = {}
+    if case.memory_gib:
+        told = with_reserved(plan, lower(plan)).prediction
+        assert told is not None
+        reserved = max(told.reserved_bytes) / 2**30
+        memory = {
+            "memory_published_gib": case.memory_gib, "memory_gib": reserved,
+            "memory_error_percent": 100 * (reserved / case.memory_gib - 1),
+        }  # fmt: skip
+    return memory | {
         "predicted": predicted, "error_percent": 100 * (predicted / case.published - 1), "step_s": said.step_s,
         "compute_s": said.compute_s, "exposed": said.exposed_comm_s / said.step_s, "bubble": idle / said.step_s,
         "peak_gib": max(said.peak_bytes) / 2**30,
@@ -172,14 +187,19 @@ def reported(rows: list[Row]) -> list[str]:
     return lines
 
 
+def by_value(rows: list[Row]) -> list[Row]:
+    """Predicted rows that are judged by their value; those of ZeRO-3 of 2021 are by their order alone."""
+    return [row for row in rows if "predicted" in row and "zero3" not in row.get("row", "")]
+
+
 def mean_absolute_error(rows: list[Row]) -> float:
-    """Of all predicted rows, in percent."""
-    return statistics.fmean([abs(row["error_percent"]) for row in rows if "predicted" in row] or [0.0])
+    """Of all rows judged by value, in percent."""
+    return statistics.fmean([abs(row["error_percent"]) for row in by_value(rows)] or [0.0])
 
 
 def left_out(rows: list[Row]) -> dict[str, float]:
     """Per file, the median error once predictions are scaled by what fits the other files best."""
-    done = [row for row in rows if "predicted" in row]
+    done = by_value(rows)
     found = {}
     for file in dict.fromkeys(row["file"] for row in done):
         others = [row["published"] / row["predicted"] for row in done if row["file"] != file]
@@ -198,7 +218,12 @@ def show(rows: list[Row]) -> None:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
     console = Console(width=200)
     console.print(table)
-    console.print(f"mean absolute error: {mean_absolute_error(rows):.1f} %")
+    for row in rows:
+        if "memory_gib" in row:
+            told = f"{row['memory_gib']:.1f} GiB of {row['memory_published_gib']:.1f}"
+            console.print(f"reserved, {row['row']}: {told} ({row['memory_error_percent']:+.1f} %)")
+    worst = max((abs(row["error_percent"]) for row in by_value(rows)), default=0.0)
+    console.print(f"mean absolute error: {mean_absolute_error(rows):.1f} %, at most {worst:.1f} %")
     right, total = orderings(rows)
     console.print(f"orderings: {right} of {total} pairs as published")
     for line in reported(rows):

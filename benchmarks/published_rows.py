@@ -5,13 +5,14 @@ pins, and the alternatives a user of that system would try, of which the fastest
 
 What follows from a source's text rather than from its rows' fields stands here: GPT rows are of Megatron-LM's model
 (`megatron_gpt`); the layers of a GPT pipeline are cut evenly, the embedding with the first stage and the head with the
-last (Megatron-LM); the rows of Narayanan et al. 2021 are plain 1F1B with unsharded optimizers (their Table 2's ratio is
-that of the non-interleaved bubbles), as is MT-NLG (Smith et al. 2022, section 3), and neither had sequence parallelism,
-which came later (Korthikanti et al. 2022), nor FlashAttention (Dao et al. 2022) or overlapped tensor parallelism;
-torchtitan runs a local batch as one microbatch, a pipeline's as one a sample and with parameters whole between its
-microbatches (ZeRO-2; ZeRO-3 is tried too), and its selective recomputation by op makes every second matrix product
-again (`alternate`). Megatron-LM's README also says that 175B at batch 1,152 falls from 47 to 42 % MFU between 96 and
-4,608 H100: two more rows, marked as scaling.
+last (Megatron-LM); the rows of Narayanan et al. 2021 are plain 1F1B with unsharded optimizers (their Table 2's ratio
+is that of the non-interleaved bubbles), as is MT-NLG (Smith et al. 2022, section 3), and neither had sequence
+parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao et al. 2022) or overlapped tensor
+parallelism; torchtitan runs a local batch as one microbatch, a pipeline's as one a sample, with parameters and
+gradients whole until its last microbatch (`stage.backward_maybe_with_nosync` of torch.distributed.pipelining: in our
+terms ZeRO-1), and its selective recomputation by op makes every second matrix product again (`alternate`).
+Megatron-LM's README also says that 175B at batch 1,152 falls from 47 to 42 % MFU between 96 and 4,608 H100: two more
+rows, marked as scaling.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LLAMA: dict[str, dict[str, Any]] = {
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
              "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
-DEPTH = {"megatron_gpt": "layers", "llama": "num_hidden_layers"}
+DEPTH = {"megatron_gpt": "layers", "llama": "num_hidden_layers", "torchtitan_llama": "num_hidden_layers"}
 PER_LAYER = 2
 """Segments of a layer of either family: attention and feed-forward."""
 
@@ -58,6 +59,7 @@ class Case:
         published: in it.
         work: of a step, in the unit's numerator (teraflops, tokens).
         gpus: how many.
+        memory_gib: what the allocator reserved, 0 where the source does not say.
     """
 
     file: str
@@ -74,6 +76,7 @@ class Case:
     published: float
     work: float
     gpus: int
+    memory_gib: float = 0.0
 
     @property
     def layers(self) -> int:
@@ -162,18 +165,20 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     tp = int(parallel.get("tp", 1))
     pins: Pins = {"dp": int(parallel["fsdp"]), "zero": 3, **({"tp": tp, "sp": True} if tp > 1 else {})}
     pins |= {"recompute": "full" if row["recompute"] == "full" else "alternate", "microbatches": 1}
+    pins["compiled"] = bool(row["compile"])
     free: tuple[tuple[Pins, ...], ...] = ()
     pp = int(parallel.get("pp", 1))
     if pp > 1:
         pins |= {"pp": pp, "schedule": "interleaved", "microbatches": int(row["local_batch"])}
         del pins["zero"]
         cuts = tuple({"stages": even_layers(LLAMA[row["name"]]["num_hidden_layers"], pp * v)} for v in (2, 4))
-        free = (({"zero": 2}, {"zero": 3}), cuts)
+        free = (({"zero": 1},), cuts)
     name = f"{row['name']} {'x'.join(map(str, parallel.values()))}{' compiled' if row['compile'] else ''}"
     return Case(
-        file, name, "llama", {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False},
+        file, name, "llama" if tp > 1 else "torchtitan_llama",
+        {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False},
         _cluster(data, gpus), batch, s, "fp8" if "float8" in row["dtype"] else "bf16", pins, free, "tokens/s",
-        float(row["tokens_per_s_per_gpu"]), batch * s, gpus,
+        float(row["tokens_per_s_per_gpu"]), batch * s, gpus, float(row.get("memory_gib", 0)),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from paraplan import __version__
 from paraplan.cost_models.catalog import parse_cluster
-from paraplan.cost_models.predict import predict, simulate_plan
+from paraplan.cost_models.predict import predict, simulate_plan, with_reserved
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
@@ -253,7 +253,7 @@ def compile(
     mesh: Sequence[int] | None = None, dp: int | None = None, tp: int | None = None, sp: bool = False,
     cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
     pp: int | Literal["auto"] | None = None, schedule: str | None = None,
-    stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1,
+    stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1, compiled: bool = False,
     microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
     recompute: str | None = None, offload: str = "none", offload_states: str | None = None,
     delayed_update: bool | int | None = None, params: Mapping[str, str] | None = None,
@@ -277,6 +277,7 @@ def compile(
         mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned, see `Constraints`.
         memory, memory_reserve: what a device may hold at most (else its memory) and leaves free; bytes or "12GiB".
         overlap: in how many pieces at most tensor parallelism's products go, beside their collectives; 1: none does.
+        compiled: forward and backward blocks go through torch.compile, and are priced as it fuses them.
         recompute: "none", "selective", "alternate" or "full"; left out: chosen, and only where memory is short.
         offload: "host" or "disk" (both) lets activations, states and parameters be there if memory is short.
         offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "disk" and
@@ -297,7 +298,8 @@ def compile(
         zero=zero, pp=pp, schedule=schedule, stages=None if stages is None else tuple(map(tuple, stages)),
         microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory), recompute=recompute,
         offload=offload, offload_states=offload_states, memory_reserve_bytes=parse_bytes(memory_reserve),
-        overlap=overlap, params=dict(params or {}), delayed_update=_part("warm_up_steps")(delayed_update),
+        overlap=overlap, compiled=compiled, params=dict(params or {}),
+        delayed_update=_part("warm_up_steps")(delayed_update),
     )  # fmt: skip
     keeper = _optimizer(optimizer)
     times, warning = (None, "") if profile is None else profile_for(profile, spec, versions()["torch"], profile_any)
@@ -309,7 +311,8 @@ def compile(
     job = _part("Job")(program, spec, keeper, reference, versions(), profile=times)
     found = _part("search")(job, constraints, time_limit_s, tell)
     data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))))
-    return Plan(data, verify_plan(data), found.solve_s, time.perf_counter() - started)
+    programs = verify_plan(data)
+    return Plan(with_reserved(data, programs), programs, found.solve_s, time.perf_counter() - started)
 
 
 def _captured(

@@ -65,6 +65,9 @@ CpMode = Annotated[
 Recompute = Annotated[
     str | None, typer.Option(help="Activations made again: none, selective, alternate or full; chosen if not given.")
 ]
+SequenceParallel = Annotated[
+    bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")
+]
 Overlap = Annotated[int, typer.Option(metavar="N", help="Products in up to N pieces beside their collectives (TP).")]
 Offload = Annotated[
     str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
@@ -132,9 +135,7 @@ def plan(
     memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
-    sp: Annotated[
-        bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")
-    ] = False,
+    sp: SequenceParallel = False,
     cp: Annotated[int | None, typer.Option(help="Context-parallel degree: the sequence sharded throughout.")] = None,
     cp_mode: CpMode = None,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel degree: so many ranks of dp share experts.")] = None,
@@ -144,6 +145,7 @@ def plan(
     stages: StageBounds = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     overlap: Overlap = 1,
+    compiled: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile; priced as fused.")] = False,
     recompute: Recompute = None,
     offload: Offload = "none",
     offload_states: OffloadStates = None,
@@ -159,7 +161,7 @@ def plan(
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
         "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
-        "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap,
+        "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap, "compiled": compiled,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")

@@ -57,8 +57,8 @@ def test_rows_become_pins(folder: Path) -> None:
     assert (zero.cluster, zero.precision) == ("8xA100-80:2", "fp16")
     assert (llama.cluster, llama.batch, llama.work, llama.precision) == ("8xH100-HBM2e-96:8", 16, 16 * 128, "fp8")
     pipeline = {"pp": 4, "schedule": "interleaved", "microbatches": 8}
-    assert llama.pins == {"dp": 2, "tp": 8, "sp": True, "recompute": "full"} | pipeline
-    assert llama.free[0] == ({"zero": 2}, {"zero": 3}) and [len(cut["stages"]) for cut in llama.free[1]] == [8, 16]
+    assert llama.pins == {"dp": 2, "tp": 8, "sp": True, "recompute": "full"} | pipeline | {"compiled": True}
+    assert llama.free[0] == ({"zero": 1},) and [len(cut["stages"]) for cut in llama.free[1]] == [8, 16]
 
 
 def test_pipelines_are_cut_by_layers_and_interleaved_where_that_is_open() -> None:

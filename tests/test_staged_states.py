@@ -18,12 +18,15 @@ from torch import nn
 
 from paraplan.api import Buckets
 from paraplan.codegen import build_modules
+from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.peak import Role, peak_of
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import InfeasibleError, PlanMismatchError, RuntimeFailure
+from paraplan.ir.lower import lower
 from paraplan.ir.plan import PLACES, Plan
 from paraplan.ir.rank_program import InstrKind, RankProgram, StepKind
+from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
@@ -264,3 +267,71 @@ def test_plans_of_several_shapes_share_them_and_evaluate(states: str) -> None:
     (wanted, loss), (held, evaluated) = found
     assert evaluated == loss
     assert all(torch.equal(x, held[name]) for name, x in wanted.items())
+
+
+def ahead(plan: Plan) -> Plan:
+    return msgspec.structs.replace(plan, states_ahead=True)
+
+
+@pytest.mark.parametrize(
+    ("pin", "states"), [("one", "fetched"), ("one", "disk-all"), ("zero3", "disk"), ("pp", "fetched")]
+)
+def test_the_first_states_set_out_beside_the_last_backward(pin: str, states: str) -> None:
+    plan = ahead(in_runs(planned("gpt2", pin, states, "momentum")))
+    programs = tuple(verify_plan(plan))
+    for program in programs:
+        blocks = [step.block.split(".") for step in program.steps]
+        brought = min(index for index, block in enumerate(blocks) if block[0] == "bring")
+        backwards = [index for index, block in enumerate(blocks) if len(block) > 2 and block[2][:1] in "BW"]
+        assert brought < backwards[-1] and brought > backwards[-2], "before the last one"
+    trainer = trained(plan, "gpt2", torch.optim.SGD, lr=0.05, momentum=0.9)
+    assert relative_error(trainer.params(), single("gpt2")[2]) <= 1e-9
+    as_predicted(plan, programs, trainer)
+
+
+def test_states_that_set_out_are_brought_again_where_others_were_loaded_or_the_update_was_skipped() -> None:
+    """Against states that set out at the update."""
+    later = in_runs(planned("gpt2", "one", "disk"))
+    model, _, batch = captured("gpt2")
+
+    def made(plan: Plan) -> tuple[Trainer, torch.optim.Optimizer]:
+        (program,) = verify_plan(plan)
+        transport = DistributedTransport(plan.stages[0].mesh)
+        copier = Copier(beside=True)
+        trainer = Trainer(plan, (program,), build_modules(program), model, transport, copier=copier)
+        return trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2)
+
+    pairs = [made(plan) for plan in (later, ahead(later))]
+    for trainer, optimizer in pairs:
+        trainer.optimizer_state_dict(optimizer, create=True)  # an update without a backward
+        for _ in range(2):
+            trainer.step(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        trainer.step(batch)
+        trainer.zero_grad()  # and no update
+        trainer.step(batch)
+        under_way = len(trainer.state.executor.copier._flights)
+        assert bool(under_way) == trainer.plan.states_ahead
+        trainer.load_full_state_dict({name: x + 0.01 for name, x in trainer.full_state_dict().items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not trainer.state.executor.copier._flights
+        trainer.step(batch)
+        optimizer.step()
+    wanted, found = (trainer.full_state_dict() for trainer, _ in pairs)
+    assert all(torch.equal(x, wanted[name]) for name, x in found.items())
+
+
+def test_states_set_out_ahead_where_that_is_faster_and_fits() -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
+    program = capture(model, {"input": torch.randn(2048, 1024)}, loss_fn=squares)
+    given = replace(job(program, 1), cluster=parse_cluster("1xH100"))
+    pins = Constraints(offload_states="fetched", microbatches=1)
+    found = search(given, pins, certify=False).plan
+    later = msgspec.structs.replace(found, states_ahead=False)
+    sooner, timely = (simulate_plan(each, lower(each)) for each in (found, later))
+    assert found.states_ahead and sooner.step_s < timely.step_s
+    limit = msgspec.structs.replace(pins, memory_bytes=max(sooner.peak_bytes) - 1)
+    if sooner.peak_bytes > timely.peak_bytes:
+        assert not search(given, limit, certify=False).plan.states_ahead

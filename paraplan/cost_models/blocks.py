@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paraplan.cost_models.costs import COMPUTE, Costs
+from paraplan.cost_models.fusion import fused_kernels
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import refs
-from paraplan.ir.rank_program import Block, InstrKind
+from paraplan.ir.rank_program import Block, InstrKind, is_compiled
 from paraplan.ir.storages import BEGIN, BlockStorages
 
 # Per argument: (position of the first argument with the same storage, whether no outer name holds it, its bytes).
@@ -193,8 +194,10 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
     run = 0.0
     issued: set[str] = set()
     waited: set[str] = set()
-    for instr in block.instrs:
-        seconds, stream = costs.instr_s(block, instr), costs.stream(instr)
+    fused = _fused_s(block, costs) if costs.compiled and is_compiled(block) else {}
+    for index, instr in enumerate(block.instrs):
+        seconds, stream = fused.get(index, -1.0), costs.stream(instr)
+        seconds = costs.instr_s(block, instr) if seconds < 0 else seconds
         work[stream] = work.get(stream, 0.0) + seconds
         if instr.kind is InstrKind.OP:
             run += seconds
@@ -222,6 +225,17 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
         exported=tuple((index, name) for index, name in enumerate(results) if name in issued - waited and name),
         imported=tuple((index, name) for index, name in enumerate(block.inputs) if name in waited - issued),
     )  # fmt: skip
+
+
+def _fused_s(block: Block, costs: Costs) -> dict[int, float]:
+    """Seconds of the instructions that are fused: a kernel's with its last, unless its ops take less apart."""
+    found: dict[int, float] = {}
+    for kernel in fused_kernels(block):
+        apart = sum(costs.instr_s(block, block.instrs[index]) for index in kernel.members)
+        seconds = costs.memory_s(kernel.read_bytes, kernel.write_bytes)
+        if seconds < apart:
+            found |= {**dict.fromkeys(kernel.members, 0.0), kernel.members[-1]: seconds}
+    return found
 
 
 BlockTimer = Callable[[Block], TimeBlock]

@@ -1,8 +1,8 @@
 """Every efficiency constant of the cost model, with its meaning and its source; and the allocator's block.
 
 A cluster's rates are peaks from data sheets; these numbers say what share of a peak real kernels reach.
-There are eight shares, none fitted per model or per published row. Bandwidths and latencies of links stand with the
-links (`links.py`). A CPU "cluster" carries measured rates
+There are seven, and one of Hopper's power (`devices.HOPPER_WATTS`), none fitted per model or per published row.
+Bandwidths and latencies of links stand with the links (`links.py`). A CPU "cluster" carries measured rates
 (`ClusterSpec.local`), so its shares are 1.
 """
 
@@ -19,8 +19,7 @@ class Efficiency(Value, frozen=True, kw_only=True):
         attention: the same for fused attention (softmax between two matmuls, masked tiles).
         half_dim: Hockney's half-performance length: a GEMM whose narrowest dim is this wide runs at half of
             `matmul`'s share (about one output tile: below it, tiles are padded and pipelines do not fill).
-        memory: share of the memory bandwidth a streaming kernel reaches.
-        host_memory: share of the host memory's bandwidth that an update of parameters there reaches.
+        memory: share of the memory bandwidth a streaming kernel reaches, on the device and on the host.
         in_node, between_nodes: share of a link's bandwidth a collective's ring reaches.
         collective_start_s: time before a collective's first byte moves (kernel, rendezvous of channels).
     """
@@ -29,29 +28,28 @@ class Efficiency(Value, frozen=True, kw_only=True):
     attention: float
     half_dim: int
     memory: float
-    host_memory: float
     in_node: float
     between_nodes: float
     collective_start_s: float
 
 
 GPU = Efficiency(
-    # Power and clocks: the data sheet's rate is at boost clock, which large products do not hold at the board's power.
-    # cuBLAS bf16 at 8192^3, alone and cool, is commonly measured at 740-790 of 989 TFLOP/s on H100/H200 and 250-270 of
-    # 312 on A100; below that, since a training step keeps the board hot and its operands are not as kind. By how much
-    # was set once for all devices, looking at published steps of both (docs/benchmarks.md).
-    matmul=0.7,
-    # FlashAttention-2 reaches 0.6-0.7 on A100 forward, 0.35-0.4 on H100; FlashAttention-3 0.6-0.75 on H100 and
-    # 0.5-0.55 backward (Dao 2023, arXiv 2307.08691, figures 4-7; Shah et al. 2024, arXiv 2407.08608, figures 5-6).
-    attention=0.5,
+    # cuBLAS at 8192^3, alone and cool, is commonly measured at 250-270 of 312 TFLOP/s on A100, which holds its boost
+    # clock; below that, since a training step keeps the board hot and its operands are not as kind. By how much was set
+    # once for all devices, looking at published steps (docs/benchmarks.md). Boards that do not hold their clock lose
+    # more (`Device.power_share`).
+    matmul=0.66,
+    # Forward and backward together, weighed by their work (2 to 5), causal, head dim 128, 4k to 8k: FlashAttention-2 is
+    # at 0.55-0.6 on A100 and at 0.3 on H100, cuDNN at 0.4-0.45 there, FlashAttention-3 at 0.45-0.5 (Dao 2023, arXiv
+    # 2307.08691, figures 4-7; Shah et al. 2024, arXiv 2407.08608, figures 5-6). Between the two that frameworks call.
+    attention=0.4,
     # Hockney & Jesshope 1988 (n-half); 128 is cuBLAS' common tile edge (NVIDIA, Matrix Multiplication
     # Background, tile quantization).
     half_dim=128,
     # Row misses, refresh and turnarounds of DRAM: STREAM-like kernels reach 0.88-0.92 on A100 and H100 (triad 3.09 of
-    # 3.35 TB/s); framework pointwise kernels lie slightly below.
+    # 3.35 TB/s); framework pointwise kernels lie slightly below. Servers of two sockets reach 0.75-0.85 of
+    # their modules' peak.
     memory=0.85,
-    # STREAM triad on servers of two sockets reaches 0.75-0.85 of the modules' peak rate; an update is a stream like it.
-    host_memory=0.8,
     # Packet headers and flow control: NCCL's tuner caps A100's NVLink3 at 235 of 300 GB/s (src/graph/tuning.cc,
     # compCap80), nccl-tests print as much at 1 GB, and 360-370 of 450 on H100's NVLink4 without SHARP.
     in_node=0.8,
@@ -62,14 +60,14 @@ GPU = Efficiency(
 )  # fmt: skip
 
 CPU = Efficiency(
-    matmul=1.0, attention=1.0, half_dim=16, memory=1.0, host_memory=1.0, in_node=1.0, between_nodes=1.0,
+    matmul=1.0, attention=1.0, half_dim=16, memory=1.0, in_node=1.0, between_nodes=1.0,
     collective_start_s=0.0,
 )  # fmt: skip
 
 CUDA_BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every allocation up to (kMinBlockSize, c10/cuda/CUDACachingAllocator.h, torch
 2.11 to 2.13); `torch.cuda.memory_allocated` counts rounded blocks. Its segments (2 MiB, 20 MiB, multiples of 2 MiB) are
-memory_reserved, which depends on what ran before; nothing here models them."""
+memory_reserved (`allocator.py`)."""
 
 
 def efficiency_of(backend: str) -> Efficiency:

@@ -51,12 +51,14 @@ class Costs:
         mesh: the stage's mesh.
         profile: measured times of a device of the cluster, if there is one.
         optimizer: whose update is priced, where a profile has several.
+        compiled: whether segments' blocks go through torch.compile, which fuses chains (see `fusion`).
     """
 
     cluster: ClusterSpec
     mesh: Mesh
     profile: Profile | None = None
     optimizer: str = ""
+    compiled: bool = False
     _ops: dict[object, float] = field(default_factory=dict, repr=False, compare=False)
     _collectives: dict[tuple[str, int, int], float] = field(default_factory=dict, repr=False, compare=False)
     _messages: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict, repr=False, compare=False)
@@ -172,7 +174,7 @@ class Costs:
         """
         rates = [
             self.cluster.update_bytes_per_s(tier, device)
-            * efficiency_of(self.cluster.group_of(device).device.backend).host_memory
+            * efficiency_of(self.cluster.group_of(device).device.backend).memory
             for device in self.mesh.devices
         ]
         return moved_bytes / min(rates)
@@ -290,7 +292,7 @@ class Costs:
         """A device's share of what its host's memory carries; infinite where that is not known."""
         groups = [self.cluster.group_of(device) for device in self.mesh.devices]
         rates = [
-            group.host_memory_bytes_per_s / group.devices_per_node * efficiency_of(group.device.backend).host_memory
+            group.host_memory_bytes_per_s / group.devices_per_node * efficiency_of(group.device.backend).memory
             for group in groups
         ]
         return min((rate for rate in rates if rate), default=math.inf)
@@ -318,10 +320,9 @@ class Costs:
             return self.memory_s(0, tail_bytes(instr.args, inputs[0]))
         if instr.target == GROW:
             return self.memory_s(inputs[0].nbytes + inputs[1].nbytes, inputs[0].nbytes)
-        if instr.target == PUT:
-            return self.memory_s(inputs[1].nbytes, inputs[1].nbytes)
-        if instr.target == ROOM:
-            return self.memory_s(0, 0)
+        if instr.target in (PUT, ROOM):
+            moved = inputs[1].nbytes if instr.target == PUT else 0
+            return self.memory_s(moved, moved)
         if all(_is_view(name, out) for name, out in made) and (made or is_free(instr.target)):
             return 0.0 if self.measured is None else self.measured.view_s
         if is_free(instr.target):
@@ -351,9 +352,8 @@ class Costs:
 def _work(
     target: str, flag: int, inputs: Specs, outputs: Outs, registered: tuple[float, float] | None
 ) -> OpWork:  # fmt: skip
-    if registered is not None:
-        return registered_work_of(registered, inputs, outputs)
-    return work_of(target, flag, inputs, outputs)
+    registered_work = None if registered is None else registered_work_of(registered, inputs, outputs)
+    return registered_work or work_of(target, flag, inputs, outputs)
 
 
 def copy_stream(tier: str, way: str) -> str:

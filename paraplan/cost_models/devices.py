@@ -14,6 +14,10 @@ from paraplan.ir.cluster import ClusterSpec, Device, Link
 from paraplan.ir.struct import Value
 
 _GIB = 1 << 30
+HOPPER_WATTS = 822.0
+"""What an H100 or H200 in SXM form would take to multiply at the clock its rates are quoted at; at its 700 W it runs at
+about 0.92 of that clock (boost is 1,830 MHz; large products are seen at 1,400 to 1,700 MHz). Set looking at published
+steps of boards of 500 and 700 W (docs/benchmarks.md)."""
 _T = 1e12
 
 Row = tuple[str, float, str]
@@ -57,7 +61,7 @@ def _device(
         memory: GiB a process sees, and what the sheet says.
         bandwidth: TB/s, and what the sheet says.
         rates: per dtype.
-        watts: the board's limit, and the power its rates are quoted at.
+        watts: the board's limit, and the power that holds the clock its rates are quoted at.
     """
     spelled = [(name, tera, row) for dtype, tera, row in rates for name in _dtypes(dtype)]
     return Device(
@@ -201,7 +205,10 @@ CATALOG: dict[str, CatalogEntry] = {
             4, _ONE_HDR,
         ),
         _nvidia(
-            _device("H100", _H100_SHEET, (79.1, "80 GB HBM3"), (3.35, "3.35 TB/s (SXM5)"), _HOPPER),
+            _device(
+                "H100", _H100_SHEET, (79.1, "80 GB HBM3"), (3.35, "3.35 TB/s (SXM5)"), _HOPPER,
+                watts=(700, HOPPER_WATTS),
+            ),
             5, _NDR, nvlink=4, host_gib=256,
         ),
         _nvidia(
@@ -213,13 +220,15 @@ CATALOG: dict[str, CatalogEntry] = {
                 "H100-HBM2e-96", f"{_H100_SHEET}: 700 W SXM5 rates; memory and its bandwidth: torchtitan's benchmark "
                 "pages (H100 96 GB HBM2e, 500 W)",
                 (94.9, "96 GB HBM2e"), (2.4, "2.4 TB/s, torchtitan's benchmark pages"), _HOPPER,
-                watts=(500, 700),
+                watts=(500, HOPPER_WATTS),
             ),
             5, links.infiniband("NDR", 1, "400 Gb/s RDMA per GPU, torchtitan's benchmark pages"), nvlink=4,
             host_gib=256,
         ),
         _nvidia(
-            _device("H200", _H200_SHEET, (139.7, "141 GB HBM3e"), (4.8, "4.8 TB/s"), _HOPPER),
+            _device(
+                "H200", _H200_SHEET, (139.7, "141 GB HBM3e"), (4.8, "4.8 TB/s"), _HOPPER, watts=(700, HOPPER_WATTS)
+            ),
             5, _NDR, nvlink=4, host_gib=256,
         ),
         _nvidia(_B200, 5, _NDR, nvlink=5, host_gib=256, host_rate=_EMERALD),

@@ -66,7 +66,7 @@ class StepMemory:
         overwritten: bytes that died as outer names were bound anew.
         profile: a CALL's inside.
         moved: whether an ACCUMULATE found no accumulator.
-        held: an ACCUMULATE's accumulator.
+        held, added: an ACCUMULATE's accumulator, and the dtype of what is added.
         made: bytes a SEND or RECV allocated.
         args: the state a CALL found its arguments in.
         tiers: the same of every tier in use.
@@ -80,6 +80,7 @@ class StepMemory:
     profile: Profile | None = None
     moved: bool = False
     held: Held | None = None
+    added: str = ""
     made: int = 0
     args: tuple[ArgState, ...] = ()
     tiers: dict[str, StepMemory] = field(default_factory=dict)
@@ -228,7 +229,7 @@ class MemoryWalk:
             self._give_up(name, died)
         return StepMemory(
             before=self.live, after=self.live - died[""], peak=self.live, dropped=died[""], moved=moved,
-            held=self.outer[total], tiers=self._without(died),
+            held=self.outer[total], added=value.dtype, tiers=self._without(died),
         )  # fmt: skip
 
     def _drop(self, step: Step) -> StepMemory:

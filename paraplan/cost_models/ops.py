@@ -355,8 +355,9 @@ def op_time_s(work: OpWork, device: Device) -> float:
     """Roofline time of one op on one device.
 
     t = launch_s + copied_bytes / (bandwidth · share)
-        + max(flops / (rate · power · share · w / (w + half_dim)), bytes / (bandwidth · share)),
-    w = work.narrow; power: the device's `power_share`
+        + max(flops / (rate · √power · share · w / (w + half_dim)), bytes / (bandwidth · share)),
+    w = work.narrow; power: the device's `power_share`. Power goes with clock times voltage squared: with the clock
+    alone where the voltage is at its floor, with its third power where they rise together; its square lies between.
 
     Returns:
         Seconds; 0.0 for a view (nothing is launched).
@@ -370,5 +371,5 @@ def op_time_s(work: OpWork, device: Device) -> float:
     if work.flops:
         of_class = share.attention if work.kind == "attention" else share.matmul
         filled = work.narrow / (work.narrow + share.half_dim)
-        time = max(time, work.flops / (rate_of(device, work.dtype) * device.power_share * of_class * filled))
+        time = max(time, work.flops / (rate_of(device, work.dtype) * device.power_share**0.5 * of_class * filled))
     return device.launch_s + time + work.copied_bytes / (device.memory_bytes_per_s * share.memory)

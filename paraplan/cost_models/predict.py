@@ -11,6 +11,7 @@ import msgspec
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.measured import INTERPOLATED, MEASURED, MODELLED
 from paraplan.cost_models.ops import op_cost, rate_of
+from paraplan.cost_models.reserved import reserved_bytes
 from paraplan.cost_models.simulate import Simulation, simulate
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Graph, Phase
@@ -56,7 +57,7 @@ def model_flops(program: Program) -> int:
 def plan_costs(plan: Plan) -> tuple[Costs, ...]:
     """Per rank class of the schedule, what things cost on its stage's mesh."""
     meshes = dict.fromkeys(mesh for stage in plan.stages for mesh in stage.meshes)
-    per_mesh = {mesh: Costs(plan.cluster, mesh, plan.profile, plan.optimizer.name) for mesh in meshes}
+    per_mesh = {mesh: Costs(plan.cluster, mesh, plan.profile, plan.optimizer.name, plan.compiled) for mesh in meshes}
     mesh_of = {device: mesh for mesh in meshes for device in mesh.devices}
     first_rank: dict[int, int] = {}
     for rank, rank_class in enumerate(plan.schedule.rank_class):
@@ -128,6 +129,21 @@ def predict(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation 
         tokens_per_s=tokens / step if step else 0.0, mfu=model_flops(program) / (step * peak) if step else 0.0,
         tier_peak_bytes=result.tier_peak_bytes, exposed_copy_s=result.exposed_copy_s,
     )  # fmt: skip
+
+
+def with_reserved(plan: Plan, programs: Sequence[RankProgram]) -> Plan:
+    """The plan whose prediction says what allocators reserve, where its devices have a caching one (CUDA's).
+
+    Raises:
+        CostModelError: a program names what does not exist.
+    """
+    groups = plan.cluster.groups
+    if plan.prediction is None or any(group.device.backend != "cuda" for group in groups):
+        return plan
+    least = min(group.device.memory_bytes for group in groups)
+    found = {id(program): reserved_bytes(program, least) for program in programs}
+    reserved = tuple(found[id(program)] for program in programs)
+    return msgspec.structs.replace(plan, prediction=msgspec.structs.replace(plan.prediction, reserved_bytes=reserved))
 
 
 def with_used_profile(plan: Plan, programs: Sequence[RankProgram]) -> Plan:

@@ -164,7 +164,7 @@ class RankEngine:
         self.tier_peaks = {tier: size for tier, size in self.memory.levels.items() if tier}
         self.points: list[MemoryPoint] = []
         self._blocks: dict[str, TimeBlock] = {}
-        self._accumulates: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._accumulates: dict[tuple[str, str, tuple[int, ...]], float] = {}
         self._next = 0
         self._updated: dict[str, int] = {}
         self._mailbox = mailbox or Mailbox()
@@ -245,14 +245,14 @@ class RankEngine:
         return self._blocks[name]
 
     def _accumulate_s(self, memory: StepMemory) -> float:
-        """Nothing for a move; else one kernel that reads both and writes one."""
+        """Nothing for a move; else one kernel that reads both, each in its dtype, and writes one."""
         if memory.moved or memory.held is None:
             return 0.0
-        key = (memory.held.dtype, memory.held.shape)
+        key = (memory.held.dtype, memory.added, memory.held.shape)
         seconds = self._accumulates.get(key)
         if seconds is None:
-            held = TensorSpec(*key)
-            seconds = self.costs.op_s("aten.add_.Tensor", ("%0", "%1"), {}, (held, held), (held,))
+            held, added = TensorSpec(key[0], key[2]), TensorSpec(key[1], key[2])
+            seconds = self.costs.op_s("aten.add_.Tensor", ("%0", "%1"), {}, (held, added), (held,))
             self._accumulates[key] = seconds
         return seconds
 

@@ -47,8 +47,8 @@ class Device(Value, frozen=True, kw_only=True):
         memory_bytes_per_s: bandwidth of the device's memory.
         flops_per_s: peak dense rate of matrix work per dtype (torch's names, and "tf32"); a float dtype not named
             here is not supported.
-        power_share: the board's power limit over the power its data sheet's rates are quoted at; matrix products, which
-            run at the limit, slow down with it.
+        power_share: the board's power limit over the power that matrix products would take at the clock the data
+            sheet's rates are quoted at; they run at the limit, and slow down with its root.
         launch_s: time to start one kernel.
         backend: torch device type the plan runs on, "cuda" or "cpu".
         source: the document or measurement the rates come from.

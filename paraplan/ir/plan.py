@@ -215,6 +215,8 @@ class Prediction(Value, frozen=True, kw_only=True):
     Attributes:
         step_s: time of one step.
         peak_bytes: per rank class, the most bytes alive on the device at once.
+        reserved_bytes: per rank class, the most that torch's caching allocator reserves for it; () where devices have
+            none.
         tier_peak_bytes: per tier in use ("host", "disk"), the most bytes any rank has there.
         compute_s, exposed_comm_s, exposed_copy_s: of the busiest rank.
         tokens_per_s: elements of the first batch input's leading two dims per second.
@@ -229,6 +231,7 @@ class Prediction(Value, frozen=True, kw_only=True):
     mfu: float
     tier_peak_bytes: dict[str, int] = {}
     exposed_copy_s: float = 0.0
+    reserved_bytes: tuple[int, ...] = ()
 
 
 class Certificate(Value, frozen=True, kw_only=True):
@@ -262,8 +265,13 @@ class Plan(Value, frozen=True, kw_only=True):
         optimizer: what keeps states.
         bundle_bytes: from how many bytes on small parameters and gradients of several segments set out together;
             0: nothing waits for another segment's.
+        reducing_bytes: what gradients on their way to the optimizer's layout may hold until they are there, where a
+            collective holds what it reads (a reduce-scatter does); two are under way in any case.
+        compiled: whether forward and backward blocks go through torch.compile.
         delayed_update: after how many steps the host's updates of states that stay there are done beside the next
             step's work, and so are one step late (see `ir.lower.late`); None: never.
+        states_ahead: whether the first states that come to their update set out before the last segment's backward, and
+            not after it (see `ir.lower.staged`).
         stages, schedule: the plan proper.
         memory_actions: on one device, the order in which the step's ops run, are run again, and tensors are freed and
             copied to a tier and back (`ir.memory_actions`); None: as lowered.
@@ -280,7 +288,10 @@ class Plan(Value, frozen=True, kw_only=True):
     num_microbatches: int
     optimizer: Optimizer
     bundle_bytes: int = 8 << 20
+    reducing_bytes: int = 0
+    compiled: bool = False
     delayed_update: int | None = None
+    states_ahead: bool = False
     stages: tuple[Stage, ...]
     schedule: Schedule
     memory_actions: str | None = None

@@ -144,6 +144,12 @@ def in_place(block: Block, instr: Instr) -> bool:
     return instr.kind is InstrKind.COLLECTIVE and issued is not None and block.values[issued].base != issued
 
 
+def is_compiled(block: Block) -> bool:
+    """Whether a block is one of those given to torch.compile: a segment's forward or backward, whole, without copies to
+    or from a tier (no compiler sees threads and files)."""
+    return block.name.rsplit(".", 1)[-1] in ("F", "B") and not any(i.kind is InstrKind.COPY for i in block.instrs)
+
+
 class StepKind(Enum):
     """What a step does to the outer namespace."""
 

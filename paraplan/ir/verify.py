@@ -171,6 +171,8 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
         )
     if plan.bundle_bytes < 0:
         raise InvalidPlanError(f"bundle_bytes is {plan.bundle_bytes}: at least 0")
+    if plan.reducing_bytes < 0:
+        raise InvalidPlanError(f"reducing_bytes is {plan.reducing_bytes}: at least 0")
     position = 0
     for index, stage in enumerate(plan.stages):
         if stage.first != position or stage.stop <= stage.first:

@@ -100,7 +100,7 @@ def check_run(plan: Plan, options: RunOptions) -> None:
         raise ConstraintError(f"--steps {options.steps}: at least 1")
     check_devices(plan.cluster)
     if options.record is not None:
-        check_recordable(plan, options.compile)
+        check_recordable(plan, options.compile or plan.compiled)
     made = plan_model(plan, options.model, meta=True)
     check_model(plan, made.model)
     if options.weights is not None:

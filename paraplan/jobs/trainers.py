@@ -45,7 +45,7 @@ def make_trainer(
     def build(program: RankProgram) -> Modules:
         return build_modules(program, transport.groups, transport.device)
 
-    phases = ("F", "B") if compile_blocks else ()
+    phases = ("F", "B") if compile_blocks or plan.compiled else ()
     modules = build(programs[plan.schedule.rank_class[transport.rank]])
     return Trainer(
         plan, programs, modules, model, transport, seed=seed, record=record, build=build, compile_phases=phases,

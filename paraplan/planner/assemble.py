@@ -26,6 +26,7 @@ class Job:
         model: which model, for the plan's readers.
         versions: what the plan is made with.
         profile: measured times of the cluster's device, if there are any.
+        compiled: as in the plan.
     """
 
     program: Program
@@ -34,6 +35,7 @@ class Job:
     model: ModelRef
     versions: dict[str, str]
     profile: Profile | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     return Plan(
         made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
         num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, bundle_bytes=decisions.bundle_bytes,
-        stages=(stage,), schedule=schedule, profile=job.profile, notes=(*_notes(program), *_routing(program, choices)),
+        stages=(stage,), schedule=schedule, profile=job.profile, compiled=job.compiled,
+        notes=(*_notes(program), *_routing(program, choices)),
     )  # fmt: skip
 
 

@@ -55,6 +55,8 @@ class Constraints(Value, frozen=True, kw_only=True):
         offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
         overlap: in how many pieces at most products go beside the collectives of their rows (see `planner.overlap`);
             1: none does.
+        compiled: whether forward and backward blocks go through torch.compile: chains of memory-bound ops are then
+            priced as it fuses them. Nothing is proved of such plans, for ops are chosen at their prices apart.
         offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "all" keeps
             parameters there too, "none" all on the device; "either" leaves the states to the planner, "any" states and
             parameters; None: as "any" where `offload` allows the host, and on the disk where it allows that. "disk"
@@ -82,6 +84,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     recompute: str | None = None
     offload: str = "none"
     overlap: int = 1
+    compiled: bool = False
     offload_states: str | None = None
     delayed_update: int | None = None
     params: dict[str, str] = {}

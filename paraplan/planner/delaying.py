@@ -1,4 +1,4 @@
-"""Whether the host's updates are one step late, by simulation.
+"""When updates are done that are done elsewhere, by simulation: late or not, and their states brought ahead or not.
 
 A late update is done beside the next step's work (`ir.lower.late`), so the step is shorter by what of it that hides,
 and the host holds one more gradient of every parameter that it updates. It changes what is computed, so it is for the
@@ -28,6 +28,13 @@ def choose_delay(plan: Plan, steps: int | None, step_s: Callable[[Plan], float],
     if steps is not None:
         found.append(place(msgspec.structs.replace(plan, delayed_update=steps)))
     return min((each for each in found if each.delayed_update is None or is_any_late(each)), key=step_s)
+
+
+def choose_ahead(plan: Plan, step_s: Callable[[Plan], float]) -> Plan:
+    """The plan whose first states to come to their update set out before the last backward, where that is faster."""
+    if not any(layouts.staged for stage in plan.stages for layouts in stage.params.values()):
+        return plan
+    return min((msgspec.structs.replace(plan, states_ahead=ahead) for ahead in (False, True)), key=step_s)
 
 
 def is_any_late(plan: Plan) -> bool:

@@ -30,11 +30,12 @@ from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.delaying import choose_delay, delay_note
+from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
 from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.pipeline_memory import Activations, in_flight, recomputing
 from paraplan.planner.recompute.stage import preset_activations
+from paraplan.planner.reducing import more_under_way
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.problem import Orders, holders_of
 from paraplan.planner.schedules.transfers import complete
@@ -70,7 +71,8 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
             fitting = [plan for plan in tried if case.fits(plan)]
     if not fitting:
         raise InfeasibleError(_overflow(tried, case.budget, case.positions))
-    return _delayed(_overlapped(min(fitting, key=_step_s), constraints, case.budget), constraints, case.budget)
+    best = _reducing(min(fitting, key=_step_s), case.budget)
+    return _placed(_overlapped(best, constraints, case.budget), constraints, case.budget)
 
 
 def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
@@ -92,16 +94,28 @@ def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
     return tried
 
 
-def _delayed(plan: Plan, constraints: Constraints, budget: int) -> Plan:
-    """The plan with the host's updates one step late, where that may be and is faster."""
+def _reducing(best: Plan, budget: int) -> Plan:
+    """The plan with as many reductions under way as memory allows, where that is faster."""
+    assert best.prediction is not None
+    for plan in more_under_way(best, max(best.prediction.peak_bytes), budget):
+        tried = _priced(msgspec.structs.replace(plan, notes=()))
+        assert tried.prediction is not None
+        if max(tried.prediction.peak_bytes) <= budget:
+            faster = tried.prediction.step_s < best.prediction.step_s * (1 - 1e-9)
+            return msgspec.structs.replace(tried, notes=best.notes) if faster else best
+    return best
+
+
+def _placed(plan: Plan, constraints: Constraints, budget: int) -> Plan:
+    """The plan with the host's updates one step late, and states that come to theirs ahead, where that is faster."""
 
     def step_s(tried: Plan) -> float:
         simulation = simulate_plan(tried, lower(tried))
         fits = max(simulation.peak_bytes) <= budget and has_room(tried, simulation)
         return simulation.step_s if fits else math.inf
 
-    best = choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried)
-    if best.delayed_update is None:
+    best = choose_ahead(choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
+    if best == plan:
         return plan
     return msgspec.structs.replace(
         _priced(msgspec.structs.replace(best, notes=())), notes=(*plan.notes, *delay_note(best))

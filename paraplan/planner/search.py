@@ -18,6 +18,7 @@ import msgspec
 
 from paraplan.cost_models.catalog import devices_with
 from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
+from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
 from paraplan.ir.lower import lower
@@ -26,7 +27,7 @@ from paraplan.ir.micro import splittable
 from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import AUTO, Constraints, check_constraints
-from paraplan.planner.delaying import choose_delay, delay_note
+from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op, what_would_do
 from paraplan.planner.overlap import in_pieces, piece_counts
@@ -36,6 +37,7 @@ from paraplan.planner.placing import choose_places
 from paraplan.planner.placing_note import places_note
 from paraplan.planner.realise import realised
 from paraplan.planner.recompute.solve import solve_with_recomputation
+from paraplan.planner.reducing import more_under_way
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, choose, solve_mesh
 from paraplan.planner.stage_sharding import Shardings
 
@@ -75,13 +77,14 @@ def search(
     started = time.perf_counter()
     check_constraints(constraints, job.cluster.num_devices)
     _check_rates(job)
+    job = replace(job, compiled=constraints.compiled)
     constraints, unpriced = _with_states(job, constraints)
     _check_tiers(job, constraints)
     if constraints.pp not in (None, 1):
         pipeline = _pipeline(job, constraints, time_limit_s, progress)
         seconds = time.perf_counter() - started
         return Found(pipeline, seconds, seconds)
-    limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=certify)
+    limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=certify and not job.compiled)
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
     skipped: list[Skipped] = []
@@ -97,7 +100,8 @@ def search(
         raise type(fault)(f"{fault}{_what_would_do(job, meshes[0], constraints, limits)}") from None
     if constraints.delayed_update is not None:
         found = [_placed(candidate, limits, constraints) for candidate in found]
-    best = _overlapped(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
+    best = _reducing(min(found, key=lambda candidate: candidate.simulation.step_s), limits)
+    best = _overlapped(best, limits, constraints)
     best = _placed(best, limits, constraints)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
     notes = (*plan.notes, *_meshes_note(found, skipped, best), *unpriced, *delay_note(plan))
@@ -210,6 +214,20 @@ def _what_would_do(job: Job, mesh: Mesh, constraints: Constraints, limits: Limit
     return what_would_do(job, mesh, _microbatch_counts(job, constraints, mesh)[-1], constraints, limits)
 
 
+def _reducing(best: Candidate, limits: Limits) -> Candidate:
+    """The candidate with as many reductions under way as memory allows, where that is faster."""
+    for plan in more_under_way(best.plan, max(best.simulation.peak_bytes), int(limits.memory_bytes)):
+        simulation = simulate_plan(plan, lower(plan))
+        if max(simulation.peak_bytes) <= limits.memory_bytes:
+            return replace(best, plan=plan, simulation=simulation) if _faster(simulation, best.simulation) else best
+    return best
+
+
+def _faster(simulation: Simulation, than: Simulation) -> bool:
+    """Whether a step is shorter by more than a rounding."""
+    return simulation.step_s < than.step_s * (1 - 1e-9)
+
+
 def _by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits) -> list[Candidate]:
     """The plan of least work with memory for anything, within its limits by what leaves the device alone, if any is."""
     roomy = replace(limits, memory_bytes=float(1 << 60))
@@ -241,7 +259,7 @@ def _placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candid
     away = any(layouts.place != HERE for stage in best.plan.stages for layouts in stage.params.values())
     away = away or max(best.simulation.peak_bytes) > limits.memory_bytes
     chooses = len(constraints.places) > 1 and best.plan.memory_actions is None
-    if not away or not (chooses or constraints.delayed_update is not None):
+    if not away:
         return best
 
     def price(plan: Plan) -> tuple[float, float]:
@@ -256,7 +274,7 @@ def _placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candid
     def place(plan: Plan) -> Plan:
         return choose_places(plan, constraints.places, price, constraints.params) if chooses else plan
 
-    plan = choose_delay(best.plan, constraints.delayed_update, step_s, place)
+    plan = choose_ahead(choose_delay(best.plan, constraints.delayed_update, step_s, place), step_s)
     return replace(best, plan=plan, simulation=realised(plan).simulation)
 
 

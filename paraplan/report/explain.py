@@ -159,6 +159,15 @@ def layer_words(plan: Plan) -> list[str]:
     return [f"{words} {show_share(size, whole)}" for words, size in sorted(sizes.items(), key=lambda item: -item[1])]
 
 
+def _reserved_fact(plan: Plan) -> tuple[Fact, ...]:
+    """What the allocator reserves, where that was predicted."""
+    if plan.prediction is None or not plan.prediction.reserved_bytes:
+        return ()
+    reserved, memory = max(plan.prediction.reserved_bytes), device_memory(plan)
+    beyond = "" if reserved <= memory else "; more than there is: expandable segments may be needed"
+    return (("reserved", f"{show_bytes(reserved)} by torch's caching allocator{beyond}"),)
+
+
 def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
     """Time, memory, and what was proved."""
     peak, memory = max(simulation.peak_bytes), device_memory(plan)
@@ -171,6 +180,7 @@ def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
             + (f", exposed copies {show_seconds(simulation.exposed_copy_s)}" if simulation.copy_s else ""),
         ),
         ("peak memory", f"{show_bytes(peak)} per device of {show_bytes(memory)} ({show_share(peak, memory)})"),
+        *_reserved_fact(plan),
         *(_tier_fact(plan, tier, size) for tier, size in sorted(simulation.tier_peak_bytes.items())),
     ]
     if plan.prediction is not None:

@@ -232,6 +232,7 @@ class Checkpointing:
         return program.buffers[name].shape if name in program.buffer_updates else program.params[name].spec.shape
 
     def _refresh(self) -> None:
+        self.state.executor.copier.forget()
         self.state.executor.run(self.state.restoring)
 
     def _forget(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paraplan.ir.rank_program import is_compiled
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.executor import Executor
 
@@ -107,12 +108,10 @@ def _difference(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None])
 def compile_phases(
     executor: Executor, transport: DistributedTransport, phases: Sequence[str], backend: Backend = "inductor"
 ) -> None:
-    """Compile the blocks of the given phases ("F", "B") of a rank; recordings stay eager, and so do blocks that copy
-    to or from a tier, since no compiler sees threads and files."""
+    """Compile the blocks of the given phases ("F", "B") of a rank that can be; recordings stay eager."""
     for name, module in list(executor.modules.items()):
-        if executor.tapes[name].copies:
-            continue
-        if name.rsplit(".", 1)[-1] in phases and isinstance(module, fx.GraphModule):
+        chosen = name.rsplit(".", 1)[-1] in phases and is_compiled(executor.program.blocks[name])
+        if chosen and isinstance(module, fx.GraphModule):
             executor.modules[name] = CheckedBlock(name, module, transport, backend)
 
 

@@ -195,23 +195,22 @@ class Copier:
         if "out" in self._streams:
             self._streams["out"].synchronize()
 
-    def mark(self) -> Callable[[], None]:
+    def mark(self) -> Callable[[], object]:
         """What blocks a thread until all copies begun so far, and waited for by the program, can be relied on there."""
         events = [stream.record_event() for stream in self._streams.values()]
+        return lambda: [event.synchronize() for event in events]
 
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
-
-        return wait
-
-    def abandon(self) -> None:
-        """After a failure: let copies under way end, forget them, and remove all files."""
+    def forget(self) -> None:
+        """Let copies that nobody will wait for end."""
         for _, flight in self._flights.values():
             flight.done.wait()
         if self._flights and self.device == "cuda":
             torch.cuda.synchronize()
         self._flights.clear()
+
+    def abandon(self) -> None:
+        """After a failure: let copies under way end, forget them, and remove all files."""
+        self.forget()
         self._is_full = False
         self._folder.clear()
 

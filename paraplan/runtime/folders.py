@@ -81,9 +81,12 @@ class TensorFolder:
             sweep(self._parent)
             while self._own is None:
                 made = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{self.rank}-", dir=self._parent))
-                held = os.open(made, os.O_RDONLY)
+                try:
+                    held = os.open(made, os.O_RDONLY)
+                except FileNotFoundError:  # another rank swept it before it was held
+                    continue
                 fcntl.flock(held, fcntl.LOCK_EX)
-                if made.exists():  # not swept between the two
+                if made.exists():  # nor between the two
                     self._own, self._held = made, held
                 else:
                     os.close(held)

@@ -67,6 +67,7 @@ class Rank:
         self.plan, self.executor, self.device = plan, executor, device
         self.stage: Holding = holding_of(holdings(plan), executor.rank)
         self.program: RankProgram = executor.program
+        self._early = tuple(step for step in split_steps(self.program.steps)[0] if step.block.startswith("bring."))
         self._steps = {phase: split_steps(in_phase(self.program, phase).steps) for phase in Phase}
         self.phase, self.flush = Phase.STEADY, flush_steps(self.program)
         self.updates: Updates | None = None
@@ -111,7 +112,8 @@ class Rank:
     @property
     def restoring(self) -> tuple[Step, ...]:
         """The calls that write states into stored copies."""
-        return tuple(step for step in self._steps[Phase.STEADY][1] if step.kind is StepKind.CALL)
+        calls = (step for step in self._steps[Phase.STEADY][1] if step.kind is StepKind.CALL)
+        return *self._early, *calls
 
     @property
     def delays(self) -> bool:
@@ -134,6 +136,7 @@ class Rank:
         held = {name for name, value in self.program.outer.items() if value.role == "late"} if due else set()
         for name in [name for name in outer if name not in self.tensors and name not in held]:
             del outer[name]
+        self.executor.copier.forget()  # states that set out for an update that was skipped
         warm = self.plan.delayed_update is not None and self.steps_done < self.plan.delayed_update
         self.phase = Phase.STEADY if due or not self.flush else Phase.WARM if warm else Phase.FIRST
         self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer))
@@ -183,7 +186,8 @@ class Rank:
 
     def tail(self) -> tuple[Step, ...]:
         """The steps after the optimizer; what works on gradients that are gone already is left out."""
-        return self._possible(self.after)
+        early = tuple(step for step in self._early if not all(name in self.executor.outer for name in step.outs))
+        return *early, *self._possible(self.after)
 
     def flushing(self) -> tuple[Step, ...]:
         """The steps that apply what is due, or end what has begun."""

@@ -117,7 +117,7 @@ def test_large_tensors_go_alone(tiny_gpt2, monkeypatch: pytest.MonkeyPatch, zero
 
 def test_scattered_gradients_are_let_go_during_the_backward(tiny_gpt2, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """What a reduce-scatter reads lives until its wait, so few are under way."""
-    plan = planned(tiny_gpt2, 1)
+    plan = msgspec.structs.replace(planned(tiny_gpt2, 1), reducing_bytes=0)
     monkeypatch.setattr(bundle, "SMALL_BYTES", 0)
     under_way = most = 0
     for step in lower(plan)[0].steps:
@@ -125,6 +125,32 @@ def test_scattered_gradients_are_let_go_during_the_backward(tiny_gpt2, monkeypat
             under_way += 1 if step.block.endswith(".issue") else -1
             most = max(most, under_way)
     assert under_way == 0 and most == 3
+
+
+def test_as_many_reductions_are_under_way_as_bytes_allow(tiny_gpt2, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """The plan's bound holds at every instant where it is above two, and changes no number."""
+    plan = planned(tiny_gpt2, 1)
+    monkeypatch.setattr(bundle, "SMALL_BYTES", 0)
+    peaks, before = [], -1
+    for allowed in (0, 60_000, 1 << 40):
+        made = msgspec.structs.replace(plan, reducing_bytes=allowed)
+        program = lower(made)[0]
+        sizes: dict[str, int] = {}
+        held = most = count = 0
+        for step in program.steps:
+            if step.block.startswith("reduce") and step.block.endswith(".issue"):
+                assert held <= allowed or count <= 2, "when the next one sets out"
+                block = program.blocks[step.block]
+                sizes[step.block] = sum(block.values[name].nbytes for name in block.inputs)
+                held, count = held + sizes[step.block], count + 1
+                most = max(most, count)
+            elif step.block.startswith("reduce"):
+                held, count = held - sizes[step.block + ".issue"], count - 1
+        assert held == 0 and most > before
+        before = most
+        peaks.append(simulate_plan(made, (program,)).peak_bytes[0])
+        assert tiny_gpt2.worst_error(*run_plan(made, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9
+    assert peaks == sorted(peaks)
 
 
 def test_loss_and_denominator_are_summed_beside_the_work(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]

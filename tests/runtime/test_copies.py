@@ -6,8 +6,10 @@ import gc
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +161,7 @@ def test_the_folder_goes_with_its_last_file_and_comes_with_the_next(tmp_path: Pa
 
 HOLDER = """
 import sys
+import tempfile
 from paraplan.runtime.folders import TensorFolder
 folder = TensorFolder(sys.argv[1], 3)
 folder.path().write_bytes(b"left")
@@ -200,6 +203,26 @@ def test_a_full_disk_fails_the_step_and_leaves_nothing(beside: bool, tmp_path: P
     executor.bind({"x@0": x_of((6, 1))})
     executor.run(program.steps)
     assert torch.equal(executor.outer["z@0"], x_of((6, 1)) ** 2), "the next step has room"
+
+
+def test_a_folder_that_another_rank_sweeps_before_it_is_held_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, swept = tempfile.mkdtemp, []
+
+    def make_and_sweep(**how: Any) -> str:
+        made = make(**how)
+        if not swept:
+            sweep(tmp_path)
+            swept.append(made)
+        return made
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_sweep)
+    folder = TensorFolder(tmp_path, 0)
+    path = folder.path()
+    assert swept and not Path(swept[0]).exists()
+    assert path.parent.exists() and str(path.parent) != swept[0]
+    folder.clear()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

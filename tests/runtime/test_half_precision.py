@@ -13,12 +13,13 @@ from torch import nn
 
 import paraplan as pp
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
+from paraplan.cost_models.memory import MemoryWalk, entries
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.lower.late import in_phase
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program, trained_params
+from paraplan.ir.rank_program import StepKind
 from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.check import Captured, max_error
@@ -89,6 +90,28 @@ def test_steps_and_scales_equal_one_device(seed: int, away: bool) -> None:
     assert any(after > before for before, after in itertools.pairwise(scales))
     masters = {name: single.masters[name] for name in trained_params(plan.program)}
     assert max_error(trainer.params(), masters)[0] < 2e-2
+
+
+def test_of_several_microbatches_the_first_gradient_alone_is_cast() -> None:
+    """An accumulator begins as a cast copy; what is added to it comes in halves, in one kernel."""
+    plan = next(made for made in map(plan_of, range(40)) if made.num_microbatches == 2)
+    (program_,) = {id(p): p for p in verify_plan(plan)}.values()
+    casts = [step.outs[0] for step in program_.steps if step.block.startswith("cast.")]
+    walk, added = MemoryWalk(program_), []
+    for step in program_.steps:
+        memory = walk.advance(step)
+        if step.kind is StepKind.ACCUMULATE and step.args[0].startswith("acc:"):
+            assert memory.held is not None and memory.held.dtype == "float32"
+            if memory.moved:
+                assert memory.added == "float32"
+            else:
+                added.append(memory.added)
+    assert casts and added.count("float16") >= len(casts)
+    trainer = trainer_of(plan)
+    trainer.step(batch(0))
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+    for rank in range(2):
+        assert [e.key for e in trainer.entries(rank)] == [e.key for e in entries(program_)]
 
 
 @pytest.mark.parametrize("seed", [0, 5])

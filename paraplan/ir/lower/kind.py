@@ -53,7 +53,7 @@ class KindContext:
         inputs: per boundary input.
         params: per parameter slot, where it is stored.
         param_grads: per parameter slot, the layout its gradient is handed over in (on the mesh).
-        grad_dtype: dtype gradients are accumulated in, "" for that of the gradient.
+        grad_dtype: dtype gradients of parameters leave the backward in, "" for that they are made in.
         fetched: per parameter slot, whether it comes only shortly before the block, from a tier (see `fetch`) or from
             where it rests (see `ahead`); empty: none does.
     """

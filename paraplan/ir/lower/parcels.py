@@ -2,7 +2,8 @@
 
 What a collective of few bytes takes is mostly latency, so small values wait for others that move alike (see `bundle`)
 until there are enough of them (`bundle.is_full`); a large one sets out alone. Every change of layout is issued by one
-step and waited for by a later one. What holds its input until it is done is allowed `IN_FLIGHT` at a time.
+step and waited for by a later one. What holds its input until it is done is allowed `IN_FLIGHT` at a time, or so many
+bytes.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class Parcel:
 
 @dataclass(eq=False)
 class _Flight:
-    """A change of layout under way: what ends it, and whether it holds its input until then."""
+    """A change of layout under way: what ends it, and the bytes of input it holds until then."""
 
     end: Callable[[], None]
-    holds: bool
+    holds_bytes: int
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Parcels:
         all_hold: count every flight among those of which few are under way.
         widest_bytes: the most that one segment sends.
         most_bytes: from how many bytes on parcels set out in any case.
+        holding_bytes: what may be held by those under way, where that allows more than `IN_FLIGHT`.
     """
 
     stem: str
@@ -71,6 +73,7 @@ class Parcels:
     all_hold: bool = False
     widest_bytes: int = BUNDLE_BYTES
     most_bytes: int = BUNDLE_BYTES
+    holding_bytes: int = 0
     _waiting: dict[Key, list[Parcel]] = field(default_factory=dict)
     _flying: list[_Flight] = field(default_factory=list)
     _made: dict[object, Parted] = field(default_factory=dict)
@@ -113,11 +116,12 @@ class Parcels:
                     self.arrived(parcel)
 
         holds = self.all_hold or any(move.kind != "all_reduce" for move in parcels[0].path)
-        self._flying.append(_Flight(end, holds))
-        flying = [flight for flight in self._flying if flight.holds]
-        if len(flying) > IN_FLIGHT:
+        held = sum(local_bytes(each.spec, each.path[0].before, self.mesh_shape) for each in parcels) if holds else 0
+        self._flying.append(_Flight(end, held))
+        flying = [flight for flight in self._flying if flight.holds_bytes]
+        while len(flying) > IN_FLIGHT and sum(flight.holds_bytes for flight in flying) > self.holding_bytes:
             self._flying.remove(flying[0])
-            flying[0].end()
+            flying.pop(0).end()
 
     def _blocks(self, name: str, parcels: Sequence[Parcel]) -> Parted:
         """Issue and wait of one change of layout; inputs `x<i>`."""

@@ -36,6 +36,9 @@ class RankSteps(LossSteps):
         self.texts = tuple(actions)
         self.actions: tuple[Action, ...] = tuple(parse_action(text) for text in actions)
         self.messages = Messages(blocks, group, self.add)
+        update = lambda args, staged: self.add(StepKind.UPDATE, args=args, staged=staged)  # noqa: E731
+        most, optimizer = self.plan.bundle_bytes, self.plan.optimizer
+        self.staged = StagedUpdates(self.states, self.program.params, optimizer, most, update)
         self.late = tuple(name for name in self.trained if self.plan.is_late(self.holding.params[name]))
 
     @property
@@ -54,6 +57,7 @@ class RankSteps(LossSteps):
         last = {action.kind: index for index, action in enumerate(self.actions)}
         end_loss: Callable[[], None] = lambda: None  # noqa: E731
         joined = self.joining()
+        last_backward = max(index for index, action in enumerate(self.actions) if action.kind in _BACKWARD)
         for index, (text, action) in enumerate(zip(self.texts, self.actions, strict=True)):
             self.action = text
             if action.kind is ActionKind.F:
@@ -65,7 +69,8 @@ class RankSteps(LossSteps):
                         end_loss()
             elif action.kind in _BACKWARD:
                 self.end_waits()
-                self._backward(action, finals.get(index, {}))
+                ahead = self._set_out if self.plan.states_ahead and index == last_backward else None
+                self._backward(action, finals.get(index, {}), ahead)
                 if index != last.get(ActionKind.B) and index != last.get(ActionKind.W):
                     self.partials.end()
             elif action.kind is ActionKind.REDUCE_GRAD:
@@ -95,13 +100,13 @@ class RankSteps(LossSteps):
         if not self._is_scheduled(ActionKind.SEND_F, action):
             self._send_values(stage, m)
 
-    def _backward(self, action: Action, final: dict[int, list[str]]) -> None:
+    def _backward(self, action: Action, final: dict[int, list[str]], ahead: Callable[[], None] | None = None) -> None:
         stage, m = action.stage, action.microbatch
         if action.kind is not ActionKind.W:
             came = self.messages.arrive(self.lowered.route(m).grads, stage, m, lambda value: f"d:{value}@{m}<")
             for value, name in came:
                 self.add(StepKind.ACCUMULATE, args=(f"d:{value}@{m}", name), microbatch=m)
-        self.backward(stage, m, action.kind, final)
+        self.backward(stage, m, action.kind, final, ahead)
         if action.kind is not ActionKind.W and not self._is_scheduled(ActionKind.SEND_B, action):
             self._send_grads(stage, m)
 
@@ -178,9 +183,11 @@ class RankSteps(LossSteps):
         if self.late:
             self._end_late(grads)
         self.states.restore(plain, self.program.params)
-        update = lambda args, staged: self.add(StepKind.UPDATE, args=args, staged=staged)  # noqa: E731
-        most, optimizer = self.plan.bundle_bytes, self.plan.optimizer
-        StagedUpdates(self.states, self.program.params, optimizer, most, update).write(names)
+        self.staged.write(names)
+
+    def _set_out(self) -> None:
+        """The first states that come to their update are begun."""
+        self.staged.set_out(self.trained)
 
     def _end_late(self, grads: dict[str, str]) -> None:
         """What the host has updated meanwhile comes back, and this step's gradients are held for the next."""

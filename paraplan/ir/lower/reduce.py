@@ -33,6 +33,7 @@ class Reductions:
         mesh_shape: of the stage.
         calls: writes steps.
         most_bytes: the plan's bound on bundles.
+        holding_bytes: the plan's bound on what those under way hold.
         reduced: told of every parameter and its gradient, once that is in the optimizer's layout.
         grads: parameter -> outer name of its reduced gradient.
     """
@@ -42,11 +43,15 @@ class Reductions:
     mesh_shape: Dims
     calls: PartedCalls
     most_bytes: int
+    holding_bytes: int = 0
     reduced: Callable[[str, str], None] = lambda name, grad: None
     grads: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._parcels = Parcels("reduce", self._extended, self.calls, self._arrived, most_bytes=self.most_bytes)
+        self._parcels = Parcels(
+            "reduce", self._extended, self.calls, self._arrived, most_bytes=self.most_bytes,
+            holding_bytes=self.holding_bytes,
+        )  # fmt: skip
         self._names: dict[str, str] = {}
 
     def final(self, names: Iterable[str]) -> None:

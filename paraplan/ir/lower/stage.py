@@ -225,7 +225,7 @@ class PlanBlocks:
             num_microbatches=plan.num_microbatches, mesh_shape=held.mesh.shape, inputs=inputs,
             params=tuple(parse_layout(p.stored) for p in params),
             param_grads=tuple(parse_layout(p.grad) for p in params),
-            grad_dtype="float32" if plan.program.precision in HALVES else "",
+            grad_dtype="float32" if plan.program.precision in HALVES and plan.num_microbatches == 1 else "",
             fetched=tuple(bool(p.stored_tier) or p.ahead for p in params),
         )  # fmt: skip
 

@@ -10,7 +10,8 @@ needed by the update only; so they come in runs of parameters, each of at most a
     store b     copies to where the states live are begun,
     stored b    and waited for once the next run has come, before the one after it is begun.
 
-So two runs are there at most, and copies in, update and copies out overlap.
+So two runs are there at most, and copies in, update and copies out overlap. The first run is brought when the last
+segment's backward is called, where the plan says so (`Plan.states_ahead`): it then is there beside that backward.
 
 Names: `state:x^up` is a parameter's copy where it is updated, `slots:x^up` its other states, with "?" in place of "up"
 on their way there and "!" on their way back.
@@ -18,6 +19,7 @@ on their way there and "!" on their way back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -90,12 +92,19 @@ class StagedUpdates:
     optimizer: Optimizer
     most_bytes: int
     update: Update
+    _is_out: bool = False
     _blocks: dict[tuple[object, ...], Block] = field(default_factory=dict)
+
+    def set_out(self, names: Sequence[str]) -> None:
+        """Bring the first run of the staged among some parameters, before `write` does."""
+        for run in itertools.islice(self._runs(names), 1):
+            self._step("bring", run, bring_block)
+            self._is_out = True
 
     def write(self, names: Sequence[str]) -> None:
         """All steps of the staged among some parameters."""
         runs = list(self._runs(names))
-        for run in runs[:1]:
+        for run in runs[:1] if not self._is_out else ():
             self._step("bring", run, bring_block)
         for index, run in enumerate(runs):
             self._step("came", run, came_block)

@@ -28,10 +28,10 @@ from paraplan.ir.lower.parted import PartedCalls
 from paraplan.ir.lower.reduce import Partials, Reductions
 from paraplan.ir.lower.stage import PlanBlocks, StageBlocks
 from paraplan.ir.lower.states import StateCopies
-from paraplan.ir.lower.updates import zero_block
+from paraplan.ir.lower.updates import cast_block, zero_block
 from paraplan.ir.mesh import R, parse_layout
 from paraplan.ir.program import master_dtype
-from paraplan.ir.rank_program import Block, Step, StepKind
+from paraplan.ir.rank_program import Block, LocalValue, Step, StepKind
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.schedule import Action, ActionKind
 from paraplan.ir.tensor import TensorSpec
@@ -59,6 +59,8 @@ class SegmentSteps:
         self.tangent_of: dict[str, str] = {}
         self.waits: list[Callable[[], None]] = []  # what ends the denominators
         self.strides_of: dict[str, tuple[int, ...]] = {}
+        self.begun: set[str] = set()  # parameters whose gradients have accumulators
+        self.casts: dict[object, Block] = {}
         self.action = ""
         self.trained = self.holding.trained
         params, shape = self.holding.params, self.holding.mesh.shape
@@ -67,7 +69,9 @@ class SegmentSteps:
         holders = Counter(name for holding in blocks.held for name in holding.trained)
         self.tied = frozenset(name for name, count in holders.items() if count > 1)
         self.states = StateCopies(params, specs, shape, self._call)
-        self.reductions = Reductions(params, specs, shape, self.calls, plan.bundle_bytes, self._reduced)
+        self.reductions = Reductions(
+            params, specs, shape, self.calls, plan.bundle_bytes, plan.reducing_bytes, self._reduced
+        )
         self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
         self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
         under_way = AWAKE if len(blocks.held) == 1 else len(plan.program.segments)
@@ -249,13 +253,16 @@ class SegmentSteps:
         while self.waits:
             self.waits.pop(0)()
 
-    def backward(self, stage: int, m: int, half: ActionKind, final: dict[int, list[str]]) -> None:
+    def backward(
+        self, stage: int, m: int, half: ActionKind, final: dict[int, list[str]], ahead: Callable[[], None] | None = None
+    ) -> None:
         """Run a stage's backward, or half of it.
 
         Args:
             stage, m: of which microbatch.
             half: B for all of it.
             final: segment -> the parameters whose gradients are complete once it is through.
+            ahead: writes what is to be under way beside the last segment.
         """
         held, parts = self.plan.stages[stage], self.parts(m)
         order = tuple(reversed(range(held.first, held.stop)))
@@ -272,6 +279,8 @@ class SegmentSteps:
             self.fetches.reach()
             self.copies.reach(m)
             self.boundaries.reach(m)
+            if ahead is not None and index == order[-1]:
+                ahead()
             names = self._sources(index, m, lowered.early)
             names |= {local: at(index, local, m) for local in parts.forwards[index].block.saved}
             for value in _returning(parts, index, half):
@@ -327,10 +336,24 @@ class SegmentSteps:
             if out is not None and not path:
                 local = block.outputs[position]
                 assert local is not None
+                if position >= first:
+                    out = self._first_cast(segment.params[position - first], out, block.values[local], m, index)
                 self.strides_of.setdefault(target, block.values[local].strides)
                 self.add(StepKind.ACCUMULATE, args=(target, out), microbatch=m, segment=index)
             elif out is not None:
                 self._send(segment.params[position - first], out, path)
+
+    def _first_cast(self, name: str, out: str, value: LocalValue, m: int, index: int) -> str:
+        """A gradient that its accumulator begins with, in its dtype; others are cast as they are added."""
+        dtype, begins = self.grad_spec(name).dtype, name not in self.begun
+        self.begun.add(name)
+        if not begins or value.dtype == dtype:
+            return out
+        key = (value.dtype, dtype, value.shape, value.strides)
+        if key not in self.casts:
+            self.casts[key] = cast_block(f"cast.{len(self.casts)}", value, dtype, self.extended)
+        self.add(StepKind.CALL, self.casts[key], args=(out,), outs=(f"{out}^{dtype}",), microbatch=m, segment=index)
+        return f"{out}^{dtype}"
 
     def _partial_bytes(self, parts: StageBlocks, index: int) -> int:
         """Bytes of the gradients that a segment's backward leaves as they were made."""
@@ -344,6 +367,7 @@ class SegmentSteps:
         self.partials.send(name, Parcel(out, f"{out}^", param.spec, path, dtype))
 
     def _accumulate(self, name: str, addend: str) -> None:
+        self.begun.add(name)
         self.add(StepKind.ACCUMULATE, args=(f"acc:{name}", addend))
 
 
