@@ -15,7 +15,8 @@ of matrix products, convolutions and attention are kept, what is cheap is recomp
 practised today). `alternate`: and of those every second product with a weight is recomputed as well (torchtitan's
 selective policy by op)."""
 WARM_UP_STEPS = 40
-"""Steps before updates are late where it is only said that they may be: as in Ren et al. 2021, section 6."""
+"""Steps before updates are late where it is only said that they may be: some dozens, as Ren et al. 2021 (section 5.2)
+advise, for parameters move most at first."""
 AUTO: Literal["auto"] = "auto"
 """A degree for the planner to choose."""
 OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}

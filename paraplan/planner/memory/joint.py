@@ -4,7 +4,7 @@ The relaxation with copies says what to make again and what to bring back; rerun
 placed so that nobody waits, what overflows is squeezed by more reruns, and reruns the copies made needless are polished
 away. Where nothing fits without waiting, copies get what time memory leaves and compute waits. Everything is judged by
 `evaluate`. It is asked twice, with and without reruns, so that the answer is never worse than copies alone; the caller
-brings the best without copies.
+brings the best without copies. The time that is left is local search's, around the best that nobody waits in.
 
 Limits: one tier is used, the one with the highest rates; others only count in the bound.
 Source: the joint problem is POFO's (Beaumont et al. 2021), solved there for chains.
@@ -27,6 +27,11 @@ from paraplan.planner.memory.reruns import Arrays, Floats, Profile, profile_of, 
 from paraplan.planner.memory.schedule import evaluate
 from paraplan.planner.memory.squeeze import Prices, polish, squeeze
 from paraplan.planner.milp import Status, solve
+
+_BOTH_SHARE, _COPIES_SHARE = 0.5, 0.15
+"""Of the time: for relaxations with reruns and copies, and with copies alone; local search has the rest."""
+_ROUNDS = 10
+"""Of local search, after which copies are tried in place of reruns."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,11 @@ def plan_joint(
     if known is not None:
         search.best_s = problem.compute_s + known.recomputed_s
         search.swap(known)
-    half = time.perf_counter() + (deadline - time.perf_counter()) * 0.7
-    infeasible = search.refine(set(instants), True, half)
+    begun = time.perf_counter()
+    infeasible = search.refine(set(instants), True, begun + _BOTH_SHARE * (deadline - begun))
     if not infeasible:
-        search.refine(set(instants), False, deadline)
+        search.refine(set(instants), False, begun + (_BOTH_SHARE + _COPIES_SHARE) * (deadline - begun))
+        search.around()
     return Joint(search.actions, search.best_s, search.bound_s, infeasible)
 
 
@@ -71,6 +77,7 @@ class _JointSearch:
         self.actions: Actions | None = None
         self.best_s = np.inf
         self.bound_s = problem.compute_s
+        self.profile: Profile | None = None
 
     def refine(self, instants: set[int], rerun: bool, until: float) -> bool:
         """Relaxations with more and more instants; says whether one is infeasible."""
@@ -95,6 +102,18 @@ class _JointSearch:
                 break
             instants |= more
         return False
+
+    def around(self) -> None:
+        """Local search around the best schedule that nobody waits in, until time is up."""
+        seed = 0
+        while self.profile is not None and time.perf_counter() < self.deadline:
+            if self.best_s - self.bound_s <= self.gap * self.best_s:
+                break
+            seed += 1
+            enough_s = self.bound_s - self.problem.compute_s
+            found = improve(self.profile, self.budget, _ROUNDS, self.deadline, enough_s, seed)
+            self._keep(found)
+            self.swap(found)
 
     def _realised(self, relaxation: Relaxation, values: Floats) -> Profile:
         """The reruns, and the stays: from an instant a tensor is missing at to its next reader."""
@@ -152,6 +171,7 @@ class _JointSearch:
         assert found.peak_bytes <= self.budget, f"{found.peak_bytes} bytes planned for {self.budget}"
         if found.step_s < self.best_s:
             self.best_s, self.actions = found.step_s, actions
+            self.profile = profile if profile.peak <= self.budget else self.profile
 
 
 def _readers(profile: Profile, position: int) -> list[Stay]:

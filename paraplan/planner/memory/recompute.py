@@ -34,6 +34,8 @@ _PASSES = 10
 """Of local search, between which it takes up what the other thread's relaxations say."""
 _OTHERS = 12
 """Schedules that are merged with the best: the best ones seen; and as many of what relaxations said last."""
+_SHORT = 15
+"""Local search between relaxations has the time left over this: on thousands of ops its rounds are the slower ones."""
 _MERGE_S = 3.0
 """For what a relaxation said, once."""
 _SEPARATING = 5
@@ -100,7 +102,7 @@ class Recomputation:
             if self.gap > self.limits.gap:
                 self._consider(_keeping(self.arrays, self._highest, stride))
         if self.best is not None:
-            self._improve(self.limits.rounds, self.left_s / 4)
+            self._improve(self.limits.rounds, self.left_s / _SHORT)
         with ThreadPoolExecutor(1) as threads:
             while self.gap > self.limits.gap and self._relaxing_s > 0:
                 if len(self.instants) > 1:
@@ -229,7 +231,7 @@ class Recomputation:
         start = realise(self.arrays, instants, relaxation.residents(solution.values))
         self._take(start)
         if self.best is not None and self.gap > self.limits.gap:
-            self._improve(self.limits.rounds, self.left_s / 4)
+            self._improve(self.limits.rounds, self.left_s / _SHORT)
         few = solution.status is Status.OPTIMAL
         more = overflowing(start, self.budget, self.instants, _FEW if few else 2 * _FEW)
         self.instants |= more

@@ -35,7 +35,8 @@ from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, Profile,
 from paraplan.planner.milp import Milp, MilpBuilder
 
 _TINY = 1e-3
-"""Tensors up to so much of the budget are taken as there at every instant, where columns are integral."""
+"""The smallest tensors, up to so much of the budget in all, are taken as there at every instant, where columns are
+integral."""
 _SECONDS, _BYTES = 2.0**-36, 2.0**-26
 """Units of the coefficients, in steps and budgets: what rounding them down takes from the bound is below 1e-8."""
 
@@ -120,7 +121,7 @@ def build_relaxation(
     builder = MilpBuilder()
     builder.add_columns(1, lower=1.0, upper=1.0, integer=integral, objective=1.0)  # every op once: gaps are of the step
     shape = (len(instants), arrays.num_tensors), (len(instants), arrays.num_ops)
-    tiny = (arrays.nbytes <= (_TINY * budget_bytes if integral else -1)) & (arrays.maker != GIVEN)
+    tiny = _tiny(arrays, budget_bytes) if integral else np.zeros(arrays.num_tensors, bool)
     resident, again = np.full(shape[0], -1, np.int64), np.full(shape[1], -1, np.int64)
     scale_s = float(arrays.time_s.sum()) or 1.0
     for k, instant in enumerate(instants):
@@ -161,6 +162,14 @@ def build_relaxation(
     if integral:
         stays = add_bursts(builder, arrays, instants, resident, again, budget_bytes, every)
     return Relaxation(instants, builder.build(), resident, again, back, stays, tiny)
+
+
+def _tiny(arrays: Arrays, budget_bytes: int) -> Bools:
+    made = np.flatnonzero(arrays.maker != GIVEN)
+    order = made[np.argsort(arrays.nbytes[made], kind="stable")]
+    found = np.zeros(arrays.num_tensors, bool)
+    found[order[np.cumsum(arrays.nbytes[order]) <= _TINY * budget_bytes]] = True
+    return found
 
 
 def _down(values: Floats, unit: float) -> Floats:

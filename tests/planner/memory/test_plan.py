@@ -199,3 +199,17 @@ def test_a_chain_of_some_dozens_of_ops_is_settled() -> None:
     found = plan_memory(problem, 6, MemoryLimits(time_s=600.0))
     check(problem, 6, found)
     assert found.status is MemoryStatus.OPTIMAL
+
+
+def test_many_small_tensors_are_not_taken_as_there_for_nothing() -> None:
+    """Each is below a thousandth of the budget; their bytes are all there is."""
+    problem = chain(1200)
+    arrays = Arrays(problem)
+    whole = profile_of(arrays, arrays.diagonal())
+    budget, highest = whole.peak * 9 // 10, int(whole.live.argmax())
+    assert int(arrays.nbytes.max()) < budget / 1000
+    relaxed = build_relaxation(arrays, (highest,), budget, integral=True)
+    assert int(arrays.nbytes[relaxed.tiny].sum()) <= budget / 1000
+    bound = solve(relaxed.milp, backend="mathopt-highs", relative_gap=1e-3).bound
+    dropped = (whole.peak - budget) * 0.998 - 1
+    assert bound - 1 >= dropped / problem.compute_s * 0.98
