@@ -28,8 +28,7 @@ from paraplan.ir.trace.returned import returned_by
 from paraplan.jobs.detect import detect
 from paraplan.planner.memory.plan import MemoryLimits
 from paraplan.planner.memory.problem import Tier
-from paraplan.planner.memory.whole import host_tiers, least_budget, memory_problem, peak_without, schedule_memory
-from paraplan.report.units import show_bytes
+from paraplan.planner.memory.whole import host_tiers, least_words, memory_problem, schedule_memory
 from paraplan.runtime.fitted import FittedModule
 
 if TYPE_CHECKING:
@@ -106,17 +105,10 @@ def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tupl
     try:
         made = schedule_memory(whole.data, budget - beside, MemoryLimits(time_s=time_s), tiers)
     except (InfeasibleError, SolverLimitError) as fault:
-        problem = memory_problem(whole.data, tiers)
-        least = least_budget(problem, budget - beside, time_s)
-        found, need = least.found_bytes + beside, least.need.nbytes + beside
-        op = f"op {least.need.op} ({problem.ops[least.need.op].label})"
+        said = least_words(memory_problem(whole.data, tiers), budget - beside, time_s, beside)
         raise type(fault)(
-            f"{fault}. The least budget found to do is {show_bytes(found)} ({found} bytes), and none below "
-            f"{show_bytes(need)} ({need} bytes) does in this order of ops, as {op} executes; "
-            f"{show_bytes(peak_without(problem))} need nothing executed again. {show_bytes(problem.base_bytes)} are "
-            "there all the time (parameters, optimizer states, buffers, the batch). Less is needed with a smaller "
-            "batch, with microbatches=2 or more, with offload=True, or with an optimizer of fewer states "
-            "(optimizer='sgd' or 'momentum')"
+            f"{fault}. {said}. Less is needed with a smaller batch, with microbatches=2 or more, with offload=True, or "
+            "with an optimizer of fewer states (optimizer='sgd' or 'momentum')"
         ) from None
     again = 100 * made.answer.evaluation.recomputed_s / made.simulation.step_s
     note = (

@@ -316,7 +316,7 @@ def test_a_late_update_hides_behind_forward_and_backward(host_rate: float) -> No
     assert after.step_s >= max(update_s, trace.bound_s)
     assert after.peak_bytes == timely.peak_bytes
     grads = sum(param.spec.nbytes for param in plan.program.params.values())
-    taken_s = grads / host_rate / efficiency_of("cuda").host_memory
+    taken_s = grads / host_rate / efficiency_of("cuda").memory
     assert in_time_s <= update_s <= in_time_s + taken_s * (1 + 1e-9), "gradients go through the host's memory too"
     assert (update_s > in_time_s) == (trace.exposed_update_s > 0.0) == (host_rate == 76.8e9)
     assert after.tier_peak_bytes["host"] == timely.tier_peak_bytes["host"] + grads

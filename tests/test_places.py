@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -28,7 +29,7 @@ from paraplan.planner.realise import realised
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
 from tests.numerics import relative_error
-from tests.test_offload_states import job, squares, updated_at
+from tests.test_offload_states import captured, job, squares, updated_at
 
 SIZES = ((96, 128), (128, 64), (64, 8))
 
@@ -188,3 +189,25 @@ def test_where_the_host_lacks_room_states_go_to_disk(share: float, room: float) 
     assert "disk" not in {layouts.state_tier for layouts in roomy.stages[0].params.values()}, "the host is faster"
     with pytest.raises((InfeasibleError, SolverLimitError), match=r"room for .* on host.*offload='disk'"):
         search(with_host(given, host), msgspec.structs.replace(pins, offload="host"))
+
+
+def test_a_device_too_small_for_its_states_is_told_what_would_do() -> None:
+    """Where the update is what peaks: the least budget that is named does, one byte less does not, offloading does."""
+    given = job(captured("mlp")[1], 1)
+    free = search(given, Constraints(microbatches=1), certify=False).plan
+    assert free.prediction is not None
+    pins = Constraints(microbatches=1, memory_bytes=int(0.999 * max(free.prediction.peak_bytes)))
+    with pytest.raises(
+        SolverLimitError, match=r"peaks at .* at its update.*offload='host'.*optimizer of fewer"
+    ) as told:
+        search(given, pins, certify=False)
+    words = r"The least budget found to do is .*? \((\d+) bytes\), and none below .*?\((\d+) bytes\)"
+    named = re.search(words, str(told.value))
+    assert named is not None
+    found, need = int(named[1]), int(named[2])
+    assert pins.memory_bytes is not None and pins.memory_bytes < need <= found
+    assert search(given, msgspec.structs.replace(pins, memory_bytes=found), certify=False).plan is not None
+    with pytest.raises((InfeasibleError, SolverLimitError)):
+        search(given, msgspec.structs.replace(pins, memory_bytes=need - 1), certify=False)
+    away = search(given, msgspec.structs.replace(pins, offload="host"), certify=False).plan
+    assert away.prediction is not None and max(away.prediction.peak_bytes) <= pins.memory_bytes

@@ -29,7 +29,7 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import AUTO, Constraints, check_constraints
 from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
 from paraplan.planner.meshes import candidate_meshes
-from paraplan.planner.op_by_op import solve_op_by_op
+from paraplan.planner.op_by_op import solve_op_by_op, what_would_do
 from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.pipeline_degrees import search_degrees
 from paraplan.planner.pipeline_search import search_pipeline
@@ -96,7 +96,8 @@ def search(
         else:
             found += here
     if not found:
-        raise next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
+        fault = next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
+        raise type(fault)(f"{fault}{_what_would_do(job, meshes[0], constraints, limits)}") from None
     if constraints.delayed_update is not None:
         found = [_placed(candidate, limits, constraints) for candidate in found]
     best = _reducing(min(found, key=lambda candidate: candidate.simulation.step_s), limits)
@@ -204,6 +205,13 @@ def _solve(
             kept = msgspec.structs.replace(constraints, offload_states="none")
             found.append(solve_op_by_op(job, mesh, count, kept, limits))
     return found
+
+
+def _what_would_do(job: Job, mesh: Mesh, constraints: Constraints, limits: Limits) -> str:
+    """On one device, where activations may be made again: what would do, for an error."""
+    if mesh.size > 1 or constraints.recompute is not None or _states_pinned_away(constraints):
+        return ""
+    return what_would_do(job, mesh, _microbatch_counts(job, constraints, mesh)[-1], constraints, limits)
 
 
 def _reducing(best: Candidate, limits: Limits) -> Candidate:

@@ -20,6 +20,7 @@ from paraplan.ir.lower import lower
 from paraplan.ir.memory_actions import format_actions
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.sizes import say_size
 from paraplan.ir.sources import source_lines
 from paraplan.planner.memory.answer import MemoryAnswer
 from paraplan.planner.memory.flatten import flatten
@@ -126,3 +127,16 @@ def least_budget(problem: MemoryProblem, above_bytes: int, time_s: float) -> Lea
             low = tried
         tried = (low + high) // 2
     return Least(need, high)
+
+
+def least_words(problem: MemoryProblem, above_bytes: int, time_s: float, beside: int = 0) -> str:
+    """What would do, for an error: `beside` bytes are taken by what the problem does not have."""
+    least = least_budget(problem, above_bytes, time_s)
+    found, need = least.found_bytes + beside, least.need.nbytes + beside
+    op = f"op {least.need.op} ({problem.ops[least.need.op].label})"
+    return (
+        f"The least budget found to do is {say_size(found)} ({found} bytes), and none below {say_size(need)} ({need} "
+        f"bytes) does in this order of ops, as {op} executes; {say_size(peak_without(problem))} need nothing executed "
+        f"again. {say_size(problem.base_bytes)} are there all the time (parameters, optimizer states, buffers, the "
+        "batch)"
+    )

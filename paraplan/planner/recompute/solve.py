@@ -106,10 +106,11 @@ def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> Infeasible
     need = least_memory(space, limits, activations=False)
     if need <= limits.memory_bytes:
         return InfeasibleError(without_room(space, limits, need))
+    leave = "" if len(space.prices.places) > 1 else "let states and parameters leave the device (offload='host'), "
     return InfeasibleError(
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, gradients and "
         f"optimizer states alone take at least {say_size(need)}, {say_size(need - limits.memory_bytes)} are missing "
-        f"whatever is recomputed or offloaded; {largest(job)}; use more devices, or devices with more memory"
+        f"whatever is recomputed; {largest(job)}; {leave}use more devices, or devices with more memory"
     )
 
 

@@ -18,7 +18,7 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.classes import grad_classes
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
-from paraplan.planner.realise import realise
+from paraplan.planner.realise import Realised, realise
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
 from paraplan.planner.sharding.formulate import (
@@ -143,6 +143,7 @@ def solve_mesh(
     base = memory_rows(space, limits.memory_bytes)
     rows, instants = base, dict[Instant, Row]()
     solve_s, over = 0.0, dict[str, int]()
+    closest: Realised | None = None
     for _ in range(ROUNDS):
         network = with_rows(problem.network, (*rows, *tier_rows(space, over), *instants.values()))
         found = optimise(network, limits.time_s, limits.relative_gap, limits.backend, cutoff=cutoff_s)
@@ -150,13 +151,14 @@ def solve_mesh(
         if found.choices is None and cutoff_s <= found.bound < np.inf:
             return Skipped(mesh, found.bound)
         if found.choices is None:
-            _fail(job, space, found, limits, proved=rows is base and not instants and not over)
+            _fail(job, space, found, limits, rows is base and not instants and not over, closest)
         assert found.choices is not None
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decided = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
         made = realise(job, decided, limits.memory_bytes)
         peak = made.peak_bytes
+        closest = made if closest is None or peak < closest.peak_bytes else closest
         if peak <= limits.memory_bytes and not made.over_bytes:
             break
         over = {tier: over.get(tier, 0) + made.over_bytes.get(tier, 0) for tier in {*over, *made.over_bytes}}
@@ -173,7 +175,7 @@ def solve_mesh(
     else:
         raise SolverLimitError(
             f"no plan under {say_size(limits.memory_bytes)} was found on mesh {mesh.shape} after {ROUNDS} tries; "
-            f"the closest peaks at {say_size(peak)}"
+            f"the closest peaks at {_closest(closest)}; {_ways_out(space)}"
         )
     work = network.work(found.choices)
     started = time.perf_counter()
@@ -257,7 +259,27 @@ def decisions_of(
     )
 
 
-def _fail(job: Job, space: Space, found: Optimum, limits: Limits, proved: bool) -> None:
+def _closest(made: Realised | None) -> str:
+    """Where a plan that does not fit peaks."""
+    if made is None:
+        return ""
+    peaks = made.simulation.peak_bytes
+    of = peaks.index(max(peaks))
+    at = made.simulation.traces[of].peak_step
+    step = made.programs[of].steps[at] if at >= 0 else None
+    where = "" if step is None else f", as it calls {step.block}" if step.block else f", at its {step.kind.value}"
+    return f"{say_size(made.peak_bytes)} ({made.peak_bytes} bytes){where}"
+
+
+def _ways_out(space: Space) -> str:
+    """What makes plans leaner than any in scope."""
+    leave = "" if len(space.prices.places) > 1 else "let states and parameters leave the device (offload='host'), "
+    return f"{leave}use smaller microbatches, an optimizer of fewer states, or more devices"
+
+
+def _fail(
+    job: Job, space: Space, found: Optimum, limits: Limits, proved: bool, closest: Realised | None = None
+) -> None:  # fmt: skip
     if found.status is not Status.INFEASIBLE:
         raise SolverLimitError(
             f"the solver found no plan within {limits.time_s:.0f} s; raise the time limit or pin more"
@@ -269,8 +291,8 @@ def _fail(job: Job, space: Space, found: Optimum, limits: Limits, proved: bool) 
     if not proved:  # rows were lowered for what one plan held in passing; another plan's may be less
         raise SolverLimitError(
             f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
-            f"{say_size(need)} would do at the loss and the update, but what passes in between took more; "
-            f"{largest(job)}; use smaller microbatches or more devices"
+            f"{say_size(need)} would do at the loss and the update, but the leanest plan found peaks at "
+            f"{_closest(closest)}; {largest(job)}; {_ways_out(space)}"
         )
     raise InfeasibleError(
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
