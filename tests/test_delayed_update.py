@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paraplan.codegen import build_modules
 from paraplan.cost_models.catalog import parse_cluster
