@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.peak import peak_of
 from paraplan.cost_models.predict import simulate_plan
@@ -25,8 +24,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.realise import realised
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
-from tests.numerics import relative_error
-from tests.test_offload import Case, case, kept
+from tests.test_offload import Case, case, kept, trained_as_one_device
 from tests.test_offload_states import squares
 
 
@@ -46,13 +44,7 @@ def away(plan: Plan, tier: str, recompute: bool = False) -> Plan:
 def runs_as_one_device(plan: Plan, given: Case) -> InProcessTrainer:
     programs = verify_plan(plan)
     simulation = simulate_plan(plan, programs)
-    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], given.model)
-    for _ in range(2):
-        loss = trainer.step(given.batch)
-        if not trainer.optimizers:
-            assert float(abs(loss - given.loss) / abs(given.loss)) <= 1e-9
-            assert relative_error(trainer.grads(), given.grads) <= 1e-9
-        trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+    trainer = trained_as_one_device(plan, programs, given)
     for rank in range(len(trainer.ranks)):
         of = plan.schedule.rank_class[rank]
         assert [entry.key for entry in trainer.entries(rank)] == [entry.key for entry in entries(programs[of])]

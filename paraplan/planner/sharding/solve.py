@@ -166,17 +166,14 @@ def solve_mesh(
             continue
         at = peak_instant(made.programs, made.simulation)
         if at is None:  # outside of segments: every row pays
-            lower_limit = min(rows[0].limit, max(held_bytes(space, choices)) / limits.memory_bytes)
-            lower_limit -= peak / limits.memory_bytes - 1
-            rows = tuple(replace(row, limit=max(lower_limit, 1e-9)) for row in base)
+            least = min(rows[0].limit, max(held_bytes(space, choices)) / limits.memory_bytes)
+            limit = max(least - (peak / limits.memory_bytes - 1), 1e-9)
+            rows = tuple(replace(row, limit=limit) for row in base)
         else:
             instants[at] = _at_peak(problem, instant_row(space, job.program, problem, at, limits.memory_bytes),
                                     found.choices, peak / limits.memory_bytes, instants.get(at))  # fmt: skip
     else:
-        raise SolverLimitError(
-            f"no plan under {say_size(limits.memory_bytes)} was found on mesh {mesh.shape} after {ROUNDS} tries; "
-            f"the closest peaks at {_closest(closest)}; {_ways_out(space)}"
-        )
+        raise _out_of_tries(space, mesh, limits, closest)
     work = network.work(found.choices)
     started = time.perf_counter()
     bound_s = 0.0
@@ -275,6 +272,13 @@ def _ways_out(space: Space) -> str:
     """What makes plans leaner than any in scope."""
     leave = "" if len(space.prices.places) > 1 else "let states and parameters leave the device (offload='host'), "
     return f"{leave}use smaller microbatches, an optimizer of fewer states, or more devices"
+
+
+def _out_of_tries(space: Space, mesh: Mesh, limits: Limits, closest: Realised | None) -> SolverLimitError:
+    return SolverLimitError(
+        f"no plan under {say_size(limits.memory_bytes)} was found on mesh {mesh.shape} after {ROUNDS} tries; "
+        f"the closest peaks at {_closest(closest)}; {_ways_out(space)}"
+    )
 
 
 def _fail(
