@@ -1,7 +1,7 @@
 """Random legal plans: every op, parameter and gradient takes any layout the rules allow.
 
 They are rarely good; they exist to hold rules, lowering, simulator and runtime against each other. In half of them some
-activations are recomputed, in half of them some wait on the host or on disk (what segments hand on, too), where the
+activations are recomputed, in half of them some wait on the host or on disk, where the
 cluster has room there; in half of them some segments run in chunks. What a plan says of its step as a whole (bundles,
 reductions under way, late updates) is drawn as well.
 """
@@ -41,7 +41,8 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bo
         max_microbatches: microbatches are drawn up to this.
         states_leave: in two thirds of the plans, optimizer states and stored parameters live on the host or on disk,
             wherever they may, come to their update in runs of a size that is drawn, some before the last backward, and
-            where the host updates them it may do so late: the one thing here that changes numbers.
+            where the host updates them it may do so late: the one thing here that changes numbers. What segments hand
+            on may wait on a tier as well, which only one stage can do.
     """
     rng = random.Random(seed)
     program, n = job.program, job.cluster.num_devices
@@ -77,7 +78,7 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bo
     activations = tuple(rng.choice(fates[segment.kind]) for segment in program.segments)
     decisions = replace(decisions, activations=activations)
     plan = assemble(job, replace(decisions, splits=_splits(rng, program, decisions, micro)))
-    if away:
+    if states_leave and away:
         plan = _with_boundaries_away(plan, random.Random(f"boundaries {seed}"), tiers, away)
     if states_leave:
         plan = _with_states_away(plan, random.Random(f"states {seed}"))
