@@ -22,6 +22,8 @@ from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.graph import Arg, decode_float
+from paraplan.ir.lower.grads import CHUNK
+from paraplan.ir.strides import is_dense
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.ir.trace import kernels
 from paraplan.runtime.copies import Away, Copier
@@ -91,6 +93,17 @@ def fill_tail_(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> 
 def fill_tail(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> Tensor:
     """A copy of x with its padding overwritten."""
     return fill_tail_(fresh(x), dim, size, start, value)
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """[sum of squares, largest absolute value] of x in float64; infinite or NaN where an element is."""
+    flat = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.reshape(-1)
+    found = torch.zeros(2, dtype=torch.float64, device=x.device)
+    for chunk in flat.split(CHUNK):
+        wide = chunk.double()
+        found[0] += torch.dot(wide, wide)
+        found[1] = torch.maximum(found[1], torch.stack(torch.aminmax(wide)).abs().max())
+    return found
 
 
 def first_only(x: Tensor, coordinate: int) -> Tensor:
@@ -240,6 +253,11 @@ def store(x: Tensor | Away, tier: str, home: Away, copier: Copier) -> Away:
     return copier.store(x, tier, home)
 
 
+def keep(x: Tensor, tier: str, home: Away, copier: Copier) -> Away:
+    """Begins to overwrite, or to add to, a gradient that waits on a tier."""
+    return copier.store(x, tier, home)
+
+
 def wait_copy(issued: Any, held: Any, copier: Copier) -> Any:
     """Waits for a copy; `held` is what it reads, alive until here."""
     return copier.wait(issued)
@@ -251,6 +269,7 @@ COPIES: dict[str, Callable[..., Any]] = {
     "bring": bring,
     "lift": lift,
     "store": store,
+    "keep": keep,
 }
 """By an instruction's target."""
 
@@ -272,7 +291,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "shard": shard, "stack": stack, "unstack": unstack, "first_only": first_only, "reshape_copy": reshape_copy,
     "write": write, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
     "fill_tail": fill_tail, "fill_tail_": fill_tail_, "put_": put_, "grow_": grow_,
-    "linear_into_": linear_into_, "linear_rows": linear_rows,
+    "linear_into_": linear_into_, "linear_rows": linear_rows, "magnitude": magnitude,
 }  # fmt: skip
 
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
