@@ -71,8 +71,8 @@ def test_steps_equal_one_device_and_are_as_predicted(pin: str, states: str) -> N
 @pytest.mark.parametrize("states", ["disk", "fetched"])
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_staging_changes_no_bit(states: str, precision: str) -> None:
-    """Adam over the same shards, of which every third lives here and every third on the host; of the others every second
-    gradient waits beside them."""
+    """Adam over the same shards, of which every third lives here and every third on the host; of the others every
+    second gradient waits beside them."""
     device = planned("gpt2", "zero1", "none", precision=precision)
     (stage,) = device.stages
     params = {

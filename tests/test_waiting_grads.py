@@ -1,4 +1,4 @@
-"""Gradients that wait beside states, on disk or on the host: the same numbers, clipped, unscaled, skipped and added up."""
+"""Gradients that wait beside states, on disk or on the host: the same numbers, clipped, unscaled and added up."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_disk_that_fills_fails_the_step_and_leaves_all_as_it_was(
     for _ in range(2):
         for each in pairs:
             step(*each)
-    (twin, other), (trainer, optimizer) = pairs
+    (twin, _), (trainer, optimizer) = pairs
     write_at, counted = os.pwrite, itertools.count()
 
     def full(file: int, content: memoryview, start: int) -> int:

@@ -64,9 +64,9 @@ class Constraints(Value, frozen=True, kw_only=True):
             parameters there too, "none" all on the device; "either" leaves the states to the planner, "any" states and
             parameters; None: as "any" where `offload` allows the host, and on the disk where it allows that. "disk"
             and "disk-all" keep them on disk, to be updated in the host's memory; with "fetched" ("fetched",
-            "all-fetched", "disk-fetched", "disk-all-fetched") the device updates. "-grads" after any of those but "host"
-            and "all" has gradients wait beside the states; "any-grads" leaves that to the planner as well, as "any" does
-            where nothing fits otherwise.
+            "all-fetched", "disk-fetched", "disk-all-fetched") the device updates. "-grads" after any of those but
+            "host" and "all" has gradients wait beside the states; "any-grads" leaves that to the planner as well, as
+            "any" does where nothing fits otherwise.
         delayed_update: after how many steps the host's updates may be one step late, to be done beside the next step's
             work, where that makes the step faster (`planner.delaying`); None: never, since it changes what is computed.
         params: layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.

@@ -43,7 +43,8 @@ class WaitingGrads:
         return frozenset(self._homes)
 
     def start(self, outer: Mapping[str, Any]) -> None:
-        """A step begins, with these outer values: its gradients replace those that wait, or are added to those that parameters still have."""
+        """A step begins, with these outer values: its gradients replace those that wait, or are added to those that
+        parameters still have."""
         for name, home in self._homes.items():
             param = self._params[name]
             grad, param.grad = param.grad, None

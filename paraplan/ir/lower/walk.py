@@ -5,10 +5,10 @@ Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what
 `<segment>/<value>@<m>` (saved), `<segment>^<value>@<m>` (kept by the first part of a backward for the second),
 `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
 of ranks that hold it), `home:<param>` (where it waits beside states), `magnitude:<param>` (what is known of it then),
-`new:<buffer>` (its new value, likewise), `sum:<i>` (under way), `whole:<segment>/<slot>@<action>` (a parameter gathered
-ahead), `here:<segment>/<slot>@<action>` (one copied to the device), `held:<param>` (a stored copy gathered for the
-step), `<output>/<tier>@<m>` (an output that waits there), `den<i>`, `tangent<i>`, `num<i>`, `loss`; `<name><<group>` is what
-came from another group of ranks, `<name>#<i>` a part of it.
+`new:<buffer>` (its new value, likewise), `sum:<i>` (under way), `whole:<segment>/<slot>@<action>` (a parameter
+gathered ahead), `here:<segment>/<slot>@<action>` (one copied to the device), `held:<param>` (a stored copy gathered for
+the step), `<output>/<tier>@<m>` (an output that waits there), `den<i>`, `tangent<i>`, `num<i>`, `loss`;
+`<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
 """
 
 from __future__ import annotations
