@@ -291,11 +291,14 @@ _OWN: dict[str, Callable[..., Any]] = {
     "shard": shard, "stack": stack, "unstack": unstack, "first_only": first_only, "reshape_copy": reshape_copy,
     "write": write, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
     "fill_tail": fill_tail, "fill_tail_": fill_tail_, "put_": put_, "grow_": grow_,
-    "linear_into_": linear_into_, "linear_rows": linear_rows, "magnitude": magnitude,
+    "linear_into_": linear_into_, "linear_rows": linear_rows,
 }  # fmt: skip
 
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
 """The functions above, which lowering itself adds; all they ever make are their results."""
+
+_MEASURES: dict[str, Callable[..., Any]] = {"magnitude": magnitude}
+"""Likewise, with workspace."""
 
 FACTORIES = frozenset({"full", "arange", "zeros", "ones", "empty", "scalar_tensor", "eye", "linspace", "constant"})
 
@@ -308,7 +311,9 @@ def resolve(target: str) -> Callable[..., Any]:
     """
     space, _, name = target.partition(".")
     if space == "paraplan":
-        found = _OWN.get(name) or (getattr(kernels, name, None) if name in kernels.__all__ else None)
+        found = (
+            _OWN.get(name) or _MEASURES.get(name) or (getattr(kernels, name, None) if name in kernels.__all__ else None)
+        )
     else:
         found = getattr(torch.ops, space)
         for part in name.split("."):

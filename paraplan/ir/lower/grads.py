@@ -26,6 +26,8 @@ Dims = tuple[int, ...]
 
 CHUNK = 1 << 18
 """Elements that are measured at a time, in float64."""
+SCALARS = 32
+"""Bytes of what is made of them meanwhile."""
 
 
 def home_name(param: str) -> str:
@@ -64,8 +66,8 @@ def keep_block(name: str, value: LocalValue, tier: str, spec: TensorSpec, layout
     known["magnitude"] = LocalValue(
         dtype="float64", shape=(2,), strides=(1,), base="magnitude", storage_bytes=2 * DTYPE_BYTES["float64"]
     )
-    workspace = 0 if value.dtype == "float64" else min(value.nbytes // DTYPE_BYTES[value.dtype], CHUNK) * 8
-    instrs.append(Instr(target=MAGNITUDE, args=("%" + source,), outs=("magnitude",), workspace_bytes=workspace))
+    wide = 0 if value.dtype == "float64" else min(value.nbytes // DTYPE_BYTES[value.dtype], CHUNK) * 8
+    instrs.append(Instr(target=MAGNITUDE, args=("%" + source,), outs=("magnitude",), workspace_bytes=wide + SCALARS))
     return finish_block(name, ("x", "home"), ("home^!", "magnitude"), (), known, instrs)
 
 
