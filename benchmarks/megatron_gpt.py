@@ -9,8 +9,8 @@ over tensor-parallel ranks (Megatron-LM, `megatron/core/transformer`):
   it are its own heads' (GPT-2's lies [3, heads, size], whose thirds are cut across ranks);
 - the activation after the first product of a feed-forward layer is one kernel (`bias_gelu`);
 - the loss casts its logits to float32, subtracts their maximum, takes the exponential, sums it and divides by the sum
-  in passes of their own, and its backward multiplies what the division left (`tensor_parallel/cross_entropy.py`, not fused
-  as it is by default), where a vocabulary of 131,072 is much to read.
+  in passes of their own, and its backward multiplies what the division left (`tensor_parallel/cross_entropy.py`, not
+  fused, as is its default), where a vocabulary of 131,072 is much to read.
 
 Attention is one kernel, or, as before FlashAttention (2022), two products around a softmax whose kernel scales and
 masks too (Narayanan et al. 2021, section 4.2; what it does to values does not matter here, for there are none).
