@@ -19,7 +19,7 @@ from paraplan.ir.lower.remat import RECOMPUTE, recomputable
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh, parse_layout
 from paraplan.ir.micro import ProgramMicro, program_micro, splittable
 from paraplan.ir.plan import HERE, PLACES, KindChoice, ParamLayouts, Plan, Split
-from paraplan.ir.program import Program, master_dtype, trained_params
+from paraplan.ir.program import Program, trained_params
 from paraplan.ir.rank_program import TIERS
 from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
@@ -82,9 +82,7 @@ def _with_states_away(plan: Plan, rng: random.Random) -> Plan:
     trained = set(trained_params(plan.program))
     params = dict(stage.params)
     for name, layouts in stage.params.items():
-        spec = plan.program.params[name].spec
-        alike = layouts.stored == layouts.state and master_dtype(plan.program.precision, spec.dtype) == spec.dtype
-        legal = [place for place in there if alike or not place.stored]
+        legal = [place for place in there if layouts.stored == layouts.state or not place.stored]
         place = rng.choice(legal) if name in trained and rng.random() < share else HERE
         params[name] = msgspec.structs.replace(
             layouts, state_tier=place.states, stored_tier=place.stored, fetched=place.fetched, grad_tier=place.grads,
