@@ -70,7 +70,7 @@ def plan_memory(problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits 
         return _with_copies(alone, limits, started + limits.time_s)
     small = max(arrays.num_ops, arrays.num_tensors) <= SMALL_OPS
     if small and alone.gap > limits.gap:
-        settled = _settled(arrays, budget_bytes, limits)
+        settled = _settled(arrays, budget_bytes, limits, started + limits.time_s)
         if settled is not None:
             return settled
     if middle and alone.gap > limits.gap:
@@ -109,10 +109,10 @@ def _with_copies(alone: Recomputation, limits: MemoryLimits, deadline: float) ->
     return _answer(arrays, budget, freeing(problem, tuple(alone.best.ops.tolist())), found.bound_s, limits)
 
 
-def _settled(arrays: Arrays, budget_bytes: int, limits: MemoryLimits) -> MemoryAnswer | None:
+def _settled(arrays: Arrays, budget_bytes: int, limits: MemoryLimits, deadline: float) -> MemoryAnswer | None:
     """By exhaustion: in the given order, or in any where that one has none; None where there are too many states."""
     for in_order in (True,) if arrays.problem.in_order else (True, False):
-        found = search_states(arrays.problem, budget_bytes, in_order)
+        found = search_states(arrays.problem, budget_bytes, in_order, deadline=deadline)
         if not found.complete:
             return None
         if found.ops is not None:
