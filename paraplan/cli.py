@@ -33,7 +33,7 @@ profiles.add_to(app)
 _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
-    "compare_memory": "paraplan.api",
+    "compare_memory": "paraplan.comparing",
     "make_model": "paraplan.jobs.models",
     "RunOptions": "paraplan.jobs.run",
     "check_run": "paraplan.jobs.run",

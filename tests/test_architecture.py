@@ -31,6 +31,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "jobs": ("ir", "cost_models", "runtime", "codegen"),
     "api": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "__version__"),
     "fitting": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "api"),
+    "comparing": ("ir", "planner", "api"),
     "terminal": ("ir", "report", "jobs"),
     "cli": ("ir", "api", "report", "jobs", "terminal", "__version__"),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published import REPORTED, left_out, mean_absolute_error, orderings, predict, reported, run
-from benchmarks.published_rows import Case, Row, even_layers, pipelines, read_cases
+from benchmarks.published_rows import Case, Row, even_layers, pipelines, read_cases, torchtitan_schedules
 
 GPT = {
     "device": "H100-SXM-80GB", "gpus_per_node": 8, "dtype": "bfloat16", "sequence": 64, "vocab": 256, "model": "gpt",
@@ -34,7 +34,10 @@ LLAMA = {
     "device": "H100-96GB-HBM2e-500W", "gpus_per_node": 8, "sequence": 128, "model": "llama3.1",
     "rows": [
         {"name": "405B", "parallel": {"fsdp": 2, "tp": 8, "pp": 4}, "gpus": 64, "local_batch": 8,
-         "dtype": "float8 linear", "recompute": "full", "compile": True, "tokens_per_s_per_gpu": 100},
+         "dtype": "float8 linear", "recompute": "full", "compile": True, "tokens_per_s_per_gpu": 100,
+         "schedule": "interleaved-1f1b"},
+        {"name": "8B", "parallel": {"fsdp": 4, "cp": 2}, "gpus": 8, "local_batch": 1, "sequence": 256,
+         "dtype": "bfloat16", "recompute": "full", "compile": False, "tokens_per_s_per_gpu": 100},
     ],
 }  # fmt: skip
 
@@ -47,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_rows_become_pins(folder: Path) -> None:
-    tiny, deep, zero, llama = read_cases(folder)
+    tiny, deep, zero, llama, long = read_cases(folder)
     assert (tiny.cluster, tiny.pins) == ("4xH100", {"dp": 2, "tp": 2, "sp": True, "overlap": 4})
     assert tiny.free == (({"zero": 1}, {"zero": 0}),)
     assert tiny.work == pytest.approx(72e-12 * 8 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (12 * 2 * 64)))
@@ -56,15 +59,33 @@ def test_rows_become_pins(folder: Path) -> None:
     assert zero.work == pytest.approx(96e-12 * 64 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (16 * 2 * 64)))
     assert (zero.cluster, zero.precision) == ("8xA100-80:2", "fp16")
     assert (llama.cluster, llama.batch, llama.work, llama.precision) == ("8xH100-HBM2e-96:8", 16, 16 * 128, "fp8")
-    pipeline = {"pp": 4, "schedule": "interleaved", "microbatches": 8}
+    pipeline = {"pp": 4, "zero": 1, "microbatches": 8}
     assert llama.pins == {"dp": 2, "tp": 8, "sp": True, "recompute": "full"} | pipeline | {"compiled": True}
-    assert llama.free[0] == ({"zero": 1},) and [len(cut["stages"]) for cut in llama.free[1]] == [8, 16]
+    assert llama.free == (torchtitan_schedules(126, 4, "interleaved-1f1b"),)
+    shape = {"dp": 4, "zero": 3, "cp": 2, "cp_mode": "gather"}
+    assert long.pins == shape | {"recompute": "full", "microbatches": 1, "compiled": False}
+    assert (long.batch, long.seq, long.name) == (4, 256, "8B 4x2 at 256")
+
+
+def test_a_pipeline_of_torchtitan_has_the_schedule_it_says() -> None:
+    def named(said: str) -> list[tuple[str, int]]:
+        return [(each["schedule"], len(each["stages"])) for each in torchtitan_schedules(16, 2, said)]
+
+    assert named("1f1b") == [("1f1b", 2)]
+    assert named("interleaved-1f1b") == [("interleaved", 4), ("interleaved", 8)]
+    assert named("") == [*named("1f1b"), *named("interleaved-1f1b")]
+
+
+def test_a_file_without_rows_is_named(folder: Path) -> None:
+    (folder / "d.json").write_text("[1, 2]")
+    with pytest.raises(SystemExit, match=r"d\.json: not a file of published rows"):
+        read_cases(folder)
 
 
 def test_pipelines_are_cut_by_layers_and_interleaved_where_that_is_open() -> None:
     assert even_layers(4, 2) == ((0, 5), (5, 10))
     schedules, sizes = pipelines(layers=12, pp=2, batch=4, stages_per_position=None, microbatch=0)
-    assert sizes == ({"microbatches": 4}, {"microbatches": 2})
+    assert sizes == ({"microbatches": 4}, {"microbatches": 2}, {"microbatches": 1})
     assert schedules == (
         {"schedule": "interleaved", "stages": even_layers(12, 12)}, {"schedule": "1f1b", "stages": even_layers(12, 2)}
     )  # fmt: skip
@@ -100,7 +121,7 @@ def test_a_run_goes_on_where_it_was_left(
     given = ["--published", str(folder), "--json", str(tmp_path / "rows.out")]
     assert run([*given, "--only", "a_gpt tiny"]) == 0
     assert run([*given, "--resume"]) == 0
-    assert asked == ["tiny 4", "deep 16", "m zero3 16", "405B 2x8x4 compiled"]
+    assert asked == ["tiny 4", "deep 16", "m zero3 16", "405B 2x8x4 float8 compiled", "8B 4x2 at 256"]
     assert "mean absolute error: 100.0 %" in capsys.readouterr().out
 
 

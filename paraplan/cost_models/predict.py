@@ -160,7 +160,7 @@ def with_used_profile(plan: Plan, programs: Sequence[RankProgram]) -> Plan:
     simulate(programs, costs, plan.schedule.rank_class)
     used = {op.full_key: (op, how) for each in costs for op, how in each.used}
     counts = Counter(how for _, how in used.values())
-    groups = {(link.size, link.local_size) for each in costs for link in each.links}
+    groups = {(link.size, link.local_size) for each in costs for link in each.moves.links}
     kept = tuple(op for _, (op, how) in sorted(used.items()) if how != MODELLED)
     always = tuple(
         op for op in plan.profile.ops if op.target in (VIEW, UPDATE + plan.optimizer.name) and op not in kept

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 from paraplan.cost_models.blocks import TimeBlock, compile_time
 from paraplan.cost_models.bound import stream_bound
-from paraplan.cost_models.costs import COMPUTE, COPY, UPDATE, Costs, update_stream
+from paraplan.cost_models.costs import COMPUTE, UPDATE, Costs, update_stream
 from paraplan.cost_models.memory import MemoryWalk, StepMemory
 from paraplan.cost_models.messages import Key, Mailbox
+from paraplan.cost_models.moves import COPY
 from paraplan.cost_models.timeline import Span, TimeWalk
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.rank_program import MESSAGES, RankProgram, Step, StepKind
@@ -236,7 +237,7 @@ class RankEngine:
         if transfer.starts:
             self.time.compute(step, self.costs.memory_s(transfer.nbytes, transfer.nbytes), "copy")
         parts = self._parts[transfer.message, transfer.sends]
-        seconds = parts * self.costs.message_s(transfer)
+        seconds = parts * self.costs.moves.message_s(transfer)
         self._mailbox.post(transfer.channel, key, transfer.sends, self.time.clock[COMPUTE], seconds, parts)
 
     def _block(self, name: str) -> TimeBlock:

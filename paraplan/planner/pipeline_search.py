@@ -21,7 +21,7 @@ from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import has_room, predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError
 from paraplan.ir.holding import group_of_class, holdings
 from paraplan.ir.lower import lower
 from paraplan.ir.micro import splittable
@@ -82,7 +82,7 @@ def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
     for _ in range(SHARDINGS):
         try:
             sharding = shardings.get(case.part, case.inner, kept_bytes)
-        except (InfeasibleError, SolverLimitError):
+        except NoPlanError:
             if kept_bytes is None:
                 raise
             break

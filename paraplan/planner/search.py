@@ -20,7 +20,7 @@ from paraplan.cost_models.catalog import devices_with
 from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.collecting import seldom_collected
-from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
@@ -88,7 +88,7 @@ def search(
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
     skipped: list[Skipped] = []
-    failures: list[InfeasibleError | SolverLimitError] = []
+    failures: list[NoPlanError] = []
     for mesh in meshes:
         here = _on_mesh(job, mesh, constraints, limits, failures, progress, _cutoff_s(mesh, found))
         if isinstance(here, Skipped):
@@ -97,7 +97,7 @@ def search(
             found += here
     if not found:
         fault = next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
-        raise type(fault)(f"{fault}{_what_would_do(job, meshes[0], constraints, limits)}") from None
+        raise type(fault)(lambda: f"{fault}{_what_would_do(job, meshes[0], constraints, limits)}") from None
     if constraints.delayed_update is not None:
         found = [_placed(candidate, limits, constraints) for candidate in found]
     best = _reducing(min(found, key=lambda candidate: candidate.simulation.step_s), limits)
@@ -139,7 +139,7 @@ def _sharding(
 
 def _on_mesh(
     job: Job, mesh: Mesh, constraints: Constraints, limits: Limits,
-    failures: list[InfeasibleError | SolverLimitError], progress: Progress, cutoff_s: float,
+    failures: list[NoPlanError], progress: Progress, cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
     """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster."""
     found: list[Candidate] = []
@@ -171,7 +171,7 @@ def _budget(job: Job, constraints: Constraints) -> int:
 
 def _solve(
     job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits,
-    failures: list[InfeasibleError | SolverLimitError], cutoff_s: float,
+    failures: list[NoPlanError], cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
     """Plans for a mesh: one that keeps every activation, and where memory binds what need not: one that does
     so by kinds, and on one device one that does so op by op. Where parameters may leave the device, plans of which they
@@ -189,19 +189,19 @@ def _solve(
                 found.append(solved)
                 if rung is rungs[0] and not solved.memory_binds:
                     return found
-            except (InfeasibleError, SolverLimitError) as fault:
+            except NoPlanError as fault:
                 failures.append(fault)
                 if rung.offload_states == "any" and isinstance(fault, SolverLimitError):
                     found += _by_places(job, mesh, count, rung, limits)
         if not _keeps_all(constraints):
             try:
                 found.append(solve_with_recomputation(job, mesh, count, rung, limits))
-            except (InfeasibleError, SolverLimitError) as fault:
+            except NoPlanError as fault:
                 failures.append(fault)
     op_by_op = mesh.size == 1 and constraints.recompute is None and not _states_pinned_away(constraints)
     if op_by_op and not _keeps_all(constraints):
         # Its failures are of one order of ops; what the others say is about all.
-        with suppress(InfeasibleError, SolverLimitError):
+        with suppress(NoPlanError):
             kept = msgspec.structs.replace(constraints, offload_states="none")
             found.append(solve_op_by_op(job, mesh, count, kept, limits))
     return found
@@ -233,7 +233,7 @@ def _by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limit
     roomy = replace(limits, memory_bytes=float(1 << 60))
     try:
         free = solve_mesh(job, mesh, count, msgspec.structs.replace(constraints, offload_states="none"), roomy)
-    except (InfeasibleError, SolverLimitError):
+    except NoPlanError:
         return []
     if isinstance(free, Skipped):
         return []
