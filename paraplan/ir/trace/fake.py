@@ -81,6 +81,26 @@ def fake_batch(batch: dict[str, Tensor], precision: str, mode: FakeTensorMode) -
         }
 
 
+def parameter_names(model: nn.Module, count: int) -> list[str]:
+    """Names of so many positional arguments of a model's forward: its own, then "input2" and so on."""
+    names = [
+        p.name for p in inspect.signature(model.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    return names + [f"input{index}" for index in range(len(names), count)]
+
+
+def arguments(
+    model: nn.Module, tensors: dict[str, Tensor], others: dict[str, object], positional: bool
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What a model is called with, of inputs as `name_inputs` named them: args and kwargs."""
+    if not positional:
+        return (), {**tensors, **others}
+    named = {**tensors, **others}
+    order = [name for name in parameter_names(model, len(named)) if name in named]
+    return tuple(named[name] for name in order), {}
+
+
 def name_inputs(
     model: nn.Module, example_inputs: dict[str, object] | tuple[object, ...]
 ) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -93,12 +113,7 @@ def name_inputs(
         named: dict[str, object] = dict(example_inputs)
     else:
         values = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-        names = [
-            p.name for p in inspect.signature(model.forward).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]  # fmt: skip
-        names += [f"input{index}" for index in range(len(names), len(values))]
-        named = dict(zip(names, values, strict=False))
+        named = dict(zip(parameter_names(model, len(values)), values, strict=False))
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
     nested = [name for name, value in others.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))]

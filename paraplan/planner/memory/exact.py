@@ -48,8 +48,8 @@ def search_states(
 ) -> Exhausted:  # fmt: skip
     """The fastest schedule without copies that takes less than `known_s`.
 
-    `in_order`: ops are executed for the first time in the given order. It gives up once `most_states` were looked at, at
-    the deadline, or where a million are waiting.
+    `in_order`: ops are executed for the first time in the given order. It gives up once `most_states` were looked at,
+    at the deadline, or where a million are waiting.
     """
     walk = _Walk(problem, budget_bytes, in_order)
     given = sum(1 << index for index, tensor in enumerate(problem.tensors) if tensor.maker == GIVEN)
