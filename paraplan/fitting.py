@@ -71,6 +71,7 @@ def fit(
         memory: the budget, bytes or text such as "8GiB".
         loss_fn: (model output, batch by name) -> scalar loss, where the model does not return its loss; the fitted
             module then returns the loss in training, and the model's own output under `no_grad` or in `eval()`.
+            Inputs by name that forward does not take (labels) are given to it alone.
         loss: which of the scalars a model returns is trained on, where none is named "loss": its name, or its place
             in a tuple (`loss="1"` of `logits, loss`); the sum of several, or weighted by name, is then returned alone.
         optimizer: whose states count: sgd, momentum, adam, adamw.
@@ -104,7 +105,7 @@ def fit(
     tensors, fixed = name_inputs(model, inputs)
     refuse_gradients(tensors)
     with forward_under(model, device, casts):
-        returns = returned_by(model, inputs, precision, loss) if loss_fn is None else Returned()
+        returns = returned_by(model, inputs, precision, loss) if loss_fn is None else Returned(for_loss=True)
         whole = compile_plan(
             model, _roomy(spec), example_inputs=inputs, loss_fn=loss_fn, loss=loss, optimizer=optimizer,
             precision=precision, batch_dims=batch_dims, recompute="none", microbatches=microbatches, progress=progress,

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.trace.autocast import ambient_autocast
-from paraplan.ir.trace.fake import parameter_names
+from paraplan.ir.trace.fake import parameter_names, taken
+from paraplan.ir.trace.returned import Returned
 from paraplan.runtime.fitted_step import FittedStep
 from paraplan.runtime.settings import Settings
 from paraplan.runtime.torch_private import in_transform
@@ -46,7 +47,7 @@ class FittedModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, plan: Any, step: FittedStep, fixed: Mapping[str, Any], returns: Callable[[Tensor], Any],
+        self, model: nn.Module, plan: Any, step: FittedStep, fixed: Mapping[str, Any], returns: Returned,
         casts: torch.dtype | None, remake: Callable[..., FittedModule],
     ) -> None:  # fmt: skip
         super().__init__()
@@ -66,7 +67,7 @@ class FittedModule(nn.Module):
         """What the model returns; its loss carries the gradients of the planned step."""
         model = self._model[0]
         if not (self.training and torch.is_grad_enabled()):
-            return model(*args, **kwargs)
+            return model(*args, **(taken(model, kwargs) if self._returns.for_loss else kwargs))
         if in_transform():
             raise PlanMismatchError(
                 "a planned step runs under no transform of torch.func (grad, vmap, jvp ...); call the model that fit "

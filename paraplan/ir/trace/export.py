@@ -82,7 +82,7 @@ class _WithLoss(nn.Module):
         return self._choose(self._loss_fn(output, batch), output, True)
 
     def _call(self, batch: dict[str, Tensor]) -> object:
-        args, kwargs = arguments(self.model, batch, self._others, self._positional)
+        args, kwargs = arguments(self.model, batch, self._others, self._positional, self._loss_fn is not None)
         return self.model(*args, **kwargs)
 
 

@@ -7,6 +7,7 @@ and buffer, by identity, to its fake stand-in, so ties stay ties.
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 
 import torch
@@ -90,12 +91,39 @@ def parameter_names(model: nn.Module, count: int) -> list[str]:
     return names + [f"input{index}" for index in range(len(names), count)]
 
 
+def taken(model: nn.Module, named: dict[str, object]) -> dict[str, object]:
+    """Those of some arguments, by name, that a model's forward takes."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return named
+    return {name: value for name, value in named.items() if name in parameters}
+
+
 def arguments(
-    model: nn.Module, tensors: dict[str, Tensor], others: dict[str, object], positional: bool
+    model: nn.Module, tensors: dict[str, Tensor], others: dict[str, object], positional: bool, for_loss: bool = False
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """What a model is called with, of inputs as `name_inputs` named them: args and kwargs."""
+    """What a model is called with, of inputs as `name_inputs` named them: args and kwargs.
+
+    Args:
+        positional: whether they are given in order.
+        for_loss: whether what forward does not take is left out, being the loss function's (labels).
+    Raises:
+        CaptureError: an input that forward does not take.
+    """
     if not positional:
-        return (), {**tensors, **others}
+        given = {**tensors, **others}
+        known = taken(model, given)
+        unknown = next((name for name in given if name not in known), None)
+        if unknown is not None and not for_loss:
+            names = list(inspect.signature(model.forward).parameters)
+            near = difflib.get_close_matches(unknown, names, 1, 0.5) or [
+                n for n in names if n.lower() == unknown.lower()
+            ]
+            raise CaptureError(
+                f"{type(model).__name__} takes no input {unknown!r}; "
+                f"{f'did you mean {near[0]!r}? ' if near else ''}Its forward takes {', '.join(names) or 'nothing'}"
+            )
+        return (), known
     named = {**tensors, **others}
     order = [name for name in parameter_names(model, len(named)) if name in named]
     return tuple(named[name] for name in order), {}

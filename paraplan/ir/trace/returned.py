@@ -28,10 +28,12 @@ class Returned:
     Attributes:
         template: what the model returns, each tensor a `_Slot`; None: the loss is returned alone.
         name: of the slot the loss goes to.
+        for_loss: whether a loss function makes the loss, and takes inputs that the model does not.
     """
 
     template: Any = None
     name: str = ""
+    for_loss: bool = False
 
     def __call__(self, loss: Tensor) -> Any:
         """What is returned."""

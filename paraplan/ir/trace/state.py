@@ -52,4 +52,4 @@ def _write(old: Tensor, new: Tensor, name: str) -> None:
             f"forward makes buffer {name!r} a {new.dtype} of {tuple(new.shape)}, where it was a {old.dtype} of "
             f"{tuple(old.shape)}; keep its shape and dtype"
         )
-    old.copy_(new.detach())
+    old.copy_(new)
