@@ -76,7 +76,8 @@ def captured(family: str, settings: str, batch: int, seq: int, precision: str) -
         model: nn.Module = gpt_model(GPTSettings(**json.loads(settings)))
         inputs = gpt_batch(batch, seq)
     elif family == "torchtitan_llama":
-        model = TorchtitanLlama(json.loads(settings))
+        chosen = json.loads(settings)
+        model = TorchtitanLlama(chosen, chosen.pop("loss_parallel"))
         inputs = gpt_batch(batch, seq)
     else:
         model = hf_model(family, json.loads(settings), meta=True)

@@ -8,9 +8,12 @@ What follows from a source's text rather than from its rows' fields stands here:
 last (Megatron-LM); the rows of Narayanan et al. 2021 are plain 1F1B with unsharded optimizers (their Table 2's ratio
 is that of the non-interleaved bubbles), as is MT-NLG (Smith et al. 2022, section 3), and neither had sequence
 parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao et al. 2022) or overlapped tensor
-parallelism; torchtitan runs a local batch as one microbatch, a pipeline's as one a sample, with parameters and
-gradients whole until its last microbatch (`stage.backward_maybe_with_nosync` of torch.distributed.pipelining: in our
-terms ZeRO-1), and its selective recomputation by op makes every second matrix product again (`alternate`).
+parallelism;
+torchtitan runs a local batch as one microbatch or, in a pipeline, where it is not told, as many as that has ranks, with
+two stages a rank where a schedule takes several (`build_pipeline_schedule`, `generate_split_points`, end of 2024), and
+keeps parameters and gradients whole until the last microbatch (`stage.backward_maybe_with_nosync` of
+torch.distributed.pipelining: in our terms ZeRO-1); its selective recomputation by op makes every second matrix product
+again (`alternate`).
 Megatron-LM's README also says that 175B at batch 1,152 falls from 47 to 42 % MFU between 96 and 4,608 H100: two more
 rows, marked as scaling.
 """
@@ -36,7 +39,7 @@ LLAMA: dict[str, dict[str, Any]] = {
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
              "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
-DEPTH = {"megatron_gpt": "layers", "llama": "num_hidden_layers", "torchtitan_llama": "num_hidden_layers"}
+DEPTH = {"megatron_gpt": "layers", "torchtitan_llama": "num_hidden_layers"}
 PER_LAYER = 2
 """Segments of a layer of either family: attention and feed-forward."""
 
@@ -178,7 +181,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     pins["compiled"] = bool(row["compile"])
     free: tuple[tuple[Pins, ...], ...] = ()
     if pp > 1:
-        pins |= {"pp": pp, "zero": 1, "microbatches": int(row["local_batch"])}
+        pins |= {"pp": pp, "zero": 1, "microbatches": min(pp, int(row["local_batch"]))}
         free = (torchtitan_schedules(LLAMA[row["name"]]["num_hidden_layers"], pp, str(row.get("schedule", ""))),)
     float8 = "float8" in row["dtype"]
     said = {
@@ -188,8 +191,8 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     degrees = "x".join(map(str, parallel.values()))
     name = " ".join((row["name"], degrees, *(word for word, is_so in said.items() if is_so)))
     return Case(
-        file, name, "llama" if tp > 1 else "torchtitan_llama",
-        {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False},
+        file, name, "torchtitan_llama",
+        {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False, "loss_parallel": tp > 1},
         _cluster(data, gpus), batch, s, "fp8" if float8 else "bf16", pins, free, "tokens/s",
         float(row["tokens_per_s_per_gpu"]), batch * s, gpus, float(row.get("memory_gib", 0)),
     )  # fmt: skip
@@ -197,11 +200,20 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
 
 def torchtitan_schedules(layers: int, pp: int, said: str) -> tuple[Pins, ...]:
     """Schedules with cuts of a pipeline, by the name a row gives its schedule; "" for the choice."""
-    several = tuple({"schedule": "interleaved", "stages": even_layers(layers, pp * v)} for v in (2, 4))
+    several: Pins = {"schedule": "interleaved", "stages": torchtitan_stages(layers, 2 * pp)}
     if "interleaved" in said:
-        return several
-    one = ({"schedule": said or "1f1b", "stages": even_layers(layers, pp)},)
-    return one if said else (*one, *several)
+        return (several,)
+    one: Pins = {"schedule": said or "1f1b", "stages": torchtitan_stages(layers, pp)}
+    return (one,) if said else (one, several)
+
+
+def torchtitan_stages(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Segments of every stage: what layers are left over go one each to the stages after the first."""
+    each, over = divmod(layers, stages)
+    sizes = [each + (0 < stage <= over) for stage in range(stages)]
+    cuts = [1 + PER_LAYER * sum(sizes[:stage]) for stage in range(stages + 1)]
+    cuts[0], cuts[-1] = 0, cuts[-1] + 1
+    return tuple(itertools.pairwise(cuts))
 
 
 def scaling_rows(data: Row) -> list[Row]:

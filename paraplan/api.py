@@ -285,8 +285,8 @@ def compile(
         recompute: "none", "selective", "alternate" or "full"; left out: chosen, and only where memory is short.
         offload: "host" or "disk" (both) lets activations, states and parameters be there if memory is short.
         offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "disk" and
-            "disk-all" keep them on disk; with "fetched" or "-fetched" the device updates; "none" keeps all there;
-            "either" leaves states to the planner, "any" parameters too.
+            "disk-all" keep them on disk; "fetched", "-fetched": the device updates; "-grads": gradients wait there too;
+            "none" keeps all there; "either" leaves states to the planner, "any" parameters too, "any-grads" all.
         delayed_update: whether the host's updates may be one step late, beside the next step's work, if that is faster:
             after so many steps, True for 40. It changes what is computed (Ren et al. 2021, section 5.2).
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name

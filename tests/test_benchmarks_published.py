@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published import REPORTED, left_out, mean_absolute_error, orderings, predict, reported, run
-from benchmarks.published_rows import Case, Row, even_layers, pipelines, read_cases, torchtitan_schedules
+from benchmarks.published_rows import (
+    Case,
+    Row,
+    even_layers,
+    pipelines,
+    read_cases,
+    torchtitan_schedules,
+    torchtitan_stages,
+)
 
 GPT = {
     "device": "H100-SXM-80GB", "gpus_per_node": 8, "dtype": "bfloat16", "sequence": 64, "vocab": 256, "model": "gpt",
@@ -59,7 +67,7 @@ def test_rows_become_pins(folder: Path) -> None:
     assert zero.work == pytest.approx(96e-12 * 64 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (16 * 2 * 64)))
     assert (zero.cluster, zero.precision) == ("8xA100-80:2", "fp16")
     assert (llama.cluster, llama.batch, llama.work, llama.precision) == ("8xH100-HBM2e-96:8", 16, 16 * 128, "fp8")
-    pipeline = {"pp": 4, "zero": 1, "microbatches": 8}
+    pipeline = {"pp": 4, "zero": 1, "microbatches": 4}
     assert llama.pins == {"dp": 2, "tp": 8, "sp": True, "recompute": "full"} | pipeline | {"compiled": True}
     assert llama.free == (torchtitan_schedules(126, 4, "interleaved-1f1b"),)
     shape = {"dp": 4, "zero": 3, "cp": 2, "cp_mode": "gather"}
@@ -72,8 +80,13 @@ def test_a_pipeline_of_torchtitan_has_the_schedule_it_says() -> None:
         return [(each["schedule"], len(each["stages"])) for each in torchtitan_schedules(16, 2, said)]
 
     assert named("1f1b") == [("1f1b", 2)]
-    assert named("interleaved-1f1b") == [("interleaved", 4), ("interleaved", 8)]
+    assert named("interleaved-1f1b") == [("interleaved", 4)]
     assert named("") == [*named("1f1b"), *named("interleaved-1f1b")]
+
+
+def test_layers_left_over_go_to_stages_after_the_first() -> None:
+    assert torchtitan_stages(6, 4) == ((0, 3), (3, 7), (7, 11), (11, 14))  # 1, 2, 2 and 1, and both ends
+    assert torchtitan_stages(4, 2) == even_layers(4, 2)
 
 
 def test_a_file_without_rows_is_named(folder: Path) -> None:

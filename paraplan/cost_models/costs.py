@@ -230,7 +230,7 @@ class Costs:
     def stream(self, instr: Instr) -> str:
         """The stream an instruction runs on: "compute", "comm:in_node", "comm:between_nodes", or a copy's."""
         if instr.kind is InstrKind.COPY:
-            return copy_stream(instr.tier, OUT if instr.target in ("offload", "store") else IN)
+            return copy_stream(instr.tier, OUT if instr.target in ("offload", "store", "keep") else IN)
         return self.moves.comm_streams[instr.axis] if instr.kind is InstrKind.COLLECTIVE else COMPUTE
 
 

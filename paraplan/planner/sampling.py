@@ -78,17 +78,18 @@ def _with_states_away(plan: Plan, rng: random.Random) -> Plan:
     """The plan with states and parameters in places drawn at random."""
     share, (stage,) = rng.choice((0.0, 0.4, 1.0)), plan.stages
     devices = stage.mesh.devices
-    there = [place for place in PLACES if not place[0] or plan.cluster.has_room(place[0], devices)]
+    there = [place for place in PLACES if not place.states or plan.cluster.has_room(place.states, devices)]
     trained = set(trained_params(plan.program))
     params = dict(stage.params)
     for name, layouts in stage.params.items():
         spec = plan.program.params[name].spec
         alike = layouts.stored == layouts.state and master_dtype(plan.program.precision, spec.dtype) == spec.dtype
-        legal = [place for place in there if alike or not place[1]]
-        states, stored, fetched = rng.choice(legal) if name in trained and rng.random() < share else HERE
+        legal = [place for place in there if alike or not place.stored]
+        place = rng.choice(legal) if name in trained and rng.random() < share else HERE
         params[name] = msgspec.structs.replace(
-            layouts, state_tier=states, stored_tier=stored, fetched=fetched, ahead=layouts.ahead and not states
-        )
+            layouts, state_tier=place.states, stored_tier=place.stored, fetched=place.fetched, grad_tier=place.grads,
+            ahead=layouts.ahead and not place.states,
+        )  # fmt: skip
     stages = (msgspec.structs.replace(stage, params=params),)
     return msgspec.structs.replace(plan, stages=stages, bundle_bytes=rng.choice((4096, plan.bundle_bytes)))
 

@@ -175,12 +175,15 @@ def _solve(
 ) -> list[Candidate] | Skipped:  # fmt: skip
     """Plans for a mesh: one that keeps every activation, and where memory binds what need not: one that does
     so by kinds, and on one device one that does so op by op. Where parameters may leave the device, plans of which they
-    do come beside those of which only states do, so that allowing more is never worse."""
+    do come beside those of which only states do, so that allowing more is never worse; gradients wait elsewhere than
+    where they are used only where nothing is found without."""
     rungs = [constraints]
     if constraints.offload_states == "any":
-        rungs.insert(0, msgspec.structs.replace(constraints, offload_states="either"))
+        rungs = [msgspec.structs.replace(constraints, offload_states=each) for each in ("either", "any", "any-grads")]
     found: list[Candidate] = []
     for rung in rungs:
+        if found and rung.offload_states == "any-grads":
+            break
         if constraints.recompute in (None, "none"):
             try:
                 solved = solve_mesh(job, mesh, count, rung, limits, cutoff_s)
@@ -191,7 +194,7 @@ def _solve(
                     return found
             except NoPlanError as fault:
                 failures.append(fault)
-                if rung.offload_states == "any" and isinstance(fault, SolverLimitError):
+                if rung.offload_states in ("any", "any-grads") and isinstance(fault, SolverLimitError):
                     found += _by_places(job, mesh, count, rung, limits)
         if not _keeps_all(constraints):
             try:
@@ -327,7 +330,7 @@ def _check_tiers(job: Job, constraints: Constraints) -> None:
         ConstraintError: no link to a tier, or no room there.
     """
     devices = tuple(range(job.cluster.num_devices))
-    updated_there = any(place[0] and not place[2] for place in constraints.every_place)
+    updated_there = any(place.states and not place.fetched for place in constraints.every_place)
     if updated_there and not all(group.host_memory_bytes_per_s for group in job.cluster.groups):
         raise ConstraintError(
             f"states off the device are updated on the host, but {job.cluster.name} does not say how fast its memory "

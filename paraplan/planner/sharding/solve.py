@@ -321,7 +321,7 @@ def without_room(space: Space, limits: Limits, need: float) -> str:
     """What is said where the device would have memory enough, were there more room elsewhere."""
     costs = space.prices.costs
     rooms = {tier: costs.cluster.room_bytes(tier, costs.mesh.devices) for tier in ("host", "disk")}
-    kinds = {tier for place in space.prices.places for tier in ("host", place[0]) if place[0]}
+    kinds = {tier for place in space.prices.places for tier in ("host", place.states) if place.states}
     said = " and ".join(f"{say_size(rooms[tier])} on {tier}" for tier in sorted(kinds))
     more = "" if "disk" in kinds else ", allow the disk too (offload='disk')"
     return (
