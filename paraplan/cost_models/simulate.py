@@ -22,9 +22,12 @@ from paraplan.cost_models.messages import Key, Mailbox
 from paraplan.cost_models.moves import COPY
 from paraplan.cost_models.timeline import Span, TimeWalk
 from paraplan.ir.errors import CostModelError
+from paraplan.ir.memo import Lately, Same
 from paraplan.ir.rank_program import MESSAGES, RankProgram, Step, StepKind
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
+
+_BLOCKS = Lately[TimeBlock](100_000, lambda block: 1 + len(block.events))
 
 
 class MemoryPoint(Value, frozen=True, kw_only=True):
@@ -242,7 +245,9 @@ class RankEngine:
 
     def _block(self, name: str) -> TimeBlock:
         if name not in self._blocks:
-            self._blocks[name] = compile_time(self.program.blocks[name], self.costs)
+            block = self.program.blocks[name]
+            made_of = (Same(block), Same(self.costs))
+            self._blocks[name] = _BLOCKS.get(made_of, lambda: compile_time(block, self.costs))
         return self._blocks[name]
 
     def _accumulate_s(self, memory: StepMemory) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from paraplan.ir.errors import ConstraintError
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import ConstraintError, InfeasibleError
 from paraplan.ir.plan import AHEAD, HERE, ON_HOST, PLACES, Place
 from paraplan.ir.struct import Value
 
@@ -185,6 +186,19 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     if c.ep is not None and dp % c.ep:
         raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
     return c
+
+
+def device_budget(cluster: ClusterSpec, constraints: Constraints) -> int:
+    """Bytes any device may hold: what is allowed of the smallest one's memory, less what is to stay free.
+
+    Raises:
+        InfeasibleError: nothing is left.
+    """
+    device = min(group.device.memory_bytes for group in cluster.groups)
+    budget = min(device, constraints.memory_bytes or device) - constraints.memory_reserve_bytes
+    if budget <= 0:
+        raise InfeasibleError(f"the memory reserve of {constraints.memory_reserve_bytes} bytes leaves no device memory")
+    return budget
 
 
 def _check_states(c: Constraints) -> None:
