@@ -101,7 +101,7 @@ def _fastest(case: Case, pins: Pins, time_limit_s: float, than_s: float) -> Carr
     fits it is the one, and where it is not faster than another choice it is left at that.
     """
     if "pp" not in pins:
-        return Carried(_searched(case, pins, case.batch, cluster_of(case), time_limit_s), 1)
+        return Carried(searched(case, pins, case.batch, cluster_of(case), time_limit_s), 1)
     pins = {key: value for key, value in pins.items() if key != "overlap"}
     if "recompute" not in pins:
         roomy = _pipeline(case, pins, _roomy(cluster_of(case)), time_limit_s)
@@ -116,11 +116,12 @@ def _pipeline(case: Case, pins: Pins, cluster: ClusterSpec, time_limit_s: float)
     """The plan of a pipeline, of few microbatches where these stand for many."""
     count = pins["microbatches"]
     few = few_microbatches(pins.get("schedule", "1f1b"), count, pins["pp"])
-    plan = _searched(case, pins | {"microbatches": few}, case.batch // count * few, cluster, time_limit_s)
+    plan = searched(case, pins | {"microbatches": few}, case.batch // count * few, cluster, time_limit_s)
     return carried_on(plan, count, partial(_program_at, case, count))
 
 
-def _searched(case: Case, pins: Pins, batch: int, cluster: ClusterSpec, time_limit_s: float) -> Plan:
+def searched(case: Case, pins: Pins, batch: int, cluster: ClusterSpec, time_limit_s: float) -> Plan:
+    """The planner's answer."""
     program, reference = program_of(replace(case, batch=batch))
     job = Job(
         program=program, cluster=cluster, optimizer=OPTIMIZERS["adamw"], model=reference, versions=versions()

@@ -8,9 +8,10 @@ What follows from a source's text rather than from its rows' fields stands here:
 last (Megatron-LM); the rows of Narayanan et al. 2021 are plain 1F1B with unsharded optimizers (their Table 2's ratio
 is that of the non-interleaved bubbles), as is MT-NLG (Smith et al. 2022, section 3), and neither had sequence
 parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao et al. 2022) or overlapped tensor
-parallelism; ZeRO-3 is DeepSpeed's of 2021 (`ZERO3_PART_S`), where what does not fit may wait on the host; torchtitan runs a local batch as one microbatch, a pipeline's as one a sample, with parameters and
-gradients whole until its last microbatch (`stage.backward_maybe_with_nosync` of torch.distributed.pipelining: in our
-terms ZeRO-1), and its selective recomputation by op makes every second matrix product again (`alternate`).
+parallelism; ZeRO-3 is DeepSpeed's of 2021 (`ZERO3_PART_S`), where what does not fit may wait on the host; torchtitan
+runs a local batch as one microbatch, a pipeline's as one a sample, with two stages a position, parameters and gradients
+whole until its last microbatch (`stage.backward_maybe_with_nosync` of torch.distributed.pipelining: in our terms
+ZeRO-1), and its selective recomputation by op makes every second matrix product again (`alternate`).
 Megatron-LM's README also says that 175B at batch 1,152 falls from 47 to 42 % MFU between 96 and 4,608 H100: two more
 rows, marked as scaling.
 """
@@ -159,6 +160,17 @@ MOST_STAGES = 8
 """Stages a position tried at most: beyond, messages outweigh what is left of the bubble."""
 
 
+TORCHTITAN_STAGES = 2
+"""Stages a position of its interleaved schedules, where no split is given (its `generate_split_points`)."""
+
+
+def torchtitan_layers(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Segments of every stage as torchtitan cuts: whole layers; what is over goes to stages after the first."""
+    each, over = divmod(layers, stages)
+    cuts = [0, *(1 + PER_LAYER * (each * stage + min(over, stage - 1)) for stage in range(1, stages))]
+    return tuple(itertools.pairwise((*cuts, 2 + PER_LAYER * layers)))
+
+
 def even_layers(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
     """Segments of every stage: as many layers each, the embedding with the first and the head with the last."""
     cuts = [1 + PER_LAYER * layers * stage // stages for stage in range(stages + 1)]
@@ -179,8 +191,8 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     if pp > 1:
         pins |= {"pp": pp, "schedule": "interleaved", "microbatches": int(row["local_batch"])}
         del pins["zero"]
-        cuts = tuple({"stages": even_layers(LLAMA[row["name"]]["num_hidden_layers"], pp * v)} for v in (2, 4))
-        free = (({"zero": 1},), cuts)
+        layers = LLAMA[row["name"]]["num_hidden_layers"]
+        pins |= {"zero": 1, "stages": torchtitan_layers(layers, TORCHTITAN_STAGES * pp)}
     name = f"{row['name']} {'x'.join(map(str, parallel.values()))}{' compiled' if row['compile'] else ''}"
     return Case(
         file, name, "llama" if tp > 1 else "torchtitan_llama",

@@ -4,10 +4,11 @@ Problem: a pipeline of 576 microbatches is a million entries to lower and to sim
 clock is a maximum of sums of earlier clocks, a recurrence linear in the max-plus algebra, and such a recurrence is
 periodic from some round on: each further round of microbatches adds the same time (Baccelli, Cohen, Olsder, Quadrat
 1992, Synchronization and Linearity, section 3.7). So a plan made for few microbatches, each as large as of many, is
-lowered and simulated with one and with two rounds more, and the last round's time is carried on. A round is as many
-microbatches as there are positions. `drift` says what the last two rounds differ by, carried on likewise, as a share of
-the step: 0 where they are periodic, and else the error to expect. Memory is that of the most microbatches simulated,
-since a pipeline that is full holds no more of them.
+lowered and simulated again and again with twice as many rounds as before, a round being as many microbatches as there
+are positions, until the time of a round is that of the doubling before; that is carried on. Doubling, because what is
+slower than the rest shows only when the slack before it is used up. `drift` says what the last two differ by, carried
+on likewise, as a share of the step: 0 where rounds are periodic, and else the error to expect. Memory is that of the
+most microbatches simulated, since a pipeline that is full holds no more of them.
 
 Limits: schedules by name, of equal microbatches; a test holds it against whole simulations.
 """
@@ -15,6 +16,7 @@ Limits: schedules by name, of equal microbatches; a test holds it against whole 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,9 +31,11 @@ from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.transfers import complete
 
 ROUNDS = {"1f1b": 1}
-"""Rounds before those compared: until a pipeline is full and its first backward is through."""
+"""Rounds a plan is made of at first: until a pipeline is full and its first backward is through."""
 FULL = 2
 """Likewise of schedules not named there: interleaved ones have up to two rounds in flight."""
+DRIFT = 1e-3
+"""More drift than this calls for more rounds."""
 
 
 class Carried(NamedTuple):
@@ -40,7 +44,7 @@ class Carried(NamedTuple):
     Attributes:
         plan: the one of most microbatches that was simulated.
         count: microbatches it stands for.
-        drift: what the last two rounds differ by, carried on, as a share of the step.
+        drift: what rounds of the last two doublings differ by, carried on, as a share of the step.
     """
 
     plan: Plan
@@ -56,8 +60,8 @@ class Carried(NamedTuple):
 
 def few_microbatches(schedule: str, count: int, positions: int) -> int:
     """Of how many microbatches a plan is made that stands for `count`; `count` itself where that saves nothing."""
-    first = ROUNDS.get(schedule, FULL) * positions + count % positions
-    return first if count > first + 2 * positions else count
+    rounds = ROUNDS.get(schedule, FULL)
+    return rounds * positions + count % positions if count > 6 * rounds * positions else count
 
 
 def at_microbatches(plan: Plan, program: Program, count: int) -> Plan:
@@ -68,8 +72,7 @@ def at_microbatches(plan: Plan, program: Program, count: int) -> Plan:
         program: of the batch that they make up.
         count: of them.
     """
-    name, size = plan.schedule.name, plan.stages[0].mesh.size
-    positions = plan.cluster.num_devices // size
+    name, size, positions = plan.schedule.name, plan.stages[0].mesh.size, _positions(plan)
     orders = named_orders(name, positions, count, len(plan.stages) // positions)
     schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
     placed = spread(schedule, tuple(rank // size for rank in range(plan.cluster.num_devices)))
@@ -80,38 +83,46 @@ def at_microbatches(plan: Plan, program: Program, count: int) -> Plan:
 
 
 def carried_on(plan: Plan, count: int, program_of: Callable[[int], Program]) -> Carried:
-    """The plan with two rounds more, and the prediction of `count` microbatches.
+    """The plan with more rounds, and the prediction of `count` microbatches.
 
     Args:
         plan: priced, of `few_microbatches`.
         count: of the whole step.
         program_of: the program of a batch of so many microbatches.
     """
-    few, first = plan.num_microbatches, plan.prediction
-    assert first is not None
-    if few == count:
+    rest = plan.num_microbatches % _positions(plan)
+    found, drift = [Carried(plan, plan.num_microbatches)], math.inf
+    while plan.num_microbatches < count and drift > DRIFT:
+        more = min(2 * (plan.num_microbatches - rest) + rest, count)
+        plan = priced(at_microbatches(plan, program_of(more), more))
+        found.append(Carried(plan, more))
+        if len(found) > 2:
+            before, last = (_each(*pair, "step_s") for pair in itertools.pairwise(found[-3:]))
+            ahead = count - more
+            drift = ahead * abs(last - before) / (found[-1].said.step_s + ahead * last)
+    if plan.num_microbatches == count:
         return Carried(plan, count)
-    positions = plan.cluster.num_devices // plan.stages[0].mesh.size
-    said = [first]
-    for more in (1, 2):
-        plan = priced(at_microbatches(plan, program_of(few + more * positions), few + more * positions))
-        assert plan.prediction is not None
-        said.append(plan.prediction)
-    rounds = (count - plan.num_microbatches) // positions
-    before, last = (b.step_s - a.step_s for a, b in itertools.pairwise(said))
+    last_two, ahead = (found[-2], found[-1]), count - plan.num_microbatches
+    times = {
+        of: float(getattr(found[-1].said, of) + ahead * _each(*last_two, of))
+        for of in ("step_s", "compute_s", "exposed_comm_s", "exposed_copy_s")
+    }
+    plan = msgspec.structs.replace(plan, prediction=msgspec.structs.replace(found[-1].said, **times))
+    return Carried(plan, count, drift)
 
-    def whole(of: str) -> float:
-        return float(getattr(said[2], of) + rounds * (getattr(said[2], of) - getattr(said[1], of)))
 
-    times = {of: whole(of) for of in ("step_s", "compute_s", "exposed_comm_s", "exposed_copy_s")}
-    plan = msgspec.structs.replace(plan, prediction=msgspec.structs.replace(said[2], **times))
-    return Carried(plan, count, rounds * abs(last - before) / times["step_s"])
+def _each(before: Carried, after: Carried, of: str) -> float:
+    """What each microbatch adds to a time."""
+    return float(getattr(after.said, of) - getattr(before.said, of)) / (after.count - before.count)
+
+
+def _positions(plan: Plan) -> int:
+    return plan.cluster.num_devices // plan.stages[0].mesh.size
 
 
 def again(found: Carried, plan: Plan, program_of: Callable[[int], Program]) -> Carried:
     """The same of a plan that differs in its stages."""
-    positions = plan.cluster.num_devices // plan.stages[0].mesh.size
-    few = few_microbatches(plan.schedule.name, found.count, positions)
+    few = few_microbatches(plan.schedule.name, found.count, _positions(plan))
     if few == found.count:
         return Carried(priced(plan), few)
     return carried_on(priced(at_microbatches(plan, program_of(few), few)), found.count, program_of)

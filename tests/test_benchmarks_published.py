@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.published import REPORTED, left_out, mean_absolute_error, orderings, predict, reported, run
-from benchmarks.published_rows import Case, Row, even_layers, pipelines, read_cases
+from benchmarks.published_plans import program_of, searched
+from benchmarks.published_rows import (
+    Case,
+    Row,
+    cluster_of,
+    even_layers,
+    pipelines,
+    read_cases,
+    torchtitan_layers,
+)
+from benchmarks.steady import at_microbatches, few_microbatches, priced
 
 GPT = {
     "device": "H100-SXM-80GB", "gpus_per_node": 8, "dtype": "bfloat16", "sequence": 64, "vocab": 256, "model": "gpt",
@@ -56,9 +68,19 @@ def test_rows_become_pins(folder: Path) -> None:
     assert zero.work == pytest.approx(96e-12 * 64 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (16 * 2 * 64)))
     assert (zero.cluster, zero.precision) == ("8xA100-80:2", "fp16")
     assert (llama.cluster, llama.batch, llama.work, llama.precision) == ("8xH100-HBM2e-96:8", 16, 16 * 128, "fp8")
-    pipeline = {"pp": 4, "schedule": "interleaved", "microbatches": 8}
-    assert llama.pins == {"dp": 2, "tp": 8, "sp": True, "recompute": "full"} | pipeline | {"compiled": True}
-    assert llama.free[0] == ({"zero": 1},) and [len(cut["stages"]) for cut in llama.free[1]] == [8, 16]
+    pipeline = {"pp": 4, "schedule": "interleaved", "microbatches": 8, "stages": torchtitan_layers(126, 8)}
+    pinned = {"dp": 2, "tp": 8, "sp": True, "recompute": "full", "zero": 1, "compiled": True}
+    assert (llama.pins, llama.free) == (pinned | pipeline, ())
+
+
+def test_nothing_runs_beside_the_gathers_of_old_software(folder: Path) -> None:
+    tiny, _, zero, _ = read_cases(folder)
+    links = [cluster_of(case).groups[0].in_node for case in (tiny, zero)]
+    assert [link.device_share for link in links] == [0.0, 1.0] and links[1].latency_s > 40e-6 > links[0].latency_s
+
+
+def test_torchtitan_cuts_between_layers_and_gives_its_first_stage_none_of_what_is_over() -> None:
+    assert torchtitan_layers(6, 4) == ((0, 3), (3, 7), (7, 11), (11, 14))  # 1, 2, 2 and 1 layers of two segments
 
 
 def test_pipelines_are_cut_by_layers_and_interleaved_where_that_is_open() -> None:
@@ -94,7 +116,9 @@ def test_a_run_goes_on_where_it_was_left(
     def counted(case: Case, time_limit_s: float) -> Row:
         asked.append(case.name)
         row = {"file": case.file, "row": case.name, "published": case.published, "chosen": "as told"}
-        return row | {"predicted": 2 * case.published, "error_percent": 100.0}
+        return row | {
+            "predicted": 2 * case.published, "error_percent": 100.0, "rate_slope": 1.0, "device": "H100", "cpu_s": 1.0
+        }  # fmt: skip
 
     monkeypatch.setattr("benchmarks.published.predict", counted)
     given = ["--published", str(folder), "--json", str(tmp_path / "rows.out")]
@@ -104,7 +128,20 @@ def test_a_run_goes_on_where_it_was_left(
     assert "mean absolute error: 100.0 %" in capsys.readouterr().out
 
 
-def test_orderings_and_errors_with_a_file_left_out() -> None:
+def test_few_microbatches_foretell_many(folder: Path) -> None:
+    deep = read_cases(folder)[1]
+    pins = deep.pins | {"overlap": 1, "zero": 1, "schedule": "interleaved", "stages": even_layers(4, 4)}
+    case = replace(deep, batch=192, free=(), pins=pins | {"microbatches": 48})
+    assert [few_microbatches("interleaved", count, 2) for count in (24, 48)] == [24, 4]
+    row = predict(case, 10.0)
+    few = searched(case, pins | {"microbatches": 4}, 16, cluster_of(case), 10.0)
+    whole = priced(at_microbatches(few, program_of(case)[0], 48)).prediction
+    assert whole is not None and row["drift"] < 1e-3  # small stages: messages are slower, and show after eight rounds
+    assert (row["step_s"], row["compute_s"]) == pytest.approx((whole.step_s, whole.compute_s), rel=1e-3)
+    assert row["peak_gib"] == pytest.approx(max(whole.peak_bytes) / 2**30, rel=0.01)
+
+
+def test_orderings_and_mean_errors() -> None:
     rows = [
         {"file": "a", "published": 1.0, "predicted": 2.0, "error_percent": 100.0},
         {"file": "a", "published": 2.0, "predicted": 3.0, "error_percent": 50.0},
@@ -114,8 +151,20 @@ def test_orderings_and_errors_with_a_file_left_out() -> None:
     ]
     assert orderings(rows) == (1, 3)
     assert mean_absolute_error(rows) == pytest.approx(129.0)
-    # a's scales are 1/2, 2/3 and 3: their median applied to b is 8/3; b's 1/4 applied to a errs by 1/2, 5/8, 11/12
-    assert left_out(rows) == {"a": pytest.approx(5 / 8), "b": pytest.approx(5 / 3)}
+
+
+def test_a_file_is_left_out_of_what_is_fitted() -> None:
+    def row(file: str, device: str, log_error: float, slope: float) -> Row:
+        return {"file": file, "device": device, "published": 1.0, "predicted": math.exp(log_error), "rate_slope": slope}
+
+    rows = [row("a", "A100", -0.05, 1.0), row("b", "H100", -0.08, 0.8), row("c", "A100", 0.02, 0.5)]
+    # without a: c alone asks for rates of exp(-0.04), b then for Hopper's of exp(0.14); a's error becomes -0.05 - 0.04
+    found = left_out(rows)
+    assert found["a"] == pytest.approx(-math.expm1(-0.09))
+    assert found["b"] == pytest.approx(
+        -math.expm1(-0.08 + 0.8 * 0.05)
+    )  # a asks for more, c for less: a's way by its slope
+    assert found["c"] == pytest.approx(math.expm1(0.02 + 0.5 * 0.05))
 
 
 def test_what_sources_report_is_answered() -> None:
