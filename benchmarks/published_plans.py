@@ -17,11 +17,13 @@ import msgspec
 from torch import nn
 
 from benchmarks.deepen import CAPTURED, deepen
+from benchmarks.kept_outputs import with_logits_kept
 from benchmarks.megatron_gpt import GPTSettings, gpt_batch, gpt_model
 from benchmarks.published_rows import DEPTH, Case, Pins, Row, cluster_of
 from benchmarks.steady import Carried, again, carried_on, few_microbatches
 from benchmarks.torchtitan_llama import TorchtitanLlama
 from paraplan.api import versions
+from paraplan.cost_models.predict import predict as predict_plan
 from paraplan.cost_models.predict import simulate_plan, with_reserved
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InfeasibleError, ParaplanError
@@ -171,19 +173,24 @@ def _said(case: Case, found: Carried) -> Row:
     predicted = case.work / said.step_s / case.gpus
     remade = any(choice.activations for stage in plan.stages for choice in stage.choices)
     idle = said.step_s - said.compute_s - said.exposed_comm_s - said.exposed_copy_s
-    memory: Row = {}
+    memory: Row = {"peak_gib": max(said.peak_bytes) / 2**30}
     if case.memory_gib:
-        told = with_reserved(plan, lower(plan)).prediction
+        programs = lower(plan)
+        if case.keeps_logits:
+            programs = tuple(map(with_logits_kept, programs))
+            said = predict_plan(plan, programs)
+        told = with_reserved(plan, programs).prediction
         assert told is not None
         reserved = max(told.reserved_bytes) / 2**30
         memory = {
+            "peak_gib": max(said.peak_bytes) / 2**30,
             "memory_published_gib": case.memory_gib, "memory_gib": reserved,
             "memory_error_percent": 100 * (reserved / case.memory_gib - 1),
         }  # fmt: skip
     return memory | {
         "predicted": predicted, "error_percent": 100 * (predicted / case.published - 1), "step_s": said.step_s,
         "compute_s": said.compute_s, "exposed": said.exposed_comm_s / said.step_s, "bubble": idle / said.step_s,
-        "peak_gib": max(said.peak_bytes) / 2**30, "drift": found.drift, "rate_slope": _rate_slope(found),
+        "drift": found.drift, "rate_slope": _rate_slope(found),
         "device": plan.cluster.groups[0].device.kind.split("-")[0],
         "chosen": f"{plan.schedule.name} stages={len(plan.stages)} microbatches={found.count}"
         + (" recomputing" if remade else ""),

@@ -66,6 +66,7 @@ class Case:
         work: of a step, in the unit's numerator (teraflops, tokens).
         gpus: how many.
         memory_gib: what the allocator reserved, 0 where the source does not say.
+        keeps_logits: whether logits of all microbatches are kept to the step's end, as by torch's pipelines.
         alone: whether nothing runs beside a collective, as in ZeRO-3 of 2021.
     """
 
@@ -85,6 +86,7 @@ class Case:
     gpus: int
     memory_gib: float = 0.0
     alone: bool = False
+    keeps_logits: bool = False
 
     @property
     def layers(self) -> int:
@@ -198,7 +200,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
         file, name, "llama" if tp > 1 else "torchtitan_llama",
         {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False},
         _cluster(data, gpus), batch, s, "fp8" if "float8" in row["dtype"] else "bf16", pins, free, "tokens/s",
-        float(row["tokens_per_s_per_gpu"]), batch * s, gpus, float(row.get("memory_gib", 0)),
+        float(row["tokens_per_s_per_gpu"]), batch * s, gpus, float(row.get("memory_gib", 0)), keeps_logits=pp > 1,
     )  # fmt: skip
 
 

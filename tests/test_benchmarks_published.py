@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kept_outputs import with_logits_kept
 from benchmarks.published import REPORTED, left_out, mean_absolute_error, orderings, predict, reported, run
 from benchmarks.published_plans import program_of, searched
 from benchmarks.published_rows import (
@@ -21,6 +22,9 @@ from benchmarks.published_rows import (
     torchtitan_layers,
 )
 from benchmarks.steady import at_microbatches, few_microbatches, priced
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.lower import lower
+from paraplan.ir.plan import Plan
 
 GPT = {
     "device": "H100-SXM-80GB", "gpus_per_node": 8, "dtype": "bfloat16", "sequence": 64, "vocab": 256, "model": "gpt",
@@ -139,6 +143,18 @@ def test_few_microbatches_foretell_many(folder: Path) -> None:
     assert whole is not None and row["drift"] < 1e-3  # small stages: messages are slower, and show after eight rounds
     assert (row["step_s"], row["compute_s"]) == pytest.approx((whole.step_s, whole.compute_s), rel=1e-3)
     assert row["peak_gib"] == pytest.approx(max(whole.peak_bytes) / 2**30, rel=0.01)
+    _check_kept_logits(few)
+
+
+def _check_kept_logits(plan: Plan) -> None:
+    """The last position's logits of four microbatches, of 64 tokens and half of the 256 words, in float32."""
+    programs = lower(plan)
+    kept = tuple(map(with_logits_kept, programs))
+    assert kept[0] is programs[0]
+    ends = [
+        simulate_plan(plan, each).traces[-1].memory[-1].live_bytes for each in (programs, kept)
+    ]  # fmt: skip
+    assert ends[1] - ends[0] == 4 * 64 * 128 * 4
 
 
 def test_orderings_and_mean_errors() -> None:

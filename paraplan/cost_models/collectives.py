@@ -7,8 +7,9 @@ route is priced as the all_to_all of the rows it sends where every expert is cho
 
 An axis whose groups span k nodes with m members in each has two links. A ring through it crosses a node
 boundary k times per turn; the m members' network ports carry m such rings at once, so its bandwidth is
-min(in-node, m · between). An all-reduce has alternatives (tree, hierarchical), of which the fastest is taken, as
-NCCL's tuner does; gathers and scatters are rings, whose latency grows with their ranks. Every form is affine in bytes, hence times are monotone.
+min(in-node, m · between). An all-reduce has alternatives (tree, hierarchical), of which the fastest is taken,
+as NCCL's tuner does; gathers and scatters are rings, whose latency grows with their ranks. Every form is affine
+in bytes, hence times are monotone.
 
 Limits: no contention between axes (streams of one level are serialised by the simulator instead), no SHARP
 or NVLink multicast, the reduction's arithmetic is hidden behind the wire.

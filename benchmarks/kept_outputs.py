@@ -1,0 +1,49 @@
+"""Programs that keep what torch's pipelines keep: the logits of every microbatch, until the step's end.
+
+`torch.distributed.pipelining` appends what the last stage returns to `output_chunks` (stage.py, `forward_one_chunk`)
+and joins the chunks when the schedule is through, wanted or not; under torchtitan these are logits. Our programs drop
+them with the microbatch's loss, or at its backward. Here the forward block that makes them hands them out as well, so
+that simulator and allocator count them. Limits: the joining is left out.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paraplan.ir.graph import refs
+from paraplan.ir.rank_program import Block, RankProgram, Step
+
+LOSS = "paraplan.ce_max"
+"""The first of the loss's ops, which reads logits."""
+
+
+def with_logits_kept(program: RankProgram) -> RankProgram:
+    """The program with every microbatch's logits alive to the end; itself where it makes none."""
+    logits = {name: found for name, block in program.blocks.items() if (found := _logits(name, block))}
+    if not logits:
+        return program
+    blocks = {
+        name: _handing(block, logits[name]) if name in logits else block for name, block in program.blocks.items()
+    }
+    steps = tuple(_taking(step) if step.block in logits else step for step in program.steps)
+    return msgspec.structs.replace(program, blocks=blocks, steps=steps)
+
+
+def _logits(name: str, block: Block) -> str:
+    """What a forward block's loss reads; "" where it has none."""
+    if not name.endswith(".F"):
+        return ""
+    return next((next(refs(instr.args)) for instr in block.instrs if instr.target == LOSS), "")
+
+
+def _handing(block: Block, value: str) -> Block:
+    """The block with a value among what it hands out."""
+    instrs = tuple(
+        msgspec.structs.replace(instr, frees=tuple(name for name in instr.frees if name != value))
+        for instr in block.instrs
+    )
+    return msgspec.structs.replace(block, instrs=instrs, saved=(*block.saved, value))
+
+
+def _taking(step: Step) -> Step:
+    return msgspec.structs.replace(step, outs=(*step.outs, f"logits:{step.segment}@{step.microbatch}"))
