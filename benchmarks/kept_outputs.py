@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import msgspec
 
-from paraplan.ir.graph import refs
 from paraplan.ir.rank_program import Block, RankProgram, Step
 
-LOSS = "paraplan.ce_max"
-"""The first of the loss's ops, which reads logits."""
 
+def with_logits_kept(program: RankProgram, vocab: int) -> RankProgram:
+    """The program with every microbatch's logits alive to the end; itself where it makes none.
 
-def with_logits_kept(program: RankProgram) -> RankProgram:
-    """The program with every microbatch's logits alive to the end; itself where it makes none."""
-    logits = {name: found for name, block in program.blocks.items() if (found := _logits(name, block))}
+    Args:
+        program: of a training step.
+        vocab: global size of the vocabulary.
+    """
+    widths = [vocab // size for size in (1, *program.mesh_shape)]
+    logits = {name: found for name, block in program.blocks.items() if (found := _logits(name, block, widths))}
     if not logits:
         return program
     blocks = {
@@ -29,11 +31,11 @@ def with_logits_kept(program: RankProgram) -> RankProgram:
     return msgspec.structs.replace(program, blocks=blocks, steps=steps)
 
 
-def _logits(name: str, block: Block) -> str:
-    """What a forward block's loss reads; "" where it has none."""
-    if not name.endswith(".F"):
-        return ""
-    return next((next(refs(instr.args)) for instr in block.instrs if instr.target == LOSS), "")
+def _logits(name: str, block: Block, widths: list[int]) -> str:
+    """What a forward block's product with a matrix as wide as the vocabulary makes; "" where it has none."""
+    products = [instr for instr in block.instrs if "linear" in instr.target and name.endswith(".F")]
+    made = [out for instr in products for out in instr.outs if out and block.values[out].shape[-1] in widths]
+    return made[0] if made else ""
 
 
 def _handing(block: Block, value: str) -> Block:

@@ -49,7 +49,8 @@ def captured(family: str, settings: str, batch: int, seq: int, precision: str) -
         model: nn.Module = gpt_model(GPTSettings(**json.loads(settings)))
         inputs = gpt_batch(batch, seq)
     elif family == "torchtitan_llama":
-        model = TorchtitanLlama(json.loads(settings))
+        chosen = json.loads(settings)
+        model = TorchtitanLlama(chosen, chosen.pop("loss_parallel"))
         inputs = gpt_batch(batch, seq)
     else:
         model = hf_model(family, json.loads(settings), meta=True)
@@ -177,7 +178,7 @@ def _said(case: Case, found: Carried) -> Row:
     if case.memory_gib:
         programs = lower(plan)
         if case.keeps_logits:
-            programs = tuple(map(with_logits_kept, programs))
+            programs = tuple(with_logits_kept(each, case.settings["vocab_size"]) for each in programs)
             said = predict_plan(plan, programs)
         told = with_reserved(plan, programs).prediction
         assert told is not None

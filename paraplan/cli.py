@@ -33,7 +33,7 @@ profiles.add_to(app)
 _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
-    "compare_memory": "paraplan.api",
+    "compare_memory": "paraplan.comparing",
     "make_model": "paraplan.jobs.models",
     "RunOptions": "paraplan.jobs.run",
     "check_run": "paraplan.jobs.run",
@@ -77,7 +77,8 @@ OffloadStates = Annotated[
     str | None,
     typer.Option(
         help="host: optimizer states on the host, updated there; all: parameters too; disk, disk-all: on disk; "
-        "fetched, all-fetched, ...: updated on the device; either, any: states, or parameters too, as chosen; none."
+        "fetched, all-fetched, ...: updated on the device; disk-grads, ...: gradients wait there too; "
+        "either, any, any-grads: states, parameters too, or gradients too, as chosen; none."
     ),
 ]
 DelayedUpdate = Annotated[

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,14 +21,14 @@ from paraplan.api import compile as compile_plan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import predict
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.trace.autocast import ambient_autocast, forward_under
 from paraplan.ir.trace.fake import name_inputs
 from paraplan.ir.trace.returned import returned_by
 from paraplan.jobs.detect import detect
 from paraplan.planner.memory.plan import MemoryLimits
-from paraplan.planner.memory.problem import Tier
+from paraplan.planner.memory.problem import MemoryProblem, Tier
 from paraplan.planner.memory.whole import host_tiers, least_words, memory_problem, schedule_memory
 from paraplan.runtime.fitted import FittedModule
 
@@ -104,12 +105,9 @@ def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tupl
     started = time.perf_counter()
     try:
         made = schedule_memory(whole.data, budget - beside, MemoryLimits(time_s=time_s), tiers)
-    except (InfeasibleError, SolverLimitError) as fault:
-        said = least_words(memory_problem(whole.data, tiers), budget - beside, time_s, beside)
-        raise type(fault)(
-            f"{fault}. {said}. Less is needed with a smaller batch, with microbatches=2 or more, with offload=True, or "
-            "with an optimizer of fewer states (optimizer='sgd' or 'momentum')"
-        ) from None
+    except NoPlanError as fault:
+        problem, room = memory_problem(whole.data, tiers), budget - beside
+        raise type(fault)(partial(_with_ways_out, fault, problem, room, time_s, beside)) from None
     again = 100 * made.answer.evaluation.recomputed_s / made.simulation.step_s
     note = (
         f"memory schedule within {budget} bytes: {again:.1f} % of the step executes ops again, at most "
@@ -118,6 +116,14 @@ def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tupl
     prediction = predict(made.plan, made.programs, made.simulation)
     data = msgspec.structs.replace(made.plan, prediction=prediction, notes=(*made.plan.notes, note))
     return Plan(data, made.programs, solve_s=time.perf_counter() - started)
+
+
+def _with_ways_out(fault: NoPlanError, problem: MemoryProblem, room: int, time_s: float, beside: int) -> str:
+    return (
+        f"{fault}. {least_words(problem, room, time_s, beside)}. Less is needed with a smaller batch, with "
+        "microbatches=2 or more, with offload=True, or with an optimizer of fewer states (optimizer='sgd' or "
+        "'momentum')"
+    )
 
 
 def _inputs(example_inputs: Any) -> dict[str, Any] | tuple[object, ...]:

@@ -20,7 +20,7 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
 from paraplan.ir.lower import lower
-from paraplan.ir.plan import HERE, OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.plan import HERE, ON_HOST, OPTIMIZERS, ModelRef, Place, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import InstrKind, StepKind
 from paraplan.ir.trace import capture
@@ -258,7 +258,7 @@ def updated_at(host_rate: float, given: Job) -> Job:
     return replace(given, cluster=msgspec.structs.replace(given.cluster, groups=(group,)))
 
 
-PLACES = (HERE, ("host", "", False), ("host", "", True))
+PLACES = (HERE, ON_HOST, Place("host", "", True))
 
 
 @pytest.mark.parametrize(("share", "host_rate"), [(0.25, 8e9), (0.6, 8e9), (0.6, 1e9), (0.8, 1e9)])

@@ -9,13 +9,17 @@ the bytes its `LocalValue` or `OuterValue` says. Tiers (host, disk) are accounts
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from paraplan.cost_models.blocks import NO_EFFECT, ArgState, MemoryBlock, Profile
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import CostModelError
+from paraplan.ir.memo import Lately, Same
 from paraplan.ir.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
 from paraplan.ir.tensor import DTYPE_BYTES
+
+_BLOCKS = Lately[MemoryBlock](50_000, lambda block: 1 + len(block.block.instrs))
 
 
 class Storage:
@@ -89,7 +93,9 @@ class MemoryWalk:
 
     def __init__(self, program: RankProgram) -> None:
         self.program = program
-        self.blocks = {name: MemoryBlock(block) for name, block in program.blocks.items()}
+        self.blocks = {
+            name: _BLOCKS.get(Same(block), partial(MemoryBlock, block)) for name, block in program.blocks.items()
+        }
         self.outer: dict[str, Held] = {}
         self.levels = Bytes({tier: program.update_bytes(tier)[0] for tier in ("", *program.update_tiers)})
         for name, value in program.outer.items():

@@ -314,6 +314,11 @@ def _verify_tiers(plan: Plan, name: str, layouts: ParamLayouts, where: str) -> N
         raise InvalidPlanError(
             f"{where}: its state is to be fetched to the device, where it is already; give it a state_tier"
         )
+    if layouts.grad_tier and not (layouts.staged and layouts.grad_tier == layouts.state_tier):
+        raise InvalidPlanError(
+            f"{where}: grad_tier is {layouts.grad_tier!r}; a gradient waits where its parameter is updated (''), or on "
+            "the tier of states that come to their update: those on disk, or fetched ones"
+        )
     spec, precision = plan.program.params[name].spec, plan.program.precision
     if layouts.stored_tier and name in trained_params(plan.program):
         if layouts.state_tier != layouts.stored_tier or layouts.state != layouts.stored:

@@ -42,7 +42,18 @@ def places_note(
         notes.append(
             "optimizer states on disk: " + _instead(best, others, failures, "keep all states in the host's memory")
         )
+    waiting = _bytes_where(best.plan, _waiting)
+    if waiting:
+        others = [each for each in found if not _bytes_where(each.plan, _waiting)]
+        notes.append(
+            f"gradients wait on {' and '.join(f'the {tier}' if tier == 'host' else tier for tier in waiting)}: "
+            + _instead(best, others, failures, "keep gradients where they are used")
+        )
     return tuple(notes)
+
+
+def _waiting(layouts: ParamLayouts) -> str:
+    return layouts.grad_tier
 
 
 def _on_disk(layouts: ParamLayouts) -> str:

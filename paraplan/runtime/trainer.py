@@ -250,7 +250,7 @@ class Trainer(Checkpointing):
             self.transport.agree(found, "max")
 
         scales = [self.state.tensors[name] for name in (SCALE,) if name in self.state.tensors]
-        return Scaler(self.plan, agree, scales, self.transport.device, **options)
+        return Scaler(self.plan, agree, scales, self.transport.device, [self.state.waiting], **options)
 
     def finish_update(self) -> None:
         """Bring updated values back to the stored parameters; runs by itself after the optimizer's step.
@@ -275,9 +275,9 @@ class Trainer(Checkpointing):
         here = counted_here(self.plan.program, self.held, self.stage)
         counted = {name: grad for name, grad in grads.items() if name in here}
         place = self.state.executor.coordinates
-        total = norm_share(counted, self.state.layouts, place, norm_type, self.transport.device)
+        total = norm_share(counted, self.state.layouts, place, norm_type, self.transport.device, self.state.waiting)
         norm = norm_of(self.transport.agree(total, "max" if norm_type == float("inf") else "sum"), norm_type)
-        clip(grads.values(), norm, max_norm)
+        clip(grads, norm, max_norm, self.state.waiting)
         return norm
 
     def zero_grad(self) -> None:

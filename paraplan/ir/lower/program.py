@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.buffers import send_buffers, write_buffers
+from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.losses import LossSteps
 from paraplan.ir.lower.messages import Messages
 from paraplan.ir.lower.outer import late_name, outer_values, with_drops
@@ -36,7 +37,7 @@ class RankSteps(LossSteps):
         self.texts = tuple(actions)
         self.actions: tuple[Action, ...] = tuple(parse_action(text) for text in actions)
         self.messages = Messages(blocks, group, self.add)
-        update = lambda args, staged: self.add(StepKind.UPDATE, args=args, staged=staged)  # noqa: E731
+        update = lambda args, staged, drops: self.add(StepKind.UPDATE, args=args, staged=staged, drops=drops)  # noqa: E731
         most, optimizer = self.plan.bundle_bytes, self.plan.optimizer
         self.staged = StagedUpdates(self.states, self.program.params, optimizer, most, update)
         self.late = tuple(name for name in self.trained if self.plan.is_late(self.holding.params[name]))
@@ -88,8 +89,9 @@ class RankSteps(LossSteps):
                     self._update(grads)
             else:
                 self._transfer(action)
-        self.add(StepKind.DROP, drops=tuple(grad for name, grad in grads.items() if name not in self.late))
-        kept = {"loss", *self.metrics.values(), *grads.values()}
+        kept = {"loss", *self.metrics.values(), *grads.values(), *self._measured}
+        ended = [grad for name, grad in grads.items() if name not in self.late and grad != home_name(name)]
+        self.add(StepKind.DROP, drops=(*ended, *self._measured))
         return self.ended(kept, grads, {})
 
     def _forward(self, action: Action) -> None:
@@ -185,6 +187,11 @@ class RankSteps(LossSteps):
         self.states.restore(plain, self.program.params)
         self.staged.write(names)
 
+    @property
+    def _measured(self) -> tuple[str, ...]:
+        """What is known of gradients that wait beside states."""
+        return tuple(name for step in self.steps for name in step.outs if name and name.startswith("magnitude:"))
+
     def _set_out(self) -> None:
         """The first states that come to their update are begun."""
         self.staged.set_out(self.trained)
@@ -201,7 +208,7 @@ class RankSteps(LossSteps):
         left = {
             name: self.states.leave(name, grad, self.strides_of.get(self.reductions.grads[name]))
             for name, grad in grads.items()
-            if self.states.tier(name) and name in self.tied
+            if self.states.leaves(name) and name in self.tied
         }
         self.states.end()
         return grads | left

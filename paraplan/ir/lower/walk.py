@@ -4,11 +4,11 @@ Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what
 `batch:<name>@<m>`, `buffer:<name>`, `seed:<segment>`, `<output>@<m>`, `d:<output>@<m>` (its gradient),
 `<segment>/<value>@<m>` (saved), `<segment>^<value>@<m>` (kept by the first part of a backward for the second),
 `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
-of ranks that hold it), `new:<buffer>` (its new value, likewise), `sum:<i>` (under way),
-`whole:<segment>/<slot>@<action>` (a parameter gathered ahead), `here:<segment>/<slot>@<action>` (one copied to the
-device), `held:<param>` (a stored copy gathered for the step), `<output>/<tier>@<m>` (an output that waits there),
-`den<i>`, `tangent<i>`, `num<i>`, `loss`; `<name><<group>` is what came from another group of ranks, `<name>#<i>` a part
-of it.
+of ranks that hold it), `home:<param>` (where it waits beside states), `magnitude:<param>` (what is known of it then),
+`new:<buffer>` (its new value, likewise), `sum:<i>` (under way), `whole:<segment>/<slot>@<action>` (a parameter
+gathered ahead), `here:<segment>/<slot>@<action>` (one copied to the device), `held:<param>` (a stored copy gathered for
+the step), `<output>/<tier>@<m>` (an output that waits there), `den<i>`, `tangent<i>`, `num<i>`, `loss`;
+`<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SegmentSteps:
 
     def _reduced(self, name: str, grad: str) -> None:
         """A gradient is in the optimizer's layout; other groups' are added to a tied parameter's first."""
-        if self.states.tier(name) and name not in self.tied:
+        if self.states.leaves(name) and name not in self.tied:
             strides = self.strides_of.get(grad)
             self.reductions.grads[name] = self.states.leave(name, grad, strides)
 

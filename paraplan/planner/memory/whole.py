@@ -15,7 +15,7 @@ import msgspec
 from paraplan.cost_models.predict import plan_costs, simulate_plan
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import NoPlanError
 from paraplan.ir.lower import lower
 from paraplan.ir.memory_actions import format_actions
 from paraplan.ir.plan import Plan
@@ -123,7 +123,7 @@ def least_budget(problem: MemoryProblem, above_bytes: int, time_s: float) -> Lea
             break
         try:
             high = plan_memory(problem, tried, MemoryLimits(time_s=left / 2, gap=1.0)).evaluation.peak_bytes
-        except (InfeasibleError, SolverLimitError):
+        except NoPlanError:
             low = tried
         tried = (low + high) // 2
     return Least(need, high)
