@@ -195,7 +195,7 @@ def test_a_file_is_left_out_of_what_is_fitted() -> None:
         return {"file": file, "device": device, "published": 1.0, "predicted": math.exp(log_error), "rate_slope": slope}
 
     found = left_out([row("a", "A100", -0.05, 1.0), row("b", "H100", -0.08, 0.8), row("c", "A100", 0.02, 0.5)])
-    # without a: c asks for rates of exp(-0.04); without b: a for exp(0.05), since its slope is more than c's, as without c
+    # without a, c asks for rates of exp(-0.04); without b or c, a for exp(0.05): its slope is more than that of c
     assert found["a"] == pytest.approx(-math.expm1(-0.09))
     assert found["b"] == pytest.approx(-math.expm1(-0.08 + 0.8 * 0.05))
     assert found["c"] == pytest.approx(math.expm1(0.02 + 0.5 * 0.05))
