@@ -32,10 +32,12 @@ def with_logits_kept(program: RankProgram, vocab: int) -> RankProgram:
 
 
 def _logits(name: str, block: Block, widths: list[int]) -> str:
-    """What a forward block's product with a matrix as wide as the vocabulary makes; "" where it has none."""
-    products = [instr for instr in block.instrs if "linear" in instr.target and name.endswith(".F")]
-    made = [out for instr in products for out in instr.outs if out and block.values[out].shape[-1] in widths]
-    return made[0] if made else ""
+    """What a forward block that makes a loss makes with a matrix as wide as the vocabulary; "" for none."""
+    values = block.values
+    if not name.endswith(".F") or all(out is None or values[out].shape for out in block.outputs):
+        return ""
+    made = [out for instr in block.instrs if "linear" in instr.target for out in instr.outs if out]
+    return next((out for out in made if values[out].shape[-1] in widths), "")
 
 
 def _handing(block: Block, value: str) -> Block:

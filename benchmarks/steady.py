@@ -7,8 +7,8 @@ periodic from some round on: each further round of microbatches adds the same ti
 lowered and simulated again and again with twice as many rounds as before, a round being as many microbatches as there
 are positions, until the time of a round is that of the doubling before; that is carried on. Doubling, because what is
 slower than the rest shows only when the slack before it is used up. `drift` says what the last two differ by, carried
-on likewise, as a share of the step: 0 where rounds are periodic, and else the error to expect. Memory is that of the
-most microbatches simulated, since a pipeline that is full holds no more of them.
+on likewise, as a share of the step: 0 where rounds are periodic, and else the error to expect. Peaks are carried on as
+well: a pipeline that is full holds no more microbatches, but the inputs of more.
 
 Limits: schedules by name, of equal microbatches; a test holds it against whole simulations.
 """
@@ -107,8 +107,12 @@ def carried_on(plan: Plan, count: int, program_of: Callable[[int], Program]) -> 
         of: float(getattr(found[-1].said, of) + ahead * _each(*last_two, of))
         for of in ("step_s", "compute_s", "exposed_comm_s", "exposed_copy_s")
     }
-    plan = msgspec.structs.replace(plan, prediction=msgspec.structs.replace(found[-1].said, **times))
-    return Carried(plan, count, drift)
+    peaks = tuple(
+        last + ahead * (last - before) // (last_two[1].count - last_two[0].count)
+        for before, last in zip(*(each.said.peak_bytes for each in last_two), strict=True)
+    )
+    said = msgspec.structs.replace(found[-1].said, peak_bytes=peaks, **times)
+    return Carried(msgspec.structs.replace(plan, prediction=said), count, drift)
 
 
 def _each(before: Carried, after: Carried, of: str) -> float:
