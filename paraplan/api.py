@@ -34,6 +34,7 @@ from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
 from paraplan.report.memory import MemoryTold, memory_told
 from paraplan.report.perfetto import chrome_trace
+from paraplan.report.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -192,6 +193,11 @@ class Plan:
     def __str__(self) -> str:
         return summary(self.data, self._simulation)
 
+    def __repr__(self) -> str:
+        found = self.data.prediction
+        told = f", step {show_seconds(found.step_s)}, peak {show_bytes(max(found.peak_bytes))}" if found else ""
+        return f"<Plan of {self.data.model.display} on {self.data.cluster.name}{told}>"
+
     def _repr_html_(self) -> str:
         return html_fragment(self.explain())
 
@@ -264,7 +270,8 @@ def compile(
         cluster: a spec, a file, a catalog name ("8xH100:4") or "local:4".
         example_inputs: one global batch, by forward's parameter names or in their order; left out for Hugging
             Face models, whose batch is then [batch, seq] tokens.
-        loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss.
+        loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss. Inputs by
+            name that forward does not take (labels) are given to it alone.
         optimizer: what keeps states: sgd, momentum, adam, adamw.
         precision: "fp32", "fp64", or "bf16", "fp8" (bf16, linear layers in float8) and "fp16" (float32 master weights;
             fp16 trains with `Trainer.scaler`).

@@ -46,6 +46,7 @@ _PARTS = {
     "check_failure": "paraplan.terminal.run",
     "spawn": "paraplan.terminal.run",
     "STRATEGIES": "paraplan.planner.compare",
+    "check_names": "paraplan.planner.compare",
     "show_plan": "paraplan.terminal.show",
     "show_summary": "paraplan.terminal.show",
     "show_simulation": "paraplan.terminal.show",
@@ -278,7 +279,8 @@ def compare(
     """Compare memory strategies on one device: ours and the literature's."""
     gc.set_threshold(*RARELY)
     given = parse_settings(settings or [])
-    names = tuple(_part("STRATEGIES")) if strategies == "all" else tuple(strategies.split(","))
+    names = tuple(_part("STRATEGIES")) if strategies == "all" else tuple(map(str.strip, strategies.split(",")))
+    _part("check_names")(names)
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, given, meta=True)

@@ -12,7 +12,7 @@ from paraplan.ir.lower import lower
 from paraplan.ir.lower.remat import remat_of
 from paraplan.ir.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, parse_layout
 from paraplan.ir.plan import PLAN_VERSION, STATE_TIERS, ParamLayouts, Plan, Stage
-from paraplan.ir.program import Program, SegmentKind, master_dtype, trained_params
+from paraplan.ir.program import Program, SegmentKind, trained_params
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.carried import rule_fault
@@ -319,17 +319,11 @@ def _verify_tiers(plan: Plan, name: str, layouts: ParamLayouts, where: str) -> N
             f"{where}: grad_tier is {layouts.grad_tier!r}; a gradient waits where its parameter is updated (''), or on "
             "the tier of states that come to their update: those on disk, or fetched ones"
         )
-    spec, precision = plan.program.params[name].spec, plan.program.precision
     if layouts.stored_tier and name in trained_params(plan.program):
         if layouts.state_tier != layouts.stored_tier or layouts.state != layouts.stored:
             raise InvalidPlanError(
                 f"{where}: stored on the {layouts.stored_tier} as {layouts.stored}, but its state is "
                 f"{layouts.state} on the {layouts.state_tier or 'device'}; give the state the same layout and tier"
-            )
-        if master_dtype(precision, spec.dtype) != spec.dtype:
-            raise InvalidPlanError(
-                f"{where}: stored on the {layouts.stored_tier} in {spec.dtype}, while {precision} updates a copy in "
-                f"{master_dtype(precision, spec.dtype)}; keep it stored on the device, or plan in fp32"
             )
 
 

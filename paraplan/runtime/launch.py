@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -223,4 +224,6 @@ def run_rank(module: str, args: Sequence[str], environment: Mapping[str, str]) -
     if module.endswith(".py"):
         runpy.run_path(module, run_name="__main__")
     else:
+        # what launches has imported it too, which is as it should be
+        warnings.filterwarnings("ignore", r".*found in sys\.modules after import of package", RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)

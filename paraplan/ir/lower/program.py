@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.buffers import send_buffers, write_buffers
 from paraplan.ir.lower.grads import home_name
@@ -57,6 +59,7 @@ class RankSteps(LossSteps):
         finals = self.finals(self.actions)
         last = {action.kind: index for index, action in enumerate(self.actions)}
         end_loss: Callable[[], None] = lambda: None  # noqa: E731
+        known = (0, self.action)
         joined = self.joining()
         last_backward = max(index for index, action in enumerate(self.actions) if action.kind in _BACKWARD)
         for index, (text, action) in enumerate(zip(self.texts, self.actions, strict=True)):
@@ -68,6 +71,7 @@ class RankSteps(LossSteps):
                     if self.plan.cluster.num_devices == 1:  # nothing to wait for: it is known before its gradients
                         self.end_waits()
                         end_loss()
+                        known = (len(self.steps), text)
             elif action.kind in _BACKWARD:
                 self.end_waits()
                 ahead = self._set_out if self.plan.states_ahead and index == last_backward else None
@@ -83,7 +87,7 @@ class RankSteps(LossSteps):
                     if self.plan.cluster.num_devices > 1:
                         end_loss()
                     grads = self._leave(exchange_ends(self, send_buffers(self)))
-                    write_buffers(self)
+                    self._write_buffers(*known)
             elif action.kind is ActionKind.UPDATE:
                 if index == last[ActionKind.UPDATE]:
                     self._update(grads)
@@ -93,6 +97,17 @@ class RankSteps(LossSteps):
         ended = [grad for name, grad in grads.items() if name not in self.late and grad != home_name(name)]
         self.add(StepKind.DROP, drops=(*ended, *self._measured))
         return self.ended(kept, grads, {})
+
+    def _write_buffers(self, at: int, action: str) -> None:
+        """Buffers get their new values once the step is through; on one device with the loss, as a model itself writes
+        them, unless the backward reads what they held before."""
+        first = len(self.steps)
+        write_buffers(self)
+        writes = self.steps[first:]
+        written = {name for step in writes for name in step.args if name.startswith("buffer:")}
+        if self.plan.cluster.num_devices == 1 and written.isdisjoint(n for s in self.steps[at:first] for n in s.args):
+            moved = [msgspec.structs.replace(step, action=action) for step in writes]
+            self.steps[at:] = [*moved, *self.steps[at:first]]
 
     def _forward(self, action: Action) -> None:
         """A stage's forward, what it reads received before and what it makes sent after, where no action says when."""
