@@ -7,7 +7,6 @@ which results it takes. So each block is read once, and each such situation ("si
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -241,6 +240,3 @@ def _fused_s(block: Block, costs: Costs) -> dict[int, float]:
         if seconds < apart:
             found |= {**dict.fromkeys(kernel.members, 0.0), kernel.members[-1]: seconds}
     return found
-
-
-BlockTimer = Callable[[Block], TimeBlock]
