@@ -130,7 +130,7 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     (ZeRO-Infinity, Rajbhandari et al. 2021). With `fetched` they are brought to the device instead, from either tier,
     and updated there; gradients then stay on the device. `stored_tier` is where the stored copy is: off the device it
     is copied there a segment before it is read, and given up after it. A trained parameter's state then is on the same
-    tier, in the same storage.
+    tier, in the same storage, and where that has another dtype (float32, under bf16) what comes is cast on arrival.
 
     `grad_tier` is where the gradient waits for its update: "" for where that is done, or the tier of states that come
     to it, to which it is written as it is made and with which it comes.

@@ -26,7 +26,7 @@ import msgspec
 
 from paraplan.ir.mesh import parse_layout
 from paraplan.ir.plan import HERE, ON_HOST, ParamLayouts, Place, Plan, Stage
-from paraplan.ir.program import master_dtype, trained_params
+from paraplan.ir.program import trained_params
 from paraplan.ir.reshard import only_gathers
 
 MOST = 64
@@ -73,14 +73,12 @@ def _moved(plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], 
 def may_be(
     plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], places: Sequence[Place]
 ) -> tuple[Place, ...]:  # fmt: skip
-    """Those of some places where a parameter can be: stored elsewhere only if its state lies alike, in one dtype."""
+    """Those of some places where a parameter can be: stored elsewhere only if its state lies alike."""
     if name not in trained_params(plan.program):
         return tuple(dict.fromkeys(place.frozen for place in places))
-    dtype = plan.program.params[name].spec.dtype
     lies = zip(parse_layout(layouts.stored), parse_layout(layouts.state), mesh, strict=True)
     alike = all(size == 1 or stored == state for stored, state, size in lies)
-    whole = alike and master_dtype(plan.program.precision, dtype) == dtype
-    return tuple(place for place in places if whole or not place.stored)
+    return tuple(place for place in places if alike or not place.stored)
 
 
 def choose_places(plan: Plan, places: Sequence[Place], price: Price, pinned: Collection[str] = ()) -> Plan:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.plan import ParamLayouts, Plan
+from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.sizes import say_size
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.planner.constraints import Constraints
@@ -73,9 +74,11 @@ def _instead(best: Candidate, others: Sequence[Candidate], failures: Sequence[Pa
 def _bytes_where(plan: Plan, tier_of: Callable[[ParamLayouts], str]) -> dict[str, int]:
     """Per tier, local bytes of the parameters said to be there."""
     found: dict[str, int] = {}
+    trained = set(trained_params(plan.program))
     for name, (layouts, mesh) in {n: (x, s.mesh.shape) for s in plan.stages for n, x in s.params.items()}.items():
         spec, tier = plan.program.params[name].spec, tier_of(layouts)
         if tier:
-            size = math.prod(local_shape(spec.shape, parse_layout(layouts.stored), mesh)) * DTYPE_BYTES[spec.dtype]
+            kept = master_dtype(plan.program.precision, spec.dtype) if name in trained else spec.dtype
+            size = math.prod(local_shape(spec.shape, parse_layout(layouts.stored), mesh)) * DTYPE_BYTES[kept]
             found[tier] = found.get(tier, 0) + size
     return found

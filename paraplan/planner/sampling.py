@@ -22,7 +22,7 @@ from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, local_shape, make_mesh, parse_layout
 from paraplan.ir.micro import ProgramMicro, program_micro, splittable
 from paraplan.ir.plan import HERE, PLACES, KindChoice, ParamLayouts, Plan, Split
-from paraplan.ir.program import Program, master_dtype, trained_params
+from paraplan.ir.program import Program, trained_params
 from paraplan.ir.rank_program import TIERS
 from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
@@ -129,9 +129,7 @@ def _with_states_away(plan: Plan, rng: random.Random) -> Plan:
     trained = set(trained_params(plan.program))
     params = dict(stage.params)
     for name, layouts in stage.params.items():
-        spec = plan.program.params[name].spec
-        alike = layouts.stored == layouts.state and master_dtype(plan.program.precision, spec.dtype) == spec.dtype
-        legal = [place for place in there if alike or not place.stored]
+        legal = [place for place in there if layouts.stored == layouts.state or not place.stored]
         if name not in trained:
             legal = list(dict.fromkeys(place.frozen for place in there))
         place = rng.choice(legal) if rng.random() < share else HERE

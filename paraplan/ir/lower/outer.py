@@ -30,10 +30,11 @@ def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> di
     trained = set(held.trained)
     for name, layouts in held.params.items():
         spec = program.params[name].spec
-        at = layouts.stored_tier
+        at, dtype = layouts.stored_tier, master_dtype(program.precision, spec.dtype)
+        if at and name in trained:  # the state's storage
+            spec = TensorSpec(dtype, spec.shape)
         found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.resting), shape, True, at)
         if name in trained:
-            dtype = master_dtype(program.precision, spec.dtype)
             stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
             tier = layouts.state_tier
             own = tier != at or dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)

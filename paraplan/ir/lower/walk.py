@@ -77,7 +77,7 @@ class SegmentSteps:
         under_way = AWAKE if len(blocks.held) == 1 else len(plan.program.segments)
         self.waking = Gathers(self.extended, self.calls, plan.bundle_bytes, "hold", under_way)
         self.copies = Copies(self._call_for)
-        self.fetches = Fetches(self.program.params, params, shape, self._call_for)
+        self.fetches = Fetches(self.program.params, params, specs, shape, self._call_for)
         tiers: dict[str, str] = {}
         for stage in () if self.evaluates else self.holding.stages:
             tiers |= boundary_tiers(self.program, plan.stages[stage])

@@ -51,7 +51,10 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     stored, fetched = prices.nbytes(cls.spec, (R, *option.stored)), prices.zero
     stays = 0
     if option.stored_tier:
-        fetched = scale(prices.fetched(option.stored_tier, stored), _reads(job, cls) * m)
+        comes = TensorSpec(option.state_dtype, cls.spec.shape) if cls.trained else cls.spec
+        copied = prices.fetched(option.stored_tier, prices.nbytes(comes, (R, *option.stored)))
+        cast = prices.cast(comes, cls.spec.dtype, (R, *option.stored))
+        fetched = scale(add(copied, cast), _reads(job, cls) * m)
         stored, stays = 0, stored
     if not cls.trained:
         on_host = stays if option.stored_tier == "host" else 0

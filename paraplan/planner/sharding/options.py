@@ -48,8 +48,9 @@ class ParamOption:
 
     def needs_restore(self, dtype: str) -> bool:
         """Whether the update is followed by a write into the stored copy."""
-        moved = self.resting != self.state or dtype != self.state_dtype
-        return self.state_tier != self.stored_tier or moved
+        if self.stored_tier:  # the state's storage
+            return False
+        return bool(self.state_tier) or self.resting != self.state or dtype != self.state_dtype
 
     def owns_state(self, spec: TensorSpec, mesh_shape: Dims) -> bool:
         """Whether the optimizer's tensor is a storage of its own, not a slice of the stored copy."""
@@ -97,7 +98,7 @@ def param_options(
                     found[ParamOption(stored, grad, state, dtype, eager=True)] = None
                 elif not kept and (cls.trained or not states):
                     found[ParamOption(stored, grad, state, dtype, states, "", fetched, grad_tier=waits)] = None
-                if kept and stored == state and (dtype == cls.spec.dtype or not cls.trained):
+                if kept and stored == state:
                     at = place if cls.trained else place.frozen
                     made = ParamOption(stored, grad, state, dtype, kept, kept, at.fetched, grad_tier=at.grads)
                     found[made] = None

@@ -235,6 +235,15 @@ class Prices:
         """A parameter copied from a tier to the device."""
         return self._on(copy_stream(tier, IN), self.costs.moves.copy_s(tier, nbytes))
 
+    def cast(self, spec: TensorSpec, dtype: str, layout: Layout) -> Price:
+        """A value in another dtype; nothing where it has that."""
+        local = self._local(spec, layout)
+        return (
+            self.zero
+            if dtype == spec.dtype
+            else self._copy("aten._to_copy.default", local, TensorSpec(dtype, local.shape))
+        )
+
     def nbytes(self, spec: TensorSpec, layout: Layout) -> int:
         """Local bytes."""
         return self._local(spec, layout).nbytes
