@@ -44,7 +44,7 @@ def compare_memory(
         )
     parsed = [_budget(text) for text in memory]
     group = spec.groups[0]
-    roomy = msgspec.structs.replace(group, device=msgspec.structs.replace(group.device, memory_bytes=1 << 60))
+    roomy = msgspec.structs.replace(group, device=msgspec.structs.replace(group.device, memory_bytes=1 << 59))
     plan = compile_plan(
         model, msgspec.structs.replace(spec, groups=(roomy,)), recompute="none", microbatches=1, progress=progress,
         **given,
@@ -65,8 +65,8 @@ def _budget(text: int | str) -> Callable[[int, int], int]:
             size = parse_bytes(text)
         except ConstraintError:
             raise ConstraintError(
-                f"{text!r} is neither a size, such as 2GiB, nor a share of the peak, such as 60%; several are given one "
-                "by one (--memory 60% --memory 40%)"
+                f"{text!r} is neither a size, such as 2GiB, nor a share of the peak, such as 60%; several are given "
+                "one by one (--memory 60% --memory 40%)"
             ) from None
         return lambda peak, base: size
     return lambda peak, base: base + int((peak - base) * float(share[1]) / 100)

@@ -215,5 +215,5 @@ def _roomy(cluster: ClusterSpec) -> ClusterSpec:
     if cluster.num_devices != 1:
         raise ConstraintError(f"{cluster.name} has {cluster.num_devices} devices; fit is for one: local:1, 1xH100")
     group = cluster.groups[0]
-    device = msgspec.structs.replace(group.device, memory_bytes=1 << 60)
+    device = msgspec.structs.replace(group.device, memory_bytes=1 << 59)
     return msgspec.structs.replace(cluster, groups=(msgspec.structs.replace(group, device=device),))
