@@ -91,6 +91,11 @@ def test_clipping_and_unscaling_read_nothing_and_change_no_bit(monkeypatch: pyte
                 assert not found
             waiting = trainer.state.waiting
             assert all(waiting.is_known(n, trainer.state.params[n].grad) for n in waiting.names)
+        (here, there), names = ([trainer.state for trainer, _ in pairs], pairs[1][0].state.waiting.names)
+        for name in names:
+            taken = there.waiting.value(name, there.params[name].grad)
+            assert torch.equal(here.params[name].grad.nan_to_num(), taken.nan_to_num()), name
+        for (_, optimizer), scaler in zip(pairs, scalers, strict=True):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
