@@ -34,6 +34,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "comparing": ("ir", "planner", "api"),
     "terminal": ("ir", "report", "jobs"),
     "cli": ("ir", "api", "report", "jobs", "terminal", "__version__"),
+    "__main__": ("cli",),
 }
 """What each room may import of ours, beyond itself; a dotted name opens that module only."""
 

@@ -27,7 +27,7 @@ from paraplan.ir.rank_program import MESSAGES, RankProgram, Step, StepKind
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
 
-_BLOCKS = Lately[TimeBlock](100_000, lambda block: 1 + len(block.events))
+_BLOCKS = Lately[TimeBlock](50_000, lambda block: 1 + len(block.events))
 
 
 class MemoryPoint(Value, frozen=True, kw_only=True):

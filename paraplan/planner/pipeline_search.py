@@ -28,6 +28,7 @@ from paraplan.ir.micro import splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
+from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
@@ -199,9 +200,8 @@ class _Case:
 def _case(job: Job, constraints: Constraints) -> _Case:
     assert isinstance(constraints.pp, int)
     positions, name = constraints.pp, constraints.schedule or "1f1b"
-    micros = _microbatches(job.program, constraints, positions)
     num_stages = _num_stages(constraints, positions, name, len(job.program.segments))
-    orders = named_orders(name, positions, micros, num_stages // positions)
+    micros, orders = _microbatches(job.program, constraints, name, positions, num_stages // positions)
     inner = msgspec.structs.replace(
         constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
         memory_reserve_bytes=0, recompute="none",
@@ -232,9 +232,9 @@ def _overflow(tried: Sequence[Plan], budget: int, positions: int) -> str:
     peaks = [plan.prediction.peak_bytes for plan in tried if plan.prediction is not None]
     first, least = peaks[0], min(peaks, key=max)
     return (
-        f"a pipeline of {positions} stages needs more than the {budget / 2**30:.3g} GiB a device may hold: as planned "
-        f"for speed alone, rank class {first.index(max(first))} peaks at {max(first) / 2**30:.3g} GiB; at best, of "
-        f"{len(tried)} plans, rank class {least.index(max(least))} peaks at {max(least) / 2**30:.3g} GiB; use more "
+        f"a pipeline over {positions} groups of devices needs more than the {say_size(budget)} a device may hold: as "
+        f"planned for speed alone, rank class {first.index(max(first))} peaks at {say_size(max(first))}; at best, of "
+        f"{len(tried)} plans, rank class {least.index(max(least))} peaks at {say_size(max(least))}; use more "
         "stages, more microbatches, or a sharding that holds less (zero, tp)"
     )
 
@@ -260,12 +260,26 @@ def first_devices(cluster: ClusterSpec, positions: int) -> ClusterSpec:
     return msgspec.structs.replace(cluster, groups=(part,))
 
 
-def _microbatches(program: Program, constraints: Constraints, positions: int) -> int:
-    """The pinned count, or the first of 4, 2 and 1 times the positions, and of fewer, that the batch divides into."""
+def _microbatches(
+    program: Program, constraints: Constraints, name: str, positions: int, each: int
+) -> tuple[int, Orders]:
+    """How many microbatches, and their orders: the pinned count, or the first of 4, 2 and 1 times the positions, and of
+    fewer, that the batch divides into (over pinned data-parallel ranks too) and the schedule takes.
+
+    Raises:
+        ConstraintError: the schedule takes none, or `each` stages a position.
+    """
     if constraints.microbatches is not None:
-        return constraints.microbatches
-    counts = (4 * positions, 2 * positions, *range(positions, 0, -1))
-    return next(count for count in counts if program.batch_size % count == 0 and splittable(program, count))
+        return constraints.microbatches, named_orders(name, positions, constraints.microbatches, each)
+    fault = ConstraintError(f"dp={constraints.dp} does not divide a batch of {program.batch_size}; use a divisor of it")
+    rows, left = divmod(program.batch_size, constraints.dp or 1)
+    for count in dict.fromkeys((4 * positions, 2 * positions, *range(positions, 0, -1))) if not left else ():
+        if rows % count == 0 and splittable(program, count):
+            try:
+                return count, named_orders(name, positions, count, each)
+            except ConstraintError as refused:
+                fault = refused
+    raise fault
 
 
 def _num_stages(constraints: Constraints, positions: int, name: str, segments: int) -> int:

@@ -29,7 +29,7 @@ from paraplan.runtime.evaluate import (
 )
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.late import LateUpdates
-from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
+from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share
 from paraplan.runtime.params import join
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.scaling import SCALE, Scaler
@@ -204,9 +204,7 @@ class InProcessTrainer:
         With a scaler, an update that finds an infinite gradient is skipped.
         """
         if not self.optimizers:
-            self.optimizers = [
-                cls(param_groups(rank.params, groups, params, rank.tiers), **options) for rank in self.ranks
-            ]
+            self.optimizers = [cls(rank.param_groups(groups, params), **options) for rank in self.ranks]
             self._staging = [
                 Staging(rank, optimizer, self.transport.tracker)
                 for rank, optimizer in zip(self.ranks, self.optimizers, strict=True)

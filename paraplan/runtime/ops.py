@@ -360,8 +360,3 @@ def collective_shape(kind: str, shape: Sequence[int], group_size: int) -> tuple[
     if kind == "reduce_scatter":
         return (first // group_size, *shape[1:])
     return tuple(shape)
-
-
-def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a dense tensor."""
-    return math.prod(shape) * DTYPE_BYTES[dtype]

@@ -20,7 +20,7 @@ GroupMaker = Callable[[Named], Iterable[Any]]
 
 def param_groups(
     named: Named, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None,
-    tiers: Mapping[str, str] | None = None,
+    tiers: Mapping[str, str] | None = None, everywhere: Iterable[str] = (),
 ) -> list[Any]:  # fmt: skip
     """What the optimizer's class is given.
 
@@ -31,24 +31,26 @@ def param_groups(
         params: makes the groups itself.
         tiers: where each parameter is updated; a group whose parameters are updated in several places becomes one
             for each, device first, so that what is updated together lies together.
+        everywhere: names of all ranks' parameters; a stage of a pipeline has some of them, or none, and then its
+            optimizer has one group without parameters.
     Raises:
-        PlanMismatchError: a pattern matches no parameter.
+        PlanMismatchError: a pattern matches no rank's parameter.
     """
     if params is not None:
-        return list(params(named))
-    left = dict(named)
+        return list(params(named)) or [{"params": []}]
+    left, known = dict(named), list(dict.fromkeys((*named, *everywhere)))
     found = []
     for group in groups or ():
         pattern = group["match"]
         taken = [name for name in left if re.search(pattern, name)]
-        if not any(re.search(pattern, name) for name in named):
+        if not any(re.search(pattern, name) for name in known):
             raise PlanMismatchError(
-                f"optimizer group {pattern!r} matches no parameter; names look like {', '.join(list(named)[:5])}"
+                f"optimizer group {pattern!r} matches no parameter; names look like {', '.join(known[:5])}"
             )
         if taken:
             options = {key: value for key, value in group.items() if key != "match"}
             found += _by_tier({name: left.pop(name) for name in taken}, options, tiers or {})
-    return [*found, *_by_tier(left, {}, tiers or {})]
+    return [*found, *_by_tier(left, {}, tiers or {})] or [{"params": []}]
 
 
 def _by_tier(named: Named, options: Mapping[str, Any], tiers: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ state tensors, and the rest (copies back into the stored parameters, drops) foll
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,14 @@ from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.late import Phase, flush_steps, in_phase
 from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
+from paraplan.ir.program import trained_params
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.copies import tensor_of
 from paraplan.runtime.executor import Executor
 from paraplan.runtime.grads import WaitingGrads
+from paraplan.runtime.optim import GroupMaker, param_groups
 from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part, travels
 
 
@@ -108,6 +110,10 @@ class Rank:
         if self.tiers[name] or waits or own.device.type == torch.device(self.device).type:
             return own
         return torch.full((), float("nan"), dtype=own.dtype, device=self.device).expand(own.shape)
+
+    def param_groups(self, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None) -> list[Any]:
+        """What the class of an optimizer is given for this rank; see `optim.param_groups`."""
+        return param_groups(self.params, groups, params, self.tiers, trained_params(self.plan.program))
 
     @property
     def before(self) -> tuple[Step, ...]:

@@ -43,7 +43,7 @@ from paraplan.runtime.evaluate import (
 )
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.late import LateUpdates
-from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
+from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share
 from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, message_pairs
 from paraplan.runtime.scaling import SCALE, Scaler
@@ -216,7 +216,7 @@ class Trainer(Checkpointing):
             after: runs after its step, instead of `finish_update`.
             options: for cls.
         """
-        made = cls(param_groups(self.state.params, groups, params, self.state.tiers), **options)
+        made = cls(self.state.param_groups(groups, params), **options)
         staging = Staging(self.state, made, self.transport.tracker) if self.state.staged else None
         trainer = weakref.ref(self)
         if self.state.late:

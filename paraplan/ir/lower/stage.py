@@ -28,7 +28,7 @@ from paraplan.ir.program import HALVES
 from paraplan.ir.schedule import ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
 
-_INSTRS = 100_000  # some 100 MB
+_INSTRS = 50_000  # some 45 MB
 _FORWARDS = Lately[LoweredForward](_INSTRS, lambda made: len(made.block.instrs))
 _BACKWARDS = Lately[LoweredBackward](
     _INSTRS, lambda made: sum(len(part.block.instrs) for part in made.parts or (made,))
