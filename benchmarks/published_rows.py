@@ -8,7 +8,7 @@ What follows from a source's text rather than from its rows' fields stands here:
 last (Megatron-LM); the rows of Narayanan et al. 2021 are plain 1F1B with unsharded optimizers (their Table 2's ratio
 is that of the non-interleaved bubbles), as is MT-NLG (Smith et al. 2022, section 3), and neither had sequence
 parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao et al. 2022) or overlapped tensor
-parallelism;
+parallelism; ZeRO-3 is DeepSpeed's of 2021 (`ZERO3_PART_S`), where what does not fit may wait on the host;
 torchtitan runs a local batch as one microbatch or, in a pipeline, where it is not told, as many as that has ranks, with
 two stages a rank where a schedule takes several (`build_pipeline_schedule`, `generate_split_points`, end of 2024), and
 keeps parameters and gradients whole until the last microbatch (`stage.backward_maybe_with_nosync` of
@@ -25,6 +25,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from paraplan.api import as_cluster
+from paraplan.ir.cluster import ClusterSpec, Link
 
 Row = dict[str, Any]
 Pins = dict[str, Any]
@@ -65,6 +70,8 @@ class Case:
         work: of a step, in the unit's numerator (teraflops, tokens).
         gpus: how many.
         memory_gib: what the allocator reserved, 0 where the source does not say.
+        keeps_logits: whether logits of all microbatches are kept to the step's end, as by torch's pipelines.
+        alone: whether nothing runs beside a collective, as in ZeRO-3 of 2021.
     """
 
     file: str
@@ -82,6 +89,8 @@ class Case:
     work: float
     gpus: int
     memory_gib: float = 0.0
+    keeps_logits: bool = False
+    alone: bool = False
 
     @property
     def layers(self) -> int:
@@ -107,6 +116,7 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     free: tuple[tuple[Pins, ...], ...] = ()
     if row.get("scheme") == "zero3":
         pins |= {"zero": 3, "microbatches": b // (gpus * int(row["microbatch"]))}
+        free = (({}, {"offload": "host"}),)
     elif pp > 1:
         pins |= {"pp": pp}
         free = pipelines(layers, pp, b // dp, 1 if again else None, int(row.get("microbatch", 0)))
@@ -123,7 +133,7 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     name = " ".join(str(part) for part in (row.get("name", "530B"), row.get("scheme", ""), gpus) if part)
     return Case(
         file, name, "megatron_gpt", settings, _cluster(data, gpus), b, s, PRECISIONS[str(data["dtype"])], pins, free,
-        "TFLOP/s", float(row["tflops_per_gpu"]), flops / 1e12, gpus,
+        "TFLOP/s", float(row["tflops_per_gpu"]), flops / 1e12, gpus, alone=row.get("scheme") == "zero3",
     )  # fmt: skip
 
 
@@ -194,7 +204,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
         file, name, "torchtitan_llama",
         {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False, "loss_parallel": tp > 1},
         _cluster(data, gpus), batch, s, "fp8" if float8 else "bf16", pins, free, "tokens/s",
-        float(row["tokens_per_s_per_gpu"]), batch * s, gpus, float(row.get("memory_gib", 0)),
+        float(row["tokens_per_s_per_gpu"]), batch * s, gpus, float(row.get("memory_gib", 0)), keeps_logits=pp > 1,
     )  # fmt: skip
 
 
@@ -230,6 +240,28 @@ def scaling_rows(data: Row) -> list[Row]:
 def _cluster(data: Row, gpus: int) -> str:
     per_node, kind = int(data["gpus_per_node"]), DEVICES[data["device"]]
     return f"{per_node}x{kind}:{gpus // per_node}" if gpus > per_node else f"{gpus}x{kind}"
+
+
+ZERO3_PART_S = 380e-6 / 8
+"""What a gather or a scatter of DeepSpeed's ZeRO-3 of 2021 takes a host for each of its ranks: it made a view of every
+rank's part, and torch copied the parts one by one. As its users measured it: 130 microseconds to prepare and 250 to
+launch one over 8 GPUs, of small parameters (its issue 1069; that all of it grows with ranks is our reading). All the
+while the device stood still: "the async version is not async at all, because each all_gather calls
+torch.cuda.synchronize()" (its pull request 1188)."""
+
+
+def cluster_of(case: Case) -> ClusterSpec:
+    """The row's cluster; where nothing runs beside a collective, with links over which they take the whole device."""
+    cluster = as_cluster(case.cluster)
+    if not case.alone:
+        return cluster
+    groups = tuple(msgspec.structs.replace(each, in_node=_alone(each.in_node)) for each in cluster.groups)
+    between = _alone(cluster.between_nodes) if cluster.between_nodes is not None else None
+    return msgspec.structs.replace(cluster, groups=groups, between_nodes=between)
+
+
+def _alone(link: Link) -> Link:
+    return msgspec.structs.replace(link, device_share=1.0, latency_s=link.latency_s + ZERO3_PART_S)
 
 
 def read_cases(folder: Path) -> list[Case]:

@@ -9,8 +9,8 @@ the bytes its `LocalValue` or `OuterValue` says. Tiers (host, disk) are accounts
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from paraplan.cost_models.blocks import NO_EFFECT, ArgState, MemoryBlock, Profile
 from paraplan.ir.entry import Entry
@@ -42,8 +42,7 @@ class Bytes(dict[str, int]):
         return 0
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """What an outer name stands for: a storage, and the tensor lying in it."""
 
     storage: Storage
@@ -59,8 +58,7 @@ class Held:
         return count
 
 
-@dataclass(frozen=True)
-class StepMemory:
+class StepMemory(NamedTuple):
     """What one step did to memory.
 
     Attributes:
@@ -87,7 +85,7 @@ class StepMemory:
     added: str = ""
     made: int = 0
     args: tuple[ArgState, ...] = ()
-    tiers: dict[str, StepMemory] = field(default_factory=dict)
+    tiers: dict[str, StepMemory] = {}
 
 
 class MemoryWalk:
@@ -135,8 +133,8 @@ class MemoryWalk:
 
     def _with_beside(self, result: StepMemory) -> StepMemory:
         """What a step did to memory, with the workspace of an update that runs beside it."""
-        tiers = {tier: replace(part, peak=part.peak + self._beside[tier]) for tier, part in result.tiers.items()}
-        return replace(result, tiers=tiers)
+        tiers = {tier: part._replace(peak=part.peak + self._beside[tier]) for tier, part in result.tiers.items()}
+        return result._replace(tiers=tiers)
 
     def _bind(self, name: str, held: Held, died: Bytes) -> None:
         """Give a name to a value; what dies because the name meant something else is added to `died`."""
@@ -265,7 +263,7 @@ class MemoryWalk:
             self._give_up(name, died)
         tiers = self._without(died)
         if on:
-            tiers[on] = replace(tiers[on], peak=tiers[on].peak + workspace_bytes)
+            tiers[on] = tiers[on]._replace(peak=tiers[on].peak + workspace_bytes)
         return StepMemory(
             before=self.live, after=self.live - died[""], peak=self.live + (0 if on else workspace_bytes),
             dropped=died[""], tiers=tiers,

@@ -53,6 +53,7 @@ def test_two_levels_by_hand() -> None:
     size = 1 << 20
     assert ring_all_reduce_s(size, TWO) == pytest.approx(2 * (crossing + local) + 2 * 15 / 16 * size / ports)
     assert tree_all_reduce_s(size, TWO) == pytest.approx(2 * (7e-6 + 5e-6) + 2 * size / ports)
+    assert all_gather_s(1000, TWO) == pytest.approx(crossing + local + 15 * 1000 / ports)
     # Scatter 7/8 in the node, exchange an eighth between two nodes (the ring beats the tree), gather it back.
     across = 2 * 5e-6 + size / 8 / 5e7
     assert hierarchical_all_reduce_s(size, TWO) == pytest.approx(2 * 7 * (1e-6 + size / 8 / 1e9) + across)
