@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -190,6 +191,14 @@ def test_microbatches_left_out_suit_the_ranks_and_the_schedule() -> None:
     assert plan.num_microbatches == n // 2
     with pytest.raises(ConstraintError, match=f"dp=3 does not divide a batch of {n}"):
         search(job_of(program(), 6), Constraints(pp=2, dp=3))
+
+
+def test_a_cluster_need_not_say_how_fast_its_host_updates() -> None:
+    job = job_of(program(), 2)
+    group = msgspec.structs.replace(job.cluster.groups[0], host_memory_bytes_per_s=0.0, host_memory_bytes=0)
+    silent = replace(job, cluster=msgspec.structs.replace(job.cluster, groups=(group,)))
+    pins = Constraints(dp=2, microbatches=1)
+    assert search(silent, pins).plan.stages == search(job, pins).plan.stages
 
 
 def test_a_stage_may_have_nothing_to_train() -> None:
