@@ -53,7 +53,9 @@ def returned_by(
     copied, batch = fake_copy(model, precision, mode), fake_batch(tensors, precision, mode)
     try:
         with mode, eager_masks(batch):
-            args, kwargs = arguments(copied, as_computed(batch, precision), others, not isinstance(example_inputs, dict))
+            args, kwargs = arguments(
+                copied, as_computed(batch, precision), others, not isinstance(example_inputs, dict)
+            )
             output = copied(*args, **kwargs)
     except ParaplanError:
         raise
