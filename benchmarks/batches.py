@@ -19,7 +19,7 @@ from functools import cache, partial
 
 from benchmarks.table import Row, main
 from benchmarks.zoo.sized import flattened, vgg19
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import NoPlanError
 from paraplan.planner.memory.answer import MemoryAnswer
 from paraplan.planner.memory.plan import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
@@ -77,7 +77,7 @@ def planned(method: str, problem: MemoryProblem, time_s: float) -> MemoryAnswer 
             found = keep_all(problem)
         else:
             found = MEMORY[method](problem, BUDGET_BYTES, Limits(time_s=time_s))
-    except (InfeasibleError, SolverLimitError):
+    except NoPlanError:
         return None
     fits = found.evaluation.peak_bytes <= BUDGET_BYTES and found.evaluation.step_s <= most_s(problem)
     return found if fits else None

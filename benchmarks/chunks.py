@@ -23,7 +23,7 @@ from benchmarks.zoo.sized import MODELS, reference_cluster
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import plan_costs, simulate_plan
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import NoPlanError
 from paraplan.ir.lower import lower
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.trace import capture
@@ -60,7 +60,7 @@ def planned(name: str, share: float) -> Row:
     for column, pinned in (("whole", replace(pins, recompute="full")), ("overhead", pins)):
         try:
             found = search(job, pinned).plan
-        except (InfeasibleError, SolverLimitError) as fault:
+        except NoPlanError as fault:
             row |= {column: "none", f"{column}_why": str(fault)}
             continue
         assert found.prediction is not None and max(found.prediction.peak_bytes) <= budget
@@ -76,7 +76,7 @@ def op_by_op(plan: Plan, budget: int) -> float | str:
     problem = flatten(lower(chunked)[0], plan_costs(chunked)[0]).problem
     try:
         found = plan_memory(problem, budget, MemoryLimits(time_s=60.0))
-    except (InfeasibleError, SolverLimitError):
+    except NoPlanError:
         return "none"
     return 100 * (found.evaluation.step_s / plan.prediction.step_s - 1)
 

@@ -11,7 +11,7 @@ from benchmarks.table import Row
 from benchmarks.zoo.sized import reference_cluster
 from benchmarks.zoo.twins import twin
 from paraplan.codegen import build_modules
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import InfeasibleError, NoPlanError
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import Step, run_step
@@ -33,7 +33,7 @@ def executed(name: str, share: float, time_s: float) -> Row:
     most = peak_without(problem) - problem.base_bytes
     try:
         made = schedule_memory(plan, problem.base_bytes + int(share * most), MemoryLimits(time_s=time_s))
-    except (InfeasibleError, SolverLimitError) as fault:
+    except NoPlanError as fault:
         return {"twin": f"{words}: {'infeasible' if isinstance(fault, InfeasibleError) else 'limit'}"}
     trainer = InProcessTrainer(made.plan, made.programs, [build_modules(p) for p in made.programs], model, seed=0)
     trainer.step(batch)

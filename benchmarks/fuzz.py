@@ -2,7 +2,7 @@
 
 Every model on 2, 4 and 8 ranks in this process: the planner's own choice, and plans that draw their mesh, microbatches,
 every op's strategy and every layout at random, with dropout on in half of them and states and parameters on the host or
-on disk in two thirds. Own choices and every fifth plan run
+on disk in two thirds, some updated late. Own choices, plans that update late and every fifth run
 five steps, the others two, of SGD with momentum (under Adam, which divides by it, a parameter whose gradient is nothing
 but rounding noise tells of the noise). Held against the captured program on one device by the numerics contract's
 measure: the loss and every gradient of each step, every parameter and buffer after the last. The last step is recorded:
@@ -75,8 +75,11 @@ class Subject:
     @cache  # noqa: B019  (one subject lives at a time)
     def reference(self, dropout: float) -> Reference:
         """The captured program trained on one device."""
+        return self.trained(dropout, random_plan(self.job(dropout, 2), 0))
+
+    def trained(self, dropout: float, plan: Plan) -> Reference:
+        """The same where what a plan updates late is updated late."""
         small, program = self.small[dropout], self.program[dropout]
-        plan = random_plan(self.job(dropout, 2), 0)
         device = Captured(plan, small.model, partial(torch.optim.SGD, lr=LR, momentum=0.9), 0)
         found = Reference()
         for _ in range(STEPS):
@@ -192,7 +195,10 @@ def fuzz(name: str, ranks: int) -> Row:
     for which, make, dropout, steps in plans(of, ranks, PLANS):
         count += 1
         try:
-            seen = run_plan(make(), of.small[dropout], of.reference(dropout), steps)
+            plan = make()
+            late = plan.delayed_update is not None  # which tells only after some steps
+            wanted = of.trained(dropout, plan) if late else of.reference(dropout)
+            seen = run_plan(plan, of.small[dropout], wanted, STEPS if late else steps)
         except Exception as fault:  # noqa: BLE001  (a finding like any other; the other plans go on)
             failures.append(f"{which}: {type(fault).__name__}: {fault}")
             continue

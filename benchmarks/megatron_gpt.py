@@ -8,8 +8,9 @@ over tensor-parallel ranks (Megatron-LM, `megatron/core/transformer`):
 - the fused projection of queries, keys and values is laid out by heads, [heads, 3, size of a head], so a rank's rows of
   it are its own heads' (GPT-2's lies [3, heads, size], whose thirds are cut across ranks);
 - the activation after the first product of a feed-forward layer is one kernel (`bias_gelu`);
-- the loss casts its logits to float32 and subtracts their maximum in passes of their own
-  (`tensor_parallel/cross_entropy.py`), where a vocabulary of 131,072 is much to read.
+- the loss casts its logits to float32, subtracts their maximum, takes the exponential, sums it and divides by the sum
+  in passes of their own, and its backward multiplies what the division left (`tensor_parallel/cross_entropy.py`, not
+  fused, as is its default), where a vocabulary of 131,072 is much to read.
 
 Attention is one kernel, or, as before FlashAttention (2022), two products around a softmax whose kernel scales and
 masks too (Narayanan et al. 2021, section 4.2; what it does to values does not matter here, for there are none).
@@ -19,6 +20,7 @@ Dropout is left out. Names of parameters number the layers, as `deepen` wants.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,22 @@ class _Thirds(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> Tensor:  # type: ignore[override]
         return torch.cat(grads, -1)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The passes of the loss over its logits; what it does to the few numbers of the labels is left out."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        parts = (logits - logits.amax(-1, keepdim=True)).exp()
+        sums = parts.sum(-1, keepdim=True)
+        ctx.save_for_backward(parts / sums)
+        return (sums.squeeze(-1).log() - labels).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (softmax,) = ctx.saved_tensors
+        return softmax * (grads[0] / softmax[..., 0].numel()), None
 
 
 class Attention(nn.Module):
@@ -109,8 +127,7 @@ class MegatronGPT(nn.Module):
             assert isinstance(layer, nn.ModuleDict)
             x = layer["feed_forward"](layer["attention"](x))
         logits = self.head(self.norm(x)).float()
-        logits = logits - logits.amax(-1, keepdim=True).detach()
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.t().contiguous().view(-1))
+        return _CrossEntropy.apply(logits, labels.t())
 
 
 def gpt_model(of: GPTSettings) -> MegatronGPT:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.formats.checkmate import read_folder
 from benchmarks.table import Row, main
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import InfeasibleError, NoPlanError
 from paraplan.planner.memory.plan import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemoryProblem
 from paraplan.planner.memory.schedule import evaluate, freeing
@@ -62,7 +62,7 @@ def planned(problem: MemoryProblem, share: float, time_s: float) -> Row:
     row: Row = {"ops": len(problem.ops), "budget": share}
     try:
         found = plan_memory(problem, base + int(most * share), MemoryLimits(time_s=time_s))
-    except (InfeasibleError, SolverLimitError) as fault:
+    except NoPlanError as fault:
         return {**row, "status": "infeasible" if isinstance(fault, InfeasibleError) else "limit", "why": str(fault)}
     whole = problem.compute_s
     return {

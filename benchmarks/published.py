@@ -2,15 +2,14 @@
 
     python -m benchmarks.published --published FOLDER [--only PATTERN] [--json FILE [--resume]]
 
-FOLDER holds JSON files of published rows; `published_rows` says how they are read. A model is captured from meta at
-three layers, once per architecture and batch, and made as deep as it is (`deepen`). Of what a row leaves open the
-fastest that fits counts, never the best match; choices are made one after another.
-Only PATTERN (searched in "file row") are predicted; with --resume those already in --json are kept.
+FOLDER holds JSON files of published rows; `published_rows` says how they are read, `published_plans` how they are
+planned. Only PATTERN (searched in "file row") are predicted; with --resume those already in --json are kept.
 
 `memory_gib` is what the caching allocator is predicted to reserve, where the source says what it did.
 `error_percent` is signed, predicted over published. Orderings: of all pairs of rows of a file, how many the prediction
-ranks as published, and those that sources report by name. Left out: the one scale that fits all other files best (the
-median), applied to this one; nothing in the package is changed by it.
+ranks as published, and those that sources report by name. Left out: what was set looking at such rows, the rate of
+matrix products and how much of it Hopper's power leaves, is fitted anew to the other files (`left_out`); nothing in
+the package is changed by it.
 """
 
 from __future__ import annotations
@@ -18,34 +17,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import re
 import statistics
 import sys
-import time
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from benchmarks.deepen import CAPTURED, deepen
-from benchmarks.megatron_gpt import GPTSettings, gpt_batch, gpt_model
-from benchmarks.published_rows import DEPTH, Case, Row, read_cases
-from benchmarks.torchtitan_llama import TorchtitanLlama
-from paraplan.api import as_cluster, versions
-from paraplan.cost_models.predict import with_reserved
-from paraplan.ir.errors import ParaplanError
-from paraplan.ir.lower import lower
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
-from paraplan.jobs.inputs import hf_batch
-from paraplan.jobs.models import hf_model, model_ref
-from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import Constraints
-from paraplan.planner.search import search
+from benchmarks.published_plans import predict
+from benchmarks.published_rows import Row, read_cases
 
 COLUMNS = ("file", "row", "published", "predicted", "unit", "error_percent", "exposed", "bubble", "chosen", "cpu_s")
 
@@ -67,100 +50,6 @@ REPORTED = (
     Ordering("PTD above ZeRO-3, 530B", "megatron_sc21_a100", "529.6B ptd 560", "529.6B zero3 640"),
     Ordering("175B falls from 96 to 4608", "megatron_core_h100", "175B scaling 96", "175B scaling 4608"),
 )
-
-
-@lru_cache(maxsize=2)
-def captured(family: str, settings: str, batch: int, seq: int, precision: str) -> tuple[Program, ModelRef]:
-    """A model by its settings as JSON, so that equal ones are captured once."""
-    if family == "megatron_gpt":
-        model: nn.Module = gpt_model(GPTSettings(**json.loads(settings)))
-        inputs = gpt_batch(batch, seq)
-    elif family == "torchtitan_llama":
-        model = TorchtitanLlama(json.loads(settings))
-        inputs = gpt_batch(batch, seq)
-    else:
-        model = hf_model(family, json.loads(settings), meta=True)
-        inputs = hf_batch(model, batch, seq)
-    program = capture(model, inputs, precision=precision)
-    return program, model_ref(model, program, made_here=True)
-
-
-def program_of(case: Case) -> tuple[Program, ModelRef]:
-    """The row's model, whole."""
-    settings = json.dumps({**case.settings, DEPTH[case.family]: min(case.layers, CAPTURED)})
-    program, reference = captured(case.family, settings, case.batch, case.seq, case.precision)
-    return deepen(program, case.layers) if case.layers > CAPTURED else program, reference
-
-
-def predict(case: Case, time_limit_s: float) -> Row:
-    """The row's plan and what it says of it."""
-    started = time.process_time()
-    row: Row = {
-        "file": case.file, "row": case.name, "unit": case.unit, "published": case.published,
-        "pins": " ".join(f"{key}={value}" for key, value in case.pins.items()),
-    }  # fmt: skip
-    program, reference = program_of(case)
-    job = Job(
-        program=program, cluster=as_cluster(case.cluster), optimizer=OPTIMIZERS["adamw"], model=reference,
-        versions=versions(),
-    )  # fmt: skip
-    tried: dict[str, str] = {}
-    best: Plan | None = None
-    chosen = [group[0] for group in case.free]
-    for place, group in enumerate(case.free or (({},),)):
-        for option in group:
-            trial = [*chosen[:place], option, *chosen[place + 1 :]]
-            pins = {key: value for each in trial for key, value in each.items()}
-            if _text(pins) in tried:
-                continue
-            try:
-                plan = search(job, Constraints(**case.pins, **pins), time_limit_s, certify=False).plan
-            except ParaplanError as fault:
-                tried[_text(pins)] = f"{type(fault).__name__}: {str(fault)[:200]}"
-                continue
-            tried[_text(pins)] = f"{_step_s(plan):.4g} s"
-            if best is None or _step_s(plan) < _step_s(best):
-                best, chosen = plan, trial
-    said = [f"{text}: {found}" for text, found in tried.items()]
-    row |= {"cpu_s": time.process_time() - started, "tried": said, "chosen": said[0]}
-    return row if best is None else row | _said(case, best)
-
-
-def _text(free: Row) -> str:
-    """Free choices, short."""
-    return " ".join(
-        f"{key}={len(value) if key == 'stages' else value}" for key, value in free.items()
-    ) or "as pinned"  # fmt: skip
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step_s
-
-
-def _said(case: Case, plan: Plan) -> Row:
-    """What a plan predicts of a row."""
-    said = plan.prediction
-    assert said is not None
-    predicted = case.work / said.step_s / case.gpus
-    remade = any(choice.activations for stage in plan.stages for choice in stage.choices)
-    idle = said.step_s - said.compute_s - said.exposed_comm_s - said.exposed_copy_s
-    memory: Row = {}
-    if case.memory_gib:
-        told = with_reserved(plan, lower(plan)).prediction
-        assert told is not None
-        reserved = max(told.reserved_bytes) / 2**30
-        memory = {
-            "memory_published_gib": case.memory_gib, "memory_gib": reserved,
-            "memory_error_percent": 100 * (reserved / case.memory_gib - 1),
-        }  # fmt: skip
-    return memory | {
-        "predicted": predicted, "error_percent": 100 * (predicted / case.published - 1), "step_s": said.step_s,
-        "compute_s": said.compute_s, "exposed": said.exposed_comm_s / said.step_s, "bubble": idle / said.step_s,
-        "peak_gib": max(said.peak_bytes) / 2**30,
-        "chosen": f"{plan.schedule.name} stages={len(plan.stages)} microbatches={plan.num_microbatches}"
-        + (" recomputing" if remade else ""),
-    }  # fmt: skip
 
 
 def orderings(rows: list[Row]) -> tuple[int, int]:
@@ -198,16 +87,40 @@ def mean_absolute_error(rows: list[Row]) -> float:
 
 
 def left_out(rows: list[Row]) -> dict[str, float]:
-    """Per file, the median error once predictions are scaled by what fits the other files best."""
+    """Per file, the mean absolute error (a share) once the fitted constants are fitted to the other files alone.
+
+    Fitted are two factors: on every device's rate of matrix products (`matmul` and `attention` together), and on that
+    of Hopper beside it (`HOPPER_WATTS`). A row's throughput goes with a factor to the power of its `rate_slope`. The
+    pair with the least mean absolute error of the other files' logarithms counts, of all on a grid of half percents; of
+    equal ones the least changed. The other constants come from sources, and are left as they are.
+    """
     done = by_value(rows)
     found = {}
     for file in dict.fromkeys(row["file"] for row in done):
-        others = [row["published"] / row["predicted"] for row in done if row["file"] != file]
+        others = [row for row in done if row["file"] != file]
         if others:
-            scale = statistics.median(others)
-            errors = [abs(scale * row["predicted"] / row["published"] - 1) for row in done if row["file"] == file]
-            found[file] = statistics.median(errors)
+            every, hopper = min(itertools.product(FACTORS, FACTORS), key=lambda pair: _misfit(others, *pair))
+            found[file] = statistics.fmean(
+                abs(math.expm1(_log_error(row, every, hopper))) for row in done if row["file"] == file
+            )
     return found
+
+
+FACTORS = tuple(sorted((step / 200 for step in range(-40, 41)), key=abs))
+"""Logarithms of the factors tried, up to a fifth either way."""
+
+
+def _misfit(rows: list[Row], every: float, hopper: float) -> float:
+    return statistics.fmean(abs(_log_error(row, every, hopper)) for row in rows)
+
+
+def _log_error(row: Row, every: float, hopper: float) -> float:
+    """Logarithm of predicted over published, with other rates."""
+    faster = every + (hopper if row["device"] in HOPPER else 0.0)
+    return math.log(row["predicted"] / row["published"]) + row["rate_slope"] * faster
+
+
+HOPPER = ("H100", "H200")
 
 
 def show(rows: list[Row]) -> None:
@@ -228,8 +141,12 @@ def show(rows: list[Row]) -> None:
     console.print(f"orderings: {right} of {total} pairs as published")
     for line in reported(rows):
         console.print(f"  {line}")
-    for file, error in left_out(rows).items():
-        console.print(f"left out {file}: median error {error:.1%} after scaling by the others")
+    apart = left_out(rows)
+    for file, error in apart.items():
+        console.print(f"left out {file}: mean absolute error {error:.1%} with rates of products fitted to the others")
+    if apart:
+        console.print(f"leave one file out: {statistics.fmean(apart[row['file']] for row in by_value(rows)):.1%}")
+    console.print(f"processor seconds: {sum(row['cpu_s'] for row in rows):.0f}")
 
 
 def run(argv: list[str] | None = None) -> int:

@@ -8,9 +8,12 @@ What follows from a source's text rather than from its rows' fields stands here:
 last (Megatron-LM); the rows of Narayanan et al. 2021 are plain 1F1B with unsharded optimizers (their Table 2's ratio
 is that of the non-interleaved bubbles), as is MT-NLG (Smith et al. 2022, section 3), and neither had sequence
 parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao et al. 2022) or overlapped tensor
-parallelism; torchtitan runs a local batch as one microbatch, a pipeline's as one a sample, with parameters and
-gradients whole until its last microbatch (`stage.backward_maybe_with_nosync` of torch.distributed.pipelining: in our
-terms ZeRO-1), and its selective recomputation by op makes every second matrix product again (`alternate`).
+parallelism; ZeRO-3 is DeepSpeed's of 2021 (`ZERO3_PART_S`), where what does not fit may wait on the host;
+torchtitan runs a local batch as one microbatch or, in a pipeline, where it is not told, as many as that has ranks, with
+two stages a rank where a schedule takes several (`build_pipeline_schedule`, `generate_split_points`, end of 2024), and
+keeps parameters and gradients whole until the last microbatch (`stage.backward_maybe_with_nosync` of
+torch.distributed.pipelining: in our terms ZeRO-1); its selective recomputation by op makes every second matrix product
+again (`alternate`).
 Megatron-LM's README also says that 175B at batch 1,152 falls from 47 to 42 % MFU between 96 and 4,608 H100: two more
 rows, marked as scaling.
 """
@@ -23,6 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from paraplan.api import as_cluster
+from paraplan.ir.cluster import ClusterSpec, Link
+
 Row = dict[str, Any]
 Pins = dict[str, Any]
 
@@ -31,10 +39,12 @@ PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 LLAMA: dict[str, dict[str, Any]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "vocab_size": 128256},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
              "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
-DEPTH = {"megatron_gpt": "layers", "llama": "num_hidden_layers", "torchtitan_llama": "num_hidden_layers"}
+DEPTH = {"megatron_gpt": "layers", "torchtitan_llama": "num_hidden_layers"}
 PER_LAYER = 2
 """Segments of a layer of either family: attention and feed-forward."""
 
@@ -60,6 +70,8 @@ class Case:
         work: of a step, in the unit's numerator (teraflops, tokens).
         gpus: how many.
         memory_gib: what the allocator reserved, 0 where the source does not say.
+        keeps_logits: whether logits of all microbatches are kept to the step's end, as by torch's pipelines.
+        alone: whether nothing runs beside a collective, as in ZeRO-3 of 2021.
     """
 
     file: str
@@ -77,6 +89,8 @@ class Case:
     work: float
     gpus: int
     memory_gib: float = 0.0
+    keeps_logits: bool = False
+    alone: bool = False
 
     @property
     def layers(self) -> int:
@@ -102,9 +116,12 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     free: tuple[tuple[Pins, ...], ...] = ()
     if row.get("scheme") == "zero3":
         pins |= {"zero": 3, "microbatches": b // (gpus * int(row["microbatch"]))}
+        free = (({}, {"offload": "host"}),)
     elif pp > 1:
         pins |= {"pp": pp}
         free = pipelines(layers, pp, b // dp, 1 if again else None, int(row.get("microbatch", 0)))
+    elif again:
+        free = (tuple({"microbatches": b // dp // size} for size in SAMPLES if b // dp % size == 0),)
     if "zero" not in pins and again:
         pins["zero"] = 0
     elif "zero" not in pins:
@@ -116,7 +133,7 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     name = " ".join(str(part) for part in (row.get("name", "530B"), row.get("scheme", ""), gpus) if part)
     return Case(
         file, name, "megatron_gpt", settings, _cluster(data, gpus), b, s, PRECISIONS[str(data["dtype"])], pins, free,
-        "TFLOP/s", float(row["tflops_per_gpu"]), flops / 1e12, gpus,
+        "TFLOP/s", float(row["tflops_per_gpu"]), flops / 1e12, gpus, alone=row.get("scheme") == "zero3",
     )  # fmt: skip
 
 
@@ -131,9 +148,9 @@ def pipelines(
         batch: samples of one pipeline.
         stages_per_position: None for the choice: one; and where microbatches come in multiples of the positions, as
             Megatron-LM wants for interleaving, one layer a stage (at most `MOST_STAGES`).
-        microbatch: samples of one; 0 for the choice of one or two.
+        microbatch: samples of one; 0 for the choice of `SAMPLES`.
     """
-    sizes = [size for size in ((microbatch,) if microbatch else (1, 2)) if batch % size == 0]
+    sizes = [size for size in ((microbatch,) if microbatch else SAMPLES) if batch % size == 0]
     each = [stages_per_position or 1]
     if stages_per_position is None and batch // sizes[0] % pp == 0:
         each.insert(0, max(v for v in range(1, MOST_STAGES + 1) if layers % (pp * v) == 0))
@@ -144,6 +161,8 @@ def pipelines(
     return schedules, tuple({"microbatches": batch // size} for size in sizes)
 
 
+SAMPLES = (1, 2, 4)
+"""Of a microbatch, where a source does not say."""
 OVERLAP = 4
 """Pieces tried at most, where a source says that tensor-parallel communication is overlapped (Transformer Engine's)."""
 
@@ -160,26 +179,51 @@ def even_layers(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
 
 def llama_case(file: str, data: Row, row: Row) -> Case:
     """A Llama, judged by tokens per second."""
-    parallel, gpus, s = row["parallel"], int(row["gpus"]), int(data["sequence"])
-    batch = int(row["local_batch"]) * int(parallel["fsdp"])
-    tp = int(parallel.get("tp", 1))
-    pins: Pins = {"dp": int(parallel["fsdp"]), "zero": 3, **({"tp": tp, "sp": True} if tp > 1 else {})}
+    parallel, gpus, s = row["parallel"], int(row["gpus"]), int(row.get("sequence", data["sequence"]))
+    fsdp, tp, pp, cp = (int(parallel.get(axis, 1)) for axis in ("fsdp", "tp", "pp", "cp"))
+    batch = int(row["local_batch"]) * fsdp
+    pins: Pins = {"dp": fsdp, "zero": 3, **({"tp": tp, "sp": True} if tp > 1 else {})}
+    if cp > 1:
+        pins |= {"cp": cp, "cp_mode": "gather"}
+    if row.get("async_tp", False):
+        pins["overlap"] = OVERLAP
     pins |= {"recompute": "full" if row["recompute"] == "full" else "alternate", "microbatches": 1}
     pins["compiled"] = bool(row["compile"])
     free: tuple[tuple[Pins, ...], ...] = ()
-    pp = int(parallel.get("pp", 1))
     if pp > 1:
-        pins |= {"pp": pp, "schedule": "interleaved", "microbatches": int(row["local_batch"])}
-        del pins["zero"]
-        cuts = tuple({"stages": even_layers(LLAMA[row["name"]]["num_hidden_layers"], pp * v)} for v in (2, 4))
-        free = (({"zero": 1},), cuts)
-    name = f"{row['name']} {'x'.join(map(str, parallel.values()))}{' compiled' if row['compile'] else ''}"
+        pins |= {"pp": pp, "zero": 1, "microbatches": min(pp, int(row["local_batch"]))}
+        free = (torchtitan_schedules(LLAMA[row["name"]]["num_hidden_layers"], pp, str(row.get("schedule", ""))),)
+    float8 = "float8" in row["dtype"]
+    said = {
+        f"at {s}": "sequence" in row, str(row.get("schedule", "")): row.get("schedule") == "1f1b", "float8": float8,
+        "compiled": row["compile"], "async": row.get("async_tp", False) and pp == 1,
+    }  # fmt: skip
+    degrees = "x".join(map(str, parallel.values()))
+    name = " ".join((row["name"], degrees, *(word for word, is_so in said.items() if is_so)))
     return Case(
-        file, name, "llama" if tp > 1 else "torchtitan_llama",
-        {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False},
-        _cluster(data, gpus), batch, s, "fp8" if "float8" in row["dtype"] else "bf16", pins, free, "tokens/s",
-        float(row["tokens_per_s_per_gpu"]), batch * s, gpus, float(row.get("memory_gib", 0)),
+        file, name, "torchtitan_llama",
+        {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False, "loss_parallel": tp > 1},
+        _cluster(data, gpus), batch, s, "fp8" if float8 else "bf16", pins, free, "tokens/s",
+        float(row["tokens_per_s_per_gpu"]), batch * s, gpus, float(row.get("memory_gib", 0)), keeps_logits=pp > 1,
     )  # fmt: skip
+
+
+def torchtitan_schedules(layers: int, pp: int, said: str) -> tuple[Pins, ...]:
+    """Schedules with cuts of a pipeline, by the name a row gives its schedule; "" for the choice."""
+    several: Pins = {"schedule": "interleaved", "stages": torchtitan_stages(layers, 2 * pp)}
+    if "interleaved" in said:
+        return (several,)
+    one: Pins = {"schedule": said or "1f1b", "stages": torchtitan_stages(layers, pp)}
+    return (one,) if said else (one, several)
+
+
+def torchtitan_stages(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Segments of every stage: what layers are left over go one each to the stages after the first."""
+    each, over = divmod(layers, stages)
+    sizes = [each + (0 < stage <= over) for stage in range(stages)]
+    cuts = [1 + PER_LAYER * sum(sizes[:stage]) for stage in range(stages + 1)]
+    cuts[0], cuts[-1] = 0, cuts[-1] + 1
+    return tuple(itertools.pairwise(cuts))
 
 
 def scaling_rows(data: Row) -> list[Row]:
@@ -198,11 +242,35 @@ def _cluster(data: Row, gpus: int) -> str:
     return f"{per_node}x{kind}:{gpus // per_node}" if gpus > per_node else f"{gpus}x{kind}"
 
 
+ZERO3_PART_S = 380e-6 / 8
+"""What a gather or a scatter of DeepSpeed's ZeRO-3 of 2021 takes a host for each of its ranks: it made a view of every
+rank's part, and torch copied the parts one by one. As its users measured it: 130 microseconds to prepare and 250 to
+launch one over 8 GPUs, of small parameters (its issue 1069; that all of it grows with ranks is our reading). All the
+while the device stood still: "the async version is not async at all, because each all_gather calls
+torch.cuda.synchronize()" (its pull request 1188)."""
+
+
+def cluster_of(case: Case) -> ClusterSpec:
+    """The row's cluster; where nothing runs beside a collective, with links over which they take the whole device."""
+    cluster = as_cluster(case.cluster)
+    if not case.alone:
+        return cluster
+    groups = tuple(msgspec.structs.replace(each, in_node=_alone(each.in_node)) for each in cluster.groups)
+    between = _alone(cluster.between_nodes) if cluster.between_nodes is not None else None
+    return msgspec.structs.replace(cluster, groups=groups, between_nodes=between)
+
+
+def _alone(link: Link) -> Link:
+    return msgspec.structs.replace(link, device_share=1.0, latency_s=link.latency_s + ZERO3_PART_S)
+
+
 def read_cases(folder: Path) -> list[Case]:
     """Every row of every file."""
     found = []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
+        if not isinstance(data, dict) or "rows" not in data:
+            raise SystemExit(f"{path}: not a file of published rows (an object with 'device', 'model', 'rows')")
         make = llama_case if data["model"] == "llama3.1" else gpt_case
         found += [make(path.stem, data, row) for row in (*data["rows"], *scaling_rows(data))]
     return found

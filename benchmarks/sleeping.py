@@ -69,7 +69,7 @@ class SleepingPort:
         parts = Counter((transfer.message, transfer.sends) for transfer in transfers)
         self._seconds = {
             (transfer.message, transfer.sends, transfer.peers[place]):
-            scale * parts[transfer.message, transfer.sends] * costs.message_s(transfer)
+            scale * parts[transfer.message, transfer.sends] * costs.moves.message_s(transfer)
             for transfer in transfers
         }  # fmt: skip
 
@@ -170,7 +170,7 @@ class SleepingRank:
 
     def copy_s(self, tier: str, nbytes: int, from_host: bool, both_ways: bool) -> float:
         """Seconds of a copy."""
-        return self.scale * self.costs.copy_s(tier, nbytes, from_host, both_ways)
+        return self.scale * self.costs.moves.copy_s(tier, nbytes, from_host, both_ways)
 
     def ready(self) -> None:
         """Bind a batch."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from paraplan.cost_models.costs import copy_stream
+from paraplan.cost_models.moves import copy_stream
 from paraplan.ir.holding import holding_of, holdings
 from paraplan.ir.plan import Plan
 from paraplan.runtime.copies import Away, Copier

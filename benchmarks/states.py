@@ -3,7 +3,7 @@
 Twelve layers of 2,048 by 2,048 in fp16 under Adam, whole on each of eight devices of one node, so that a device has its
 share of the host's memory; with a small batch a step is little more than its update, with a large one compute is as
 long. `host` and `fetched` keep states in the host's memory and update there or on the device, `late` updates there one
-step late, and `disk` keeps them on disk and updates in the host's memory.
+step late, `disk` keeps them on disk and updates in the host's memory, and `grads` has gradients wait on disk too.
 
     python -m benchmarks.states [--only H100] [--json FILE]
 """
@@ -30,8 +30,17 @@ ROWS = {"small": 8, "large": 131072}
 PLACES = {
     "none": Constraints(), "host": Constraints(offload_states="host"), "fetched": Constraints(offload_states="fetched"),
     "late": Constraints(offload_states="host", delayed_update=0), "disk": Constraints(offload_states="disk"),
+    "grads": Constraints(offload_states="disk-grads"),
 }  # fmt: skip
-COLUMNS = ("device", "batch", *(f"{place}_ms" for place in PLACES), "fetched_of_host", "late_of_host")
+COLUMNS = (
+    "device",
+    "batch",
+    *(f"{place}_ms" for place in PLACES),
+    "fetched_of_host",
+    "late_of_host",
+    "disk_host_mib",
+    "grads_host_mib",
+)
 
 
 def squares(out: Tensor, _: object) -> Tensor:
@@ -50,15 +59,17 @@ def program(rows: int) -> Program:
 def states(kind: str, batch: str) -> Row:
     """A step with states in each place."""
     job = Job(program(ROWS[batch]), parse_cluster(f"8x{kind}"), OPTIMIZERS["adamw"], ModelRef(display="layers"), {})
-    found = {}
+    found, there = {}, {}
     for place, where in PLACES.items():
         pins = msgspec.structs.replace(where, dp=8, zero=0, microbatches=1)
         prediction = search(job, pins, certify=False).plan.prediction
         assert prediction is not None
         found[place] = 1e3 * prediction.step_s
+        there[place] = prediction.tier_peak_bytes.get("host", 0) / 2**20
     times: Row = {f"{place}_ms": step_ms for place, step_ms in found.items()}
     shares: Row = {f"{place}_of_host": found[place] / found["host"] for place in ("fetched", "late")}
-    return {"device": kind, "batch": batch, **times, **shares}
+    rooms: Row = {f"{place}_host_mib": there[place] for place in ("disk", "grads")}
+    return {"device": kind, "batch": batch, **times, **shares, **rooms}
 
 
 CASES = {

@@ -6,7 +6,6 @@ showing a plan is quick and needs no torch.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,11 +34,11 @@ from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
 from paraplan.report.memory import MemoryTold, memory_told
 from paraplan.report.perfetto import chrome_trace
+from paraplan.report.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from paraplan.planner.compare import Comparison
     from paraplan.runtime.buckets import BucketTrainer
     from paraplan.runtime.trainer import Trainer
 
@@ -47,7 +46,6 @@ Progress = Callable[[str], None]
 
 _PARTS = {
     "capture": "paraplan.ir.trace",
-    "compare": "paraplan.planner.compare",
     "search": "paraplan.planner.search",
     "Job": "paraplan.planner.assemble",
     "Constraints": "paraplan.planner.constraints",
@@ -195,6 +193,11 @@ class Plan:
     def __str__(self) -> str:
         return summary(self.data, self._simulation)
 
+    def __repr__(self) -> str:
+        found = self.data.prediction
+        told = f", step {show_seconds(found.step_s)}, peak {show_bytes(max(found.peak_bytes))}" if found else ""
+        return f"<Plan of {self.data.model.display} on {self.data.cluster.name}{told}>"
+
     def _repr_html_(self) -> str:
         return html_fragment(self.explain())
 
@@ -267,7 +270,8 @@ def compile(
         cluster: a spec, a file, a catalog name ("8xH100:4") or "local:4".
         example_inputs: one global batch, by forward's parameter names or in their order; left out for Hugging
             Face models, whose batch is then [batch, seq] tokens.
-        loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss.
+        loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss. Inputs by
+            name that forward does not take (labels) are given to it alone.
         optimizer: what keeps states: sgd, momentum, adam, adamw.
         precision: "fp32", "fp64", or "bf16", "fp8" (bf16, linear layers in float8) and "fp16" (float32 master weights;
             fp16 trains with `Trainer.scaler`).
@@ -281,8 +285,8 @@ def compile(
         recompute: "none", "selective", "alternate" or "full"; left out: chosen, and only where memory is short.
         offload: "host" or "disk" (both) lets activations, states and parameters be there if memory is short.
         offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "disk" and
-            "disk-all" keep them on disk; with "fetched" or "-fetched" the device updates; "none" keeps all there;
-            "either" leaves states to the planner, "any" parameters too.
+            "disk-all" keep them on disk; "fetched", "-fetched": the device updates; "-grads": gradients wait there too;
+            "none" keeps all there; "either" leaves states to the planner, "any" parameters too, "any-grads" all.
         delayed_update: whether the host's updates may be one step late, beside the next step's work, if that is faster:
             after so many steps, True for 40. It changes what is computed (Ren et al. 2021, section 5.2).
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
@@ -323,54 +327,6 @@ def _captured(
     program = _part("capture")(model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), **how)
     made_here = example_inputs is None and how["loss_fn"] is how["loss"] is None
     return program, _part("model_ref")(model, program, made_here=made_here)
-
-
-def compare_memory(
-    model: nn.Module, cluster: ClusterSpec | str, memory: Sequence[int | str], strategies: Sequence[str], *,
-    strategy_time_s: float = 10.0, progress: Progress | None = None, **given: Any,
-) -> Comparison:  # fmt: skip
-    """What memory strategies make of a model on one device, side by side.
-
-    Args:
-        model, cluster: as for `compile`; a cluster of one device, whose memory does not count.
-        memory: budgets: bytes, texts such as "12GiB", or shares such as "60%" of the peak without recomputation
-            (of what it holds beside parameters and states).
-        strategies: names among `planner.compare.STRATEGIES`; "paraplan" is ours.
-        strategy_time_s: seconds for each strategy at each budget.
-        progress: told what is being done.
-        given: as for `compile`.
-    Raises:
-        ConstraintError: the cluster has several devices, a budget is none, or a strategy is unknown.
-        CaptureError: the model cannot be captured.
-    """
-    spec = as_cluster(cluster)
-    if spec.num_devices != 1:
-        raise ConstraintError(
-            f"{spec.name} has {spec.num_devices} devices; strategies are compared on one: local:1, 1xH100"
-        )
-    parsed = [_budget(text) for text in memory]
-    group = spec.groups[0]
-    roomy = msgspec.structs.replace(group, device=msgspec.structs.replace(group.device, memory_bytes=1 << 60))
-    plan = compile(
-        model, msgspec.structs.replace(spec, groups=(roomy,)), recompute="none", microbatches=1, progress=progress,
-        **given,
-    )  # fmt: skip
-    tell = progress or (lambda text: None)
-
-    def budgets(*peak: int) -> list[int]:
-        return [budget(*peak) for budget in parsed]
-
-    found: Comparison = _part("compare")(plan.data, plan.programs[0], budgets, strategies, strategy_time_s, tell)
-    return found
-
-
-def _budget(text: int | str) -> Callable[[int, int], int]:
-    """A size; or what is always there, and a share of what else the peak holds."""
-    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", str(text).strip())
-    if share is None:
-        size = parse_bytes(text)
-        return lambda peak, base: size
-    return lambda peak, base: base + int((peak - base) * float(share[1]) / 100)
 
 
 def as_cluster(cluster: ClusterSpec | str) -> ClusterSpec:

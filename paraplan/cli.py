@@ -33,7 +33,7 @@ profiles.add_to(app)
 _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
-    "compare_memory": "paraplan.api",
+    "compare_memory": "paraplan.comparing",
     "make_model": "paraplan.jobs.models",
     "RunOptions": "paraplan.jobs.run",
     "check_run": "paraplan.jobs.run",
@@ -46,6 +46,7 @@ _PARTS = {
     "check_failure": "paraplan.terminal.run",
     "spawn": "paraplan.terminal.run",
     "STRATEGIES": "paraplan.planner.compare",
+    "check_names": "paraplan.planner.compare",
     "show_plan": "paraplan.terminal.show",
     "show_summary": "paraplan.terminal.show",
     "show_simulation": "paraplan.terminal.show",
@@ -77,7 +78,8 @@ OffloadStates = Annotated[
     str | None,
     typer.Option(
         help="host: optimizer states on the host, updated there; all: parameters too; disk, disk-all: on disk; "
-        "fetched, all-fetched, ...: updated on the device; either, any: states, or parameters too, as chosen; none."
+        "fetched, all-fetched, ...: updated on the device; disk-grads, ...: gradients wait there too; "
+        "either, any, any-grads: states, parameters too, or gradients too, as chosen; none."
     ),
 ]
 DelayedUpdate = Annotated[
@@ -277,7 +279,8 @@ def compare(
     """Compare memory strategies on one device: ours and the literature's."""
     gc.set_threshold(*RARELY)
     given = parse_settings(settings or [])
-    names = tuple(_part("STRATEGIES")) if strategies == "all" else tuple(strategies.split(","))
+    names = tuple(_part("STRATEGIES")) if strategies == "all" else tuple(map(str.strip, strategies.split(",")))
+    _part("check_names")(names)
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, given, meta=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,18 +21,22 @@ from paraplan.api import compile as compile_plan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import predict
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.trace.autocast import ambient_autocast, forward_under
 from paraplan.ir.trace.fake import name_inputs
-from paraplan.ir.trace.returned import returned_by
+from paraplan.ir.trace.outputs import LossChoice
+from paraplan.ir.trace.returned import Returned, returned_by
 from paraplan.jobs.detect import detect
+from paraplan.jobs.files import decode_plan
 from paraplan.planner.memory.plan import MemoryLimits
-from paraplan.planner.memory.problem import Tier
+from paraplan.planner.memory.problem import MemoryProblem, Tier
 from paraplan.planner.memory.whole import host_tiers, least_words, memory_problem, schedule_memory
 from paraplan.runtime.fitted import FittedModule
+from paraplan.runtime.fitted_step import FittedStep, held_bytes, refuse_gradients
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 _LOSS_BYTES = 8
@@ -40,10 +45,10 @@ _LOSS_BYTES = 8
 
 def fit(
     model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[object] | Tensor, memory: int | str, *,
-    loss_fn: Callable[..., Any] | None = None, optimizer: str = "adamw", accumulate: bool = False,
-    microbatches: int = 1, offload: bool = False, batch_dims: Mapping[str, int | None] | None = None,
-    time_limit_s: float = 30.0, cluster: ClusterSpec | str | None = None, seed: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    loss_fn: Callable[..., Any] | None = None, loss: LossChoice = None, optimizer: str = "adamw",
+    accumulate: bool = False, microbatches: int = 1, offload: bool = False,
+    batch_dims: Mapping[str, int | None] | None = None, time_limit_s: float = 30.0,
+    cluster: ClusterSpec | str | None = None, seed: int | None = None, progress: Callable[[str], None] | None = None,
 ) -> FittedModule:  # fmt: skip
     """The model, trained within a memory budget.
 
@@ -56,12 +61,19 @@ def fit(
     checkpoints are the model's. `plan` of the result says what is executed again and what that costs. Called under
     `torch.autocast`, it plans the model as it runs there, and is to be called there.
 
+    A step is captured with the modes of its modules, their hooks, options and arguments that are no tensors as they are
+    now; where one differs later, an error says so. Inputs get no gradients, and gradients have none themselves. What
+    forward does besides (prints, lists it appends to) it does while it is captured. Fitting what was fitted plans anew.
+
     Args:
         model: any nn.Module in training mode, float32 or float64, on one device; it is not modified.
         example_inputs: one batch, as the model is called with it: by name, or in order.
         memory: the budget, bytes or text such as "8GiB".
         loss_fn: (model output, batch by name) -> scalar loss, where the model does not return its loss; the fitted
             module then returns the loss in training, and the model's own output under `no_grad` or in `eval()`.
+            Inputs by name that forward does not take (labels) are given to it alone.
+        loss: which of the scalars a model returns is trained on, where none is named "loss": its name, or its place
+            in a tuple (`loss="1"` of `logits, loss`); the sum of several, or weighted by name, is then returned alone.
         optimizer: whose states count: sgd, momentum, adam, adamw.
         accumulate: gradients are accumulated over several backwards: the sum so far counts too.
         microbatches: how many parts a batch is worked on in, one after another.
@@ -79,37 +91,57 @@ def fit(
     """
     started = time.perf_counter()
     budget = parse_bytes(memory)
+    if isinstance(model, FittedModule):
+        model = model.unfitted
     inputs = _inputs(example_inputs)
     precision, device = _precision(model)
+    if not isinstance(optimizer, str):
+        raise ConstraintError(
+            f"optimizer={type(optimizer).__name__}: say by name whose states count, sgd, momentum, adam or adamw; the "
+            "optimizer itself stays yours"
+        )
     spec = as_cluster(cluster) if cluster is not None else _here(device)
     casts = ambient_autocast(device)
+    tensors, fixed = name_inputs(model, inputs)
+    refuse_gradients(tensors)
     with forward_under(model, device, casts):
-        returns = returned_by(model, inputs, precision) if loss_fn is None else lambda loss: loss
+        returns = returned_by(model, inputs, precision, loss) if loss_fn is None else Returned(for_loss=True)
         whole = compile_plan(
-            model, _roomy(spec), example_inputs=inputs, loss_fn=loss_fn, optimizer=optimizer, precision=precision,
-            batch_dims=batch_dims, recompute="none", microbatches=microbatches, progress=progress,
+            model, _roomy(spec), example_inputs=inputs, loss_fn=loss_fn, loss=loss, optimizer=optimizer,
+            precision=precision, batch_dims=batch_dims, recompute="none", microbatches=microbatches, progress=progress,
         )  # fmt: skip
     sizes = {name: whole.programs[0].outer[f"param:{name}"].nbytes for name in whole.programs[0].grads}
-    beside = sum(sizes.values()) * accumulate + _LOSS_BYTES
+    beside = sum(sizes.values()) * accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
     plan = _scheduled(whole, budget, beside, time_limit_s, host_tiers(spec) if offload else ())
     plan = replace(plan, data=msgspec.structs.replace(plan.data, cluster=spec), total_s=time.perf_counter() - started)
-    modules = build_modules(plan.programs[0], device=device)
-    return FittedModule(
-        model, plan, plan.data, plan.programs[0], modules, name_inputs(model, inputs)[1], returns, casts, seed
-    )
+    return _fitted(model, plan, fixed, returns, casts, seed)
+
+
+def _fitted(
+    model: nn.Module, plan: Plan, fixed: Mapping[str, Any], returns: Returned, casts: torch.dtype | None,
+    seed: int | None, steps_done: int = 0,
+) -> FittedModule:  # fmt: skip
+    (program,) = plan.programs
+    modules = build_modules(program, device=plan.data.cluster.groups[0].device.backend)
+    step = FittedStep(model, plan.data, program, modules, seed, steps_done)
+    return FittedModule(model, plan, step, fixed, returns, casts, _remade)
+
+
+def _remade(
+    model: nn.Module, fixed: Mapping[str, Any], returns: Returned, casts: torch.dtype | None, plan: bytes,
+    seed: int | None, steps_done: int,
+) -> FittedModule:  # fmt: skip
+    return _fitted(model, Plan(*decode_plan(plan, "the plan")), fixed, returns, casts, seed, steps_done)
 
 
 def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tuple[Tier, ...]) -> Plan:
     """The plan within a budget, of which something beside the step takes a part; an error says what would do."""
     started = time.perf_counter()
     try:
-        made = schedule_memory(whole.data, budget - beside, MemoryLimits(time_s=time_s), tiers)
-    except (InfeasibleError, SolverLimitError) as fault:
-        said = least_words(memory_problem(whole.data, tiers), budget - beside, time_s, beside)
-        raise type(fault)(
-            f"{fault}. {said}. Less is needed with a smaller batch, with microbatches=2 or more, with offload=True, or "
-            "with an optimizer of fewer states (optimizer='sgd' or 'momentum')"
-        ) from None
+        made = schedule_memory(whole.data, budget, MemoryLimits(time_s=time_s), tiers, beside)
+    except NoPlanError as fault:
+        problem = memory_problem(whole.data, tiers, beside)
+        raise type(fault)(partial(_with_ways_out, fault, problem, budget, time_s)) from None
     again = 100 * made.answer.evaluation.recomputed_s / made.simulation.step_s
     note = (
         f"memory schedule within {budget} bytes: {again:.1f} % of the step executes ops again, at most "
@@ -120,6 +152,14 @@ def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tupl
     return Plan(data, made.programs, solve_s=time.perf_counter() - started)
 
 
+def _with_ways_out(fault: NoPlanError, problem: MemoryProblem, budget: int, time_s: float) -> str:
+    return (
+        f"{fault}. {least_words(problem, budget, time_s)}. Less is needed with a smaller batch, with "
+        "microbatches=2 or more, with offload=True, or with an optimizer of fewer states (optimizer='sgd' or "
+        "'momentum')"
+    )
+
+
 def _inputs(example_inputs: Any) -> dict[str, Any] | tuple[object, ...]:
     if isinstance(example_inputs, Mapping):
         return dict(example_inputs)
@@ -128,6 +168,10 @@ def _inputs(example_inputs: Any) -> dict[str, Any] | tuple[object, ...]:
 
 def _precision(model: nn.Module) -> tuple[str, str]:
     """What the model computes in, and the kind of device it is on."""
+    if not hasattr(model, "named_parameters"):
+        raise ConstraintError(f"fit takes an nn.Module, not a {type(model).__name__}")
+    if "torch.jit" in type(model).__module__:
+        raise ConstraintError("fit captures Python modules; give it the module that was scripted or traced")
     params = dict(model.named_parameters())
     kinds = {str(param.dtype).removeprefix("torch.") for param in params.values() if param.is_floating_point()}
     if kinds not in ({"float32"}, {"float64"}):
@@ -138,6 +182,12 @@ def _precision(model: nn.Module) -> tuple[str, str]:
     devices = {param.device.type for param in params.values()}
     if devices not in ({"cpu"}, {"cuda"}):
         raise ConstraintError(f"the parameters are on {', '.join(sorted(devices))}: put the model on one cpu or cuda")
+    for name, tensor in (*params.items(), *model.named_buffers()):
+        if not tensor.is_contiguous():
+            raise ConstraintError(
+                f"{name} is not contiguous (channels_last, or a view); call "
+                "model.to(memory_format=torch.contiguous_format) before fit"
+            )
     if not model.training:
         raise ConstraintError(f"{type(model).__name__} is in evaluation mode; fit plans training: call model.train()")
     return ("fp64" if kinds == {"float64"} else "fp32"), devices.pop()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -31,8 +31,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "jobs": ("ir", "cost_models", "runtime", "codegen"),
     "api": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "__version__"),
     "fitting": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "api"),
+    "comparing": ("ir", "planner", "api"),
     "terminal": ("ir", "report", "jobs"),
     "cli": ("ir", "api", "report", "jobs", "terminal", "__version__"),
+    "__main__": ("cli",),
 }
 """What each room may import of ours, beyond itself; a dotted name opens that module only."""
 
@@ -61,6 +63,10 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.source, self.path)
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
+
     @property
     def room(self) -> str:
         first = self.path.split("/")[0].removesuffix(".py")
@@ -74,7 +80,7 @@ class Module:
     def imports(self) -> list[tuple[int, str]]:
         """(line, dotted name) of everything imported; `from a import b` counts as `a.b`."""
         found = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found += [(node.lineno, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -84,9 +90,10 @@ class Module:
         return found
 
 
-def modules_under(folder: str) -> list[Module]:
+@cache
+def modules_under(folder: str) -> tuple[Module, ...]:
     base = ROOT / folder
-    return [Module(p.relative_to(base).as_posix(), p.read_text()) for p in sorted(base.rglob("*.py"))]
+    return tuple(Module(p.relative_to(base).as_posix(), p.read_text()) for p in sorted(base.rglob("*.py")))
 
 
 def within(name: str, prefix: str) -> bool:
@@ -141,7 +148,7 @@ def uses_private_torch(module: Module) -> Iterator[str]:
     for line, name in module.imports:
         if within(name, "torch") and is_private(name):
             yield f"{module.path}:{line} imports {name}; {remedy}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr) and (name := dotted(node)):
             # torch.ops.<namespace> is where ops are named, whoever registered them
             if within(name, "torch") and not within(name, "torch.ops"):
@@ -161,7 +168,7 @@ def dotted(node: ast.expr) -> str | None:
 
 
 def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in module.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def file_is_too_long(module: Module) -> Iterator[str]:

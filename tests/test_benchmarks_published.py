@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.kept_outputs import with_logits_kept
 from benchmarks.published import REPORTED, left_out, mean_absolute_error, orderings, predict, reported, run
-from benchmarks.published_rows import Case, Row, even_layers, pipelines, read_cases
+from benchmarks.published_plans import program_of, searched
+from benchmarks.published_rows import (
+    Case,
+    Row,
+    cluster_of,
+    even_layers,
+    pipelines,
+    read_cases,
+    torchtitan_schedules,
+    torchtitan_stages,
+)
+from benchmarks.steady import at_microbatches, few_microbatches, priced
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.lower import lower
+from paraplan.ir.plan import Plan
 
 GPT = {
     "device": "H100-SXM-80GB", "gpus_per_node": 8, "dtype": "bfloat16", "sequence": 64, "vocab": 256, "model": "gpt",
@@ -34,7 +51,10 @@ LLAMA = {
     "device": "H100-96GB-HBM2e-500W", "gpus_per_node": 8, "sequence": 128, "model": "llama3.1",
     "rows": [
         {"name": "405B", "parallel": {"fsdp": 2, "tp": 8, "pp": 4}, "gpus": 64, "local_batch": 8,
-         "dtype": "float8 linear", "recompute": "full", "compile": True, "tokens_per_s_per_gpu": 100},
+         "dtype": "float8 linear", "recompute": "full", "compile": True, "tokens_per_s_per_gpu": 100,
+         "schedule": "interleaved-1f1b"},
+        {"name": "8B", "parallel": {"fsdp": 4, "cp": 2}, "gpus": 8, "local_batch": 1, "sequence": 256,
+         "dtype": "bfloat16", "recompute": "full", "compile": False, "tokens_per_s_per_gpu": 100},
     ],
 }  # fmt: skip
 
@@ -47,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_rows_become_pins(folder: Path) -> None:
-    tiny, deep, zero, llama = read_cases(folder)
+    tiny, deep, zero, llama, long = read_cases(folder)
     assert (tiny.cluster, tiny.pins) == ("4xH100", {"dp": 2, "tp": 2, "sp": True, "overlap": 4})
     assert tiny.free == (({"zero": 1}, {"zero": 0}),)
     assert tiny.work == pytest.approx(72e-12 * 8 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (12 * 2 * 64)))
@@ -56,15 +76,38 @@ def test_rows_become_pins(folder: Path) -> None:
     assert zero.work == pytest.approx(96e-12 * 64 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (16 * 2 * 64)))
     assert (zero.cluster, zero.precision) == ("8xA100-80:2", "fp16")
     assert (llama.cluster, llama.batch, llama.work, llama.precision) == ("8xH100-HBM2e-96:8", 16, 16 * 128, "fp8")
-    pipeline = {"pp": 4, "schedule": "interleaved", "microbatches": 8}
+    pipeline = {"pp": 4, "zero": 1, "microbatches": 4}
     assert llama.pins == {"dp": 2, "tp": 8, "sp": True, "recompute": "full"} | pipeline | {"compiled": True}
-    assert llama.free[0] == ({"zero": 1},) and [len(cut["stages"]) for cut in llama.free[1]] == [8, 16]
+    assert llama.free == (torchtitan_schedules(126, 4, "interleaved-1f1b"),)
+    shape = {"dp": 4, "zero": 3, "cp": 2, "cp_mode": "gather"}
+    assert long.pins == shape | {"recompute": "full", "microbatches": 1, "compiled": False}
+    assert (long.batch, long.seq, long.name) == (4, 256, "8B 4x2 at 256")
+
+
+def test_a_pipeline_of_torchtitan_has_the_schedule_it_says() -> None:
+    def named(said: str) -> list[tuple[str, int]]:
+        return [(each["schedule"], len(each["stages"])) for each in torchtitan_schedules(16, 2, said)]
+
+    assert named("1f1b") == [("1f1b", 2)]
+    assert named("interleaved-1f1b") == [("interleaved", 4)]
+    assert named("") == [*named("1f1b"), *named("interleaved-1f1b")]
+
+
+def test_layers_left_over_go_to_stages_after_the_first() -> None:
+    assert torchtitan_stages(6, 4) == ((0, 3), (3, 7), (7, 11), (11, 14))  # 1, 2, 2 and 1, and both ends
+    assert torchtitan_stages(4, 2) == even_layers(4, 2)
+
+
+def test_a_file_without_rows_is_named(folder: Path) -> None:
+    (folder / "d.json").write_text("[1, 2]")
+    with pytest.raises(SystemExit, match=r"d\.json: not a file of published rows"):
+        read_cases(folder)
 
 
 def test_pipelines_are_cut_by_layers_and_interleaved_where_that_is_open() -> None:
     assert even_layers(4, 2) == ((0, 5), (5, 10))
     schedules, sizes = pipelines(layers=12, pp=2, batch=4, stages_per_position=None, microbatch=0)
-    assert sizes == ({"microbatches": 4}, {"microbatches": 2})
+    assert sizes == ({"microbatches": 4}, {"microbatches": 2}, {"microbatches": 1})
     assert schedules == (
         {"schedule": "interleaved", "stages": even_layers(12, 12)}, {"schedule": "1f1b", "stages": even_layers(12, 2)}
     )  # fmt: skip
@@ -94,17 +137,48 @@ def test_a_run_goes_on_where_it_was_left(
     def counted(case: Case, time_limit_s: float) -> Row:
         asked.append(case.name)
         row = {"file": case.file, "row": case.name, "published": case.published, "chosen": "as told"}
-        return row | {"predicted": 2 * case.published, "error_percent": 100.0}
+        return row | {
+            "predicted": 2 * case.published, "error_percent": 100.0, "rate_slope": 1.0, "device": "H100", "cpu_s": 1.0
+        }  # fmt: skip
 
     monkeypatch.setattr("benchmarks.published.predict", counted)
     given = ["--published", str(folder), "--json", str(tmp_path / "rows.out")]
     assert run([*given, "--only", "a_gpt tiny"]) == 0
     assert run([*given, "--resume"]) == 0
-    assert asked == ["tiny 4", "deep 16", "m zero3 16", "405B 2x8x4 compiled"]
+    assert asked == ["tiny 4", "deep 16", "m zero3 16", "405B 2x8x4 float8 compiled", "8B 4x2 at 256"]
     assert "mean absolute error: 100.0 %" in capsys.readouterr().out
 
 
-def test_orderings_and_errors_with_a_file_left_out() -> None:
+def test_nothing_runs_beside_the_gathers_of_old_software(folder: Path) -> None:
+    tiny, _, zero, *_ = read_cases(folder)
+    links = [cluster_of(case).groups[0].in_node for case in (tiny, zero)]
+    assert [link.device_share for link in links] == [0.0, 1.0] and links[1].latency_s > 40e-6 > links[0].latency_s
+
+
+def test_few_microbatches_foretell_many(folder: Path) -> None:
+    deep = read_cases(folder)[1]
+    pins = deep.pins | {"overlap": 1, "zero": 1, "schedule": "interleaved", "stages": even_layers(4, 4)}
+    case = replace(deep, batch=192, free=(), pins=pins | {"microbatches": 48})
+    assert [few_microbatches("interleaved", count, 2) for count in (24, 48)] == [24, 4]
+    row = predict(case, 10.0)
+    few = searched(case, pins | {"microbatches": 4}, 16, cluster_of(case), 10.0)
+    whole = priced(at_microbatches(few, program_of(case)[0], 48)).prediction
+    assert whole is not None and row["drift"] < 1e-3  # small stages: messages are slower, and show after eight rounds
+    assert (row["step_s"], row["compute_s"]) == pytest.approx((whole.step_s, whole.compute_s), rel=1e-3)
+    assert row["peak_gib"] == pytest.approx(max(whole.peak_bytes) / 2**30, rel=0.01)
+    _check_kept_logits(few)
+
+
+def _check_kept_logits(plan: Plan) -> None:
+    """The last position's logits of four microbatches, of 64 tokens and half of the 256 words, in bfloat16."""
+    programs = lower(plan)
+    kept = tuple(with_logits_kept(each, 256) for each in programs)
+    assert kept[0] is programs[0]
+    ends = [simulate_plan(plan, each).traces[-1].memory[-1].live_bytes for each in (programs, kept)]
+    assert ends[1] - ends[0] == 4 * 64 * 128 * 2
+
+
+def test_orderings_and_mean_errors() -> None:
     rows = [
         {"file": "a", "published": 1.0, "predicted": 2.0, "error_percent": 100.0},
         {"file": "a", "published": 2.0, "predicted": 3.0, "error_percent": 50.0},
@@ -114,8 +188,17 @@ def test_orderings_and_errors_with_a_file_left_out() -> None:
     ]
     assert orderings(rows) == (1, 3)
     assert mean_absolute_error(rows) == pytest.approx(129.0)
-    # a's scales are 1/2, 2/3 and 3: their median applied to b is 8/3; b's 1/4 applied to a errs by 1/2, 5/8, 11/12
-    assert left_out(rows) == {"a": pytest.approx(5 / 8), "b": pytest.approx(5 / 3)}
+
+
+def test_a_file_is_left_out_of_what_is_fitted() -> None:
+    def row(file: str, device: str, log_error: float, slope: float) -> Row:
+        return {"file": file, "device": device, "published": 1.0, "predicted": math.exp(log_error), "rate_slope": slope}
+
+    found = left_out([row("a", "A100", -0.05, 1.0), row("b", "H100", -0.08, 0.8), row("c", "A100", 0.02, 0.5)])
+    # without a, c asks for rates of exp(-0.04); without b or c, a for exp(0.05): its slope is more than that of c
+    assert found["a"] == pytest.approx(-math.expm1(-0.09))
+    assert found["b"] == pytest.approx(-math.expm1(-0.08 + 0.8 * 0.05))
+    assert found["c"] == pytest.approx(math.expm1(0.02 + 0.5 * 0.05))
 
 
 def test_what_sources_report_is_answered() -> None:

@@ -20,7 +20,7 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
 from paraplan.ir.lower import lower
-from paraplan.ir.plan import HERE, OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.plan import HERE, ON_HOST, OPTIMIZERS, ModelRef, Place, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import InstrKind, StepKind
 from paraplan.ir.trace import capture
@@ -118,19 +118,21 @@ def test_steps_equal_one_device_and_are_as_predicted(name: str, pin: str, states
 
 
 def moved(plan: Plan, every: int) -> Plan:
-    """The plan with every so-manieth parameter's states on the host, and nothing else changed."""
+    """The plan with every so-manieth parameter's states on the host, it too if it lies alike; nothing else changed."""
     (stage,) = plan.stages
-    params = {
-        name: msgspec.structs.replace(layouts, state_tier="" if index % every else "host", ahead=False)
-        for index, (name, layouts) in enumerate(stage.params.items())
-    }
+    params = dict(stage.params)
+    for index, (name, layouts) in enumerate(stage.params.items()):
+        tier = "" if index % every else "host"
+        stored = tier if layouts.stored == layouts.state else ""
+        params[name] = msgspec.structs.replace(layouts, state_tier=tier, stored_tier=stored, ahead=False)
     return msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @pytest.mark.parametrize(("pin", "every"), [("one", 2), ("zero1", 1), ("zero3", 3)])
 def test_the_tier_changes_no_bit(pin: str, every: int, precision: str) -> None:
-    """Adam on the same shards, here or there; half of the classes, a third, or all."""
+    """Adam on the same shards, here or there; half of the classes, a third, or all. Parameters in halves that are there
+    are cast as they come."""
     device = planned("gpt2", pin, "none", precision=precision)
     host = moved(device, every)
     wanted, found = (trained(plan, "gpt2", torch.optim.AdamW, lr=1e-3) for plan in (device, host))
@@ -215,11 +217,29 @@ def test_what_cannot_be_is_refused() -> None:
         verify_plan(wrong)
     with pytest.raises(ConstraintError, match=r"offload_states=all with zero=1.*give zero=3 or 0"):
         check_constraints(Constraints(offload_states="all", dp=2, zero=1), 2)
-    half = job(captured("mlp", "bf16")[1], 1)
-    with pytest.raises(ConstraintError, match=r"nothing is left for .* in one dtype"):
-        search(half, Constraints(offload_states="all"), certify=False)
     with pytest.raises(ConstraintError, match=r"params\['w'\].*'@host' after it"):
         check_constraints(Constraints(params={"w": "R/R/R@tape"}), 1)
+
+
+def test_parameters_in_halves_leave_where_nothing_else_fits() -> None:
+    """Fetched as the float32 they are updated in, each cast as it comes; priced so, and chosen."""
+    here, states, plan = (planned("mlp", "one", where, precision="bf16") for where in ("none", "host", "all"))
+    peaks = [simulate_plan(each, lower(each)).peak_bytes[0] for each in (here, states, plan)]
+    assert peaks[2] < peaks[1] < peaks[0]
+    (program,) = verify_plan(plan)
+    comes = [block for name, block in program.blocks.items() if name.startswith("came.p")]
+    for block in comes:
+        dtypes = {value.dtype for value in (block.values[name] for name in block.outputs if name is not None)}
+        waits, casts = ([each for each in block.instrs if each.kind is kind] for kind in (InstrKind.WAIT, InstrKind.OP))
+        assert dtypes == {"bfloat16"} and len(casts) == len(waits) == len(block.outputs)
+    held = [value for value in program.outer.values() if value.role == "param"]
+    assert comes and {(value.dtype, value.tier) for value in held} == {("float32", "host")}
+    limit = (peaks[1] + peaks[2]) // 2
+    pins = Constraints(offload="host", memory_bytes=limit, recompute="none", microbatches=1)
+    chosen = search(job(captured("mlp", "bf16")[1], 1), pins).plan
+    assert chosen.prediction is not None and max(chosen.prediction.peak_bytes) <= limit
+    assert "host" in {layouts.stored_tier for layouts in chosen.stages[0].params.values()}
+    assert any(note.startswith("per device") and "parameters on the host" in note for note in chosen.notes)
 
 
 def described(**fields: float) -> Job:
@@ -258,7 +278,7 @@ def updated_at(host_rate: float, given: Job) -> Job:
     return replace(given, cluster=msgspec.structs.replace(given.cluster, groups=(group,)))
 
 
-PLACES = (HERE, ("host", "", False), ("host", "", True))
+PLACES = (HERE, ON_HOST, Place("host", "", True))
 
 
 @pytest.mark.parametrize(("share", "host_rate"), [(0.25, 8e9), (0.6, 8e9), (0.6, 1e9), (0.8, 1e9)])

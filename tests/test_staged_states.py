@@ -24,7 +24,7 @@ from paraplan.cost_models.peak import Role, peak_of
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import InfeasibleError, PlanMismatchError, RuntimeFailure
 from paraplan.ir.lower import lower
-from paraplan.ir.plan import PLACES, Plan
+from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import InstrKind, RankProgram, StepKind
 from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
@@ -37,7 +37,7 @@ from paraplan.runtime.trainer import Trainer
 from tests.numerics import relative_error
 from tests.test_offload_states import captured, job, planned, single, squares, trained
 
-STAGED = [words.removeprefix("@") for (states, _, fetched), words in PLACES.items() if states == "disk" or fetched]
+STAGED = ["disk", "disk-all-grads", "disk-fetched-grads", "disk-all-fetched", "fetched-grads", "all-fetched"]
 
 
 def in_runs(plan: Plan, most_bytes: int = 2048) -> Plan:
@@ -54,7 +54,7 @@ def as_predicted(plan: Plan, programs: tuple[RankProgram, ...], trainer: InProce
         assert trainer.tier_peak_bytes(rank) == simulation.traces[of].tier_peak_bytes != {}
 
 
-SHARDED = [("zero1", "disk"), ("zero3", "disk-all"), ("zero3", "fetched"), ("pp", "disk-all-fetched")]
+SHARDED = [("zero1", "disk-grads"), ("zero3", "disk-all"), ("zero3", "fetched-grads"), ("pp", "disk-all-fetched-grads")]
 
 
 @pytest.mark.parametrize(("pin", "states"), [*(("one", states) for states in STAGED), *SHARDED])
@@ -71,13 +71,15 @@ def test_steps_equal_one_device_and_are_as_predicted(pin: str, states: str) -> N
 @pytest.mark.parametrize("states", ["disk", "fetched"])
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_staging_changes_no_bit(states: str, precision: str) -> None:
-    """Adam over the same shards, of which every third lives here and every third on the host."""
+    """Adam over the same shards, of which every third lives here and every third on the host; of the others every
+    second gradient waits beside them."""
     device = planned("gpt2", "zero1", "none", precision=precision)
     (stage,) = device.stages
     params = {
         name: msgspec.structs.replace(
             layouts, ahead=False, state_tier=("", "host", states if states == "disk" else "host")[index % 3],
             fetched=states == "fetched" and index % 3 == 2,
+            grad_tier="" if index % 6 != 5 else states if states == "disk" else "host",
         )
         for index, (name, layouts) in enumerate(stage.params.items())
     }  # fmt: skip
@@ -247,7 +249,7 @@ def test_states_loaded_into_the_optimizer_are_taken_in() -> None:
     assert all(torch.equal(x, wanted[name]) for name, x in other.full_state_dict().items())
 
 
-@pytest.mark.parametrize("states", ["disk-all", "fetched"])
+@pytest.mark.parametrize("states", ["disk-all-grads", "fetched"])
 def test_plans_of_several_shapes_share_them_and_evaluate(states: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -274,7 +276,7 @@ def ahead(plan: Plan) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("pin", "states"), [("one", "fetched"), ("one", "disk-all"), ("zero3", "disk"), ("pp", "fetched")]
+    ("pin", "states"), [("one", "fetched"), ("one", "disk-all-grads"), ("zero3", "disk"), ("pp", "fetched-grads")]
 )
 def test_the_first_states_set_out_beside_the_last_backward(pin: str, states: str) -> None:
     plan = ahead(in_runs(planned("gpt2", pin, states, "momentum")))

@@ -7,7 +7,6 @@ which results it takes. So each block is read once, and each such situation ("si
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -46,6 +45,9 @@ class Profile:
     tiers: tuple[tuple[str, Profile], ...] = ()
 
 
+_PROFILES = 64
+"""Situations remembered of a block, which a search's plans share."""
+
 NO_EFFECT = Profile(begin_drop=0, allocated=(), freed=(), end_drop=0, net=0, peak=0, peak_instr=-1)
 """Of a block on a tier it has no values on."""
 
@@ -71,6 +73,8 @@ class MemoryBlock(BlockStorages):
         """The effect on memory of a call whose arguments are in state `args`, taking the results in `taken`."""
         key = (args, taken)
         if key not in self._profiles:
+            if len(self._profiles) == _PROFILES:
+                self._profiles.clear()
             away = tuple((tier, self._make_profile(args, taken, tier)) for tier in self.tiers)
             self._profiles[key] = replace(self._make_profile(args, taken, ""), tiers=away)
         return self._profiles[key]
@@ -236,6 +240,3 @@ def _fused_s(block: Block, costs: Costs) -> dict[int, float]:
         if seconds < apart:
             found |= {**dict.fromkeys(kernel.members, 0.0), kernel.members[-1]: seconds}
     return found
-
-
-BlockTimer = Callable[[Block], TimeBlock]

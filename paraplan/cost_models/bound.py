@@ -14,15 +14,6 @@ def stream_bound(work_by_stream: Mapping[str, float]) -> float:
     return max(work_by_stream.values(), default=0.0)
 
 
-def add_work(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Work per stream of several pieces of one rank's program."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for stream, seconds in part.items():
-            total[stream] = total.get(stream, 0.0) + seconds
-    return total
-
-
 def rank_bound(work_of_ranks: Iterable[Mapping[str, float]]) -> float:
     """The bound over several ranks that run at once: the largest of theirs."""
     return max((stream_bound(work) for work in work_of_ranks), default=0.0)

@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from paraplan.cost_models.devices import ALIASES, CATALOG, CatalogEntry
-from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup, check_cluster, did_you_mean, read_cluster
+from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup, check_cluster, did_you_mean
+from paraplan.ir.cluster_file import read_cluster
 from paraplan.ir.errors import ClusterError
 
 _FORMS = (

@@ -7,8 +7,9 @@ route is priced as the all_to_all of the rows it sends where every expert is cho
 
 An axis whose groups span k nodes with m members in each has two links. A ring through it crosses a node
 boundary k times per turn; the m members' network ports carry m such rings at once, so its bandwidth is
-min(in-node, m · between). Alternatives (tree, hierarchical) are priced too and the fastest taken, as NCCL's
-tuner does. Every form is affine in bytes, hence times are monotone.
+min(in-node, m · between). An all-reduce has alternatives (tree, hierarchical), of which the fastest is taken,
+as NCCL's tuner does; gathers and scatters are rings, whose latency grows with their ranks. Every form is affine
+in bytes, hence times are monotone.
 
 Limits: no contention between axes (streams of one level are serialised by the simulator instead), no SHARP
 or NVLink multicast, the reduction's arithmetic is hidden behind the wire.
@@ -201,8 +202,9 @@ def all_reduce_s(input_bytes: int, axis: AxisLink) -> float:
 def all_gather_s(input_bytes: int, axis: AxisLink) -> float:
     """Time of an all-gather.
 
-    ring: t = start + latency(ring) + (n − 1) · B / bandwidth(ring)
-    two levels: gather B over the k nodes, then k·B over the m members; the faster of both.
+    t = start + latency(ring) + (n − 1) · B / bandwidth(ring)
+
+    The ring alone: NCCL has no tree for it, and its logarithmic form (PAT, 2.23) is for one rank a node.
 
     Args:
         input_bytes: bytes of the shard one rank puts in (B).
@@ -215,11 +217,7 @@ def all_gather_s(input_bytes: int, axis: AxisLink) -> float:
     """
     if _nothing(input_bytes, axis):
         return 0.0
-    ring = axis.start_s + axis.ring_latency_s(1) + (axis.size - 1) * input_bytes / axis.ring_bytes_per_s
-    if not axis.is_two_level:
-        return ring
-    inner, outer = _levels(axis)
-    return min(ring, axis.start_s + all_gather_s(input_bytes, outer) + all_gather_s(input_bytes * axis.nodes, inner))
+    return axis.start_s + axis.ring_latency_s(1) + (axis.size - 1) * input_bytes / axis.ring_bytes_per_s
 
 
 def reduce_scatter_s(input_bytes: int, axis: AxisLink) -> float:

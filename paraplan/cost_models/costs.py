@@ -6,15 +6,15 @@ device is asked first, the analytic model where it has no answer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from paraplan.cost_models.collectives import AxisLink, axis_link, collective_time_s, input_bytes_of, p2p_s
+from paraplan.cost_models.collectives import input_bytes_of
 from paraplan.cost_models.constants import efficiency_of
 from paraplan.cost_models.curves import Curve
 from paraplan.cost_models.measured import MEASURED, MODELLED, MeasuredTimes, times_of
+from paraplan.cost_models.moves import IN, OUT, Moves, copy_stream
 from paraplan.cost_models.ops import (
     OpWork,
     Outs,
@@ -28,18 +28,14 @@ from paraplan.cost_models.ops import (
     work_of,
 )
 from paraplan.ir.cluster import ClusterSpec, Device
-from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg, refs
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
-from paraplan.ir.rank_program import GROW, PUT, ROOM, Block, Instr, InstrKind, LocalValue, Transfer
+from paraplan.ir.rank_program import GROW, PUT, ROOM, Block, Instr, InstrKind, LocalValue
 
 COMPUTE = "compute"
-COPY = "copy"
 UPDATE = "update"
-OUT, IN = "out", "in"
 FILL_TAIL = "paraplan.fill_tail_"
-_MANY = 1 << 50  # bytes of a collective beside which no latency counts
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,6 @@ class Costs:
     optimizer: str = ""
     compiled: bool = False
     _ops: dict[object, float] = field(default_factory=dict, repr=False, compare=False)
-    _collectives: dict[tuple[str, int, int], float] = field(default_factory=dict, repr=False, compare=False)
-    _messages: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict, repr=False, compare=False)
     _lowered: dict[str, tuple[OpTime, str]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -70,6 +64,11 @@ class Costs:
         profile = self.profile
         device = next((each for each in self.devices if profile is not None and each.kind == profile.device), None)
         return times_of(profile, device) if profile is not None and device is not None else None
+
+    @cached_property
+    def moves(self) -> Moves:
+        """What moving bytes costs."""
+        return Moves(self.cluster, self.mesh, self.measured)
 
     @property
     def used(self) -> tuple[tuple[OpTime, str], ...]:
@@ -81,16 +80,6 @@ class Costs:
         """The distinct devices of the mesh."""
         groups = {id(group): group for group in map(self.cluster.group_of, self.mesh.devices)}
         return tuple(group.device for group in groups.values())
-
-    @cached_property
-    def links(self) -> tuple[AxisLink, ...]:
-        """The link of every mesh axis."""
-        return tuple(axis_link(self.cluster, self.mesh, axis) for axis in range(len(self.mesh.shape)))
-
-    @cached_property
-    def comm_streams(self) -> tuple[str, ...]:
-        """The stream each mesh axis communicates on."""
-        return tuple(f"comm:{link.level}" for link in self.links)
 
     def op_s(
         self,
@@ -188,132 +177,24 @@ class Costs:
         work = OpWork(kind="memory", flops=0, read_bytes=read_bytes, write_bytes=write_bytes, dtype="float32")
         return self.work_s(work)
 
-    def collective_s(self, target: str, axis: int, input_bytes: int) -> float:
-        """Seconds of a collective over a mesh axis; input_bytes is what one rank puts in (see `collectives`).
-
-        Raises:
-            CostModelError: no such collective or axis, or negative bytes.
-        """
-        key = (target, axis, input_bytes)
-        time = self._collectives.get(key)
-        if time is None:
-            if not 0 <= axis < len(self.links):
-                raise CostModelError(f"{target} over axis {axis}: the mesh has axes 0 to {len(self.links) - 1}")
-            curve, _ = self._curves(target, axis)
-            known = curve.at(input_bytes) if curve is not None else None
-            time = collective_time_s(target, input_bytes, self.links[axis]) if known is None else known
-            self._collectives[key] = time
-        return time
-
-    def taken_s(self, target: str, axis: int, input_bytes: int) -> float:
-        """Of the compute stream's time, what a collective takes for itself: its call, and a share of what is left.
-
-        Raises:
-            CostModelError: see `collective_s`.
-        """
-        seconds = self.collective_s(target, axis, input_bytes)
-        _, curve = self._curves(target, axis)
-        return self._taken_s(axis, seconds, min(seconds, curve.at(input_bytes)) if curve is not None else 0.0)
-
-    def taken_share_s(self, target: str, axis: int, input_bytes: int) -> float:
-        """The least of it that a tensor adds to a collective that it shares with others.
-
-        Raises:
-            CostModelError: see `collective_s`.
-        """
-        seconds = self.collective_share_s(target, axis, input_bytes)
-        _, curve = self._curves(target, axis)
-        called = min(seconds, input_bytes * curve.least_ratio) if curve is not None else 0.0
-        return self._taken_s(axis, seconds, called)
-
-    def _taken_s(self, axis: int, seconds: float, called: float) -> float:
-        return called + self.links[axis].device_share * (seconds - called)
-
-    def _curves(self, target: str, axis: int) -> tuple[Curve | None, Curve | None]:
-        """Measured seconds of a collective and of its call."""
-        if self.measured is None:
-            return None, None
-        key = (target, self.links[axis].size, self.links[axis].local_size)
-        return self.measured.collectives.get(key), self.measured.calls.get(key)
-
-    def collective_share_s(self, target: str, axis: int, input_bytes: int) -> float:
-        """The least a tensor adds to a collective that it shares with others: its bytes at the best rate, no latency.
-
-        Raises:
-            CostModelError: see `collective_s`.
-        """
-        curve, _ = self._curves(target, axis)
-        if curve is not None:
-            return input_bytes * curve.least_ratio
-        per_byte = (self.collective_s(target, axis, 2 * _MANY) - self.collective_s(target, axis, _MANY)) / _MANY
-        return input_bytes * per_byte
-
-    def message_s(self, transfer: Transfer) -> float:
-        """Seconds of a message between this mesh and another: the slowest of the pairs of ranks that exchange it.
-
-        Raises:
-            ClusterError: ranks on different nodes and no link between them described.
-        """
-        key = (transfer.peers, transfer.nbytes)
-        time = self._messages.get(key)
-        if time is None:
-            pairs = [pair for pair in zip(self.mesh.devices, transfer.peers, strict=True) if pair[1] >= 0]
-            time = self._messages[key] = max((self._pair_s(pair, transfer.nbytes) for pair in pairs), default=0.0)
-        return time
-
-    def _pair_s(self, pair: tuple[int, int], nbytes: int) -> float:
-        level, backend = self.cluster.span(pair), self.cluster.group_of(pair[0]).device.backend
-        link = self.cluster.link(level, pair[0]) if level == "in_node" else self.cluster.network(pair)
-        return p2p_s(nbytes, link, backend, level)
-
-    def host_s(self, block: Block, instr: Instr) -> float:
-        """Seconds for which a copy takes a device's share of the host's memory; 0.0 of all else."""
-        return block.values[next(refs(instr.args))].nbytes / self._host_bytes_per_s if instr.tier else 0.0
-
-    def copy_s(self, tier: str, nbytes: int, from_host: bool = False, both_ways: bool = False) -> float:
-        """Seconds of one copy to or from a tier (see `ClusterSpec.copy_s`).
-
-        `both_ways`: as much goes the other way beside it, and the host's memory, shared by its devices, carries both.
-
-        Raises:
-            ClusterError: the cluster describes no such link.
-        """
-        key = (tier, -1 - from_host - 2 * both_ways, nbytes)
-        time = self._collectives.get(key)
-        if time is None:
-            time = max(self.cluster.copy_s(tier, device, nbytes, from_host) for device in self.mesh.devices)
-            if both_ways and tier == "host":
-                time = max(time, 2 * nbytes / self._host_bytes_per_s)
-            self._collectives[key] = time
-        return time
-
-    @cached_property
-    def _host_bytes_per_s(self) -> float:
-        """A device's share of what its host's memory carries; infinite where that is not known."""
-        groups = [self.cluster.group_of(device) for device in self.mesh.devices]
-        rates = [
-            group.host_memory_bytes_per_s / group.devices_per_node * efficiency_of(group.device.backend).memory
-            for group in groups
-        ]
-        return min((rate for rate in rates if rate), default=math.inf)
-
     def instr_s(self, block: Block, instr: Instr) -> float:
         """Seconds an instruction keeps its stream busy: 0.0 for a wait, and without a profile for a pure view.
 
         Raises:
-            CostModelError: see `op_s` and `collective_s`.
-            ClusterError: see `copy_s`.
+            CostModelError: see `op_s` and `Moves.collective_s`.
+            ClusterError: see `Moves.copy_s`.
         """
         if instr.kind is InstrKind.WAIT:
             return 0.0
         values = block.values
         inputs = tuple([values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))])
         if instr.kind is InstrKind.COLLECTIVE:
-            return self.collective_s(instr.target, instr.axis, input_bytes_of(instr.target, instr.args, inputs[0]))
+            sent = input_bytes_of(instr.target, instr.args, inputs[0])
+            return self.moves.collective_s(instr.target, instr.axis, sent)
         if instr.kind is InstrKind.COPY:
             from_host = instr.target == "lift" or (instr.target == "store" and inputs[0].tier == "host")
             both_ways = instr.target == "bring" or (instr.target == "store" and not from_host)
-            return self.copy_s(instr.tier, inputs[0].nbytes, from_host, both_ways)
+            return self.moves.copy_s(instr.tier, inputs[0].nbytes, from_host, both_ways)
         outputs = tuple([None if name is None else values[name] for name in instr.outs])
         made = [(name, out) for name, out in zip(instr.outs, outputs, strict=True) if out is not None]
         if instr.target == FILL_TAIL:
@@ -331,22 +212,26 @@ class Costs:
             return self._lowered_s(block, instr, outputs)
         return self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs, instr.work)
 
+    def host_s(self, block: Block, instr: Instr) -> float:
+        """Seconds for which a copy takes a device's share of the host's memory; 0.0 of all else."""
+        return block.values[next(refs(instr.args))].nbytes / self.moves.host_bytes_per_s if instr.tier else 0.0
+
     def instr_taken_s(self, block: Block, instr: Instr) -> float:
-        """Seconds of compute that an instruction on another stream takes for itself: of a collective, `taken_s`.
+        """Seconds of compute that an instruction on another stream takes for itself: of a collective, `Moves.taken_s`.
 
         Raises:
-            CostModelError: see `collective_s`.
+            CostModelError: see `Moves.collective_s`.
         """
         if instr.kind is not InstrKind.COLLECTIVE:
             return 0.0
         sent = block.values[next(refs((instr.args, tuple(instr.kwargs.values()))))]
-        return self.taken_s(instr.target, instr.axis, input_bytes_of(instr.target, instr.args, sent))
+        return self.moves.taken_s(instr.target, instr.axis, input_bytes_of(instr.target, instr.args, sent))
 
     def stream(self, instr: Instr) -> str:
         """The stream an instruction runs on: "compute", "comm:in_node", "comm:between_nodes", or a copy's."""
         if instr.kind is InstrKind.COPY:
-            return copy_stream(instr.tier, OUT if instr.target in ("offload", "store") else IN)
-        return self.comm_streams[instr.axis] if instr.kind is InstrKind.COLLECTIVE else COMPUTE
+            return copy_stream(instr.tier, OUT if instr.target in ("offload", "store", "keep") else IN)
+        return self.moves.comm_streams[instr.axis] if instr.kind is InstrKind.COLLECTIVE else COMPUTE
 
 
 def _work(
@@ -354,11 +239,6 @@ def _work(
 ) -> OpWork:  # fmt: skip
     registered_work = None if registered is None else registered_work_of(registered, inputs, outputs)
     return registered_work or work_of(target, flag, inputs, outputs)
-
-
-def copy_stream(tier: str, way: str) -> str:
-    """The stream of copies to (`OUT`) or from (`IN`) a tier: "copy:host:out"."""
-    return f"{COPY}:{tier}:{way}"
 
 
 def update_stream(tier: str) -> str:

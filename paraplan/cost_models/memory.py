@@ -9,13 +9,17 @@ the bytes its `LocalValue` or `OuterValue` says. Tiers (host, disk) are accounts
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 from paraplan.cost_models.blocks import NO_EFFECT, ArgState, MemoryBlock, Profile
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import CostModelError
+from paraplan.ir.memo import Lately, Same
 from paraplan.ir.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
 from paraplan.ir.tensor import DTYPE_BYTES
+
+_BLOCKS = Lately[MemoryBlock](50_000, lambda block: 1 + len(block.block.instrs))
 
 
 class Storage:
@@ -38,8 +42,7 @@ class Bytes(dict[str, int]):
         return 0
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """What an outer name stands for: a storage, and the tensor lying in it."""
 
     storage: Storage
@@ -55,8 +58,7 @@ class Held:
         return count
 
 
-@dataclass(frozen=True)
-class StepMemory:
+class StepMemory(NamedTuple):
     """What one step did to memory.
 
     Attributes:
@@ -83,7 +85,7 @@ class StepMemory:
     added: str = ""
     made: int = 0
     args: tuple[ArgState, ...] = ()
-    tiers: dict[str, StepMemory] = field(default_factory=dict)
+    tiers: dict[str, StepMemory] = {}
 
 
 class MemoryWalk:
@@ -91,7 +93,9 @@ class MemoryWalk:
 
     def __init__(self, program: RankProgram) -> None:
         self.program = program
-        self.blocks = {name: MemoryBlock(block) for name, block in program.blocks.items()}
+        self.blocks = {
+            name: _BLOCKS.get(Same(block), partial(MemoryBlock, block)) for name, block in program.blocks.items()
+        }
         self.outer: dict[str, Held] = {}
         self.levels = Bytes({tier: program.update_bytes(tier)[0] for tier in ("", *program.update_tiers)})
         for name, value in program.outer.items():
@@ -129,8 +133,8 @@ class MemoryWalk:
 
     def _with_beside(self, result: StepMemory) -> StepMemory:
         """What a step did to memory, with the workspace of an update that runs beside it."""
-        tiers = {tier: replace(part, peak=part.peak + self._beside[tier]) for tier, part in result.tiers.items()}
-        return replace(result, tiers=tiers)
+        tiers = {tier: part._replace(peak=part.peak + self._beside[tier]) for tier, part in result.tiers.items()}
+        return result._replace(tiers=tiers)
 
     def _bind(self, name: str, held: Held, died: Bytes) -> None:
         """Give a name to a value; what dies because the name meant something else is added to `died`."""
@@ -259,7 +263,7 @@ class MemoryWalk:
             self._give_up(name, died)
         tiers = self._without(died)
         if on:
-            tiers[on] = replace(tiers[on], peak=tiers[on].peak + workspace_bytes)
+            tiers[on] = tiers[on]._replace(peak=tiers[on].peak + workspace_bytes)
         return StepMemory(
             before=self.live, after=self.live - died[""], peak=self.live + (0 if on else workspace_bytes),
             dropped=died[""], tiers=tiers,

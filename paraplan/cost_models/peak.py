@@ -48,13 +48,15 @@ class Role(Enum):
 
 
 _OUTER = {
-    "param": Role.PARAMETERS, "state": Role.MASTERS, "slots": Role.STATES, "late": Role.GRADIENTS, "batch": Role.BATCH,
+    "param": Role.PARAMETERS, "state": Role.MASTERS, "slots": Role.STATES, "late": Role.GRADIENTS,
+    "grad": Role.GRADIENTS, "batch": Role.BATCH,
 }  # fmt: skip
 _PREFIXES = {
     "acc": Role.GRADIENTS, "grad": Role.GRADIENTS, "tied": Role.GRADIENTS, "whole": Role.GATHERED,
     "here": Role.GATHERED, "held": Role.GATHERED,
     "sum": Role.COMMUNICATION, "d": Role.BOUNDARY_GRADIENTS, "param": Role.PARAMETERS, "state": Role.MASTERS,
-    "buffer": Role.BUFFERS, "slots": Role.STATES, "late": Role.GRADIENTS,
+    "buffer": Role.BUFFERS, "slots": Role.STATES, "late": Role.GRADIENTS, "home": Role.GRADIENTS,
+    "magnitude": Role.GRADIENTS,
 }  # fmt: skip
 _HELD = frozenset({
     Role.GRADIENTS, Role.GATHERED, Role.COMMUNICATION, Role.PARAMETERS, Role.MASTERS, Role.STATES, Role.BUFFERS,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -15,6 +16,8 @@ from paraplan.cost_models.reserved import reserved_bytes
 from paraplan.cost_models.simulate import Simulation, simulate
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Graph, Phase
+from paraplan.ir.memo import Lately, Same
+from paraplan.ir.mesh import Mesh
 from paraplan.ir.plan import Plan, Prediction
 from paraplan.ir.profile import UPDATE, VIEW
 from paraplan.ir.program import Program
@@ -24,6 +27,8 @@ from paraplan.ir.sizes import say_size
 
 _COMPUTE_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """What `mfu` is a share of; of fp8 as well bfloat16's rate, as torchtitan reports it."""
+
+_COSTS = Lately[Costs](32, lambda costs: 1)
 
 
 def forward_flops(program: Program) -> int:
@@ -55,9 +60,18 @@ def model_flops(program: Program) -> int:
 
 
 def plan_costs(plan: Plan) -> tuple[Costs, ...]:
-    """Per rank class of the schedule, what things cost on its stage's mesh."""
+    """Per rank class of the schedule, what things cost on its stage's mesh; plans alike share them."""
+    return _costs_by_class(plan, lambda mesh, new: _COSTS.get(
+        (Same(plan.cluster), mesh, Same(plan.profile), plan.optimizer.name, plan.compiled), new
+    ))  # fmt: skip
+
+
+def _costs_by_class(plan: Plan, made: Callable[[Mesh, Callable[[], Costs]], Costs]) -> tuple[Costs, ...]:
     meshes = dict.fromkeys(mesh for stage in plan.stages for mesh in stage.meshes)
-    per_mesh = {mesh: Costs(plan.cluster, mesh, plan.profile, plan.optimizer.name, plan.compiled) for mesh in meshes}
+    per_mesh = {
+        mesh: made(mesh, partial(Costs, plan.cluster, mesh, plan.profile, plan.optimizer.name, plan.compiled))
+        for mesh in meshes
+    }
     mesh_of = {device: mesh for mesh in meshes for device in mesh.devices}
     first_rank: dict[int, int] = {}
     for rank, rank_class in enumerate(plan.schedule.rank_class):
@@ -91,11 +105,6 @@ def check_room(plan: Plan, simulation: Simulation) -> None:
                 f"{say_size(room)}: {say_size(size - room)} are missing; offload less, or describe more "
                 "(host_memory_bytes, disk_bytes of a node)"
             )
-
-
-def has_room(plan: Plan, simulation: Simulation) -> bool:
-    """Whether what waits on tiers fits there."""
-    return all(size <= _room_bytes(plan, tier) for tier, size in simulation.tier_peak_bytes.items())
 
 
 def _room_bytes(plan: Plan, tier: str) -> int:
@@ -156,11 +165,11 @@ def with_used_profile(plan: Plan, programs: Sequence[RankProgram]) -> Plan:
     """
     if plan.profile is None:
         return plan
-    costs = plan_costs(plan)
+    costs = _costs_by_class(plan, lambda mesh, new: new())  # that know of no other plan's ops
     simulate(programs, costs, plan.schedule.rank_class)
     used = {op.full_key: (op, how) for each in costs for op, how in each.used}
     counts = Counter(how for _, how in used.values())
-    groups = {(link.size, link.local_size) for each in costs for link in each.links}
+    groups = {(link.size, link.local_size) for each in costs for link in each.moves.links}
     kept = tuple(op for _, (op, how) in sorted(used.items()) if how != MODELLED)
     always = tuple(
         op for op in plan.profile.ops if op.target in (VIEW, UPDATE + plan.optimizer.name) and op not in kept

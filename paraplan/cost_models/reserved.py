@@ -8,6 +8,7 @@ workspaces, NCCL's buffers, the context) is not the allocator's or not counted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from paraplan.cost_models.allocator import AllocatedBlock, CachingAllocator
@@ -30,8 +31,7 @@ def reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
     for name, value in program.outer.items():
         if value.nbytes and not value.tier:
             kept[name] = allocator.allocate(value.nbytes)
-            # States are made parameter by parameter: slots of its size each.
-    if states:
+    if states:  # made parameter by parameter: slots of its size each
         _states(program, allocator, states)
     for _ in range(2):
         replay = _Replay(program, allocator, kept)
@@ -125,17 +125,19 @@ class _Replay:
         self._end_of(local, [*local], ())
         self._let_go(touched)
 
-    def _end_of(self, local: dict[str, AllocatedBlock], owners: tuple[str, ...] | list[str], storages: object) -> None:
+    def _end_of(
+        self, local: dict[str, AllocatedBlock], owners: Iterable[str], storages: Iterable[Storage]
+    ) -> None:  # fmt: skip
         for owner in owners:
             if owner in local:
                 self.allocator.release(local.pop(owner))
-        self._let_go(storages)  # type: ignore[arg-type]
+        self._let_go(storages)
 
     def _make(self, storage: Storage) -> None:
         if not storage.tier:
             self.blocks[storage] = self.allocator.allocate(storage.nbytes)
 
-    def _let_go(self, storages: list[Storage]) -> None:
+    def _let_go(self, storages: Iterable[Storage]) -> None:
         """Free what no name holds."""
         for storage in storages:
             if storage.names == 0 and (block := self.blocks.pop(storage, None)) is not None:

@@ -16,14 +16,18 @@ from collections.abc import Sequence
 
 from paraplan.cost_models.blocks import TimeBlock, compile_time
 from paraplan.cost_models.bound import stream_bound
-from paraplan.cost_models.costs import COMPUTE, COPY, UPDATE, Costs, update_stream
+from paraplan.cost_models.costs import COMPUTE, UPDATE, Costs, update_stream
 from paraplan.cost_models.memory import MemoryWalk, StepMemory
 from paraplan.cost_models.messages import Key, Mailbox
+from paraplan.cost_models.moves import COPY
 from paraplan.cost_models.timeline import Span, TimeWalk
 from paraplan.ir.errors import CostModelError
+from paraplan.ir.memo import Lately, Same
 from paraplan.ir.rank_program import MESSAGES, RankProgram, Step, StepKind
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
+
+_BLOCKS = Lately[TimeBlock](50_000, lambda block: 1 + len(block.events))
 
 
 class MemoryPoint(Value, frozen=True, kw_only=True):
@@ -236,12 +240,14 @@ class RankEngine:
         if transfer.starts:
             self.time.compute(step, self.costs.memory_s(transfer.nbytes, transfer.nbytes), "copy")
         parts = self._parts[transfer.message, transfer.sends]
-        seconds = parts * self.costs.message_s(transfer)
+        seconds = parts * self.costs.moves.message_s(transfer)
         self._mailbox.post(transfer.channel, key, transfer.sends, self.time.clock[COMPUTE], seconds, parts)
 
     def _block(self, name: str) -> TimeBlock:
         if name not in self._blocks:
-            self._blocks[name] = compile_time(self.program.blocks[name], self.costs)
+            block = self.program.blocks[name]
+            made_of = (Same(block), Same(self.costs))
+            self._blocks[name] = _BLOCKS.get(made_of, lambda: compile_time(block, self.costs))
         return self._blocks[name]
 
     def _accumulate_s(self, memory: StepMemory) -> float:

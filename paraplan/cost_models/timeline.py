@@ -15,7 +15,8 @@ import re
 from functools import cache
 
 from paraplan.cost_models.blocks import Issue, Run, TimeBlock
-from paraplan.cost_models.costs import COMPUTE, COPY, UPDATE
+from paraplan.cost_models.costs import COMPUTE, UPDATE
+from paraplan.cost_models.moves import COPY
 from paraplan.ir.rank_program import Step
 from paraplan.ir.struct import Value
 

@@ -9,16 +9,11 @@ op reaches is the cost model's business.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from decimal import Decimal
-from pathlib import Path
-
-import msgspec
-import yaml
 
 from paraplan.ir.errors import ClusterError
-from paraplan.ir.struct import Value, read_bytes
+from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES
 
 
@@ -245,19 +240,6 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         return check_cluster(cls(name=f"local:{num_devices}", groups=(group,)))
 
 
-class _Yaml(yaml.SafeLoader):
-    """YAML with the floats of its version 1.2: PyYAML alone reads 25e9 and 1e-5 as text."""
-
-
-class _YamlOut(yaml.SafeDumper):
-    """The same, writing numbers in the fewest digits that read back equal: 3.12e+14, not 312000000000000.0."""
-
-
-_FLOAT_TAG = "tag:yaml.org,2002:float"
-for _side in (_Yaml, _YamlOut):
-    _side.add_implicit_resolver(_FLOAT_TAG, re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
-
-
 BACKENDS = ("cuda", "cpu")
 
 
@@ -265,8 +247,9 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
     """The cluster itself, when it describes a machine.
 
     Raises:
-        ClusterError: a count below 1, a rate that is not positive, an unknown dtype or backend, groups of several
-            backends, or several nodes without a link between them; with the path of the fault.
+        ClusterError: a count below 1, a rate that is not positive, a number no machine has, an unknown dtype or
+            backend, groups of several backends, or several nodes without a link between them; with the path of the
+            fault.
     """
     if not cluster.groups:
         raise ClusterError(f"cluster {cluster.name!r}: groups is empty; describe at least one group of nodes")
@@ -281,6 +264,8 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
         for name in ("in_node", "between_nodes", "host", "disk"):
             _check_link(cluster, getattr(group, name), f"{at}.{name}")
     _check_link(cluster, cluster.between_nodes, "between_nodes")
+    if cluster.num_devices > MOST_DEVICES:
+        raise ClusterError(f"cluster {cluster.name!r}: {cluster.num_devices} devices; there may be {MOST_DEVICES}")
     backends = sorted({group.device.backend for group in cluster.groups})
     if len(backends) > 1:
         raise ClusterError(
@@ -295,6 +280,13 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
                 "bytes_per_s and latency_s"
             )
     return cluster
+
+
+MOST_DEVICES = 1 << 20
+"""Devices of the largest cluster: sums over ranks stay exact and lists of ranks small."""
+_MOST, _LEAST_PER_S, _MOST_S = 1e18, 1.0, 3600.0
+"""Bytes or operations (a second) of the largest part of a machine, of the slowest one, and the longest latency: beyond
+them sums of costs are no longer exact."""
 
 
 def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
@@ -330,21 +322,28 @@ def _check_link(cluster: ClusterSpec, link: Link | None, at: str) -> None:
         _not_negative(cluster, link.latency_s, f"{at}.latency_s")
         if not 0 <= link.device_share <= 1:
             share = f"{at}.device_share is {link.device_share}; a share of a device is at least 0 and at most 1"
-            raise ClusterError(f"cluster {cluster.name!r}: {share}; {_WAY_OUT}")
+            raise ClusterError(f"cluster {cluster.name!r}: {share}; {WAY_OUT}")
 
 
-_WAY_OUT = "`paraplan cluster schema` says what each field means"
+WAY_OUT = "`paraplan cluster schema` says what each field means"
 
 
 def _positive(cluster: ClusterSpec, value: float, where: str) -> None:
     if not value > 0 or value == float("inf"):
-        raise ClusterError(f"cluster {cluster.name!r}: {where} must be a positive number, not {value}; {_WAY_OUT}")
+        raise ClusterError(f"cluster {cluster.name!r}: {where} must be a positive number, not {value}; {WAY_OUT}")
+    slow = where.rpartition("_per_s")[1] and value < _LEAST_PER_S
+    if slow or value > _MOST:
+        what = f"at least {_LEAST_PER_S:g}" if slow else f"at most {_MOST:g}"
+        said = f"{Decimal(value):.3g}"
+        raise ClusterError(f"cluster {cluster.name!r}: {where} is {said}; it may be {what}; {WAY_OUT}")
 
 
 def _not_negative(cluster: ClusterSpec, value: float, where: str) -> None:
-    if not value >= 0 or value == float("inf"):
+    most = _MOST_S if where.endswith("_s") and not where.endswith("_per_s") else _MOST
+    if not 0 <= value <= most:
         raise ClusterError(
-            f"cluster {cluster.name!r}: {where} is negative or no number ({value}); give 0 or more; {_WAY_OUT}"
+            f"cluster {cluster.name!r}: {where} is negative, too large or no number ({value}); it is 0 to {most:g}; "
+            f"{WAY_OUT}"
         )
 
 
@@ -353,43 +352,3 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     by_lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
     return f" (did you mean {' or '.join(by_lower[one] for one in near)}?)" if near else ""
-
-
-def read_cluster(path: str | Path) -> ClusterSpec:
-    """A cluster from a YAML or JSON file, decoded strictly.
-
-    Raises:
-        ClusterError: unreadable, malformed, an unknown key or a wrong value, with its place.
-    """
-    data = read_bytes(path, "cluster file", ClusterError)
-    try:
-        if str(path).endswith(".json"):
-            return check_cluster(msgspec.json.decode(data, type=ClusterSpec))
-        return check_cluster(msgspec.convert(yaml.load(data, Loader=_Yaml), ClusterSpec))
-    except (yaml.YAMLError, msgspec.DecodeError, UnicodeDecodeError) as fault:
-        raise ClusterError(f"{path}: {fault}{_near_field(str(fault))}") from None
-
-
-def _near_field(fault: str) -> str:
-    match = re.search(r"unknown field `([^`]*)`", fault)
-    fields = [name for kind in (ClusterSpec, NodeGroup, Device, Link) for name in kind.__struct_fields__]
-    return f"{did_you_mean(match[1], dict.fromkeys(fields))}; {_WAY_OUT}" if match else ""
-
-
-def _short_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
-    text = f"{Decimal(repr(value)).normalize():e}" if abs(value) >= 1e5 or 0 < abs(value) < 1e-3 else repr(value)
-    return dumper.represent_scalar(_FLOAT_TAG, text)
-
-
-_YamlOut.add_representer(float, _short_float)
-
-
-def cluster_yaml(cluster: ClusterSpec, comment: str = "") -> str:
-    """A cluster file's text, which `read_cluster` reads back equal.
-
-    Args:
-        cluster: what is written.
-        comment: lines for the file's head.
-    """
-    head = "".join(f"# {line}\n" for line in comment.splitlines())
-    return head + yaml.dump(msgspec.to_builtins(cluster), Dumper=_YamlOut, sort_keys=False, width=120)

@@ -4,6 +4,10 @@ Every message names the place (op and source line, file and field, stage, rank),
 fit, and a way out. `assert` is kept for bugs of our own.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 
 class ParaplanError(Exception):
     """Base of every error a user can meet."""
@@ -33,11 +37,32 @@ class ConstraintError(ParaplanError):
     """The user's pinned choices contradict each other, the model or the cluster."""
 
 
-class InfeasibleError(ParaplanError):
+class NoPlanError(ParaplanError):
+    """No plan was found.
+
+    A search meets many of these and shows one, and how much is missing may take a solver to say, so a message may be
+    given as what makes it: called once, when the message is first read.
+    """
+
+    def __init__(self, message: str | Callable[[], str]) -> None:
+        super().__init__(message)
+        self._message = message
+
+    def __str__(self) -> str:
+        if not isinstance(self._message, str):
+            self._message = self._message()
+            self.args = (self._message,)
+        return self._message
+
+    def __reduce__(self) -> tuple[type[NoPlanError], tuple[str]]:
+        return type(self), (str(self),)
+
+
+class InfeasibleError(NoPlanError):
     """Proved: no plan exists under the given limits."""
 
 
-class SolverLimitError(ParaplanError):
+class SolverLimitError(NoPlanError):
     """Not proved: the time limit passed before any plan was found."""
 
 

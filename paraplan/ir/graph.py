@@ -125,15 +125,6 @@ def freeze(arg: Arg) -> Arg:
     return tuple(freeze(item) for item in arg) if isinstance(arg, (list, tuple)) else arg
 
 
-def last_uses(graph: Graph) -> dict[str, int]:
-    """For each value, the index of the last op that reads it (-1: read by none)."""
-    last = dict.fromkeys(graph.values, -1)
-    for index, op in enumerate(graph.ops):
-        for name in op.tensors:
-            last[name] = index
-    return last
-
-
 def users(graph: Graph) -> dict[str, tuple[int, ...]]:
     """For each value, the indices of the ops that read it, in order, without repeats."""
     found: dict[str, list[int]] = {name: [] for name in graph.values}

@@ -10,6 +10,7 @@ which every microbatch has for itself (`OpDims.apart`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -136,25 +137,45 @@ def graph_micro(
                 placements[out] = placement
     for tangent, output in pending.items():
         placements[tangent] = dual(placements[output]) if m > 1 and graph.values[tangent].shape else R
+    if m > 1:
+        _make_in_shards(graph, choices, placements, m, in_space)
     return KindMicro(tuple(choices), placements)
 
 
+def _make_in_shards(
+    graph: Graph, choices: list[AxisChoice], placements: dict[str, Placement], m: int, in_space: bool
+) -> None:
+    """Changes ops that make from whole values (or nothing, as `full`) what all its readers want in the same shards."""
+    kept, readers = set(graph.outputs), dict[str, list[tuple[int, int]]]()
+    for index, op in enumerate(graph.ops):
+        for position, name in enumerate(op.tensors):
+            readers.setdefault(name, []).append((index, position))
+    for index, op in reversed([*enumerate(graph.ops)]):
+        outs = [name for name in op.outs if name is not None]
+        if any(placements[name] != R for name in (*op.tensors, *outs)) or kept.intersection(outs):
+            continue
+        wanted = [{choices[reader].inputs[at] for reader, at in readers.get(name, ())} for name in outs]
+        if any(len(each) != 1 or not isinstance(next(iter(each)), Shard) for each in wanted):
+            continue
+        fits = [choice for choice in _feasible(graph, op, m, in_space) if _makes(choice, wanted)]
+        if fits:
+            choices[index] = min(fits, key=lambda choice: sum(place != R for place in choice.inputs))
+            placements.update({name: next(iter(each)) for name, each in zip(outs, wanted, strict=True)})
+
+
+def _makes(choice: AxisChoice, wanted: list[set[Placement]]) -> bool:
+    """Whether an op's results come as wanted of inputs that are whole or slices."""
+    outputs = [{place} for place in choice.outputs if place is not None]
+    return outputs == wanted and not any(isinstance(place, Partial) for place in choice.inputs)
+
+
 def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str, in_space: bool) -> AxisChoice:
-    options = _options(
-        op, tuple(graph.values[n] for n in op.tensors), tuple(graph.values[n] if n else None for n in op.outs), in_space
-    )
     if m == 1 or all(placement == R for placement in have):
-        return options[0]
+        return _options(graph, op, in_space)[0]
     best: tuple[int, AxisChoice] | None = None
-    for choice in options:
+    for choice in _feasible(graph, op, m, in_space):
         efforts = [_effort(h, need, in_space) for h, need in zip(have, choice.inputs, strict=True)]
         if None in efforts:
-            continue
-        specs = [graph.values[name] for name in (*op.tensors, *(n for n in op.outs if n))]
-        places = [*choice.inputs, *(p for p in choice.outputs if p is not None)]
-        if not all(
-            is_shardable(spec.shape, (place,), (m,), frozen=1) for spec, place in zip(specs, places, strict=True)
-        ):
             continue
         effort = sum(each or 0 for each in efforts)
         if best is None or effort < best[0]:
@@ -166,6 +187,15 @@ def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: st
             f"cannot be split {split}"
         )
     return best[1]
+
+
+def _feasible(graph: Graph, op: Op, m: int, in_space: bool) -> Iterator[AxisChoice]:
+    """What an op may do along the axis, if the dims it splits divide."""
+    specs = [graph.values[name] for name in (*op.tensors, *(name for name in op.outs if name))]
+    for choice in _options(graph, op, in_space):
+        places = [*choice.inputs, *(place for place in choice.outputs if place is not None)]
+        if all(is_shardable(spec.shape, (at,), (m,), frozen=1) for spec, at in zip(specs, places, strict=True)):
+            yield choice
 
 
 def _effort(have: Placement, need: Placement, in_space: bool) -> int | None:
@@ -209,9 +239,6 @@ class _OpKey:
         return isinstance(other, _OpKey) and self.op is other.op and self.in_space == other.in_space
 
 
-def _options(
-    op: Op, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...], in_space: bool
-) -> tuple[AxisChoice, ...]:
-    values = dict(zip(op.tensors, inputs, strict=True))
-    values.update({name: spec for name, spec in zip(op.outs, outputs, strict=True) if name and spec})
+def _options(graph: Graph, op: Op, in_space: bool) -> tuple[AxisChoice, ...]:
+    values = {name: graph.values[name] for name in (*op.tensors, *op.outs) if name is not None}
     return _cached_choices(_OpKey(op, values, in_space))

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import msgspec
-
 from paraplan.ir.struct import Value
 
 DISCOVERED, REGISTERED, UNKNOWN = "discovered", "registered", "unknown"
@@ -121,11 +119,6 @@ def fit_amount(values: Mapping[frozenset[str], float]) -> Amount:
         for key, value in sorted(terms.items(), key=lambda item: (len(item[0]), sorted(item[0])))
         if abs(value) > 1e-9 * largest
     )
-
-
-def with_work(rule: OpRule, flops: Amount, traffic_bytes: Amount) -> OpRule:
-    """The rule with registered work."""
-    return msgspec.structs.replace(rule, flops=flops, traffic_bytes=traffic_bytes)
 
 
 def faults(rule: OpRule, inputs: tuple[tuple[int, ...], ...], outputs: tuple[tuple[int, ...] | None, ...]) -> str:

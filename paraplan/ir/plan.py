@@ -8,7 +8,7 @@ It is data: loading one never imports or executes anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.mesh import Mesh
@@ -22,22 +22,46 @@ PLAN_VERSION = 1
 STATE_TIERS = ("", "host", "disk")
 """Where an optimizer's states may be; "" is the device."""
 
-Place = tuple[str, str, bool]
-"""Tier of the states, tier of the stored copy, whether states that are away are fetched to be updated on the device."""
 
-HERE: Place = ("", "", False)
+class Place(NamedTuple):
+    """Where a parameter and what belongs to it are; "" is the device.
+
+    Attributes:
+        states: tier of the optimizer's states.
+        stored: tier of the stored copy.
+        fetched: whether states that are away are fetched to be updated on the device.
+        grads: tier of the gradient until its update; "" is where that is done.
+    """
+
+    states: str = ""
+    stored: str = ""
+    fetched: bool = False
+    grads: str = ""
+
+    @property
+    def frozen(self) -> Place:
+        """Of a parameter that is not trained."""
+        return Place(self.stored, self.stored)
+
+
+HERE = Place()
 """All on the device."""
 
-ON_HOST: Place = ("host", "", False)
+ON_HOST = Place("host")
 """States on the host, updated there, beside a copy on the device that ops read: what may be updated late."""
 
-PLACES: dict[Place, str] = {
-    HERE: "", ("host", "", False): "@host", ("host", "host", False): "@all",
-    ("host", "", True): "@fetched", ("host", "host", True): "@all-fetched",
-    ("disk", "", False): "@disk", ("disk", "disk", False): "@disk-all",
-    ("disk", "", True): "@disk-fetched", ("disk", "disk", True): "@disk-all-fetched",
+_STAGED = {
+    Place("host", "", True): "@fetched", Place("host", "host", True): "@all-fetched",
+    Place("disk"): "@disk", Place("disk", "disk"): "@disk-all",
+    Place("disk", "", True): "@disk-fetched", Place("disk", "disk", True): "@disk-all-fetched",
 }  # fmt: skip
-"""How pins say where state and stored copy of a parameter are, and where it is updated."""
+"""Those whose states come to their update."""
+
+PLACES: dict[Place, str] = {
+    HERE: "", ON_HOST: "@host", Place("host", "host"): "@all", **_STAGED,
+    **{place._replace(grads=place.states): f"{words}-grads" for place, words in _STAGED.items()},
+}  # fmt: skip
+"""How pins say where state, stored copy and gradient of a parameter are, and where it is updated."""
 
 AHEAD = "+ahead"
 """How pins say that a stored copy is gathered once a step."""
@@ -106,7 +130,10 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     (ZeRO-Infinity, Rajbhandari et al. 2021). With `fetched` they are brought to the device instead, from either tier,
     and updated there; gradients then stay on the device. `stored_tier` is where the stored copy is: off the device it
     is copied there a segment before it is read, and given up after it. A trained parameter's state then is on the same
-    tier, in the same storage.
+    tier, in the same storage, and where that has another dtype (float32, under bf16) what comes is cast on arrival.
+
+    `grad_tier` is where the gradient waits for its update: "" for where that is done, or the tier of states that come
+    to it, to which it is written as it is made and with which it comes.
     """
 
     stored: str
@@ -116,6 +143,7 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     stored_tier: str = ""
     fetched: bool = False
     ahead: bool = False
+    grad_tier: str = ""
 
     @property
     def resting(self) -> str:
@@ -125,7 +153,7 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """As a pin says it: "stored/grad/state", then "+ahead", or "@host" where the state is, "@all" where all is."""
-        place = PLACES[self.state_tier or self.stored_tier, self.stored_tier, self.fetched]
+        place = PLACES[self.place._replace(states=self.state_tier or self.stored_tier)]
         return f"{self.stored}/{self.grad}/{self.state}{AHEAD if self.ahead else place}"
 
     @property
@@ -140,8 +168,8 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
 
     @property
     def place(self) -> Place:
-        """Where a trained parameter and its states are."""
-        return self.state_tier, self.stored_tier, self.fetched
+        """Where a trained parameter, its states and its gradient are."""
+        return Place(self.state_tier, self.stored_tier, self.fetched, self.grad_tier)
 
 
 class Split(Value, frozen=True, kw_only=True):

@@ -29,6 +29,9 @@ from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 ROOM, PUT, GROW = "aten.empty.memory_format", "paraplan.put_", "paraplan.grow_"
 """What gathers chunks: a buffer, a chunk put into it, an addend of a sum. The last two write their first argument."""
 
+MAGNITUDE = "paraplan.magnitude"
+"""What measures a gradient: the sum of its squares and its largest absolute value."""
+
 TIERS = ("host", "disk")
 """Where a value may live besides its device: the node's memory, or files on its disk."""
 
@@ -78,14 +81,15 @@ class Instr(Value, frozen=True, kw_only=True):
             "all_gather", "reduce_scatter", "all_to_all", "permute" (each rank's tensor goes to the next rank
             of the axis, the last one's to the first), "route" (an all-to-all of unequal parts into a buffer); for
             copies "offload" (makes a value on the tier), "prefetch" (makes one on the device), "bring" (the same while
-            stores go the other way), "lift" (disk only: makes one in the host's memory) and "store" (overwrites a value
-            on the tier, what it issues is a view of that).
+            stores go the other way), "lift" (disk only: makes one in the host's memory), "store" (overwrites a value
+            on the tier, what it issues is a view of that) and "keep" (the same while nothing comes the other way).
         args, kwargs: as in `ir.graph`, names local to the block. Collectives: ("%input", reduce op or "");
             gathers stack and scatters split along dim 0. "route" has four more: the rows sent to each rank, those
             received from each, the rows of the result (zeros after what is received), and the rows sent that are
-            priced. Copies: ("%input", ":tier"), and of a store the value overwritten. WAIT: ("%issued",), followed by
-            the input of the collective or copy where that must live until then (all but all_reduce, which works on a
-            copy, or in place where what it issues is a view). What a block issued may be waited for in a later one.
+            priced. Copies: ("%input", ":tier"), and of "store" and "keep" the value overwritten. WAIT: ("%issued",),
+            followed by the input of the collective or copy where that must live until then (all but all_reduce, which
+            works on a copy, or in place where what it issues is a view). What a block issued may be waited for in a
+            later one.
         outs: names made. A WAIT's output is a view of what was issued.
         axis: mesh axis a collective runs over, and its WAIT; -1 otherwise.
         frees: names dropped afterwards.
@@ -190,8 +194,8 @@ class Step(Value, frozen=True, kw_only=True):
         yet (a move: no time, no memory), else grows by it in place; the addend's name is dropped.
     DROP: names in `drops` are given up.
     UPDATE: the optimizer's update of the parameters in `args`, all on one tier, where it is done; with `staged`, of
-        copies of them that were brought there; with `late`, begun with gradients held since the step before, to be done
-        by the host beside what follows.
+        copies of them that were brought there, where `drops` are gradients that were too and are then given up; with
+        `late`, begun with gradients held since the step before, to be done by the host beside what follows.
     UPDATED: wait for what a late UPDATE began; `drops`, the gradients it used, are then given up.
     SEND: begin to send `args[0]` as the message (`transfer`, `microbatch`); where `outs` has a name, the part of it
         that is sent is copied there first. What is sent is left alone until an AWAIT of it.
@@ -253,8 +257,9 @@ class OuterValue(Value, frozen=True, kw_only=True):
 
     Attributes:
         role: "param" (stored copy), "state" (optimizer's view or copy of a parameter), "slots" (its other states, one
-            after another, where they are brought elsewhere to be updated), "late" (a parameter's gradient, held since
-            the step before), "batch", "buffer", "seed", "scale" (what gradients are multiplied by, under fp16).
+            after another, where they are brought elsewhere to be updated), "grad" (its gradient, where that waits
+            beside them), "late" (its gradient, held since the step before), "batch", "buffer", "seed", "scale" (what
+            gradients are multiplied by, under fp16).
         source: the parameter's, input's or buffer's name in the program; a seed's segment number as text.
         dtype, shape: local.
         layout: text form, on the stage's mesh.

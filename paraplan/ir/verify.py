@@ -1,4 +1,4 @@
-"""What is legal: graphs, programs and plans, checked between passes and on every load.
+"""Which plans are legal, checked between passes and on every load; `verify_program` says which programs are.
 
 Every fault is an `InvalidPlanError` that names the place.
 """
@@ -7,147 +7,15 @@ from __future__ import annotations
 
 from paraplan.ir.cluster import check_cluster
 from paraplan.ir.errors import ClusterError, InvalidPlanError
-from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.remat import remat_of
 from paraplan.ir.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, parse_layout
 from paraplan.ir.plan import PLAN_VERSION, STATE_TIERS, ParamLayouts, Plan, Stage
-from paraplan.ir.program import Program, SegmentKind, master_dtype, trained_params
+from paraplan.ir.program import trained_params
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.reshard import only_gathers
-from paraplan.ir.rules.carried import rule_fault
-from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
+from paraplan.ir.verify_program import verify_program
 from paraplan.ir.verify_schedule import verify_schedule
-
-
-def verify_graph(graph: Graph, where: str) -> None:
-    """Every value is made once, before it is read; forward ops come before backward ops.
-
-    Raises:
-        InvalidPlanError: otherwise.
-    """
-    known = set(graph.inputs)
-    for name, spec in graph.values.items():
-        if spec.dtype not in DTYPE_BYTES or any(size < 0 for size in spec.shape):
-            raise InvalidPlanError(f"{where}: value {name} has an impossible spec {spec}")
-    backward = False
-    for index, op in enumerate(graph.ops):
-        at = f"{where}, op {index} ({op.target})"
-        if op.phase is Phase.FORWARD and backward:
-            raise InvalidPlanError(f"{at}: a forward op after a backward one")
-        backward = op.phase is Phase.BACKWARD
-        if not -1 <= op.source < len(graph.sources):
-            raise InvalidPlanError(f"{at}: source {op.source} is none of its {len(graph.sources)} lines")
-        for name in op.tensors:
-            if name not in known:
-                raise InvalidPlanError(f"{at}: reads {name!r} before it is made")
-        for out in op.outs:
-            if out is not None and (out in known or out not in graph.values):
-                raise InvalidPlanError(f"{at}: {out!r} is made twice or has no spec")
-        if op.rule is not None and (fault := rule_fault(op, graph.values)):
-            raise InvalidPlanError(f"{at}: its own rule is wrong: {fault}")
-        known.update(name for name in op.outs if name is not None)
-    missing = [
-        name
-        for name in (*graph.inputs, *(o for o in graph.outputs if o))
-        if name not in known or name not in graph.values
-    ]
-    if missing:
-        raise InvalidPlanError(f"{where}: {missing[0]!r} is an input or output but no value")
-
-
-def verify_program(program: Program) -> None:
-    """Kinds are sound and segments read only what exists.
-
-    Raises:
-        InvalidPlanError: otherwise.
-    """
-    for kind in program.kinds:
-        verify_graph(kind.graph, f"kind {kind.name}")
-        _verify_kind(kind)
-    known = {f"batch:{name}" for name in program.batch} | {f"buffer:{name}" for name in program.buffers}
-    for index, segment in enumerate(program.segments):
-        if not 0 <= segment.kind < len(program.kinds):
-            raise InvalidPlanError(f"segment {index}: no kind {segment.kind}")
-        kind = program.kinds[segment.kind]
-        pairs = (
-            ("parameters", segment.params, kind.params),
-            ("inputs", segment.inputs, kind.inputs),
-            ("outputs", segment.outputs, kind.outputs),
-            ("asides", segment.asides, kind.asides),
-        )
-        for what, outer, inner in pairs:
-            if len(outer) != len(inner):
-                raise InvalidPlanError(f"segment {index}: {len(outer)} {what} for the {len(inner)} of kind {kind.name}")
-        for name in segment.params:
-            if name not in program.params:
-                raise InvalidPlanError(f"segment {index}: no parameter {name!r}")
-        for name in segment.inputs:
-            if name not in known:
-                raise InvalidPlanError(f"segment {index}: reads {name!r} before any segment makes it")
-        known.update(segment.outputs)
-    for term in program.loss:
-        if term.numerator not in known or not (
-            term.denominator is None or 0 <= term.denominator < len(program.denominators)
-        ):
-            raise InvalidPlanError(
-                f"the loss reads {term.numerator!r} over denominator {term.denominator}, which do not exist"
-            )
-    if not program.loss:
-        raise InvalidPlanError("the program has no loss")
-    _verify_outputs(program, known)
-    _verify_updates(program)
-
-
-def _verify_outputs(program: Program, known: set[str]) -> None:
-    """What the model returns beside its loss is made of values that exist."""
-    known = known | {name for segment in program.segments for name in segment.asides}
-    known |= {f"param:{name}" for segment in program.segments for name in segment.params}
-    for name, output in program.outputs.items():
-        verify_graph(output.graph, f"output {name}")
-        if len(output.inputs) != len(output.graph.inputs) or len(output.graph.outputs) != 1:
-            raise InvalidPlanError(
-                f"output {name}: {len(output.inputs)} inputs for {len(output.graph.inputs)}, or no result"
-            )
-        missing = [source for source in output.inputs if source not in known]
-        if missing:
-            raise InvalidPlanError(f"output {name} reads {missing[0]!r}, which does not exist")
-
-
-def _verify_updates(program: Program) -> None:
-    """Every buffer that is written is one, and so is its new value, of the same spec."""
-    specs: dict[str, TensorSpec] = {}
-    for segment in program.segments:
-        kind = program.kinds[segment.kind]
-        specs.update((outer, kind.graph.values[n]) for outer, n in zip(segment.outputs, kind.outputs, strict=True))
-    for name, value in program.buffer_updates.items():
-        if name not in program.buffers:
-            raise InvalidPlanError(f"buffer_updates: no buffer {name!r}")
-        if value not in specs:
-            raise InvalidPlanError(f"buffer_updates: buffer {name!r} becomes {value!r}, which no segment makes")
-        if specs[value] != program.buffers[name]:
-            raise InvalidPlanError(
-                f"buffer_updates: buffer {name!r} is {program.buffers[name]}, its new value {value} is {specs[value]}"
-            )
-
-
-def _verify_kind(kind: SegmentKind) -> None:
-    lengths = (
-        ("tangents", kind.tangents, kind.outputs), ("input_grads", kind.input_grads, kind.inputs),
-        ("param_grads", kind.param_grads, kind.params),
-    )  # fmt: skip
-    for what, left, right in lengths:
-        if len(left) != len(right):
-            raise InvalidPlanError(f"kind {kind.name}: {len(left)} {what} for {len(right)} values")
-    for name in (
-        *kind.params,
-        *kind.inputs,
-        *kind.outputs,
-        *kind.asides,
-        *(n for n in (*kind.tangents, *kind.input_grads, *kind.param_grads) if n),
-    ):
-        if name not in kind.graph.values:
-            raise InvalidPlanError(f"kind {kind.name}: {name!r} is no value of its graph")
 
 
 def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
@@ -314,17 +182,16 @@ def _verify_tiers(plan: Plan, name: str, layouts: ParamLayouts, where: str) -> N
         raise InvalidPlanError(
             f"{where}: its state is to be fetched to the device, where it is already; give it a state_tier"
         )
-    spec, precision = plan.program.params[name].spec, plan.program.precision
+    if layouts.grad_tier and not (layouts.staged and layouts.grad_tier == layouts.state_tier):
+        raise InvalidPlanError(
+            f"{where}: grad_tier is {layouts.grad_tier!r}; a gradient waits where its parameter is updated (''), or on "
+            "the tier of states that come to their update: those on disk, or fetched ones"
+        )
     if layouts.stored_tier and name in trained_params(plan.program):
         if layouts.state_tier != layouts.stored_tier or layouts.state != layouts.stored:
             raise InvalidPlanError(
                 f"{where}: stored on the {layouts.stored_tier} as {layouts.stored}, but its state is "
                 f"{layouts.state} on the {layouts.state_tier or 'device'}; give the state the same layout and tier"
-            )
-        if master_dtype(precision, spec.dtype) != spec.dtype:
-            raise InvalidPlanError(
-                f"{where}: stored on the {layouts.stored_tier} in {spec.dtype}, while {precision} updates a copy in "
-                f"{master_dtype(precision, spec.dtype)}; keep it stored on the device, or plan in fp32"
             )
 
 

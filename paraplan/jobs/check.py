@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import HALVES, Program, master_dtype, trained_params
 from paraplan.ir.seeds import segment_seed
+from paraplan.ir.trace.fake import taken
 from paraplan.ir.trace.reference import run_step
 from paraplan.jobs.models import Made
 from paraplan.runtime.params import full_tensors
@@ -193,7 +194,7 @@ class Eager:
                 param.copy_(params[name])
                 param.grad = None
         cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in self.program.batch.items()}
-        output: Any = self.model(**cast)
+        output: Any = self.model(**(cast if self.loss_fn is None else taken(self.model, cast)))
         if self.loss_fn is not None:
             loss = self.loss_fn(output, cast)
         else:

@@ -41,7 +41,9 @@ def hf_batch(model: nn.Module, batch: int, seq: int) -> Batch:
 
 
 def max_positions(config: Any) -> int | None:
-    """Longest sequence with learned positions (rotary ones have no end), or None."""
+    """Longest sequence of a table of positions, or None (rotary ones have no end)."""
+    if any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta")):
+        return None
     found = getattr(config, "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
@@ -58,10 +60,12 @@ def classes(config: Any) -> int | None:
     return vocabulary(config) if getattr(config, "is_encoder_decoder", False) else getattr(config, "num_labels", None)
 
 
-def _tokens(config: Any, batch: int, seq: int, longest: int | None) -> Tensor:
+def _tokens(config: Any, batch: int, seq: int, longest: int | None, name: str = "max_position_embeddings") -> Tensor:
     if longest is not None and seq > longest:
+        setting = getattr(config, "attribute_map", {}).get(name, name)
         raise CaptureError(
-            f"a sequence of {seq} is longer than the model's {longest} positions; use seq={longest} or a longer model"
+            f"a sequence of {seq} is longer than the model's {longest} positions; use seq={longest}, or a longer model "
+            f"({setting}={seq})"
         )
     return torch.zeros((batch, seq), dtype=torch.int64, device="meta")
 
@@ -80,7 +84,7 @@ def _speech(model: nn.Module, batch: int, seq: int) -> Batch:
         raise CaptureError(f"the spectra {type(model).__name__} reads have no size in its configuration: {_HINT}")
     return {
         "input_features": torch.empty((batch, bins, 2 * frames), device="meta"),
-        "labels": _tokens(config, batch, seq, getattr(config, "max_target_positions", None)),
+        "labels": _tokens(config, batch, seq, getattr(config, "max_target_positions", None), "max_target_positions"),
     }
 
 

@@ -120,7 +120,7 @@ def check_local(plan: Plan) -> None:
         raise PlanMismatchError(
             f"the plan is for {nodes} nodes ({cluster.name}); start it on each: torchrun --nnodes={nodes} "
             f"--nproc-per-node={cluster.groups[0].devices_per_node} "
-            "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m paraplan.cli run ..."
+            "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m paraplan run ..."
         )
     if cluster.groups[0].device.backend == "cuda" and torch.cuda.device_count() < cluster.num_devices:
         raise PlanMismatchError(

@@ -6,6 +6,7 @@ as the simulator times it. Every schedule is priced by the same evaluation, what
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,20 @@ class Comparison:
     rows: tuple[Compared, ...]
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Whether all are `STRATEGIES`.
+
+    Raises:
+        ConstraintError: one is not; says which are alike.
+    """
+    for name in names:
+        if name not in STRATEGIES:
+            near = [each for each in STRATEGIES if name and name in each]
+            near = near or difflib.get_close_matches(name.lower(), STRATEGIES, 3, 0.5)
+            said = f"did you mean {' or '.join(near)}? There are" if near else "choose among"
+            raise ConstraintError(f"strategy {name!r} is unknown; {said} {', '.join(STRATEGIES)}")
+
+
 def compare(
     plan: Plan, program: RankProgram, budgets: Callable[[int, int], Sequence[int]], names: Sequence[str], time_s: float,
     tell: Callable[[str], None] = lambda text: None,
@@ -78,9 +93,7 @@ def compare(
         ConstraintError: there is no such strategy.
         InvalidPlanError: the program communicates.
     """
-    unknown = [name for name in names if name not in STRATEGIES]
-    if unknown:
-        raise ConstraintError(f"strategy {unknown[0]!r} is unknown; choose among {', '.join(STRATEGIES)}")
+    check_names(names)
     problem = flatten(program, plan_costs(plan)[0]).problem
     problem = replace(problem, tiers=host_tiers(plan.cluster))
     alone = replace(problem, tiers=())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from paraplan.ir.errors import ConstraintError
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import ConstraintError, InfeasibleError
 from paraplan.ir.plan import AHEAD, HERE, ON_HOST, PLACES, Place
 from paraplan.ir.struct import Value
 
@@ -23,11 +24,13 @@ OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
 """The tiers activations may wait on."""
 OFFLOAD_STATES: dict[str, tuple[Place, ...]] = {
     **{words.removeprefix("@") or "none": (place,) for place, words in PLACES.items()},
-    "either": (HERE, ("host", "", False), ("host", "", True)),
-    "any": (HERE, *(place for place in PLACES if place[0])),
+    "either": (HERE, ON_HOST, Place("host", "", True)),
+    "any": tuple(place for place in PLACES if not place.grads),
+    "any-grads": tuple(PLACES),
 }
 """Where the optimizer's states and the stored parameters may be ("" is the device), and whether the device updates what
-is away; "either" leaves states to the planner, "any" parameters too (on disk only where `offload` is "disk")."""
+is away; "either" leaves states to the planner, "any" parameters too (on disk only where `offload` is "disk"), and
+"any-grads" also where gradients wait."""
 CP_MODES = ("gather", "alltoall", "ring")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -62,7 +65,9 @@ class Constraints(Value, frozen=True, kw_only=True):
             parameters there too, "none" all on the device; "either" leaves the states to the planner, "any" states and
             parameters; None: as "any" where `offload` allows the host, and on the disk where it allows that. "disk"
             and "disk-all" keep them on disk, to be updated in the host's memory; with "fetched" ("fetched",
-            "all-fetched", "disk-fetched", "disk-all-fetched") the device updates.
+            "all-fetched", "disk-fetched", "disk-all-fetched") the device updates. "-grads" after any of those but
+            "host" and "all" has gradients wait beside the states; "any-grads" leaves that to the planner as well, as
+            "any" does where nothing fits otherwise.
         delayed_update: after how many steps the host's updates may be one step late, to be done beside the next step's
             work, where that makes the step faster (`planner.delaying`); None: never, since it changes what is computed.
         params: layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.
@@ -99,8 +104,8 @@ class Constraints(Value, frozen=True, kw_only=True):
     def places(self) -> tuple[Place, ...]:
         """Where states and stored parameters may be, of parameters not pinned by name."""
         every = OFFLOAD_STATES[self.offload_states or "none"]
-        if self.offload_states == "any" and "disk" not in self.tiers:
-            return tuple(place for place in every if place[0] != "disk")
+        if self.offload_states in ("any", "any-grads") and "disk" not in self.tiers:
+            return tuple(place for place in every if place.states != "disk")
         return every
 
     @property
@@ -112,8 +117,8 @@ class Constraints(Value, frozen=True, kw_only=True):
     @property
     def state_tiers(self) -> tuple[str, ...]:
         """Tiers that states, or their gradients, may be on."""
-        away = [place for place in self.every_place if place[0]]
-        return tuple(dict.fromkeys(at for tier, _, fetched in away for at in ((tier,) if fetched else ("host", tier))))
+        away = [place for place in self.every_place if place.states]
+        return tuple(dict.fromkeys(at for x in away for at in ((x.states,) if x.fetched else ("host", x.states))))
 
 
 def warm_up_steps(delayed_update: bool | int | None) -> int | None:
@@ -183,6 +188,19 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     return c
 
 
+def device_budget(cluster: ClusterSpec, constraints: Constraints) -> int:
+    """Bytes any device may hold: what is allowed of the smallest one's memory, less what is to stay free.
+
+    Raises:
+        InfeasibleError: nothing is left.
+    """
+    device = min(group.device.memory_bytes for group in cluster.groups)
+    budget = min(device, constraints.memory_bytes or device) - constraints.memory_reserve_bytes
+    if budget <= 0:
+        raise InfeasibleError(f"the memory reserve of {constraints.memory_reserve_bytes} bytes leaves no device memory")
+    return budget
+
+
 def _check_states(c: Constraints) -> None:
     """Where states are said to be is a place they can be."""
     for name, text in c.params.items():
@@ -199,7 +217,7 @@ def _check_states(c: Constraints) -> None:
                 f"with offload_states={c.offload_states or 'none'} there is nothing; give offload_states='host', or "
                 "offload='host'"
             )
-    if c.zero in (1, 2) and all(stored for _, stored, _ in c.places):
+    if c.zero in (1, 2) and all(place.stored for place in c.places):
         raise ConstraintError(
             f"offload_states={c.offload_states} with zero={c.zero}: parameters off the device lie as their states do; "
             "give zero=3 or 0"

@@ -27,7 +27,8 @@ def choose_delay(plan: Plan, steps: int | None, step_s: Callable[[Plan], float],
     found = [place(msgspec.structs.replace(plan, delayed_update=None))]
     if steps is not None:
         found.append(place(msgspec.structs.replace(plan, delayed_update=steps)))
-    return min((each for each in found if each.delayed_update is None or is_any_late(each)), key=step_s)
+    found = [each for each in found if each.delayed_update is None or is_any_late(each)]
+    return found[0] if len(found) == 1 else min(found, key=step_s)
 
 
 def choose_ahead(plan: Plan, step_s: Callable[[Plan], float]) -> Plan:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import NoPlanError, SolverLimitError
 from paraplan.ir.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
@@ -61,7 +61,7 @@ def what_would_do(job: Job, mesh: Mesh, num_microbatches: int, constraints: Cons
     kept = msgspec.structs.replace(constraints, offload_states="none")
     try:
         roomy = solve_mesh(job, mesh, num_microbatches, kept, replace(limits, memory_bytes=ROOM, certify=False))
-    except (InfeasibleError, SolverLimitError):
+    except NoPlanError:
         return ""
     if isinstance(roomy, Skipped):
         return ""

@@ -21,6 +21,17 @@ from paraplan.ir.micro import KindMicro, program_micro
 from paraplan.ir.plan import KindChoice, Plan, Stage
 from paraplan.ir.rules.overlap import GATHER, PRODUCTS, SCATTER, Pieces
 from paraplan.ir.rules.strategies import Strategy, dims_of, is_expanded, strategy_named
+from paraplan.planner.realise import Realised, realised
+
+
+def overlapped(made: Realised, most: int, budget_bytes: int) -> Realised:
+    """The plan with products in the pieces, at most so many, that make it fastest."""
+    best = made
+    for count in piece_counts(most):
+        tried = realised(in_pieces(made.plan, count))
+        if tried.simulation.step_s < best.simulation.step_s and tried.peak_bytes <= budget_bytes:
+            best = tried
+    return best
 
 
 def in_pieces(plan: Plan, count: int) -> Plan:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
@@ -42,7 +42,7 @@ def search_degrees(
     n = job.cluster.num_devices
     plans: list[Plan] = []
     words: list[str] = []
-    faults: list[InfeasibleError | SolverLimitError | ConstraintError] = []
+    faults: list[NoPlanError | ConstraintError] = []
     for degree in (d for d in range(1, n + 1) if n % d == 0):
         names = ("",) if degree == 1 else tuple(NAMED) if constraints.schedule is None else (constraints.schedule,)
         here: list[tuple[float, str]] = []
@@ -54,7 +54,7 @@ def search_degrees(
             try:
                 check_constraints(pinned, n)
                 plan = one_stage(pinned) if degree == 1 else search_pipeline(job, pinned, shardings)
-            except (ConstraintError, InfeasibleError, SolverLimitError) as fault:
+            except (ConstraintError, NoPlanError) as fault:
                 faults.append(fault)
                 continue
             assert plan.prediction is not None

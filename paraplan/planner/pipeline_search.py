@@ -18,24 +18,26 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from paraplan.cost_models.bound import rank_bound
-from paraplan.cost_models.predict import has_room, predict, simulate_plan, with_used_profile
+from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError
 from paraplan.ir.holding import group_of_class, holdings
 from paraplan.ir.lower import lower
 from paraplan.ir.micro import splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
+from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job, assemble
-from paraplan.planner.constraints import Constraints
+from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
-from paraplan.planner.overlap import in_pieces, piece_counts
+from paraplan.planner.overlap import overlapped
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.pipeline_memory import Activations, in_flight, recomputing
+from paraplan.planner.realise import realised
 from paraplan.planner.recompute.stage import preset_activations
-from paraplan.planner.reducing import more_under_way
+from paraplan.planner.reducing import reducing
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.problem import Orders, holders_of
 from paraplan.planner.schedules.transfers import complete
@@ -71,8 +73,7 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
             fitting = [plan for plan in tried if case.fits(plan)]
     if not fitting:
         raise InfeasibleError(_overflow(tried, case.budget, case.positions))
-    best = _reducing(min(fitting, key=_step_s), case.budget)
-    return _placed(_overlapped(best, constraints, case.budget), constraints, case.budget)
+    return _quickened(min(fitting, key=_step_s), constraints, case.budget)
 
 
 def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
@@ -82,7 +83,7 @@ def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
     for _ in range(SHARDINGS):
         try:
             sharding = shardings.get(case.part, case.inner, kept_bytes)
-        except (InfeasibleError, SolverLimitError):
+        except NoPlanError:
             if kept_bytes is None:
                 raise
             break
@@ -94,43 +95,20 @@ def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
     return tried
 
 
-def _reducing(best: Plan, budget: int) -> Plan:
-    """The plan with as many reductions under way as memory allows, where that is faster."""
-    assert best.prediction is not None
-    for plan in more_under_way(best, max(best.prediction.peak_bytes), budget):
-        tried = _priced(msgspec.structs.replace(plan, notes=()))
-        assert tried.prediction is not None
-        if max(tried.prediction.peak_bytes) <= budget:
-            faster = tried.prediction.step_s < best.prediction.step_s * (1 - 1e-9)
-            return msgspec.structs.replace(tried, notes=best.notes) if faster else best
-    return best
-
-
-def _placed(plan: Plan, constraints: Constraints, budget: int) -> Plan:
-    """The plan with the host's updates one step late, and states that come to theirs ahead, where that is faster."""
+def _quickened(best: Plan, constraints: Constraints, budget: int) -> Plan:
+    """The plan with what makes its step shorter in the same layouts: more under way, products in pieces, the host's
+    updates one step late, and states that come to theirs ahead."""
 
     def step_s(tried: Plan) -> float:
-        simulation = simulate_plan(tried, lower(tried))
-        fits = max(simulation.peak_bytes) <= budget and has_room(tried, simulation)
-        return simulation.step_s if fits else math.inf
+        made = realised(tried)
+        return made.simulation.step_s if made.peak_bytes <= budget and not made.over_bytes else math.inf
 
-    best = choose_ahead(choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
-    if best == plan:
-        return plan
-    return msgspec.structs.replace(
-        _priced(msgspec.structs.replace(best, notes=())), notes=(*plan.notes, *delay_note(best))
-    )
-
-
-def _overlapped(plan: Plan, constraints: Constraints, budget: int) -> Plan:
-    """The plan with products in the pieces that make it fastest."""
-    best = plan
-    for count in piece_counts(constraints.overlap):
-        tried = _priced(msgspec.structs.replace(in_pieces(plan, count), notes=()))
-        assert tried.prediction is not None and best.prediction is not None
-        if tried.prediction.step_s < best.prediction.step_s and max(tried.prediction.peak_bytes) <= budget:
-            best = msgspec.structs.replace(tried, notes=plan.notes)
-    return best
+    plan = overlapped(reducing(realised(best), budget), constraints.overlap, budget).plan
+    plan = choose_ahead(choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
+    if plan == best:
+        return best
+    priced = _priced(msgspec.structs.replace(plan, notes=()))
+    return msgspec.structs.replace(priced, notes=(*best.notes, *delay_note(plan)))
 
 
 @dataclass(frozen=True)
@@ -222,16 +200,15 @@ class _Case:
 def _case(job: Job, constraints: Constraints) -> _Case:
     assert isinstance(constraints.pp, int)
     positions, name = constraints.pp, constraints.schedule or "1f1b"
-    micros = _microbatches(job.program, constraints, positions)
     num_stages = _num_stages(constraints, positions, name, len(job.program.segments))
-    orders = named_orders(name, positions, micros, num_stages // positions)
+    micros, orders = _microbatches(job.program, constraints, name, positions, num_stages // positions)
     inner = msgspec.structs.replace(
         constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
         memory_reserve_bytes=0, recompute="none",
     )  # fmt: skip
     return _Case(
         job=job, constraints=constraints, part=replace(job, cluster=first_devices(job.cluster, positions)), inner=inner,
-        positions=positions, num_stages=num_stages, budget=_budget(job, constraints), orders=orders,
+        positions=positions, num_stages=num_stages, budget=device_budget(job.cluster, constraints), orders=orders,
         schedule=complete(name, orders, num_replicas=NAMED[name].num_replicas),
     )  # fmt: skip
 
@@ -255,16 +232,11 @@ def _overflow(tried: Sequence[Plan], budget: int, positions: int) -> str:
     peaks = [plan.prediction.peak_bytes for plan in tried if plan.prediction is not None]
     first, least = peaks[0], min(peaks, key=max)
     return (
-        f"a pipeline of {positions} stages needs more than the {budget / 2**30:.3g} GiB a device may hold: as planned "
-        f"for speed alone, rank class {first.index(max(first))} peaks at {max(first) / 2**30:.3g} GiB; at best, of "
-        f"{len(tried)} plans, rank class {least.index(max(least))} peaks at {max(least) / 2**30:.3g} GiB; use more "
+        f"a pipeline over {positions} groups of devices needs more than the {say_size(budget)} a device may hold: as "
+        f"planned for speed alone, rank class {first.index(max(first))} peaks at {say_size(max(first))}; at best, of "
+        f"{len(tried)} plans, rank class {least.index(max(least))} peaks at {say_size(max(least))}; use more "
         "stages, more microbatches, or a sharding that holds less (zero, tp)"
     )
-
-
-def _budget(job: Job, constraints: Constraints) -> int:
-    device = min(group.device.memory_bytes for group in job.cluster.groups)
-    return min(device, constraints.memory_bytes or device) - constraints.memory_reserve_bytes
 
 
 def first_devices(cluster: ClusterSpec, positions: int) -> ClusterSpec:
@@ -288,12 +260,26 @@ def first_devices(cluster: ClusterSpec, positions: int) -> ClusterSpec:
     return msgspec.structs.replace(cluster, groups=(part,))
 
 
-def _microbatches(program: Program, constraints: Constraints, positions: int) -> int:
-    """The pinned count, or the first of 4, 2 and 1 times the positions, and of fewer, that the batch divides into."""
+def _microbatches(
+    program: Program, constraints: Constraints, name: str, positions: int, each: int
+) -> tuple[int, Orders]:
+    """How many microbatches, and their orders: the pinned count, or the first of 4, 2 and 1 times the positions, and of
+    fewer, that the batch divides into (over pinned data-parallel ranks too) and the schedule takes.
+
+    Raises:
+        ConstraintError: the schedule takes none, or `each` stages a position.
+    """
     if constraints.microbatches is not None:
-        return constraints.microbatches
-    counts = (4 * positions, 2 * positions, *range(positions, 0, -1))
-    return next(count for count in counts if program.batch_size % count == 0 and splittable(program, count))
+        return constraints.microbatches, named_orders(name, positions, constraints.microbatches, each)
+    fault = ConstraintError(f"dp={constraints.dp} does not divide a batch of {program.batch_size}; use a divisor of it")
+    rows, left = divmod(program.batch_size, constraints.dp or 1)
+    for count in dict.fromkeys((4 * positions, 2 * positions, *range(positions, 0, -1))) if not left else ():
+        if rows % count == 0 and splittable(program, count):
+            try:
+                return count, named_orders(name, positions, count, each)
+            except ConstraintError as refused:
+                fault = refused
+    raise fault
 
 
 def _num_stages(constraints: Constraints, positions: int, name: str, segments: int) -> int:

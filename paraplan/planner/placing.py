@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paraplan.ir.mesh import parse_layout
-from paraplan.ir.plan import HERE, ParamLayouts, Place, Plan, Stage
-from paraplan.ir.program import master_dtype, trained_params
+from paraplan.ir.plan import HERE, ON_HOST, ParamLayouts, Place, Plan, Stage
+from paraplan.ir.program import trained_params
 from paraplan.ir.reshard import only_gathers
 
 MOST = 64
@@ -63,24 +63,22 @@ def _moved(plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], 
     shape, ahead = plan.program.params[name].spec.shape, False
     if place == HERE and plan.bundle_bytes and layouts.stored != layouts.state:
         ahead = only_gathers(shape, parse_layout(layouts.state), parse_layout(layouts.stored), mesh)
-    states, stored, fetched = place
-    state = layouts.stored if stored else layouts.state  # alike but for axes of one rank: see `may_be`
+    state = layouts.stored if place.stored else layouts.state  # alike but for axes of one rank: see `may_be`
     return msgspec.structs.replace(
-        layouts, state=state, state_tier=states, stored_tier=stored, fetched=fetched, ahead=ahead
+        layouts, state=state, state_tier=place.states, stored_tier=place.stored, fetched=place.fetched,
+        grad_tier=place.grads, ahead=ahead,
     )  # fmt: skip
 
 
 def may_be(
     plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], places: Sequence[Place]
 ) -> tuple[Place, ...]:  # fmt: skip
-    """Those of some places where a parameter can be: stored elsewhere only if its state lies alike, in one dtype."""
+    """Those of some places where a parameter can be: stored elsewhere only if its state lies alike."""
     if name not in trained_params(plan.program):
-        return tuple(dict.fromkeys((stored, stored, False) for _, stored, _ in places))
-    dtype = plan.program.params[name].spec.dtype
+        return tuple(dict.fromkeys(place.frozen for place in places))
     lies = zip(parse_layout(layouts.stored), parse_layout(layouts.state), mesh, strict=True)
     alike = all(size == 1 or stored == state for stored, state, size in lies)
-    whole = alike and master_dtype(plan.program.precision, dtype) == dtype
-    return tuple(place for place in places if whole or not place[1])
+    return tuple(place for place in places if alike or not place.stored)
 
 
 def choose_places(plan: Plan, places: Sequence[Place], price: Price, pinned: Collection[str] = ()) -> Plan:
@@ -152,7 +150,7 @@ class _Search:
         else the one that needs least."""
         tried: list[tuple[tuple[float, float], dict[str, Place]]] = []
         for place in self.places:
-            nearest = (place, (place[0], "", place[2]))
+            nearest = (place, place._replace(stored=""))
             moved = {
                 name: next((each for each in nearest if each in free), self.best[name])
                 for names, free in self.free.items()
@@ -197,8 +195,8 @@ class _Search:
 
     def _brought_home(self) -> None:
         for names in self.groups:
-            for place in (HERE, ("host", "", False), ("host", "", True)):
-                away = [name for name in names if self.best[name] != place and self.best[name][1]]
+            for place in (HERE, ON_HOST, Place("host", "", True)):
+                away = [name for name in names if self.best[name] != place and self.best[name].stored]
                 away = away if place != HERE else [name for name in names if self.best[name] != HERE]
                 few, many = 0, len(away)
                 while place in self.free[names] and many - few > 1:

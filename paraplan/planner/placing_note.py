@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.plan import ParamLayouts, Plan
+from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.sizes import say_size
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.planner.constraints import Constraints
@@ -42,7 +43,18 @@ def places_note(
         notes.append(
             "optimizer states on disk: " + _instead(best, others, failures, "keep all states in the host's memory")
         )
+    waiting = _bytes_where(best.plan, _waiting)
+    if waiting:
+        others = [each for each in found if not _bytes_where(each.plan, _waiting)]
+        notes.append(
+            f"gradients wait on {' and '.join(f'the {tier}' if tier == 'host' else tier for tier in waiting)}: "
+            + _instead(best, others, failures, "keep gradients where they are used")
+        )
     return tuple(notes)
+
+
+def _waiting(layouts: ParamLayouts) -> str:
+    return layouts.grad_tier
 
 
 def _on_disk(layouts: ParamLayouts) -> str:
@@ -62,9 +74,11 @@ def _instead(best: Candidate, others: Sequence[Candidate], failures: Sequence[Pa
 def _bytes_where(plan: Plan, tier_of: Callable[[ParamLayouts], str]) -> dict[str, int]:
     """Per tier, local bytes of the parameters said to be there."""
     found: dict[str, int] = {}
+    trained = set(trained_params(plan.program))
     for name, (layouts, mesh) in {n: (x, s.mesh.shape) for s in plan.stages for n, x in s.params.items()}.items():
         spec, tier = plan.program.params[name].spec, tier_of(layouts)
         if tier:
-            size = math.prod(local_shape(spec.shape, parse_layout(layouts.stored), mesh)) * DTYPE_BYTES[spec.dtype]
+            kept = master_dtype(plan.program.precision, spec.dtype) if name in trained else spec.dtype
+            size = math.prod(local_shape(spec.shape, parse_layout(layouts.stored), mesh)) * DTYPE_BYTES[kept]
             found[tier] = found.get(tier, 0) + size
     return found

@@ -37,7 +37,7 @@ class Realised:
     @property
     def over_bytes(self) -> dict[str, int]:
         """Per tier that holds more than there is room for on it, by how much."""
-        devices = tuple(device for stage in self.plan.stages for device in stage.mesh.devices)
+        devices = tuple(device for stage in self.plan.stages for mesh in stage.meshes for device in mesh.devices)
         over = {t: n - self.plan.cluster.room_bytes(t, devices) for t, n in self.simulation.tier_peak_bytes.items()}
         return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
 

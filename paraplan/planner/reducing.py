@@ -16,6 +16,16 @@ import msgspec
 from paraplan.ir.mesh import P, parse_layout
 from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import trained_params
+from paraplan.planner.realise import Realised, realised
+
+
+def reducing(made: Realised, budget_bytes: int) -> Realised:
+    """The plan with as many reductions under way as memory allows, where that is faster by more than a rounding."""
+    for plan in more_under_way(made.plan, made.peak_bytes, budget_bytes):
+        tried = realised(plan)
+        if tried.peak_bytes <= budget_bytes:
+            return tried if tried.simulation.step_s < made.simulation.step_s * (1 - 1e-9) else made
+    return made
 
 
 def more_under_way(plan: Plan, peak_bytes: int, budget_bytes: int) -> Iterator[Plan]:

@@ -1,30 +1,35 @@
 """Random legal plans: every op, parameter and gradient takes any layout the rules allow.
 
 They are rarely good; they exist to hold rules, lowering, simulator and runtime against each other. In half of them some
-activations are recomputed, in half of them some wait on the host or on disk, where the cluster has room there; in half
-of them some segments run in chunks.
+activations are recomputed, in half of them some wait on the host or on disk, where the
+cluster has room there; in half of them some segments run in chunks. What a plan says of its step as a whole (bundles,
+reductions under way, late updates) is drawn as well.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
 from paraplan.ir.graph import Phase
 from paraplan.ir.lower.chunks import gradients_known, letters_of
-from paraplan.ir.lower.kind import chosen_strategies
-from paraplan.ir.lower.remat import RECOMPUTE, recomputable
-from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, make_mesh, parse_layout
+from paraplan.ir.lower.kind import Given, chosen_strategies
+from paraplan.ir.lower.remat import RECOMPUTE, boundary_values, recomputable
+from paraplan.ir.lower.stage import PlanBlocks
+from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, local_shape, make_mesh, parse_layout
 from paraplan.ir.micro import ProgramMicro, program_micro, splittable
 from paraplan.ir.plan import HERE, PLACES, KindChoice, ParamLayouts, Plan, Split
-from paraplan.ir.program import Program, master_dtype, trained_params
+from paraplan.ir.program import Program, trained_params
 from paraplan.ir.rank_program import TIERS
 from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
+from paraplan.ir.strides import contiguous_strides, is_dense
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.classes import grad_classes, param_classes
+from paraplan.planner.delaying import is_any_late
 
 
 def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bool = False) -> Plan:
@@ -35,7 +40,9 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bo
         seed: equal seeds give equal plans.
         max_microbatches: microbatches are drawn up to this.
         states_leave: in two thirds of the plans, optimizer states and stored parameters live on the host or on disk,
-            wherever they may, and come to their update in runs of a size that is drawn.
+            wherever they may, come to their update in runs of a size that is drawn, some before the last backward, and
+            where the host updates them it may do so late: the one thing here that changes numbers. What segments hand
+            on may wait on a tier as well, which only one stage can do.
     """
     rng = random.Random(seed)
     program, n = job.program, job.cluster.num_devices
@@ -71,26 +78,67 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bo
     activations = tuple(rng.choice(fates[segment.kind]) for segment in program.segments)
     decisions = replace(decisions, activations=activations)
     plan = assemble(job, replace(decisions, splits=_splits(rng, program, decisions, micro)))
-    return _with_states_away(plan, random.Random(f"states {seed}")) if states_leave else plan
+    if states_leave and away:
+        plan = _with_boundaries_away(plan, random.Random(f"boundaries {seed}"), tiers, away)
+    if states_leave:
+        plan = _with_states_away(plan, random.Random(f"states {seed}"))
+    return _timed(plan, random.Random(f"timing {seed}"))
+
+
+def _timed(plan: Plan, rng: random.Random) -> Plan:
+    """The plan with what it says of the whole step drawn at random."""
+    reducing = rng.choice((0, 4096, 1 << 30))
+    ahead, after = rng.random() < 0.5, rng.choice((None, 0, 1))
+    plan = msgspec.structs.replace(plan, reducing_bytes=reducing, delayed_update=after)
+    staged = any(layouts.staged for stage in plan.stages for layouts in stage.params.values())
+    late = after if is_any_late(plan) else None
+    return msgspec.structs.replace(plan, delayed_update=late, states_ahead=staged and ahead)
+
+
+def _with_boundaries_away(plan: Plan, rng: random.Random, tiers: Sequence[str], share: float) -> Plan:
+    """The plan with some of the values that segments hand on, and that lie dense, on a tier for the backward."""
+    (stage,), program = plan.stages, plan.program
+    extended, (part,) = (plan.num_microbatches, *stage.mesh.shape), PlanBlocks(plan).routes[0].parts
+    choices: list[KindChoice] = []
+    for index, chosen in enumerate(stage.segment_choice):
+        kind, outputs = program.kinds[program.segments[index].kind], part.forwards[index].outputs
+        lies = dict(zip(kind.outputs, outputs, strict=True))
+        found = {
+            name: rng.choice(tiers)
+            for name in boundary_values(kind)
+            if rng.random() < share and _is_dense(lies[name], kind.graph.values[name].shape, extended)
+        }
+        choice = stage.choices[chosen]
+        choices.append(msgspec.structs.replace(choice, activations={**choice.activations, **found}))
+    distinct = [each for index, each in enumerate(choices) if each not in choices[:index]]
+    where = tuple(distinct.index(each) for each in choices)
+    stage = msgspec.structs.replace(stage, choices=tuple(distinct), segment_choice=where)
+    return msgspec.structs.replace(plan, stages=(stage,))
+
+
+def _is_dense(lies: Given, shape: tuple[int, ...], extended: tuple[int, ...]) -> bool:
+    local = local_shape(shape, lies.layout, extended)
+    return is_dense(local, lies.strides or contiguous_strides(local))
 
 
 def _with_states_away(plan: Plan, rng: random.Random) -> Plan:
     """The plan with states and parameters in places drawn at random."""
     share, (stage,) = rng.choice((0.0, 0.4, 1.0)), plan.stages
     devices = stage.mesh.devices
-    there = [place for place in PLACES if not place[0] or plan.cluster.has_room(place[0], devices)]
+    there = [place for place in PLACES if not place.states or plan.cluster.has_room(place.states, devices)]
     trained = set(trained_params(plan.program))
     params = dict(stage.params)
     for name, layouts in stage.params.items():
-        spec = plan.program.params[name].spec
-        alike = layouts.stored == layouts.state and master_dtype(plan.program.precision, spec.dtype) == spec.dtype
-        legal = [place for place in there if alike or not place[1]]
-        states, stored, fetched = rng.choice(legal) if name in trained and rng.random() < share else HERE
+        legal = [place for place in there if layouts.stored == layouts.state or not place.stored]
+        if name not in trained:
+            legal = list(dict.fromkeys(place.frozen for place in there))
+        place = rng.choice(legal) if rng.random() < share else HERE
         params[name] = msgspec.structs.replace(
-            layouts, state_tier=states, stored_tier=stored, fetched=fetched, ahead=layouts.ahead and not states
-        )
+            layouts, state_tier=place.states, stored_tier=place.stored, fetched=place.fetched, grad_tier=place.grads,
+            ahead=layouts.ahead and not place.states,
+        )  # fmt: skip
     stages = (msgspec.structs.replace(stage, params=params),)
-    return msgspec.structs.replace(plan, stages=stages, bundle_bytes=rng.choice((4096, plan.bundle_bytes)))
+    return msgspec.structs.replace(plan, stages=stages, bundle_bytes=rng.choice((0, 4096, plan.bundle_bytes)))
 
 
 def _splits(

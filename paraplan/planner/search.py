@@ -17,27 +17,26 @@ from functools import partial
 import msgspec
 
 from paraplan.cost_models.catalog import devices_with
-from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
-from paraplan.cost_models.simulate import Simulation
+from paraplan.cost_models.predict import predict, with_used_profile
 from paraplan.ir.collecting import seldom_collected
-from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
 from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.constraints import AUTO, Constraints, check_constraints
+from paraplan.planner.constraints import AUTO, Constraints, check_constraints, device_budget
 from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op, what_would_do
-from paraplan.planner.overlap import in_pieces, piece_counts
+from paraplan.planner.overlap import overlapped
 from paraplan.planner.pipeline_degrees import search_degrees
 from paraplan.planner.pipeline_search import search_pipeline
 from paraplan.planner.placing import choose_places
 from paraplan.planner.placing_note import places_note
-from paraplan.planner.realise import realised
+from paraplan.planner.realise import Realised, realised
 from paraplan.planner.recompute.solve import solve_with_recomputation
-from paraplan.planner.reducing import more_under_way
+from paraplan.planner.reducing import reducing
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, choose, solve_mesh
 from paraplan.planner.stage_sharding import Shardings
 
@@ -84,11 +83,13 @@ def search(
         pipeline = _pipeline(job, constraints, time_limit_s, progress)
         seconds = time.perf_counter() - started
         return Found(pipeline, seconds, seconds)
-    limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=certify and not job.compiled)
+    limits = Limits(
+        time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=certify and not job.compiled
+    )
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
     skipped: list[Skipped] = []
-    failures: list[InfeasibleError | SolverLimitError] = []
+    failures: list[NoPlanError] = []
     for mesh in meshes:
         here = _on_mesh(job, mesh, constraints, limits, failures, progress, _cutoff_s(mesh, found))
         if isinstance(here, Skipped):
@@ -97,12 +98,10 @@ def search(
             found += here
     if not found:
         fault = next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
-        raise type(fault)(f"{fault}{_what_would_do(job, meshes[0], constraints, limits)}") from None
+        raise type(fault)(lambda: f"{fault}{_what_would_do(job, meshes[0], constraints, limits)}") from None
     if constraints.delayed_update is not None:
         found = [_placed(candidate, limits, constraints) for candidate in found]
-    best = _reducing(min(found, key=lambda candidate: candidate.simulation.step_s), limits)
-    best = _overlapped(best, limits, constraints)
-    best = _placed(best, limits, constraints)
+    best = _quickened(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
     notes = (*plan.notes, *_meshes_note(found, skipped, best), *unpriced, *delay_note(plan))
     plan = msgspec.structs.replace(plan, notes=(*notes, *places_note(best, found, failures, constraints)))
@@ -133,13 +132,13 @@ def _sharding(
         mesh = meshes[0]
         if len(meshes) > 1:
             mesh = search(job, constraints, time_limit_s, progress, certify=False).plan.stages[0].mesh
-    limits = Limits(time_s=time_limit_s, memory_bytes=_budget(job, constraints), certify=False)
+    limits = Limits(time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=False)
     return choose(job, mesh, constraints.microbatches or 1, constraints, limits, kept_bytes)
 
 
 def _on_mesh(
     job: Job, mesh: Mesh, constraints: Constraints, limits: Limits,
-    failures: list[InfeasibleError | SolverLimitError], progress: Progress, cutoff_s: float,
+    failures: list[NoPlanError], progress: Progress, cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
     """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster."""
     found: list[Candidate] = []
@@ -160,27 +159,21 @@ def _on_mesh(
     return found
 
 
-def _budget(job: Job, constraints: Constraints) -> int:
-    """Bytes a plan may hold per device."""
-    device = min(group.device.memory_bytes for group in job.cluster.groups)
-    budget = min(device, constraints.memory_bytes or device) - constraints.memory_reserve_bytes
-    if budget <= 0:
-        raise InfeasibleError(f"the memory reserve of {constraints.memory_reserve_bytes} bytes leaves no device memory")
-    return budget
-
-
 def _solve(
     job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits,
-    failures: list[InfeasibleError | SolverLimitError], cutoff_s: float,
+    failures: list[NoPlanError], cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
     """Plans for a mesh: one that keeps every activation, and where memory binds what need not: one that does
     so by kinds, and on one device one that does so op by op. Where parameters may leave the device, plans of which they
-    do come beside those of which only states do, so that allowing more is never worse."""
+    do come beside those of which only states do, so that allowing more is never worse; gradients wait elsewhere than
+    where they are used only where nothing is found without."""
     rungs = [constraints]
     if constraints.offload_states == "any":
-        rungs.insert(0, msgspec.structs.replace(constraints, offload_states="either"))
+        rungs = [msgspec.structs.replace(constraints, offload_states=each) for each in ("either", "any", "any-grads")]
     found: list[Candidate] = []
     for rung in rungs:
+        if found and rung.offload_states == "any-grads":
+            break
         if constraints.recompute in (None, "none"):
             try:
                 solved = solve_mesh(job, mesh, count, rung, limits, cutoff_s)
@@ -189,19 +182,19 @@ def _solve(
                 found.append(solved)
                 if rung is rungs[0] and not solved.memory_binds:
                     return found
-            except (InfeasibleError, SolverLimitError) as fault:
+            except NoPlanError as fault:
                 failures.append(fault)
-                if rung.offload_states == "any" and isinstance(fault, SolverLimitError):
+                if rung.offload_states in ("any", "any-grads") and isinstance(fault, SolverLimitError):
                     found += _by_places(job, mesh, count, rung, limits)
         if not _keeps_all(constraints):
             try:
                 found.append(solve_with_recomputation(job, mesh, count, rung, limits))
-            except (InfeasibleError, SolverLimitError) as fault:
+            except NoPlanError as fault:
                 failures.append(fault)
     op_by_op = mesh.size == 1 and constraints.recompute is None and not _states_pinned_away(constraints)
     if op_by_op and not _keeps_all(constraints):
         # Its failures are of one order of ops; what the others say is about all.
-        with suppress(InfeasibleError, SolverLimitError):
+        with suppress(NoPlanError):
             kept = msgspec.structs.replace(constraints, offload_states="none")
             found.append(solve_op_by_op(job, mesh, count, kept, limits))
     return found
@@ -214,18 +207,11 @@ def _what_would_do(job: Job, mesh: Mesh, constraints: Constraints, limits: Limit
     return what_would_do(job, mesh, _microbatch_counts(job, constraints, mesh)[-1], constraints, limits)
 
 
-def _reducing(best: Candidate, limits: Limits) -> Candidate:
-    """The candidate with as many reductions under way as memory allows, where that is faster."""
-    for plan in more_under_way(best.plan, max(best.simulation.peak_bytes), int(limits.memory_bytes)):
-        simulation = simulate_plan(plan, lower(plan))
-        if max(simulation.peak_bytes) <= limits.memory_bytes:
-            return replace(best, plan=plan, simulation=simulation) if _faster(simulation, best.simulation) else best
-    return best
-
-
-def _faster(simulation: Simulation, than: Simulation) -> bool:
-    """Whether a step is shorter by more than a rounding."""
-    return simulation.step_s < than.step_s * (1 - 1e-9)
+def _quickened(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
+    """The candidate with what makes its step shorter in the same layouts."""
+    made, budget = Realised(best.plan, lower(best.plan), best.simulation), int(limits.memory_bytes)
+    made = overlapped(reducing(made, budget), constraints.overlap, budget)
+    return _placed(replace(best, plan=made.plan, simulation=made.simulation), limits, constraints)
 
 
 def _by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits) -> list[Candidate]:
@@ -233,24 +219,13 @@ def _by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limit
     roomy = replace(limits, memory_bytes=float(1 << 60))
     try:
         free = solve_mesh(job, mesh, count, msgspec.structs.replace(constraints, offload_states="none"), roomy)
-    except (InfeasibleError, SolverLimitError):
+    except NoPlanError:
         return []
     if isinstance(free, Skipped):
         return []
     placed = replace(_placed(free, limits, constraints), status="feasible", memory_binds=True)
     made = realised(placed.plan)
     return [] if made.peak_bytes > limits.memory_bytes or made.over_bytes else [placed]
-
-
-def _overlapped(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
-    """The candidate with products in the pieces that make it fastest."""
-    plain = best.plan
-    for count in piece_counts(constraints.overlap):
-        plan = in_pieces(plain, count)
-        simulation = simulate_plan(plan, lower(plan))
-        if simulation.step_s < best.simulation.step_s and max(simulation.peak_bytes) <= limits.memory_bytes:
-            best = replace(best, plan=plan, simulation=simulation)
-    return best
 
 
 def _placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
@@ -327,7 +302,7 @@ def _check_tiers(job: Job, constraints: Constraints) -> None:
         ConstraintError: no link to a tier, or no room there.
     """
     devices = tuple(range(job.cluster.num_devices))
-    updated_there = any(place[0] and not place[2] for place in constraints.every_place)
+    updated_there = any(place.states and not place.fetched for place in constraints.every_place)
     if updated_there and not all(group.host_memory_bytes_per_s for group in job.cluster.groups):
         raise ConstraintError(
             f"states off the device are updated on the host, but {job.cluster.name} does not say how fast its memory "

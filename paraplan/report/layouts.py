@@ -104,6 +104,7 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
     if layouts.state_tier or layouts.stored_tier:
         where = {"host": "on the host", "disk": "on disk"}[layouts.stored_tier or layouts.state_tier]
         what = where if layouts.stored_tier else f"states {where}"
+        what += ", gradients too" if layouts.grad_tier else ""
         words.append(what + (", fetched to be updated" if layouts.fetched else ""))
     return " and ".join(words)
 

@@ -46,15 +46,17 @@ class Away:
         dtype, shape, strides: of the tensor; what lies dense comes back as it lay.
         nbytes: it takes there.
         content: the tensor in host memory, the file, or its part of the file of what lives on disk.
+        adds: whether what is stored there is added to what is there already.
     """
 
-    __slots__ = ("__weakref__", "content", "dtype", "nbytes", "shape", "strides", "tier")
+    __slots__ = ("__weakref__", "adds", "content", "dtype", "nbytes", "shape", "strides", "tier")
 
     def __init__(self, x: Tensor, tier: str) -> None:
         self.tier, self.dtype, self.shape = tier, x.dtype, tuple(x.shape)
         self.strides = tuple(x.stride()) if is_dense(self.shape, tuple(x.stride())) else contiguous_strides(self.shape)
         self.nbytes = math.prod(self.shape) * x.element_size()
         self.content: Tensor | Path | Region | None = None
+        self.adds = False
 
 
 def tensor_of(value: Tensor | Away) -> Tensor:
@@ -304,8 +306,8 @@ class Copier:
     def _store_cuda(self, x: Tensor, home: Away, what: str) -> Flight:
         """As `_from_cuda`; the program waits for what is stored before it gives x back."""
         side, there = self._side("out"), home.content
-        to_disk = not isinstance(there, Tensor)
-        host = torch.empty_strided(home.shape, home.strides, dtype=home.dtype, pin_memory=True) if to_disk else there
+        later = home.adds or not isinstance(there, Tensor)
+        host = torch.empty_strided(home.shape, home.strides, dtype=home.dtype, pin_memory=True) if later else there
         with torch.cuda.stream(side):
             host.copy_(x, non_blocking=True)
             event = side.record_event()
@@ -314,7 +316,7 @@ class Copier:
             event.synchronize()
             self._put(home, host)
 
-        flight = Flight(write if to_disk else lambda: None, what, 0.0)
+        flight = Flight(write if later else lambda: None, what, 0.0)
         flight.event = event
         return flight
 
@@ -337,12 +339,17 @@ def _write(away: Away, x: Tensor, path: Path) -> None:
 
 
 def _put(home: Away, x: Tensor) -> None:
-    """Overwrite what lives there."""
+    """Overwrite what lives there, or add to it."""
     if isinstance(home.content, Tensor):
         with torch.no_grad():
-            home.content.copy_(x)
+            home.content.add_(x) if home.adds else home.content.copy_(x)
         return
     assert isinstance(home.content, Region), "what lives on disk has its part of a file"
+    if home.adds:
+        there = torch.empty(home.shape, dtype=home.dtype)
+        home.content.read(memoryview(_bytes(there)))
+        with torch.no_grad():
+            x = there.add_(x)
     home.content.write(memoryview(_bytes(x.contiguous())))
 
 

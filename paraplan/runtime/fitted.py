@@ -7,7 +7,7 @@ autograd, multiplied by what the loss was multiplied by (a scaler, 1/accumulatio
 
 Where no gradients are wanted (`eval()`, `no_grad`), the model itself runs. Limits: the batch must have the shapes that
 were captured (fewer rows are padded where that changes nothing, `ragged`); only the loss carries a gradient; one
-backward per forward. Buffers the model writes change in the backward, not the forward.
+backward per forward.
 """
 
 from __future__ import annotations
@@ -16,22 +16,17 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
-from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import RankProgram, Step
-from paraplan.ir.seeds import segment_seed
-from paraplan.ir.sources import source_lines
+from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.trace.autocast import ambient_autocast
-from paraplan.runtime import ragged
-from paraplan.runtime.copies import Copier
-from paraplan.runtime.executor import Executor, Modules, make_tapes
-from paraplan.runtime.rank import split_steps
-from paraplan.runtime.transport import InProcessTransport
-
-_SEEDS = (1 << 63) - 1
+from paraplan.ir.trace.fake import parameter_names, taken
+from paraplan.ir.trace.returned import Returned
+from paraplan.runtime.fitted_step import FittedStep
+from paraplan.runtime.settings import Settings
+from paraplan.runtime.torch_private import in_transform
 
 
 class FittedModule(nn.Module):
@@ -39,54 +34,69 @@ class FittedModule(nn.Module):
 
     Args:
         model: with values, on one device; its tensors are shared, not copied.
-        plan, program, modules: of one device: the plan, what it lowers to, and that emitted.
+        plan: what people see of the plan.
+        step: the plan's step over the model.
         fixed: arguments that are no tensors, as captured.
         returns: from the loss to what the model returns.
         casts: what autocast cast to when the model was captured; None: it was off.
-        seed: base of the random seeds; None draws one from torch's generator at every step.
+        remake: makes this module again, of a copy of the model: (model, fixed, returns, casts, plan as JSON, seed,
+            steps done); so it is copied and pickled.
 
     Attributes:
         plan: what runs.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Any, data: Plan, program: RankProgram, modules: Modules, fixed: Mapping[str, Any],
-        returns: Callable[[Tensor], Any], casts: torch.dtype | None = None, seed: int | None = None,
+        self, model: nn.Module, plan: Any, step: FittedStep, fixed: Mapping[str, Any], returns: Returned,
+        casts: torch.dtype | None, remake: Callable[..., FittedModule],
     ) -> None:  # fmt: skip
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
         self.plan, self._model = plan, (model,)
-        self._runs = _Runs(model, data, program, modules, seed)
-        self._fixed, self._returns, self._casts = dict(fixed), returns, casts
+        self._step, self._settings = step, Settings(model)
+        self._fixed, self._returns, self._casts, self._remake = dict(fixed), returns, casts, remake
+
+    @property
+    def unfitted(self) -> nn.Module:
+        """The model that fit was given."""
+        return self._model[0]
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; its loss carries the gradients of the planned step."""
         model = self._model[0]
         if not (self.training and torch.is_grad_enabled()):
-            return model(*args, **kwargs)
-        casts = ambient_autocast(self._runs.device)
+            return model(*args, **(taken(model, kwargs) if self._returns.for_loss else kwargs))
+        if in_transform():
+            raise PlanMismatchError(
+                "a planned step runs under no transform of torch.func (grad, vmap, jvp ...); call the model that fit "
+                "was given"
+            )
+        self._settings.check()
+        casts = ambient_autocast(self._step.device)
         if casts != self._casts:
             raise PlanMismatchError(
                 f"autocast is {casts or 'off'} here and was {self._casts or 'off'} when fit was called; call fit under "
                 "the same torch.autocast"
             )
-        return self._returns(self._runs.loss(self._batch(args, kwargs)))
+        return self._returns(self._step.loss(self._batch(args, kwargs)))
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The arguments by name, as captured."""
-        names = list(inspect.signature(self._model[0].forward).parameters)
-        names += [f"input{index}" for index in range(len(names), len(args))]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        model = self._model[0]
+        given = {**dict(zip(parameter_names(model, len(args)), args, strict=False)), **kwargs}
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
-        changed = [name for name in {**self._fixed, **others} if self._fixed.get(name) != others.get(name)]
-        if changed:
-            name = changed[0]
+        spelled = inspect.signature(model.forward).parameters.items()
+        defaults = {name: it.default for name, it in spelled if it.default is not inspect.Parameter.empty}
+        fixed, now = {**defaults, **self._fixed}, {**defaults, **others}
+        for name in (each for each in {**self._fixed, **others} if each not in tensors):
+            if _same(fixed.get(name), now.get(name)):
+                continue
             raise PlanMismatchError(
-                f"{name}={others.get(name)!r}: the step was captured with {name}={self._fixed.get(name)!r}; call fit "
-                "again with example_inputs as you call the model"
+                f"{name}={now.get(name)!r}: the step was captured with {name}={fixed.get(name)!r}; call fit again with "
+                "example_inputs as you call the model"
             )
         return tensors
 
@@ -104,6 +114,13 @@ class FittedModule(nn.Module):
         """As the model's own."""
         return self._model[0].load_state_dict(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Made again of the model and its plan: what runs them holds functions and handles."""
+        step = self._step
+        told = (self._model[0], self._fixed, self._returns, self._casts, msgspec.json.encode(step.plan))
+        hooks = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
+        return self._remake, (*told, step.seed, step.steps_done), hooks
+
     def __getattr__(self, name: str) -> Any:
         """What this has not, the model has."""
         try:
@@ -112,110 +129,9 @@ class FittedModule(nn.Module):
             return getattr(self.__dict__["_model"][0], name)
 
 
-class _Runs:
-    """Steps of a plan over a model's own tensors."""
-
-    def __init__(self, model: nn.Module, plan: Plan, program: RankProgram, modules: Modules, seed: int | None) -> None:
-        self.model, self.plan, self.program, self.modules, self.seed = model, plan, program, modules, seed
-        self.tapes, self.locate = make_tapes(program, modules), source_lines(plan.program)
-        self.port = InProcessTransport(plan.stages[0].mesh).port(plan.stages[0].mesh.devices[0])
-        before, _ = split_steps(program.steps)
-        ends = next(index for index, step in enumerate(before) if program.loss in step.outs) + 1
-        self.forward, self.backward = before[:ends], before[ends:]
-        self.names = tuple(program.grads)
-        self.device = plan.cluster.groups[0].device.backend
-        self.steps_done = 0
-
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss of a batch, which carries the gradients."""
-        params = dict(self.model.named_parameters())
-        executor = Executor(
-            self.program,
-            self.modules,
-            (0,) * len(self.program.mesh_shape),
-            self.port,
-            0,
-            self.locate,
-            self.tapes,
-            Copier(self.device, beside=True),
-        )
-        with torch.no_grad():
-            executor.bind({**self._state(params), **self._inputs(batch)})
-            self._seed(executor)
-        return _Step.apply(self, executor, *(params[name] for name in self.names))  # type: ignore[no-any-return]
-
-    def take(self, executor: Executor, steps: tuple[Step, ...]) -> None:
-        """Run steps, in the precision they were captured in."""
-        with torch.autocast(self.device, enabled=False):
-            executor.run(steps)
-
-    def _state(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        buffers = dict(self.model.named_buffers())
-        found = {}
-        for name, value in self.program.outer.items():
-            source = params if value.role == "param" else buffers if value.role == "buffer" else None
-            if source is None:
-                continue
-            if value.source not in source:
-                raise PlanMismatchError(f"the model has no {value.role} {value.source} any more")
-            tensor = source[value.source].detach()
-            if not tensor.is_contiguous():
-                raise PlanMismatchError(f"{value.role} {value.source} is not contiguous; the plan was made for it so")
-            found[name] = tensor
-        return found
-
-    def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The batch by outer name: cut into microbatches where the plan has several, else itself."""
-        program, count = self.plan.program, self.plan.num_microbatches
-        missing = [name for name in program.batch if name not in batch]
-        unknown = [name for name in batch if name not in program.batch]
-        if missing or unknown:
-            raise PlanMismatchError(
-                f"inputs missing: {missing}, unknown: {unknown}; the step was captured with {list(program.batch)}"
-            )
-        batch, found = ragged.pad(self.plan, batch), {}
-        for name, entry in program.batch.items():
-            if tuple(batch[name].shape) != entry.spec.shape:
-                raise PlanMismatchError(
-                    f"input {name} has shape {tuple(batch[name].shape)}, the step was captured with "
-                    f"{entry.spec.shape}; pad it, or call fit again with such inputs"
-                )
-            x = batch[name].detach().to(getattr(torch, entry.spec.dtype))
-            cut = count > 1 and entry.batch_dim is not None
-            parts = x.chunk(count, entry.batch_dim) if cut else (x,) * count  # type: ignore[arg-type]
-            found |= {f"batch:{name}@{m}": part.contiguous() for m, part in enumerate(parts)}
-        return {name: x for name, x in found.items() if name in self.program.outer}
-
-    def _seed(self, executor: Executor) -> None:
-        base = self.seed if self.seed is not None else int(torch.randint(_SEEDS, ()))
-        step = self.steps_done if self.seed is not None else 0
-        for name, value in self.program.outer.items():
-            if value.role == "seed":
-                seed = segment_seed(base, step, int(value.source))
-                executor.outer[name] = torch.full((), seed, dtype=torch.int64, device=self.device)
-        self.steps_done += 1
-
-
-class _Step(torch.autograd.Function):
-    """The planned step, as one differentiable function of the parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, runs: _Runs, executor: Executor, *params: Tensor) -> Tensor:
-        runs.take(executor, runs.forward)
-        ctx.runs, ctx.executor = runs, executor
-        return executor.outer[runs.program.loss]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        runs, executor = ctx.runs, ctx.executor
-        if executor is None:
-            raise RuntimeFailure("a second backward through one step: what the plan kept for it is gone; run it again")
-        ctx.executor, (scale,) = None, grads
-        runs.take(executor, runs.backward)
-        found: list[Tensor | None] = []
-        for name, wanted in zip(runs.names, ctx.needs_input_grad[2:], strict=True):
-            grad = executor.outer.pop(runs.program.grads[name])
-            found.append(grad.mul_(scale) if wanted else None)
-            del grad
-        executor.outer.clear()
-        return None, None, *found
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments are equal; what cannot say so is equal to itself alone."""
+    try:
+        return one is other or bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False

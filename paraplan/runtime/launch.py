@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -175,7 +176,7 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
     Returns:
         The job's exit code.
     Raises:
-        RuntimeFailure: see `check_guard`.
+        RuntimeFailure: see `check_guard`; a signal ended the job; what ranks are forked from has ended.
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
     method = prepare_ranks()
@@ -191,6 +192,14 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
         )  # fmt: skip
         try:
             elastic_launch(config, run_rank)(module, tuple(args), {**environment, FAULTS: folder})
+        except SignalException as stopped:
+            if stopped.sigval is signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise RuntimeFailure(f"stopped by {stopped.sigval.name}; its {num_ranks} ranks were ended") from None
+        except EOFError:
+            raise RuntimeFailure(
+                "the process that ranks are forked from has ended: something killed it, such as a machine out of memory"
+            ) from None
         except ChildFailedError as failed:
             code = failed.get_first_failure()[1].exitcode
             sys.stderr.write(_reasons(Path(folder)) or f"{failed}\n")
@@ -223,4 +232,6 @@ def run_rank(module: str, args: Sequence[str], environment: Mapping[str, str]) -
     if module.endswith(".py"):
         runpy.run_path(module, run_name="__main__")
     else:
+        # what launches has imported it too, which is as it should be
+        warnings.filterwarnings("ignore", r".*found in sys\.modules after import of package", RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)

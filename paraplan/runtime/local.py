@@ -16,7 +16,6 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.sources import source_lines
 from paraplan.runtime.batch import shard_batch
-from paraplan.runtime.copies import tensor_of
 from paraplan.runtime.evaluate import (
     Build,
     Evaluation,
@@ -30,7 +29,7 @@ from paraplan.runtime.evaluate import (
 )
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.late import LateUpdates
-from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
+from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share
 from paraplan.runtime.params import join
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.scaling import SCALE, Scaler
@@ -133,8 +132,8 @@ class InProcessTrainer:
     def grads(self) -> dict[str, Tensor]:
         """Full gradients by parameter name, after `step`."""
         return {
-            name: self._join(name, lambda rank, o=outer: tensor_of(rank.executor.outer[o]))
-            for name, outer in self._everyones(lambda rank: rank.program.grads).items()
+            name: self._join(name, lambda rank, n=name: rank.grad(n))
+            for name in self._everyones(lambda rank: rank.program.grads)
         }
 
     def params(self) -> dict[str, Tensor]:
@@ -188,11 +187,12 @@ class InProcessTrainer:
         shares = []
         for rank in self.ranks:
             grads = {name: grad for name, grad in rank.grads().items() if name in self._counted(rank)}
-            shares.append(norm_share(grads, rank.layouts, rank.executor.coordinates, norm_type))
+            place, waiting = rank.executor.coordinates, rank.waiting
+            shares.append(norm_share(grads, rank.layouts, place, norm_type, waiting=waiting))
         total = torch.stack(shares).max() if norm_type == float("inf") else torch.stack(shares).sum()
         norm = norm_of(total, norm_type)
         for rank in self.ranks:
-            clip(rank.grads().values(), norm, max_norm)
+            clip(rank.grads(), norm, max_norm, rank.waiting)
         return norm
 
     def apply_optimizer(
@@ -204,9 +204,7 @@ class InProcessTrainer:
         With a scaler, an update that finds an infinite gradient is skipped.
         """
         if not self.optimizers:
-            self.optimizers = [
-                cls(param_groups(rank.params, groups, params, rank.tiers), **options) for rank in self.ranks
-            ]
+            self.optimizers = [cls(rank.param_groups(groups, params), **options) for rank in self.ranks]
             self._staging = [
                 Staging(rank, optimizer, self.transport.tracker)
                 for rank, optimizer in zip(self.ranks, self.optimizers, strict=True)
@@ -248,4 +246,5 @@ class InProcessTrainer:
     def scaler(self, **options: Any) -> Scaler:
         """As `Trainer.scaler`, one for all ranks: give it to `apply_optimizer`."""
         scales = [rank.tensors[SCALE] for rank in self.ranks if SCALE in rank.tensors]
-        return Scaler(self.plan, lambda found: found, scales, "cpu", **options)
+        waiting = [rank.waiting for rank in self.ranks]
+        return Scaler(self.plan, lambda found: found, scales, "cpu", waiting, **options)

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.graph import Arg, decode_float
+from paraplan.ir.lower.grads import CHUNK
+from paraplan.ir.strides import is_dense
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.ir.trace import kernels
 from paraplan.runtime.copies import Away, Copier
@@ -91,6 +93,17 @@ def fill_tail_(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> 
 def fill_tail(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> Tensor:
     """A copy of x with its padding overwritten."""
     return fill_tail_(fresh(x), dim, size, start, value)
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """[sum of squares, largest absolute value] of x in float64; infinite or NaN where an element is."""
+    flat = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.reshape(-1)
+    found = torch.zeros(2, dtype=torch.float64, device=x.device)
+    for chunk in flat.split(CHUNK):
+        wide = chunk.double()
+        found[0] += torch.dot(wide, wide)
+        found[1] = torch.maximum(found[1], torch.stack(torch.aminmax(wide)).abs().max())
+    return found
 
 
 def first_only(x: Tensor, coordinate: int) -> Tensor:
@@ -240,6 +253,11 @@ def store(x: Tensor | Away, tier: str, home: Away, copier: Copier) -> Away:
     return copier.store(x, tier, home)
 
 
+def keep(x: Tensor, tier: str, home: Away, copier: Copier) -> Away:
+    """Begins to overwrite, or to add to, a gradient that waits on a tier."""
+    return copier.store(x, tier, home)
+
+
 def wait_copy(issued: Any, held: Any, copier: Copier) -> Any:
     """Waits for a copy; `held` is what it reads, alive until here."""
     return copier.wait(issued)
@@ -251,6 +269,7 @@ COPIES: dict[str, Callable[..., Any]] = {
     "bring": bring,
     "lift": lift,
     "store": store,
+    "keep": keep,
 }
 """By an instruction's target."""
 
@@ -278,6 +297,9 @@ _OWN: dict[str, Callable[..., Any]] = {
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
 """The functions above, which lowering itself adds; all they ever make are their results."""
 
+_MEASURES: dict[str, Callable[..., Any]] = {"magnitude": magnitude}
+"""Likewise, with workspace."""
+
 FACTORIES = frozenset({"full", "arange", "zeros", "ones", "empty", "scalar_tensor", "eye", "linspace", "constant"})
 
 
@@ -289,7 +311,9 @@ def resolve(target: str) -> Callable[..., Any]:
     """
     space, _, name = target.partition(".")
     if space == "paraplan":
-        found = _OWN.get(name) or (getattr(kernels, name, None) if name in kernels.__all__ else None)
+        found = (
+            _OWN.get(name) or _MEASURES.get(name) or (getattr(kernels, name, None) if name in kernels.__all__ else None)
+        )
     else:
         found = getattr(torch.ops, space)
         for part in name.split("."):
@@ -336,8 +360,3 @@ def collective_shape(kind: str, shape: Sequence[int], group_size: int) -> tuple[
     if kind == "reduce_scatter":
         return (first // group_size, *shape[1:])
     return tuple(shape)
-
-
-def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a dense tensor."""
-    return math.prod(shape) * DTYPE_BYTES[dtype]

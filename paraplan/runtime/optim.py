@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.mesh import Layout
+from paraplan.runtime.grads import WaitingGrads
 from paraplan.runtime.params import Dims, owned_here
 
 Named = Mapping[str, nn.Parameter]
@@ -19,7 +20,7 @@ GroupMaker = Callable[[Named], Iterable[Any]]
 
 def param_groups(
     named: Named, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None,
-    tiers: Mapping[str, str] | None = None,
+    tiers: Mapping[str, str] | None = None, everywhere: Iterable[str] = (),
 ) -> list[Any]:  # fmt: skip
     """What the optimizer's class is given.
 
@@ -30,24 +31,26 @@ def param_groups(
         params: makes the groups itself.
         tiers: where each parameter is updated; a group whose parameters are updated in several places becomes one
             for each, device first, so that what is updated together lies together.
+        everywhere: names of all ranks' parameters; a stage of a pipeline has some of them, or none, and then its
+            optimizer has one group without parameters.
     Raises:
-        PlanMismatchError: a pattern matches no parameter.
+        PlanMismatchError: a pattern matches no rank's parameter.
     """
     if params is not None:
-        return list(params(named))
-    left = dict(named)
+        return list(params(named)) or [{"params": []}]
+    left, known = dict(named), list(dict.fromkeys((*named, *everywhere)))
     found = []
     for group in groups or ():
         pattern = group["match"]
         taken = [name for name in left if re.search(pattern, name)]
-        if not any(re.search(pattern, name) for name in named):
+        if not any(re.search(pattern, name) for name in known):
             raise PlanMismatchError(
-                f"optimizer group {pattern!r} matches no parameter; names look like {', '.join(list(named)[:5])}"
+                f"optimizer group {pattern!r} matches no parameter; names look like {', '.join(known[:5])}"
             )
         if taken:
             options = {key: value for key, value in group.items() if key != "match"}
             found += _by_tier({name: left.pop(name) for name in taken}, options, tiers or {})
-    return [*found, *_by_tier(left, {}, tiers or {})]
+    return [*found, *_by_tier(left, {}, tiers or {})] or [{"params": []}]
 
 
 def _by_tier(named: Named, options: Mapping[str, Any], tiers: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -59,14 +62,21 @@ def _by_tier(named: Named, options: Mapping[str, Any], tiers: Mapping[str, str])
 
 
 def norm_share(
-    grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], coordinates: Dims, norm_type: float, device: str = "cpu"
-) -> Tensor:
-    """This rank's share of sum |g|^p (of max |g| for p = inf), each element counted on one rank only; float64."""
+    grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], coordinates: Dims, norm_type: float,
+    device: str = "cpu", waiting: WaitingGrads | None = None,
+) -> Tensor:  # fmt: skip
+    """This rank's share of sum |g|^p (of max |g| for p = inf), each element counted on one rank only; float64.
+
+    Of gradients that wait beside states (`waiting`) it is known already.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, grad in grads.items():
         if not owned_here(layouts[name], coordinates):
             continue
-        if norm_type == float("inf"):
+        known = None if waiting is None else waiting.power(name, grad, norm_type)
+        if known is not None:
+            total = torch.maximum(total, known) if norm_type == float("inf") else total + known
+        elif norm_type == float("inf"):
             total = torch.maximum(total, grad.abs().max().double()) if grad.numel() else total
         else:
             total += grad.double().abs().pow_(norm_type).sum()
@@ -78,8 +88,10 @@ def norm_of(total: Tensor, norm_type: float) -> Tensor:
     return total if norm_type == float("inf") else total.pow(1.0 / norm_type)
 
 
-def clip(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their norm is at most `max_norm` (torch's clip_grad_norm_)."""
+def clip(grads: Mapping[str, Tensor], norm: Tensor, max_norm: float, waiting: WaitingGrads) -> None:
+    """Scale gradients in place, or in their update, so that their norm is at most `max_norm` (torch's
+    clip_grad_norm_)."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grad in grads:
-        grad.mul_(factor.to(grad.device, grad.dtype))
+    for name, grad in grads.items():
+        if not waiting.scale(name, grad, factor):
+            grad.mul_(factor.to(grad.device, grad.dtype))

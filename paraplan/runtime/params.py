@@ -232,7 +232,7 @@ def local_tensors(
             else:
                 layouts = parse_layout(value.layout), parse_layout(program.outer[state].layout)
                 found[state] = narrow_state(found[name], *layouts, program.mesh_shape, coordinates)
-        elif value.role == "slots":
+        elif value.role in ("slots", "grad"):
             found[name] = blank(value, padded=True)
         elif value.role == "seed":
             found[name] = torch.zeros((), dtype=torch.int64, device=device)

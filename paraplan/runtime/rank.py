@@ -7,20 +7,24 @@ state tensors, and the rest (copies back into the stored parameters, drops) foll
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paraplan.ir.holding import Holding, holding_of, holdings
+from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.late import Phase, flush_steps, in_phase
 from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
+from paraplan.ir.program import trained_params
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.copies import tensor_of
 from paraplan.runtime.executor import Executor
+from paraplan.runtime.grads import WaitingGrads
+from paraplan.runtime.optim import GroupMaker, param_groups
 from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part, travels
 
 
@@ -60,6 +64,7 @@ class Rank:
         updates: does so; None where there is no optimizer yet.
         phase: of the step, see `ir.lower.late`.
         flush: the steps that apply what is due.
+        waiting: the gradients that wait beside states.
         torn: whether an update failed on its way, so that stored copies are to be written from their states again.
     """
 
@@ -90,14 +95,25 @@ class Rank:
         self.late = frozenset(name for name, outer in states.items() if outer in late)
         params = {name: nn.Parameter(self._optimized(name, self.tensors[outer])) for name, outer in states.items()}
         self.params: dict[str, nn.Parameter] = params if shared is None else shared.params
+        homes = {
+            name: self.without_padding(name, self.tensors[home_name(name)], layout)
+            for name, layout in self.layouts.items()
+            if home_name(name) in self.tensors
+        }
+        self.waiting = WaitingGrads(self.params, homes) if shared is None else shared.waiting
 
     def _optimized(self, name: str, state: Tensor) -> Tensor:
         """What an optimizer's parameter is made of: the state, or where its gradient is on another device than it
         lives, something of its shape there that holds no value."""
         own = self.without_padding(name, state, self.layouts[name])
-        if self.tiers[name] or own.device.type == torch.device(self.device).type:
+        waits = self.stage.params[name].grad_tier
+        if self.tiers[name] or waits or own.device.type == torch.device(self.device).type:
             return own
         return torch.full((), float("nan"), dtype=own.dtype, device=self.device).expand(own.shape)
+
+    def param_groups(self, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None) -> list[Any]:
+        """What the class of an optimizer is given for this rank; see `optim.param_groups`."""
+        return param_groups(self.params, groups, params, self.tiers, trained_params(self.plan.program))
 
     @property
     def before(self) -> tuple[Step, ...]:
@@ -113,7 +129,7 @@ class Rank:
     def restoring(self) -> tuple[Step, ...]:
         """The calls that write states into stored copies."""
         calls = (step for step in self._steps[Phase.STEADY][1] if step.kind is StepKind.CALL)
-        return *self._early, *calls
+        return *self._early, *(step for step in calls if not step.block.startswith("recall"))
 
     @property
     def delays(self) -> bool:
@@ -137,6 +153,7 @@ class Rank:
         for name in [name for name in outer if name not in self.tensors and name not in held]:
             del outer[name]
         self.executor.copier.forget()  # states that set out for an update that was skipped
+        self.waiting.start(outer)
         warm = self.plan.delayed_update is not None and self.steps_done < self.plan.delayed_update
         self.phase = Phase.STEADY if due or not self.flush else Phase.WARM if warm else Phase.FIRST
         self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer))
@@ -171,7 +188,7 @@ class Rank:
 
     def take_grads(self) -> None:
         """Hand the gradients to the optimizer's parameters; added where one is there already."""
-        if any(self.tiers.values()):
+        if any(self.tiers.values()) or self.waiting.names:
             self.executor.copier.settle()
         for name, grad in self.grads().items():
             param = self.params[name]
@@ -236,11 +253,19 @@ class Rank:
 
     def grads(self) -> dict[str, Tensor]:
         """The step's gradients by parameter name, without padding, as the optimizer reads them."""
-        outer = self.executor.outer
+        waiting = self.waiting
         return {
-            name: self.without_padding(name, tensor_of(outer[at]), self.layouts[name])
-            for name, at in self.program.grads.items()
+            name: waiting.grad(name)
+            if name in waiting.names
+            else self.without_padding(name, self.grad(name), self.layouts[name])
+            for name in self.program.grads
         }
+
+    def grad(self, name: str) -> Tensor:
+        """A gradient of the step, padding included."""
+        if name in self.waiting.names:
+            return self.tensors[home_name(name)]
+        return tensor_of(self.executor.outer[self.program.grads[name]])
 
 
 def split_steps(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:

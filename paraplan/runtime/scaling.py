@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.plan import Plan
+from paraplan.runtime.grads import WaitingGrads
 
 SCALE = "loss_scale"
 """Outer name of the scale in programs that compute in fp16."""
@@ -33,21 +34,23 @@ class Scaler(GradScaler):
         agree: in place, the largest of a scalar over all ranks.
         scales: the programs' scale tensors.
         device: of the gradients.
+        waiting: gradients that wait beside states, of the ranks of this process.
         options: of GradScaler (init_scale, growth_factor, backoff_factor, growth_interval).
     Raises:
         PlanMismatchError: the plan computes in another precision.
     """
 
     def __init__(
-        self, plan: Plan, agree: Callable[[Tensor], object], scales: Sequence[Tensor], device: str, **options: Any
-    ) -> None:
+        self, plan: Plan, agree: Callable[[Tensor], object], scales: Sequence[Tensor], device: str,
+        waiting: Sequence[WaitingGrads] = (), **options: Any,
+    ) -> None:  # fmt: skip
         if plan.program.precision != "fp16":
             raise PlanMismatchError(
                 f"the plan computes in {plan.program.precision}, whose gradients need no scaling; "
                 "plan with precision='fp16', or train without a scaler"
             )
         super().__init__(torch.device(device).type, **options)
-        self._agree, self._scales = agree, tuple(scales)
+        self._agree, self._scales, self._waiting = agree, tuple(scales), tuple(waiting)
         self._lazy_init_scale_growth_tracker(torch.device(device))
         self._hand_on()
 
@@ -72,7 +75,7 @@ class Scaler(GradScaler):
         verdict = torch.zeros((), dtype=torch.float32, device=self._scales[0].device)
         states = []
         for optimizer in optimizers:
-            super().unscale_(optimizer)
+            torch.maximum(verdict, self._unscale(optimizer).to(verdict), out=verdict)
             states.append(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
             for found in states[-1].values():
                 torch.maximum(verdict, found.to(verdict.device), out=verdict)
@@ -82,6 +85,24 @@ class Scaler(GradScaler):
                 state[verdict.device] = verdict.clone()
             for found in state.values():
                 found.fill_(verdict.item())
+
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """torch's `unscale_`; gradients that wait beside states are divided in their update. Whether one of these is
+        not finite."""
+        known = [(each, name, param) for each in self._waiting for name, param in each.of(optimizer).items()]
+        grads = [param.grad for _, _, param in known]
+        for _, _, param in known:
+            param.grad = None
+        try:
+            super().unscale_(optimizer)
+        finally:
+            for (_, _, param), grad in zip(known, grads, strict=True):
+                param.grad = grad
+        inverse = self._scale.double().reciprocal().float()  # as torch's
+        for (each, name, _), grad in zip(known, grads, strict=True):
+            each.scale(name, grad, inverse)
+        finite = [each.is_finite(name) for each, name, _ in known]
+        return ~torch.stack(finite).all() if finite else torch.zeros((), dtype=torch.bool, device=inverse.device)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale if that was not done, then the optimizer's step unless an infinity was found anywhere."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.lower.grads import home_name
 from paraplan.ir.rank_program import Step
 from paraplan.runtime.copies import tensor_of
 from paraplan.runtime.params import travels
@@ -48,6 +49,7 @@ class Staging:
         """A step of the user's begins: what is staged is not in it."""
         if not self.inside:
             self._take_back()
+            self.rank.waiting.check()
             self._narrow(param for name, param in self.rank.params.items() if name not in self.rank.staged)
 
     def _narrow(self, kept: Iterable[nn.Parameter]) -> None:
@@ -79,16 +81,21 @@ class Staging:
         names = [self.rank.program.outer[arg.removesuffix("^up")].source for arg in step.args]
         params = {name: self.rank.params[name] for name in names}
         with self.tracker.booking(None):  # all it makes are views
-            homes = {name: param.data for name, param in params.items()}
+            homes = {name: (param.data, param.grad) for name, param in params.items()}
+            grads = {name: self._recalled(name) for name in names}
             for name, param in params.items():
+                param.grad = None
                 self._bring(name, param)
+                param.grad = grads.pop(name)
         there = [(step.staged.tier, x) for name in names for x in self._tensors(name)] if step.staged.tier else []
         try:
             self._step(params.values(), there)
         finally:
             with self.tracker.booking(None):
                 for name, param in params.items():
-                    param.data = homes[name]
+                    param.grad = None
+                    param.data, grad = homes.pop(name)
+                    param.grad = None if self.tracker.is_entered else grad
         with self.tracker.booking(None):
             for name, param in params.items():
                 self._keep(name, param)
@@ -110,8 +117,15 @@ class Staging:
         finally:
             self.inside = False
             self._take_back()
-        for param in params if booked else ():
-            param.grad = None
+
+    def _recalled(self, name: str) -> Tensor | None:
+        """The gradient an update takes, where it is: as it came from where it waits, or as it is."""
+        came = self._outer.get(f"{home_name(name)}^up")
+        if came is None:
+            return self.rank.params[name].grad
+        grad = self.rank.without_padding(name, tensor_of(came), self.rank.layouts[name])
+        copy = tensor_of(self._outer[f"state:{name}^up"])
+        return self.rank.waiting.recalled(name, grad, copy.device)
 
     def _up(self, name: str) -> tuple[Tensor, Tensor | None]:
         """What was brought of a parameter, without padding: its copy and its other states, stacked."""

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._C._distributed_c10d import _register_work
+from torch._C._functorch import maybe_current_level
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode as AnyDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    "TorchDispatchMode", "default_store", "exchange_rows", "rank_in_group", "storage_key", "storage_of", "tree_leaves",
-    "untracked",
+    "TorchDispatchMode", "default_store", "exchange_rows", "in_transform", "rank_in_group", "storage_key", "storage_of",
+    "tree_leaves", "untracked",
 ]  # fmt: skip
 
 
@@ -35,6 +36,11 @@ def untracked() -> AbstractContextManager[None]:
     """While inside, ops pass no dispatch mode."""
     keys = DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
     return _ExcludeDispatchKeyGuard(keys)  # type: ignore[no-any-return]
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return maybe_current_level() is not None
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage:

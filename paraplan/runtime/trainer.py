@@ -43,7 +43,7 @@ from paraplan.runtime.evaluate import (
 )
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.late import LateUpdates
-from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share, param_groups
+from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share
 from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, message_pairs
 from paraplan.runtime.scaling import SCALE, Scaler
@@ -216,7 +216,7 @@ class Trainer(Checkpointing):
             after: runs after its step, instead of `finish_update`.
             options: for cls.
         """
-        made = cls(param_groups(self.state.params, groups, params, self.state.tiers), **options)
+        made = cls(self.state.param_groups(groups, params), **options)
         staging = Staging(self.state, made, self.transport.tracker) if self.state.staged else None
         trainer = weakref.ref(self)
         if self.state.late:
@@ -250,7 +250,7 @@ class Trainer(Checkpointing):
             self.transport.agree(found, "max")
 
         scales = [self.state.tensors[name] for name in (SCALE,) if name in self.state.tensors]
-        return Scaler(self.plan, agree, scales, self.transport.device, **options)
+        return Scaler(self.plan, agree, scales, self.transport.device, [self.state.waiting], **options)
 
     def finish_update(self) -> None:
         """Bring updated values back to the stored parameters; runs by itself after the optimizer's step.
@@ -275,9 +275,9 @@ class Trainer(Checkpointing):
         here = counted_here(self.plan.program, self.held, self.stage)
         counted = {name: grad for name, grad in grads.items() if name in here}
         place = self.state.executor.coordinates
-        total = norm_share(counted, self.state.layouts, place, norm_type, self.transport.device)
+        total = norm_share(counted, self.state.layouts, place, norm_type, self.transport.device, self.state.waiting)
         norm = norm_of(self.transport.agree(total, "max" if norm_type == float("inf") else "sum"), norm_type)
-        clip(grads.values(), norm, max_norm)
+        clip(grads, norm, max_norm, self.state.waiting)
         return norm
 
     def zero_grad(self) -> None:

@@ -26,7 +26,7 @@ _PARTS = {
     "show_flops": "paraplan.report.clusters",
     "show_bytes": "paraplan.report.units",
     "ClusterSpec": "paraplan.ir.cluster",
-    "cluster_yaml": "paraplan.ir.cluster",
+    "cluster_yaml": "paraplan.ir.cluster_file",
     "json_schema": "paraplan.ir.schema",
     "to_json": "paraplan.ir.struct",
     "detect": "paraplan.jobs.detect",

@@ -24,7 +24,7 @@ _PARTS = {
     "profile_program": "paraplan.jobs.profile",
     "json_of": "paraplan.jobs.profile",
     "measure_links": "paraplan.jobs.links",
-    "cluster_yaml": "paraplan.ir.cluster",
+    "cluster_yaml": "paraplan.ir.cluster_file",
     "to_json": "paraplan.ir.struct",
     "read_run": "paraplan.jobs.record",
     "learn_into": "paraplan.jobs.record",

@@ -12,7 +12,8 @@ import pytest
 
 from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.devices import CATALOG
-from paraplan.ir.cluster import ClusterSpec, read_cluster
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.cluster_file import read_cluster
 from paraplan.ir.schema import json_schema
 from paraplan.ir.struct import from_json
 from paraplan.jobs import detect as detect_module

@@ -53,6 +53,7 @@ def test_two_levels_by_hand() -> None:
     size = 1 << 20
     assert ring_all_reduce_s(size, TWO) == pytest.approx(2 * (crossing + local) + 2 * 15 / 16 * size / ports)
     assert tree_all_reduce_s(size, TWO) == pytest.approx(2 * (7e-6 + 5e-6) + 2 * size / ports)
+    assert all_gather_s(1000, TWO) == pytest.approx(crossing + local + 15 * 1000 / ports)
     # Scatter 7/8 in the node, exchange an eighth between two nodes (the ring beats the tree), gather it back.
     across = 2 * 5e-6 + size / 8 / 5e7
     assert hierarchical_all_reduce_s(size, TWO) == pytest.approx(2 * 7 * (1e-6 + size / 8 / 1e9) + across)
@@ -120,7 +121,7 @@ def test_unknown_collective_and_axis_are_refused() -> None:
         collective_time_s("gossip", 8, FLAT)
     costs = Costs(ClusterSpec.local(2), make_mesh((2,), ("dp",)))
     with pytest.raises(CostModelError, match="axis 1"):
-        costs.collective_s("all_reduce", 1, 8)
+        costs.moves.collective_s("all_reduce", 1, 8)
 
 
 def test_axis_levels_follow_the_nodes() -> None:
@@ -132,7 +133,7 @@ def test_axis_levels_follow_the_nodes() -> None:
     assert (dp.level, dp.size, dp.nodes, dp.local_size) == ("between_nodes", 8, 4, 2)
     assert dp.bytes_per_s == pytest.approx(50e9 * GPU.between_nodes)
     assert dp.ring_bytes_per_s == pytest.approx(2 * 50e9 * GPU.between_nodes)
-    assert Costs(cluster, mesh).comm_streams == ("comm:between_nodes", "comm:in_node")
+    assert Costs(cluster, mesh).moves.comm_streams == ("comm:between_nodes", "comm:in_node")
 
 
 def test_axis_across_nodes_with_one_member_each() -> None:

@@ -73,7 +73,7 @@ def test_streams_and_prices_of_instructions() -> None:
     )  # fmt: skip
     assert [costs.stream(instr) for instr in code.instrs] == ["compute", "comm:between_nodes", "compute"]
     prices = [costs.instr_s(code, instr) for instr in code.instrs]
-    assert prices[1] == costs.collective_s("all_reduce", 0, 64) > prices[0] > prices[2] == 0.0
+    assert prices[1] == costs.moves.collective_s("all_reduce", 0, 64) > prices[0] > prices[2] == 0.0
 
 
 def tiny_plan(num_devices: int) -> Plan:

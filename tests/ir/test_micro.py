@@ -43,6 +43,19 @@ class Flipped(nn.Module):
         return (torch.tanh(h) * self.forward_of(h)).sum()
 
 
+class Filled(nn.Module):
+    """Multiplies by what is made from nothing, at the size of the batch, and from a parameter, spread over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.gain = nn.Parameter(torch.randn(1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x)
+        return (h * torch.full_like(h, 0.5).cos() * self.gain.expand(x.shape[0], 6)).square().sum()
+
+
 def program(model: nn.Module) -> Program:
     return capture(model, {"x": torch.randn(4, 6)}, precision="fp64")
 
@@ -79,6 +92,15 @@ def test_placements_along_the_axis() -> None:
         "-",
     ]  # what reads nothing split stays whole
     assert all(place == R for place in program_micro(toy_program(), 1).segments[0].placements.values())
+
+
+@pytest.mark.parametrize("in_space", [False, True])
+def test_what_is_made_from_nothing_is_made_in_the_shards_it_is_read_in(in_space: bool) -> None:
+    made = program(Filled())
+    (segment,) = program_micro(made, 2, in_space).segments
+    values = made.kinds[made.segments[0].kind].graph.values
+    of_batch = {name: place for name, place in segment.placements.items() if values[name].shape == (4, 6)}
+    assert len(of_batch) > 5 and set(of_batch.values()) == {S(0)}
 
 
 def test_duals() -> None:

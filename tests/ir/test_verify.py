@@ -10,9 +10,11 @@ import pytest
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.program import Program
 from paraplan.ir.schedule import accumulate
 from paraplan.ir.struct import from_json, to_json
-from paraplan.ir.verify import verify_graph, verify_plan, verify_program
+from paraplan.ir.verify import verify_plan
+from paraplan.ir.verify_program import verify_graph, verify_program
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 
@@ -102,6 +104,9 @@ CHOICE = (*STAGE, "choices", 0)
         (("program", "kinds", 0, "param_grads"), ["g", "zz"], "'zz' is no value"),
         (("program", "kinds", 0, "graph", "ops", 0, "source"), 9, "source 9 is none of its 1"),
         (("program", "batch_size"), 7, "does not divide"),
+        (("program", "batch", "x", "spec", 0), "float7", "batch:x has an impossible spec"),
+        (("program", "batch", "x", "spec", 1), [8, 5], r"segment 0 of kind .*: batch:x is .*, and its kind takes"),
+        (("program", "kinds", 0, "graph", "values", "h", 1), [8], "are not such an op's|its rule says"),
     ],
 )
 def test_broken_plans_are_refused(plan: Plan, path: tuple[Any, ...], value: Any, message: str) -> None:
@@ -158,3 +163,21 @@ def test_broken_graphs_are_refused(path: tuple[Any, ...], value: Any, message: s
 def test_captured_programs_are_legal(tiny_mlp, tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
     for tiny in (tiny_mlp, tiny_gpt2):
         verify_program(tiny.program)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("inputs",), ["batch:zz"], "denominator 0 reads 'batch:zz'"),
+        (("inputs",), [], "denominator 0: 0 inputs for 1"),
+        (("graph", "outputs"), ["zz"], "denominator 0: 'zz' is an input or output but no value"),
+        (("graph", "ops", 0, "outs"), ["zz"], "denominator 0, op 0 .*'zz' is made twice or has no spec"),
+    ],
+)
+def test_broken_counts_are_refused(tiny_gpt2, path: tuple[Any, ...], value: Any, message: str) -> None:  # type: ignore[no-untyped-def]
+    data = at = msgspec.json.decode(to_json(tiny_gpt2.program))
+    for key in ("denominators", 0, *path[:-1]):
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(InvalidPlanError, match=message):
+        verify_program(from_json(msgspec.json.encode(data), Program, "test", InvalidPlanError))

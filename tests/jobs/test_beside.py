@@ -157,11 +157,11 @@ def test_a_tensor_of_a_bundle_adds_at_least_its_share() -> None:
     )
     profile = Profile(device="cpu", name="made up", torch="2.13.0", collectives=times)
     costs = Costs(taking(0.25, 2), Mesh(axes=("x",), shape=(2,), devices=(0, 1)), profile)
-    assert costs.taken_s("all_gather", 0, 4096) == pytest.approx(5e-4 + 0.25 * 1.5e-3)
+    assert costs.moves.taken_s("all_gather", 0, 4096) == pytest.approx(5e-4 + 0.25 * 1.5e-3)
     for size in (64, 300, 4096, 20000, 65536, 1 << 20):
         for parts in (1, 3, 7):
-            shares = parts * costs.taken_share_s("all_gather", 0, size / parts)  # type: ignore[arg-type]
-            assert shares <= costs.taken_s("all_gather", 0, size) * (1 + 1e-12)
+            shares = parts * costs.moves.taken_share_s("all_gather", 0, size / parts)  # type: ignore[arg-type]
+            assert shares <= costs.moves.taken_s("all_gather", 0, size) * (1 + 1e-12)
 
 
 def test_a_share_is_a_share() -> None:

@@ -51,6 +51,15 @@ def test_videos_and_sounds_have_classes() -> None:
     assert shapes("wav2vec2", waves) == {"input_values": (2, (7 * 2 + 3 - 1) * 2 + 4), "labels": (2,)}
 
 
+def test_a_table_of_positions_ends_and_rotary_ones_do_not() -> None:
+    tiny = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    llama = hf_model("llama", {**tiny, "num_key_value_heads": 2, "max_position_embeddings": 8}, meta=True)
+    assert hf_batch(llama, 1, 64)["input_ids"].shape == (1, 64)
+    gpt2 = hf_model("gpt2", {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8}, meta=True)
+    with pytest.raises(CaptureError, match=r"longer than the model's 8 positions; .*\(n_positions=64\)"):
+        hf_batch(gpt2, 1, 64)
+
+
 def test_settings_the_model_reads_and_tokens_within_the_vocabulary() -> None:
     deberta = {**TOWER, "relative_attention": True, "position_buckets": 4}
     assert hf_model("deberta-v2", deberta, meta=True).config.position_buckets == 4

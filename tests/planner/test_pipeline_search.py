@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import ConstraintError, InfeasibleError
 from paraplan.ir.program import Program
@@ -20,6 +21,7 @@ from paraplan.planner.pipeline_memory import in_flight
 from paraplan.planner.recompute.stage import options_of
 from paraplan.planner.search import search
 from paraplan.planner.stage_cuts import chain_memory, cut_chain, segment_seconds
+from paraplan.runtime.local import InProcessTrainer
 from tests.runtime.pipelines import cut, job_of, pipeline_of, run
 from tests.runtime.test_pipelines import batch, one_stage, program, web
 
@@ -180,6 +182,27 @@ def test_a_pinned_pipeline_is_planned_and_runs() -> None:
     assert plan.certificate is not None
     assert 0 < plan.certificate.bound_s <= plan.prediction.step_s
     assert run(plan, web().double(), batch()) <= 1e-9
+
+
+def test_microbatches_left_out_suit_the_ranks_and_the_schedule() -> None:
+    n = program().batch_size
+    plan = search(job_of(program(), 4), Constraints(pp=2, dp=2)).plan
+    assert plan.num_microbatches == n // 2
+    with pytest.raises(ConstraintError, match=f"dp=3 does not divide a batch of {n}"):
+        search(job_of(program(), 6), Constraints(pp=2, dp=3))
+
+
+def test_a_stage_may_have_nothing_to_train() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].requires_grad_(False)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    given = capture(model, {"input": x}, loss_fn=lambda out, _: torch.exp(out).std(), precision="fp64")
+    plan = search(job_of(given, 2), Constraints(pp=2, microbatches=1, stages=((0, 1), (1, 2)))).plan
+    programs = verify_plan(plan)
+    trainer = InProcessTrainer(plan, programs, [build_modules(each) for each in programs], model.double())
+    trainer.step({"input": x})
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2, groups=[{"match": "bias", "weight_decay": 0.0}])
+    assert [len(optimizer.param_groups) for optimizer in trainer.optimizers] == [2, 1]
 
 
 @pytest.mark.parametrize(

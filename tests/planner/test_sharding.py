@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import InfeasibleError, NoPlanError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh, P, R, Shard, make_mesh, parse_layout
 from paraplan.ir.plan import Plan
@@ -22,6 +22,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status, solve
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
+from paraplan.planner.sharding import solve as solve_module
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
 from paraplan.planner.sharding.formulate import network_of
@@ -190,7 +191,7 @@ def test_memory_limits_are_kept_and_cost_time(tiny_stacks) -> None:  # type: ign
         limits = Limits(time_s=60.0, memory_bytes=peak * share)
         try:
             found = solve_mesh(job, LINE, 1, Constraints(), limits)
-        except (InfeasibleError, SolverLimitError):
+        except NoPlanError:
             proved = True
             continue
         assert not proved, "less memory cannot help"
@@ -203,6 +204,18 @@ def test_memory_limits_are_kept_and_cost_time(tiny_stacks) -> None:  # type: ign
         match=r"no sharding fits .* on mesh \(2,\): at least .* needed.*the largest tensor is .* use more devices",
     ):
         solve_mesh(job, LINE, 1, Constraints(), Limits(time_s=60.0, memory_bytes=1000.0))
+
+
+def test_how_much_is_missing_is_solved_for_when_it_is_read(tiny_mlp, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    asked = []
+    least = solve_module.least_activity
+    monkeypatch.setattr(solve_module, "least_activity", lambda *given: asked.append(given) or least(*given))
+    with pytest.raises(NoPlanError) as caught:
+        search(tiny_mlp.job(2), Constraints(mesh=(2,), memory_bytes=1000, recompute="none"))
+    assert not asked
+    assert "are needed" in str(caught.value) and asked
+    count = len(asked)
+    assert str(caught.value) and len(asked) == count
 
 
 def test_equal_input_gives_equal_bytes(tiny_mlp) -> None:  # type: ignore[no-untyped-def]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from paraplan.ir.errors import RuntimeFailure
+from paraplan.runtime import launch
 
 CALL = "from paraplan.runtime.launch import check_guard as start\n"
 SCRIPTS = {
@@ -43,3 +49,30 @@ def test_a_child_that_runs_the_script_again_says_so(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
     assert done.stderr.count("script.py:5: processes are started from the top level of the script") == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "raised", "message"),
+    [
+        (
+            SignalException("got signal 15", signal.SIGTERM),
+            RuntimeFailure,
+            "stopped by SIGTERM; its 3 ranks were ended",
+        ),
+        (SignalException("got signal 2", signal.SIGINT), KeyboardInterrupt, ""),
+        (EOFError(), RuntimeFailure, "the process that ranks are forked from has ended"),
+    ],
+)
+def test_what_ended_a_job_from_outside_is_said(
+    monkeypatch: pytest.MonkeyPatch, end: Exception, raised: type[BaseException], message: str
+) -> None:
+    def launched(*_: object) -> Any:
+        def entered(*_: object) -> None:
+            raise end
+
+        return entered
+
+    monkeypatch.setattr(launch, "elastic_launch", launched)
+    monkeypatch.setattr(launch, "prepare_ranks", lambda: "spawn")
+    with pytest.raises(raised, match=message):
+        launch.spawn_local(3, "anything")

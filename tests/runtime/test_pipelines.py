@@ -107,6 +107,16 @@ def test_sharded_stages_equal_one_device(seed: int) -> None:
     assert run(pipeline_of(one, "1f1b", 2, stages), web().double(), batch()) <= 1e-9
 
 
+def test_losses_are_begun_together_where_one_is_summed_by_itself() -> None:
+    """On a mesh of two axes numerators may lie differently: one as gradients do that are reduced, another not."""
+    plan = random_plan(job_of(program(), 4), 34, max_microbatches=4)
+    (lowered,) = {id(each): each for each in verify_plan(plan)}.values()
+    begun = [step for step in lowered.steps if step.block == "loss.issue"]
+    reduced = [step for step in lowered.steps if step.block.startswith("reduce.")]
+    assert plan.stages[0].mesh.shape == (2, 2) and begun and reduced
+    assert run(plan, web().double(), batch()) <= 1e-9
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_activations_wait_on_tiers_with_several_microbatches_in_flight(schedule: str) -> None:
     one = one_stage()

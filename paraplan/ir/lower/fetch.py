@@ -4,7 +4,8 @@ A class with a `stored_tier` has its parameters in the host's memory alone (Pudi
 al. 2021, ZeRO-Infinity). Before a segment's block is called in either phase, the copies of what it reads are waited for
 and those of the next segment in line are begun; so they have this segment's time, and at most two segments' parameters
 are on the device. What is sharded is copied as it is stored and gathered by the block. As the optimizer's copy lies in
-the same storage (the verifier sees to it), an update is seen by the next step's copies without more.
+the same storage (the verifier sees to it), an update is seen by the next step's copies without more. Where that storage
+has the optimizer's dtype and ops read another (bf16), what has come is cast, and what came given up.
 
 Names: `here:<segment>/<slot>@<action>` is a parameter that has come, with "?" behind it one under way.
 """
@@ -43,17 +44,19 @@ class Fetches:
 
     Attributes:
         params, layouts: of every parameter.
+        masters: of every trained parameter as the optimizer has it.
         mesh_shape: of the stage.
         call: writes one step.
     """
 
     params: Mapping[str, ParamSpec]
     layouts: Mapping[str, ParamLayouts]
+    masters: Mapping[str, TensorSpec]
     mesh_shape: Dims
     call: Call
     _ahead: list[FetchVisit] = field(default_factory=list)
     _action: str = ""
-    _blocks: dict[tuple[str, tuple[AwayValue, ...]], Block] = field(default_factory=dict)
+    _blocks: dict[object, Block] = field(default_factory=dict)
 
     def is_away(self, name: str) -> bool:
         """Whether a parameter is not on the device."""
@@ -94,14 +97,15 @@ class Fetches:
 
     def _block(self, stem: str, visit: FetchVisit) -> Block:
         values = tuple(self._value(position, name) for position, (_, name) in enumerate(visit.params))
-        key = (stem, values)
+        read = tuple(self.params[name].spec.dtype for _, name in visit.params)
+        key = (stem, values, read)
         if key not in self._blocks:
-            name = f"{stem}.p{sum(1 for other, _ in self._blocks if other == stem)}"
-            self._blocks[key] = back_block(name, values) if stem == "fetch" else came_block(name, values)
+            name = f"{stem}.p{sum(1 for block in self._blocks.values() if block.name.startswith(f'{stem}.'))}"
+            self._blocks[key] = back_block(name, values) if stem == "fetch" else came_block(name, values, read)
         return self._blocks[key]
 
     def _value(self, position: int, name: str) -> AwayValue:
-        spec, layouts = self.params[name].spec, self.layouts[name]
+        spec, layouts = self.masters.get(name, self.params[name].spec), self.layouts[name]
         shape = local_shape(spec.shape, parse_layout(layouts.stored), self.mesh_shape)
         local = f"p{position}"
         value = LocalValue(
@@ -111,16 +115,28 @@ class Fetches:
         return AwayValue(local, value.strides, away_value(local, value, layouts.stored_tier))
 
 
-def came_block(name: str, values: tuple[AwayValue, ...]) -> Block:
-    """Waits for copies to the device."""
+def came_block(name: str, values: tuple[AwayValue, ...], read: tuple[str, ...] = ()) -> Block:
+    """Waits for copies to the device, and casts those that are `read` in another dtype."""
     known: dict[str, LocalValue] = {}
-    instrs = []
-    for value in values:
+    instrs, made = [], []
+    for value, dtype in zip(values, read or [value.issued.dtype for value in values], strict=True):
         issued, held = value.back, value.there
         known[issued.base], known[held.base] = issued, held
         known[value.local] = msgspec.structs.replace(issued, storage_bytes=0)
         instrs.append(
             Instr(kind=InstrKind.WAIT, target="wait", args=("%" + issued.base, "%" + held.base), outs=(value.local,))
         )
+        made.append(value.local)
+        if dtype != issued.dtype:
+            cast = f"{value.local}^{dtype}"
+            nbytes = TensorSpec(dtype, issued.shape).nbytes
+            known[cast] = msgspec.structs.replace(issued, dtype=dtype, base=cast, storage_bytes=nbytes)
+            instrs.append(
+                Instr(
+                    target="aten._to_copy.default", args=("%" + value.local,), kwargs={"dtype": ":" + dtype},
+                    outs=(cast,),
+                )
+            )  # fmt: skip
+            made[-1] = cast
     given = tuple(base for value in values for base in (value.back.base, value.there.base))
-    return finish_block(name, given, tuple(value.local for value in values), (), known, instrs)
+    return finish_block(name, given, tuple(made), (), known, instrs)

@@ -64,7 +64,10 @@ class LossSteps(SegmentSteps):
         return ends
 
     def joining(self) -> tuple[Parcel, ...]:
-        """Numerators of the loss that are summed along with gradients rather than by themselves."""
+        """Numerators of the loss that are summed along with gradients rather than by themselves.
+
+        None where another one is summed by itself: the loss is begun with that sum, before gradients are.
+        """
         whole = (R,) * len(self.extended)
         parcels = []
         for index, term in self.terms.items():
@@ -72,6 +75,8 @@ class LossSteps(SegmentSteps):
             path = reshard_path(spec.shape, layout, whole, self.extended, frozen=1)
             if self.reductions.takes(spec, path):
                 parcels.append(Parcel(f"num{index}", f"whole:num{index}", spec, path))
+            elif path:
+                return ()
         return tuple(parcels)
 
     def begin_loss(self, joined: Sequence[Parcel], waits: list[Callable[[], None]]) -> Callable[[], None]:

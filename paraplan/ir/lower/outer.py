@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.mesh import Layout, R, is_view_of, layout_text, local_shape, parse_layout
 from paraplan.ir.program import master_dtype
@@ -29,16 +30,19 @@ def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> di
     trained = set(held.trained)
     for name, layouts in held.params.items():
         spec = program.params[name].spec
-        at = layouts.stored_tier
+        at, dtype = layouts.stored_tier, master_dtype(program.precision, spec.dtype)
+        if at and name in trained:  # the state's storage
+            spec = TensorSpec(dtype, spec.shape)
         found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.resting), shape, True, at)
         if name in trained:
-            dtype = master_dtype(program.precision, spec.dtype)
             stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
             tier = layouts.state_tier
             own = tier != at or dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
             found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), state, shape, own, tier)
             if layouts.staged and plan.optimizer.state_slots:
                 found[f"slots:{name}"] = _slots(found[f"state:{name}"], plan.optimizer.state_slots)
+            if layouts.grad_tier:
+                found[home_name(name)] = _own(found[f"state:{name}"], "grad")
     for name in late:
         found[late_name(name)] = _own(found[f"state:{name}"], "late")
     for name, text in held.batch.items():
@@ -125,6 +129,7 @@ def with_drops(steps: tuple[Step, ...], outer: dict[str, OuterValue], kept: set[
                     segment=step.segment,
                 )
             )
+        seen.update(step.drops)
         seen.difference_update(out for out in step.outs if out is not None and out not in always)
         dying = dict.fromkeys(name for name in step.args if name not in seen)
         seen.update(dying)

@@ -6,8 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.buffers import send_buffers, write_buffers
+from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.losses import LossSteps
 from paraplan.ir.lower.messages import Messages
 from paraplan.ir.lower.outer import late_name, outer_values, with_drops
@@ -36,7 +39,7 @@ class RankSteps(LossSteps):
         self.texts = tuple(actions)
         self.actions: tuple[Action, ...] = tuple(parse_action(text) for text in actions)
         self.messages = Messages(blocks, group, self.add)
-        update = lambda args, staged: self.add(StepKind.UPDATE, args=args, staged=staged)  # noqa: E731
+        update = lambda args, staged, drops: self.add(StepKind.UPDATE, args=args, staged=staged, drops=drops)  # noqa: E731
         most, optimizer = self.plan.bundle_bytes, self.plan.optimizer
         self.staged = StagedUpdates(self.states, self.program.params, optimizer, most, update)
         self.late = tuple(name for name in self.trained if self.plan.is_late(self.holding.params[name]))
@@ -56,6 +59,7 @@ class RankSteps(LossSteps):
         finals = self.finals(self.actions)
         last = {action.kind: index for index, action in enumerate(self.actions)}
         end_loss: Callable[[], None] = lambda: None  # noqa: E731
+        known = (0, self.action)
         joined = self.joining()
         last_backward = max(index for index, action in enumerate(self.actions) if action.kind in _BACKWARD)
         for index, (text, action) in enumerate(zip(self.texts, self.actions, strict=True)):
@@ -67,6 +71,7 @@ class RankSteps(LossSteps):
                     if self.plan.cluster.num_devices == 1:  # nothing to wait for: it is known before its gradients
                         self.end_waits()
                         end_loss()
+                        known = (len(self.steps), text)
             elif action.kind in _BACKWARD:
                 self.end_waits()
                 ahead = self._set_out if self.plan.states_ahead and index == last_backward else None
@@ -82,15 +87,27 @@ class RankSteps(LossSteps):
                     if self.plan.cluster.num_devices > 1:
                         end_loss()
                     grads = self._leave(exchange_ends(self, send_buffers(self)))
-                    write_buffers(self)
+                    self._write_buffers(*known)
             elif action.kind is ActionKind.UPDATE:
                 if index == last[ActionKind.UPDATE]:
                     self._update(grads)
             else:
                 self._transfer(action)
-        self.add(StepKind.DROP, drops=tuple(grad for name, grad in grads.items() if name not in self.late))
-        kept = {"loss", *self.metrics.values(), *grads.values()}
+        kept = {"loss", *self.metrics.values(), *grads.values(), *self._measured}
+        ended = [grad for name, grad in grads.items() if name not in self.late and grad != home_name(name)]
+        self.add(StepKind.DROP, drops=(*ended, *self._measured))
         return self.ended(kept, grads, {})
+
+    def _write_buffers(self, at: int, action: str) -> None:
+        """Buffers get their new values once the step is through; on one device with the loss, as a model itself writes
+        them, unless the backward reads what they held before."""
+        first = len(self.steps)
+        write_buffers(self)
+        writes = self.steps[first:]
+        written = {name for step in writes for name in step.args if name.startswith("buffer:")}
+        if self.plan.cluster.num_devices == 1 and written.isdisjoint(n for s in self.steps[at:first] for n in s.args):
+            moved = [msgspec.structs.replace(step, action=action) for step in writes]
+            self.steps[at:] = [*moved, *self.steps[at:first]]
 
     def _forward(self, action: Action) -> None:
         """A stage's forward, what it reads received before and what it makes sent after, where no action says when."""
@@ -185,6 +202,11 @@ class RankSteps(LossSteps):
         self.states.restore(plain, self.program.params)
         self.staged.write(names)
 
+    @property
+    def _measured(self) -> tuple[str, ...]:
+        """What is known of gradients that wait beside states."""
+        return tuple(name for step in self.steps for name in step.outs if name and name.startswith("magnitude:"))
+
     def _set_out(self) -> None:
         """The first states that come to their update are begun."""
         self.staged.set_out(self.trained)
@@ -201,7 +223,7 @@ class RankSteps(LossSteps):
         left = {
             name: self.states.leave(name, grad, self.strides_of.get(self.reductions.grads[name]))
             for name, grad in grads.items()
-            if self.states.tier(name) and name in self.tied
+            if self.states.leaves(name) and name in self.tied
         }
         self.states.end()
         return grads | left

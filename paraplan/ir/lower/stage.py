@@ -9,6 +9,7 @@ it may receive for others.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,12 +20,19 @@ from paraplan.ir.lower.backward import LoweredBackward, lower_backward
 from paraplan.ir.lower.chunks import gradients_known
 from paraplan.ir.lower.kind import Given, KindContext, LoweredForward, evaluate_forward, lower_forward
 from paraplan.ir.lower.transfers import Message, crossing_layouts
+from paraplan.ir.memo import Lately, Same
 from paraplan.ir.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.micro import ProgramMicro, program_micro
 from paraplan.ir.plan import KindChoice, Plan
 from paraplan.ir.program import HALVES
 from paraplan.ir.schedule import ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
+
+_INSTRS = 50_000  # some 45 MB
+_FORWARDS = Lately[LoweredForward](_INSTRS, lambda made: len(made.block.instrs))
+_BACKWARDS = Lately[LoweredBackward](
+    _INSTRS, lambda made: sum(len(part.block.instrs) for part in made.parts or (made,))
+)
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,9 @@ class PlanBlocks:
                 )
             lowering, letter = (evaluate_forward, "E") if self.evaluates else (lower_forward, "F")
             name = f"{kind.name}.{len(self._done)}.{letter}"
-            self._done[key] = lowering(name, kind, self._choices[choice], micro, context)
+            chosen = self._choices[choice]
+            made_of = (name, Same(kind), _hashable(chosen), *key[1:])
+            self._done[key] = _FORWARDS.get(made_of, lambda: lowering(name, kind, chosen, micro, context))
         parts.forwards[index] = lowered = self._done[key]
         values = (*segment.outputs, *segment.asides) if self.evaluates else segment.outputs
         parts.given.update(zip(values, lowered.outputs, strict=True))
@@ -247,7 +257,10 @@ class PlanBlocks:
         if key not in self._done_back:
             name, micro = f"{kind.name}.{len(self._done_back)}.B", self.micro.segments[index]
             choice = self._choices[self._choice(stage, index)]
-            self._done_back[key] = lower_backward(name, kind, choice, micro, context, forward, tuple(tangents), split)
+            self._done_back[key] = _BACKWARDS.get(
+                (name, Same(forward), *key[2:]),
+                lambda: lower_backward(name, kind, choice, micro, context, forward, tuple(tangents), split),
+            )
         parts.backwards[index] = lowered = self._done_back[key]
         for outer, given in zip(segment.inputs, lowered.grads, strict=True):
             if given is None:
@@ -275,6 +288,10 @@ class PlanBlocks:
                     f"{stage}; give every reader's choice the same input_grads layout"
                 )
             route.grads.append(Crossing(message, value, stage, crossing.begin))
+
+
+def _hashable(choice: KindChoice) -> Hashable:
+    return choice.ops, choice.input_grads, tuple(choice.activations.items()), choice.split
 
 
 def _split_stages(plan: Plan) -> set[int]:

@@ -10,11 +10,13 @@ needed by the update only; so they come in runs of parameters, each of at most a
     store b     copies to where the states live are begun,
     stored b    and waited for once the next run has come, before the one after it is begun.
 
+Gradients that wait beside the states come with them ("recall", "recalled") and are given up with the UPDATE.
 So two runs are there at most, and copies in, update and copies out overlap. The first run is brought when the last
-segment's backward is called, where the plan says so (`Plan.states_ahead`): it then is there beside that backward.
+segment's backward is called, where the plan says so (`Plan.states_ahead`): it then is there beside that backward. Its
+gradients are not made then and come later.
 
 Names: `state:x^up` is a parameter's copy where it is updated, `slots:x^up` its other states, with "?" in place of "up"
-on their way there and "!" on their way back.
+on their way there and "!" on their way back; `home:x^up` is its gradient.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.states import StateCopies
 from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.plan import Optimizer, ParamLayouts
@@ -34,7 +37,8 @@ from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, Staged
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
-Update = Callable[[tuple[str, ...], StagedUpdate], None]
+Update = Callable[[tuple[str, ...], StagedUpdate, tuple[str, ...]], None]
+"""(parameters, what their update takes, gradients that are then given up)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,9 @@ class Visitor:
         return msgspec.structs.replace(self.at_home, base=self.local, storage_bytes=0)
 
 
+MakeBlock = Callable[[str, tuple[Visitor, ...]], Block]
+
+
 @dataclass
 class StagedUpdates:
     """Writes the updates of states that live elsewhere.
@@ -104,14 +111,18 @@ class StagedUpdates:
     def write(self, names: Sequence[str]) -> None:
         """All steps of the staged among some parameters."""
         runs = list(self._runs(names))
-        for run in runs[:1] if not self._is_out else ():
-            self._step("bring", run, bring_block)
+        for run in runs[:1]:
+            if not self._is_out:
+                self._step("bring", run, bring_block)
+            self._recall("recall", run, bring_block)
         for index, run in enumerate(runs):
             self._step("came", run, came_block)
+            self._recall("recalled", run, came_block)
             for before in runs[max(0, index - 1) : index]:
                 self._step("stored", before, stored_block)
             for following in runs[index + 1 : index + 2]:
                 self._step("bring", following, bring_block)
+                self._recall("recall", following, bring_block)
             self._update(run)
             self.states.restore(run, self.params)
             self._step("store", run, store_block)
@@ -123,7 +134,8 @@ class StagedUpdates:
         run: list[str] = []
         filled = 0
         for name in names:
-            layouts, nbytes = self.states.layouts[name], sum(each.at_home.nbytes for each in self._visitors(name))
+            visitors = (*self._visitors(name), *self._grads(name))
+            layouts, nbytes = self.states.layouts[name], sum(each.at_home.nbytes for each in visitors)
             if not layouts.staged:
                 continue
             if run and (filled + nbytes > self.most_bytes or _way(layouts) != _way(self.states.layouts[run[0]])):
@@ -144,6 +156,13 @@ class StagedUpdates:
             found.append(Visitor(f"s{number}", spec.dtype, (self.optimizer.state_slots, *shape), *way))
         return tuple(found)
 
+    def _grads(self, name: str, number: int = 0) -> tuple[Visitor, ...]:
+        """A parameter's gradient, where it comes too."""
+        if not self.states.layouts[name].grad_tier:
+            return ()
+        copy = self._visitors(name)[0]
+        return (Visitor(f"g{number}", copy.dtype, copy.shape, copy.home, copy.place),)
+
     def _update(self, run: tuple[str, ...]) -> None:
         sizes = [self._visitors(name)[0].at_home.nbytes for name in run]
         slots, scalars = self.optimizer.state_slots, self.optimizer.scalar_bytes * len(run)
@@ -151,15 +170,27 @@ class StagedUpdates:
             tier=_way(self.states.layouts[run[0]])[1], state_bytes=slots * sum(sizes) + scalars,
             workspace_bytes=self.optimizer.workspace_bytes(sizes),
         )  # fmt: skip
-        self.update(tuple(self.states.updated(name) for name in run), staged)
+        recalled = tuple(f"{home_name(name)}^up" for name in run if self._grads(name))
+        self.update(tuple(self.states.updated(name) for name in run), staged, recalled)
 
-    def _step(self, stem: str, run: tuple[str, ...], make: Callable[[str, tuple[Visitor, ...]], Block]) -> None:
+    def _recall(self, stem: str, run: tuple[str, ...], make: MakeBlock) -> None:
+        """A step of a run's gradients, of those that wait beside states."""
+        numbers = {name: number for number, name in enumerate(run)}
+        visitors = [each for name, number in numbers.items() for each in self._grads(name, number)]
+        if visitors:
+            self._call(stem, visitors, {f"g{number}": home_name(name) for name, number in numbers.items()}, make)
+
+    def _step(self, stem: str, run: tuple[str, ...], make: MakeBlock) -> None:
         values: dict[str, str] = {}
         visitors: list[Visitor] = []
         for number, name in enumerate(run):
             found = self._visitors(name, number)
             visitors += found
             values |= dict(zip([each.local for each in found], (f"state:{name}", f"slots:{name}"), strict=False))
+        self._call(stem, visitors, values, make)
+
+    def _call(self, stem: str, visitors: Sequence[Visitor], values: Mapping[str, str], make: MakeBlock) -> None:
+        """A step that calls a block for visitors, of which `values` are the outer names."""
         key = (stem, tuple(visitors))
         if key not in self._blocks:
             self._blocks[key] = make(f"{stem}.{sum(1 for other in self._blocks if other[0] == stem)}", tuple(visitors))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from paraplan.ir.lower.away import AwayValue, away_block, away_value, back_block
 from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.lower.grads import home_name, keep_block, kept_block, magnitude_name
 from paraplan.ir.lower.updates import restore_block
 from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.plan import ParamLayouts
@@ -46,20 +47,25 @@ class StateCopies:
     specs: Mapping[str, TensorSpec]
     mesh_shape: Dims
     call: Call
-    _fresh: list[tuple[str, AwayValue]] = field(default_factory=list)
-    _under_way: list[tuple[str, AwayValue]] = field(default_factory=list)
+    _fresh: list[Callable[[], None]] = field(default_factory=list)
+    _under_way: list[Callable[[], None]] = field(default_factory=list)
     _blocks: dict[tuple[object, ...], Block] = field(default_factory=dict)
 
     def tier(self, name: str) -> str:
-        """Where a parameter is updated, and its gradient goes."""
+        """Where a parameter is updated, and its gradient goes unless it waits elsewhere."""
         return self.layouts[name].update_tier
+
+    def leaves(self, name: str) -> bool:
+        """Whether a parameter's gradient leaves the device."""
+        return bool(self.tier(name) or self.layouts[name].grad_tier)
 
     def on(self, tier: str, names: Sequence[str]) -> tuple[str, ...]:
         """Those of some parameters that live where they are updated, on a tier."""
         return tuple(name for name in names if self.tier(name) == tier and not self.layouts[name].staged)
 
     def leave(self, name: str, grad: str, strides: Dims | None = None) -> str:
-        """Begin to copy a reduced gradient to where its parameter is updated; returns its outer name there.
+        """Begin to copy a reduced gradient to where its parameter is updated, or where it waits for that; returns its
+        outer name there.
 
         Args:
             name: of the parameter.
@@ -67,20 +73,38 @@ class StateCopies:
             strides: as it lies; contiguous where left out.
         """
         value = self._local(name, "x", strides)
+        if self.layouts[name].grad_tier:
+            return self._keep(name, grad, value)
         issued = away_value("x", value, self.tier(name))
         away = AwayValue("x", value.strides, issued)
         self._call("leave", away, leave_block, (grad,), (f"{grad}^{issued.tier}!",))
-        self._fresh.append((grad, away))
+        self._fresh.append(lambda: self._left(grad, away))
         return f"{grad}^{issued.tier}"
+
+    def _keep(self, name: str, grad: str, value: LocalValue) -> str:
+        """As `leave`, to where states live."""
+        tier, home, spec = self.layouts[name].grad_tier, home_name(name), self.specs[name]
+        layout = parse_layout(self.layouts[name].state)
+        key, ended = ("keep", value, tier, spec, layout), ("kept", value, tier)
+        if key not in self._blocks:
+            self._blocks[key] = keep_block(self._next("keep"), value, tier, spec, layout, self.mesh_shape)
+        if ended not in self._blocks:
+            self._blocks[ended] = kept_block(self._next("kept"), value, tier)
+        measured = None if self._blocks[key].outputs[1] is None else magnitude_name(name)
+        self.call(self._blocks[key], (grad, home), (f"{home}^!", measured))
+        self._fresh.append(lambda: self.call(self._blocks[ended], (f"{home}^!", grad), (None,)))
+        return home
 
     def passed(self) -> None:
         """A segment's backward was called: copies begun before it are waited for."""
-        self._wait(self._under_way)
+        for wait in self._under_way:
+            wait()
         self._under_way, self._fresh = self._fresh, []
 
     def end(self) -> None:
         """Wait for all copies of gradients."""
-        self._wait([*self._under_way, *self._fresh])
+        for wait in (*self._under_way, *self._fresh):
+            wait()
         self._under_way, self._fresh = [], []
 
     def restore(self, names: Sequence[str], params: Mapping[str, ParamSpec]) -> None:
@@ -143,12 +167,11 @@ class StateCopies:
             storage_bytes=TensorSpec(spec.dtype, shape).nbytes,
         )  # fmt: skip
 
-    def _wait(self, leaving: Sequence[tuple[str, AwayValue]]) -> None:
-        for grad, away in leaving:
-            tier = away.issued.tier
-            names = {"x": grad, away.issued.base: f"{grad}^{tier}!"}
-            block = self._block("left", away, away_block)
-            self.call(block, tuple(names[local] for local in block.inputs), (f"{grad}^{tier}",))
+    def _left(self, grad: str, away: AwayValue) -> None:
+        tier = away.issued.tier
+        names = {"x": grad, away.issued.base: f"{grad}^{tier}!"}
+        block = self._block("left", away, away_block)
+        self.call(block, tuple(names[local] for local in block.inputs), (f"{grad}^{tier}",))
 
     def _call(
         self, stem: str, away: AwayValue, make: Callable[[str, tuple[AwayValue, ...]], Block], args: tuple[str, ...],

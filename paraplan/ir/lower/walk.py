@@ -4,11 +4,11 @@ Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what
 `batch:<name>@<m>`, `buffer:<name>`, `seed:<segment>`, `<output>@<m>`, `d:<output>@<m>` (its gradient),
 `<segment>/<value>@<m>` (saved), `<segment>^<value>@<m>` (kept by the first part of a backward for the second),
 `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
-of ranks that hold it), `new:<buffer>` (its new value, likewise), `sum:<i>` (under way),
-`whole:<segment>/<slot>@<action>` (a parameter gathered ahead), `here:<segment>/<slot>@<action>` (one copied to the
-device), `held:<param>` (a stored copy gathered for the step), `<output>/<tier>@<m>` (an output that waits there),
-`den<i>`, `tangent<i>`, `num<i>`, `loss`; `<name><<group>` is what came from another group of ranks, `<name>#<i>` a part
-of it.
+of ranks that hold it), `home:<param>` (where it waits beside states), `magnitude:<param>` (what is known of it then),
+`new:<buffer>` (its new value, likewise), `sum:<i>` (under way), `whole:<segment>/<slot>@<action>` (a parameter
+gathered ahead), `here:<segment>/<slot>@<action>` (one copied to the device), `held:<param>` (a stored copy gathered for
+the step), `<output>/<tier>@<m>` (an output that waits there), `den<i>`, `tangent<i>`, `num<i>`, `loss`;
+`<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SegmentSteps:
         under_way = AWAKE if len(blocks.held) == 1 else len(plan.program.segments)
         self.waking = Gathers(self.extended, self.calls, plan.bundle_bytes, "hold", under_way)
         self.copies = Copies(self._call_for)
-        self.fetches = Fetches(self.program.params, params, shape, self._call_for)
+        self.fetches = Fetches(self.program.params, params, specs, shape, self._call_for)
         tiers: dict[str, str] = {}
         for stage in () if self.evaluates else self.holding.stages:
             tiers |= boundary_tiers(self.program, plan.stages[stage])
@@ -108,7 +108,7 @@ class SegmentSteps:
 
     def _reduced(self, name: str, grad: str) -> None:
         """A gradient is in the optimizer's layout; other groups' are added to a tied parameter's first."""
-        if self.states.tier(name) and name not in self.tied:
+        if self.states.leaves(name) and name not in self.tied:
             strides = self.strides_of.get(grad)
             self.reductions.grads[name] = self.states.leave(name, grad, strides)
 

@@ -12,11 +12,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.fake import arguments
 from paraplan.ir.trace.functional import functional
 from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
 from paraplan.ir.trace.recurrent import unrolled
 from paraplan.ir.trace.source import line_of_error
+from paraplan.ir.trace.state import assignments_written
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, lazy_modules
 from paraplan.ir.trace.user_functions import no_outside_numbers, recorded_functions
 
@@ -73,10 +75,15 @@ class _WithLoss(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The losses, then the auxiliary outputs."""
         batch = dict(zip(self._names, tensors, strict=True))
-        output = self.model(*tensors, **self._others) if self._positional else self.model(**batch, **self._others)
+        with assignments_written(self.model):
+            output = self._call(batch)
         if self._loss_fn is None:
             return self._choose(output, output, False)
         return self._choose(self._loss_fn(output, batch), output, True)
+
+    def _call(self, batch: dict[str, Tensor]) -> object:
+        args, kwargs = arguments(self.model, batch, self._others, self._positional, self._loss_fn is not None)
+        return self.model(*args, **kwargs)
 
 
 def _chooser(returned: _Returned, choice: LossChoice, keep_outputs: bool) -> Callable[..., list[Tensor]]:
@@ -116,7 +123,8 @@ def export_loss(
     """
     returned = _Returned()
     choose = _chooser(returned, choice, keep_outputs)
-    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose).train(model.training)
+    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose)
+    wrapped.training = model.training  # its own alone: parts of a model may be in another mode
     with mode, eager_masks(batch), lazy_modules(), recorded_functions() as functions:
         try:
             with no_outside_numbers():
@@ -126,7 +134,7 @@ def export_loss(
         except CaptureError:
             raise
         except Exception as fault:
-            raise _explain(fault) from fault
+            raise explain(fault) from fault
     functions.restore(program.graph_module.graph)
     _reject_mutation(program)
     return _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
@@ -229,7 +237,8 @@ def _constant_value(value: object, name: str) -> Tensor:
     return value.detach()
 
 
-def _explain(fault: Exception) -> CaptureError:
+def explain(fault: Exception) -> CaptureError:
+    """What a forward's failure on fake tensors means, with the user's line and the remedy."""
     line = line_of_error(fault) or "somewhere in the forward"
     text = str(fault).strip().split("\n")[0]
     kind = type(fault).__name__

@@ -7,6 +7,7 @@ and buffer, by identity, to its fake stand-in, so ties stay ties.
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 
 import torch
@@ -81,6 +82,53 @@ def fake_batch(batch: dict[str, Tensor], precision: str, mode: FakeTensorMode) -
         }
 
 
+def parameter_names(model: nn.Module, count: int) -> list[str]:
+    """Names of so many positional arguments of a model's forward: its own, then "input2" and so on."""
+    names = [
+        p.name for p in inspect.signature(model.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    return names + [f"input{index}" for index in range(len(names), count)]
+
+
+def taken(model: nn.Module, named: dict[str, object]) -> dict[str, object]:
+    """Those of some arguments, by name, that a model's forward takes."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return named
+    return {name: value for name, value in named.items() if name in parameters}
+
+
+def arguments(
+    model: nn.Module, tensors: dict[str, Tensor], others: dict[str, object], positional: bool, for_loss: bool = False
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What a model is called with, of inputs as `name_inputs` named them: args and kwargs.
+
+    Args:
+        positional: whether they are given in order.
+        for_loss: whether what forward does not take is left out, being the loss function's (labels).
+    Raises:
+        CaptureError: an input that forward does not take.
+    """
+    if not positional:
+        given = {**tensors, **others}
+        known = taken(model, given)
+        unknown = next((name for name in given if name not in known), None)
+        if unknown is not None and not for_loss:
+            names = list(inspect.signature(model.forward).parameters)
+            near = difflib.get_close_matches(unknown, names, 1, 0.5) or [
+                n for n in names if n.lower() == unknown.lower()
+            ]
+            raise CaptureError(
+                f"{type(model).__name__} takes no input {unknown!r}; "
+                f"{f'did you mean {near[0]!r}? ' if near else ''}Its forward takes {', '.join(names) or 'nothing'}"
+            )
+        return (), known
+    named = {**tensors, **others}
+    order = [name for name in parameter_names(model, len(named)) if name in named]
+    return tuple(named[name] for name in order), {}
+
+
 def name_inputs(
     model: nn.Module, example_inputs: dict[str, object] | tuple[object, ...]
 ) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -93,12 +141,7 @@ def name_inputs(
         named: dict[str, object] = dict(example_inputs)
     else:
         values = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-        names = [
-            p.name for p in inspect.signature(model.forward).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]  # fmt: skip
-        names += [f"input{index}" for index in range(len(names), len(values))]
-        named = dict(zip(names, values, strict=False))
+        named = dict(zip(parameter_names(model, len(values)), values, strict=False))
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
     nested = [name for name, value in others.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))]

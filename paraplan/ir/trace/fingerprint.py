@@ -17,7 +17,7 @@ def _stable(value: object) -> object:
 
 
 def fingerprint(model: nn.Module, precision: str) -> str:
-    """sha256 of class, structure, configuration, parameters (shape, trainable, ties) and buffers.
+    """sha256 of class, structure, configuration, parameters (shape, trainable, ties), buffers and modes.
 
     Args:
         model: on any device, meta included.
@@ -35,4 +35,6 @@ def fingerprint(model: nn.Module, precision: str) -> str:
         kind = "float" if buffer.is_floating_point() else str(buffer.dtype)
         lines.append(f"buffer {name} {tuple(buffer.shape)} {kind}")
     lines.append(f"training {model.training}")
+    apart = [(name, part) for name, part in model.named_modules() if part.training != model.training]
+    lines += [f"training {name} {part.training}" for name, part in apart]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

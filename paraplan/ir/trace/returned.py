@@ -6,71 +6,114 @@ named by their path, as `outputs.named_tensors` names them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace.fake import fake_batch, fake_copy, name_inputs
+from paraplan.ir.errors import ParaplanError
+from paraplan.ir.trace.export import explain
+from paraplan.ir.trace.fake import arguments, fake_batch, fake_copy, name_inputs
+from paraplan.ir.trace.hf import eager_masks
+from paraplan.ir.trace.outputs import LossChoice, named_tensors
 from paraplan.ir.trace.torch_private import fake_mode
 
 
+@dataclass(frozen=True)
+class Returned:
+    """From the loss to what a model returns around it; other tensors in that become None.
+
+    Attributes:
+        template: what the model returns, each tensor a `_Slot`; None: the loss is returned alone.
+        name: of the slot the loss goes to.
+        for_loss: whether a loss function makes the loss, and takes inputs that the model does not.
+    """
+
+    template: Any = None
+    name: str = ""
+    for_loss: bool = False
+
+    def __call__(self, loss: Tensor) -> Any:
+        """What is returned."""
+        return loss if self.template is None else _filled(self.template, {self.name: loss})
+
+
 def returned_by(
-    model: nn.Module, example_inputs: dict[str, Tensor] | tuple[object, ...], precision: str
-) -> Callable[[Tensor], Any]:
-    """From the loss to what the model returns around it; other tensors in that become None.
+    model: nn.Module, example_inputs: dict[str, Tensor] | tuple[object, ...], precision: str, loss: LossChoice = None
+) -> Returned:
+    """What stands around the loss in what the model returns; nothing where several scalars make the loss.
 
     Raises:
-        CaptureError: the model fails on inputs like these.
+        CaptureError: the model fails on inputs like these; names the user's line.
     """
     tensors, others = name_inputs(model, example_inputs)
     mode = fake_mode()
     copied, batch = fake_copy(model, precision, mode), fake_batch(tensors, precision, mode)
     try:
-        with mode:
-            positional = not isinstance(example_inputs, dict)
-            output = copied(*batch.values(), **others) if positional else copied(**batch, **others)
+        with mode, eager_masks(batch):
+            args, kwargs = arguments(copied, batch, others, not isinstance(example_inputs, dict))
+            output = copied(*args, **kwargs)
+    except ParaplanError:
+        raise
     except Exception as fault:
-        raise CaptureError(f"{type(model).__name__} fails on inputs of these shapes: {fault}") from fault
-    name = "output" if isinstance(output, Tensor) else "loss"
-    template = _template(output, "")
-    return lambda loss: _filled(template, {name: loss})
+        raise explain(fault) from fault
+    name: str | None = "output" if isinstance(output, Tensor) else "loss"
+    if loss is not None:
+        name = _only(loss, {name for name, _ in named_tensors(output)})
+    return Returned() if name is None else Returned(_template(output, ""), name)
 
 
+def _only(loss: str | Any, names: set[str]) -> str | None:
+    """The one tensor that is the loss as it is; None where the loss is made of several, or weighted."""
+    if isinstance(loss, str):
+        return loss if loss in names or loss != "sum" else None
+    weights = loss if isinstance(loss, Mapping) else dict.fromkeys(loss, 1.0)
+    return next(iter(weights)) if list(weights.values()) == [1.0] else None
+
+
+@dataclass(frozen=True)
 class _Slot:
     """Where a tensor goes."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
+
+
+@dataclass(frozen=True)
+class _Container:
+    """A mapping, sequence or dataclass that holds tensors somewhere."""
+
+    made: type
+    keys: tuple[Any, ...]
+    parts: tuple[Any, ...]
 
 
 def _template(value: Any, path: str) -> Any:
     if isinstance(value, Tensor):
         return _Slot(path or "output")
-    inner = {name: _template(part, f"{path}.{name}" if path else name) for name, part in _parts(value)}
-    return (value, inner) if inner else value
+    found = [(key, _template(part, f"{path}.{key}" if path else str(key))) for key, part in _parts(value)]
+    return _Container(type(value), tuple(k for k, _ in found), tuple(p for _, p in found)) if found else value
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, Mapping):
-        return [(str(key), part) for key, part in value.items()]
-    if isinstance(value, (tuple, list)):
-        names = getattr(value, "_fields", range(len(value)))
-        return [(str(name), part) for name, part in zip(names, value, strict=True)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in fields(value)]
-    return []
+        yield from value.items()
+    elif isinstance(value, (tuple, list)):
+        yield from zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from ((field.name, getattr(value, field.name)) for field in fields(value))
 
 
 def _filled(template: Any, found: Mapping[str, Tensor]) -> Any:
     if isinstance(template, _Slot):
         return found.get(template.name)
-    if not (isinstance(template, tuple) and len(template) == 2 and isinstance(template[1], dict)):
+    if not isinstance(template, _Container):
         return template
-    like, inner = template
-    parts = {name: _filled(part, found) for name, part in inner.items()}
-    if isinstance(like, Mapping) or is_dataclass(like):
-        return type(like)(**parts) if is_dataclass(like) else type(like)(parts)
-    return type(like)(**parts) if hasattr(like, "_fields") else type(like)(parts.values())
+    made, parts = template.made, [_filled(part, found) for part in template.parts]
+    named = dict(zip(template.keys, parts, strict=True))
+    if is_dataclass(made) or hasattr(made, "_fields"):
+        return made(**named)
+    if issubclass(made, Mapping):
+        return OrderedDict(named) if issubclass(made, OrderedDict) else named
+    return made(parts)  # type: ignore[call-arg]

@@ -10,6 +10,7 @@ from pathlib import PurePath
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n(?:\s+(?P<code>[^\n]*))?')
 _TORCH = re.compile(r"[\\/](torch|functorch)[\\/]")
 _LIBRARY = re.compile(r"[\\/](transformers|accelerate|einops|torchvision|timm)[\\/]")
+_STANDARD = re.compile(r"[\\/]python3[\w.]*[\\/][\w.]+\.py$")
 _OURS = re.compile(r"[\\/]paraplan[\\/](ir|api|cli|planner|runtime|codegen)")
 
 
@@ -20,7 +21,9 @@ def _spell(file: str, line: str | int, function: str, code: str) -> str:
 def _pick(frames: list[tuple[str, str]]) -> str:
     """Of (file, text) from outermost to innermost: the user's innermost, else the innermost outside torch."""
     ours = [
-        (file, text) for file, text in frames if not (file.startswith("<") or _TORCH.search(file) or _OURS.search(file))
+        (file, text)
+        for file, text in frames
+        if not (file.startswith("<") or any(kind.search(file) for kind in (_TORCH, _OURS, _STANDARD)))
     ]
     for file, text in reversed(ours):
         if not _LIBRARY.search(file):

@@ -21,6 +21,9 @@ from paraplan.planner.memory.problem import GIVEN, MemoryProblem
 
 State = tuple[int, int]
 
+_MOST_REACHED = 1_000_000
+"""States whose best way is held, about a kilobyte each: one may have more successors than all others together."""
+
 
 @dataclass(frozen=True)
 class Exhausted:
@@ -45,7 +48,8 @@ def search_states(
 ) -> Exhausted:  # fmt: skip
     """The fastest schedule without copies that takes less than `known_s`.
 
-    `in_order`: ops are executed for the first time in the given order.
+    `in_order`: ops are executed for the first time in the given order. It gives up once `most_states` were looked at,
+    at the deadline, or where a million are waiting.
     """
     walk = _Walk(problem, budget_bytes, in_order)
     given = sum(1 << index for index, tensor in enumerate(problem.tensors) if tensor.maker == GIVEN)
@@ -61,20 +65,22 @@ def search_states(
         estimate, _, state = heapq.heappop(queue)
         if state in settled:
             continue
-        if len(settled) >= most_states or time.perf_counter() > deadline:
+        if len(settled) >= most_states:
             return Exhausted(False, estimate)
         settled.add(state)
         if state[1] == walk.all_done and not walk.kept & ~state[0]:
             return Exhausted(True, spent[state], _path(came, state), spent[state])
         for op, after in walk.moves(state):
+            if len(spent) >= _MOST_REACHED or time.perf_counter() > deadline:
+                return Exhausted(False, estimate)
             seconds = spent[state] + walk.time_s[op]
             if seconds >= spent.get(after, float("inf")):
                 continue
-            estimate = seconds + walk.rest_s(after)
-            if estimate < least:
+            through = seconds + walk.rest_s(after)
+            if through < least:
                 spent[after] = seconds
                 came[after] = (state, op)
-                heapq.heappush(queue, (estimate, -len(spent), after))
+                heapq.heappush(queue, (through, -len(spent), after))
     return Exhausted(True, known_s)
 
 

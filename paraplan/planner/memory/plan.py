@@ -70,13 +70,13 @@ def plan_memory(problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits 
         return _with_copies(alone, limits, started + limits.time_s)
     small = max(arrays.num_ops, arrays.num_tensors) <= SMALL_OPS
     if small and alone.gap > limits.gap:
-        settled = _settled(arrays, budget_bytes, limits)
+        settled = _settled(arrays, budget_bytes, limits, started + limits.time_s)
         if settled is not None:
             return settled
     if middle and alone.gap > limits.gap:
         return _in_order(alone, limits, started + limits.time_s)
     if alone.best is None:
-        _give_up(alone)
+        _give_up(alone, limits.time_s)
     ops = tuple(alone.best.ops.tolist())
     return _answer(arrays, budget_bytes, freeing(problem, ops), alone.bound_s, limits)
 
@@ -91,7 +91,7 @@ def _in_order(alone: Recomputation, limits: MemoryLimits, deadline: float) -> Me
     if best is None:
         if found.complete:
             _refuse(arrays, budget, "in the given order of execution")
-        _give_up(alone)
+        _give_up(alone, limits.time_s)
     bound_s = max(alone.bound_s, min(found.bound_s, known_s))
     return _answer(arrays, budget, freeing(arrays.problem, tuple(best.ops.tolist())), bound_s, limits)
 
@@ -105,14 +105,14 @@ def _with_copies(alone: Recomputation, limits: MemoryLimits, deadline: float) ->
     if alone.best is None:
         if found.infeasible:
             _refuse(arrays, budget, "with copies to " + ", ".join(tier.name for tier in problem.tiers))
-        _give_up(alone)
+        _give_up(alone, limits.time_s)
     return _answer(arrays, budget, freeing(problem, tuple(alone.best.ops.tolist())), found.bound_s, limits)
 
 
-def _settled(arrays: Arrays, budget_bytes: int, limits: MemoryLimits) -> MemoryAnswer | None:
+def _settled(arrays: Arrays, budget_bytes: int, limits: MemoryLimits, deadline: float) -> MemoryAnswer | None:
     """By exhaustion: in the given order, or in any where that one has none; None where there are too many states."""
     for in_order in (True,) if arrays.problem.in_order else (True, False):
-        found = search_states(arrays.problem, budget_bytes, in_order)
+        found = search_states(arrays.problem, budget_bytes, in_order, deadline=deadline)
         if not found.complete:
             return None
         if found.ops is not None:
@@ -130,7 +130,7 @@ def _answer(arrays: Arrays, budget_bytes: int, actions: Actions, bound_s: float,
     return MemoryAnswer(actions, found, bound, status, (f"proved of {SCOPE}, within a gap of {limits.gap:g}",))
 
 
-def _give_up(alone: Recomputation) -> NoReturn:
+def _give_up(alone: Recomputation, time_s: float) -> NoReturn:
     if alone.refuted and not alone.arrays.problem.tiers:
         names = [alone.arrays.problem.ops[op].label for op in alone.refuted]
         _refuse(alone.arrays, alone.budget, f"at ops {'; '.join(names[:4])} taken together")
@@ -138,7 +138,7 @@ def _give_up(alone: Recomputation) -> NoReturn:
     if need.nbytes > alone.budget:
         _refuse(alone.arrays, alone.budget, "in the given order of execution")
     raise SolverLimitError(
-        f"no schedule within {alone.budget} bytes was found in {alone.limits.time_s:g} s, nor proved impossible; give "
+        f"no schedule within {alone.budget} bytes was found in {time_s:g} s, nor proved impossible; give "
         f"more time, or more memory: the least budget lies between {need.nbytes} bytes, which any schedule needs as op "
         f"{need.op} ({alone.arrays.problem.ops[need.op].label}) executes, and {alone.everything.peak}, which need no "
         "recomputation"

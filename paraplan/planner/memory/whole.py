@@ -15,7 +15,7 @@ import msgspec
 from paraplan.cost_models.predict import plan_costs, simulate_plan
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import NoPlanError
 from paraplan.ir.lower import lower
 from paraplan.ir.memory_actions import format_actions
 from paraplan.ir.plan import Plan
@@ -61,20 +61,22 @@ def host_tiers(cluster: ClusterSpec) -> tuple[Tier, ...]:
     return (Tier("host", room, rate, rate, group.host.latency_s),)
 
 
-def memory_problem(plan: Plan, tiers: tuple[Tier, ...] = ()) -> MemoryProblem:
-    """What is to be planned of a plan's step; any schedule it has already is left out.
+def memory_problem(plan: Plan, tiers: tuple[Tier, ...] = (), beside_bytes: int = 0) -> MemoryProblem:
+    """What is to be planned of a plan's step; any schedule it has already is left out. `beside_bytes` are there all the
+    time and no part of the plan.
 
     Raises:
         InvalidPlanError: the plan is for several devices.
     """
     plain = msgspec.structs.replace(plan, memory_actions=None)
     problem = flatten(lower(plain)[0], plan_costs(plain)[0], source_lines(plan.program)).problem
-    return replace(problem, tiers=tiers)
+    return replace(problem, tiers=tiers, base_bytes=problem.base_bytes + beside_bytes)
 
 
 def schedule_memory(
-    plan: Plan, budget_bytes: int, limits: MemoryLimits | None = None, tiers: tuple[Tier, ...] = ()
-) -> Scheduled:
+    plan: Plan, budget_bytes: int, limits: MemoryLimits | None = None, tiers: tuple[Tier, ...] = (),
+    beside_bytes: int = 0,
+) -> Scheduled:  # fmt: skip
     """The plan, its step run in the fastest order found within a budget.
 
     Raises:
@@ -82,13 +84,15 @@ def schedule_memory(
         SolverLimitError: none was found, nor proved impossible.
         InvalidPlanError: the plan is for several devices.
     """
-    answer = plan_memory(memory_problem(plan, tiers), budget_bytes, limits)
+    answer = plan_memory(memory_problem(plan, tiers, beside_bytes), budget_bytes, limits)
     bound = msgspec.structs.replace(
         plan, memory_actions=format_actions(answer.actions), prediction=None, certificate=None
     )
     programs = lower(bound)
     simulation = simulate_plan(bound, programs)
-    assert simulation.peak_bytes[0] == answer.evaluation.peak_bytes, "the ordered program is not the schedule priced"
+    assert simulation.peak_bytes[0] + beside_bytes == answer.evaluation.peak_bytes, (
+        "the ordered program is not the schedule priced"
+    )
     return Scheduled(bound, programs, simulation, answer)
 
 
@@ -123,16 +127,16 @@ def least_budget(problem: MemoryProblem, above_bytes: int, time_s: float) -> Lea
             break
         try:
             high = plan_memory(problem, tried, MemoryLimits(time_s=left / 2, gap=1.0)).evaluation.peak_bytes
-        except (InfeasibleError, SolverLimitError):
+        except NoPlanError:
             low = tried
         tried = (low + high) // 2
     return Least(need, high)
 
 
-def least_words(problem: MemoryProblem, above_bytes: int, time_s: float, beside: int = 0) -> str:
-    """What would do, for an error: `beside` bytes are taken by what the problem does not have."""
+def least_words(problem: MemoryProblem, above_bytes: int, time_s: float) -> str:
+    """What would do, for an error."""
     least = least_budget(problem, above_bytes, time_s)
-    found, need = least.found_bytes + beside, least.need.nbytes + beside
+    found, need = least.found_bytes, least.need.nbytes
     op = f"op {least.need.op} ({problem.ops[least.need.op].label})"
     return (
         f"The least budget found to do is {say_size(found)} ({found} bytes), and none below {say_size(need)} ({need} "

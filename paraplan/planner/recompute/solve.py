@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.mesh import Mesh
@@ -63,8 +64,8 @@ def solve_with_recomputation(
         solve_s += found.solve_s
         if found.choices is None:
             if found.status is Status.INFEASIBLE and attempt == 0:
-                raise _too_small(job, space, mesh, limits)
-            raise _not_found(job, mesh, constraints, limits, closest)
+                raise InfeasibleError(partial(_too_small, job, space, mesh, limits))
+            raise SolverLimitError(partial(_not_found, job, mesh, constraints, limits, closest))
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decisions = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
@@ -76,7 +77,7 @@ def solve_with_recomputation(
         over = fitted.peak_bytes / limits.memory_bytes - 1
         rows = tuple(replace(row, limit=max(row.limit - over, 1e-9)) for row in rows)
     else:
-        raise _not_found(job, mesh, constraints, limits, closest)
+        raise SolverLimitError(partial(_not_found, job, mesh, constraints, limits, closest))
     work = problem.work(found.choices)
     started = time.perf_counter()
     bound_s = 0.0
@@ -102,12 +103,12 @@ def _recomputing(job: Job, decisions: Decisions, constraints: Constraints, limit
     return Fitted(made.plan, made.simulation, work_s(made.simulation) - work_s(kept), made.peak)
 
 
-def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> InfeasibleError:
+def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> str:
     need = least_memory(space, limits, activations=False)
     if need <= limits.memory_bytes:
-        return InfeasibleError(without_room(space, limits, need))
+        return without_room(space, limits, need)
     leave = "" if len(space.prices.places) > 1 else "let states and parameters leave the device (offload='host'), "
-    return InfeasibleError(
+    return (
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, gradients and "
         f"optimizer states alone take at least {say_size(need)}, {say_size(need - limits.memory_bytes)} are missing "
         f"whatever is recomputed; {largest(job)}; {leave}use more devices, or devices with more memory"
@@ -116,7 +117,7 @@ def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> Infeasible
 
 def _not_found(
     job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, closest: tuple[Decisions, Unfit] | None
-) -> SolverLimitError:
+) -> str:
     seen = "" if closest is None else _closest_words(job, *closest)
     rooms = [
         f"{say_size(job.cluster.room_bytes(tier, mesh.devices))} per device on {tier}" for tier in constraints.tiers
@@ -127,7 +128,7 @@ def _not_found(
     ways += [f"offloaded (room: {', '.join(rooms)})"] if rooms else []
     more = "" if rooms else f"allow offload ({_host_words(job, mesh)}), "
     how = " or ".join(ways) or "kept"
-    return SolverLimitError(
+    return (
         f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {mesh.shape} even with every "
         f"activation inside segments {how}{seen}; {more}use smaller microbatches or more devices"
     )

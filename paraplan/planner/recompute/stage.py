@@ -108,7 +108,7 @@ def options_of(
         away = [
             option
             for tier in tiers
-            for option in away_options(kind, nbytes, here, tier, partial(costs.copy_s, tier), handed)
+            for option in away_options(kind, nbytes, here, tier, partial(costs.moves.copy_s, tier), handed)
         ]
         found.append(tuple(sorted((*here, *away), key=lambda o: (-o.saved_bytes, not o.tier, o.extra_s))))
     return tuple(found)

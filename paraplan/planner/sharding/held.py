@@ -3,8 +3,8 @@
 On the device: the stored copy, the states, the gradient until it has been used. A stored copy that is gathered ahead is
 whole at the loss and a shard at the update; that shard beside the whole is not counted, since a plan that does not fit
 for it is made without (`realise`). With states on a tier nothing of them is left here but what is fetched for the
-update, and gradients go to the host as they are made, unless the device updates. With the stored copy there too, what a
-segment reads is on the device for a moment, which simulation finds (`instants`).
+update, and gradients go to the host as they are made, unless the device updates or they wait beside the states. With
+the stored copy there too, what a segment reads is on the device for a moment, which simulation finds (`instants`).
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     """The bytes and the price of an option, with m microbatches."""
     n, slots = len(cls.params), job.optimizer.state_slots
     stored, fetched = prices.nbytes(cls.spec, (R, *option.stored)), prices.zero
-    there = 0
+    stays = 0
     if option.stored_tier:
-        fetched = scale(prices.fetched(option.stored_tier, stored), _reads(job, cls) * m)
-        stored, there = 0, stored
+        comes = TensorSpec(option.state_dtype, cls.spec.shape) if cls.trained else cls.spec
+        copied = prices.fetched(option.stored_tier, prices.nbytes(comes, (R, *option.stored)))
+        cast = prices.cast(comes, cls.spec.dtype, (R, *option.stored))
+        fetched = scale(add(copied, cast), _reads(job, cls) * m)
+        stored, stays = 0, stored
     if not cls.trained:
-        on_host = there if option.stored_tier == "host" else 0
-        return ParamHeld(fetched, stored * n, stored * n, away=on_host * n, disk=(there - on_host) * n, here=there)
+        on_host = stays if option.stored_tier == "host" else 0
+        return ParamHeld(fetched, stored * n, stored * n, away=on_host * n, disk=(stays - on_host) * n, here=stays)
     tier, master = option.state_tier, TensorSpec(option.state_dtype, cls.spec.shape)
     shard, grad = prices.nbytes(master, (R, *option.state)), prices.nbytes(master, (R, *option.grad))
     reduced = prices.reshard(master, (R, *option.grad), (R, *option.state), bundled=True)
@@ -64,22 +67,28 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     copy = prices.write(cls.spec, (R, *option.resting)) if option.needs_restore(cls.spec.dtype) else prices.zero
     back = not option.stored_tier
     on_host = bool(tier) and not option.fetched
-    step = prices.updated_away("host", shard, slots, back) if on_host else prices.updated(shard, slots)
+    waits = option.grad_tier
+    updated_there = prices.updated_away("host", shard, slots, back, not waits)
+    step = updated_there if on_host else prices.updated(shard, slots)
     brought = shard * (1 + slots) if tier and (option.fetched or tier != "host") else 0
     moved = prices.staged(tier, brought, on_host) if brought else prices.zero
+    if waits:
+        moved, brought = add(moved, prices.kept(tier, shard, on_host)), brought + shard
     cost = add(scale(add(reduced, restored, copy, step, moved), n), fetched)
     owned = shard if option.owns_state(cls.spec, prices.extended[1:]) else 0
     states, workspace = owned + shard * slots + job.optimizer.scalar_bytes, shard * job.optimizer.workspace_slots
     kept = stored + (0 if tier else states)
     rests = kept - stored + (prices.nbytes(cls.spec, (R, *option.resting)) if stored else 0)
     accumulated = grad if m > 1 else 0
-    away, disk = (states * n, 0) if tier == "host" else (0, states * n if tier else 0)
+    there = states + (shard if waits else 0)
+    away, disk = (there * n, 0) if tier == "host" else (0, there * n if tier else 0)
     if on_host:
         work = workspace + brought
-        away += shard * n
-        return ParamHeld(cost, (kept + accumulated) * n, kept * n, away=away, away_work=work, disk=disk, here=there)
-    work, one = workspace + brought, grad if m == 1 else 0
-    return ParamHeld(cost, (kept + accumulated) * n, (rests + shard) * n, work, one, away=away, disk=disk, here=there)
+        away += 0 if waits else shard * n
+        return ParamHeld(cost, (kept + accumulated) * n, kept * n, away=away, away_work=work, disk=disk, here=stays)
+    work, one = workspace + brought, grad if m == 1 and not waits else 0
+    left = rests if waits else rests + shard
+    return ParamHeld(cost, (kept + accumulated) * n, left * n, work, one, away=away, disk=disk, here=stays)
 
 
 def _reads(job: Job, cls: ParamClass) -> int:

@@ -34,6 +34,7 @@ class ParamOption:
     fetched: bool = False
     ahead: bool = False
     eager: bool = False
+    grad_tier: str = ""
 
     @property
     def resting(self) -> Layout:
@@ -42,13 +43,14 @@ class ParamOption:
 
     @property
     def place(self) -> Place:
-        """Where state and stored copy are, and whether the device updates."""
-        return self.state_tier, self.stored_tier, self.fetched
+        """Where state, stored copy and gradient are, and whether the device updates."""
+        return Place(self.state_tier, self.stored_tier, self.fetched, self.grad_tier)
 
     def needs_restore(self, dtype: str) -> bool:
         """Whether the update is followed by a write into the stored copy."""
-        moved = self.resting != self.state or dtype != self.state_dtype
-        return self.state_tier != self.stored_tier or moved
+        if self.stored_tier:  # the state's storage
+            return False
+        return bool(self.state_tier) or self.resting != self.state or dtype != self.state_dtype
 
     def owns_state(self, spec: TensorSpec, mesh_shape: Dims) -> bool:
         """Whether the optimizer's tensor is a storage of its own, not a slice of the stored copy."""
@@ -60,6 +62,7 @@ class ParamOption:
         return ParamLayouts(
             stored=layout_text(self.stored), grad=layout_text(self.grad), state=layout_text(self.state),
             state_tier=self.state_tier, stored_tier=self.stored_tier, fetched=self.fetched, ahead=self.ahead,
+            grad_tier=self.grad_tier,
         )  # fmt: skip
 
 
@@ -88,14 +91,17 @@ def param_options(
             grad = state = stored
         if all(is_shardable(cls.spec.shape, layout, mesh_shape) for layout in (stored, grad, state)):
             ahead = stored != state and only_gathers(cls.spec.shape, state, stored, mesh_shape)
-            for states, kept, fetched in places:
+            for place in places:
+                states, kept, fetched, waits = place
                 if not kept and not states and ahead:
                     found[ParamOption(stored, grad, state, dtype, ahead=True)] = None
                     found[ParamOption(stored, grad, state, dtype, eager=True)] = None
                 elif not kept and (cls.trained or not states):
-                    found[ParamOption(stored, grad, state, dtype, states, "", fetched)] = None
-                if kept and stored == state and (dtype == cls.spec.dtype or not cls.trained):
-                    found[ParamOption(stored, grad, state, dtype, kept, kept, fetched and cls.trained)] = None
+                    found[ParamOption(stored, grad, state, dtype, states, "", fetched, grad_tier=waits)] = None
+                if kept and stored == state:
+                    at = place if cls.trained else place.frozen
+                    made = ParamOption(stored, grad, state, dtype, kept, kept, at.fetched, grad_tier=at.grads)
+                    found[made] = None
     return tuple(found)
 
 

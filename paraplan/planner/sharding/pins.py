@@ -120,7 +120,7 @@ class Pins:
         if option.eager:
             return False
         places = self.constraints.places
-        if option.place not in (places if cls.trained else {(stored, stored, False) for _, stored, _ in places}):
+        if option.place not in (places if cls.trained else {place.frozen for place in places}):
             return False
         if self.tp >= 0:
             on_tp = (option.stored[self.tp], option.state[self.tp])

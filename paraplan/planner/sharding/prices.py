@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paraplan.cost_models.collectives import input_bytes_of
-from paraplan.cost_models.costs import COMPUTE, IN, OUT, Costs, copy_stream, update_stream
+from paraplan.cost_models.costs import COMPUTE, Costs, update_stream
+from paraplan.cost_models.moves import IN, OUT, copy_stream
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.bundle import is_small
 from paraplan.ir.mesh import Layout, local_shape
@@ -63,9 +64,9 @@ class Prices:
     @property
     def streams(self) -> tuple[str, ...]:
         """Streams in price order."""
-        tiers = dict.fromkeys(tier for place in self.places if place[0] for tier in ("host", place[0]))
+        tiers = dict.fromkeys(tier for place in self.places if place.states for tier in ("host", place.states))
         away = ((copy_stream(tier, OUT), update_stream(tier), copy_stream(tier, IN)) for tier in tiers)
-        return (COMPUTE, *dict.fromkeys(self.costs.comm_streams), *itertools.chain.from_iterable(away))
+        return (COMPUTE, *dict.fromkeys(self.costs.moves.comm_streams), *itertools.chain.from_iterable(away))
 
     @property
     def zero(self) -> Price:
@@ -78,9 +79,9 @@ class Prices:
     def _sent(self, target: str, axis: int, size: int, bundled: bool = False) -> Price:
         """A collective over an axis: its stream's time, and the compute it takes meanwhile; the least, in a bundle."""
         costs = self.costs
-        seconds = (costs.collective_share_s if bundled else costs.collective_s)(target, axis, size)
-        taken = (costs.taken_share_s if bundled else costs.taken_s)(target, axis, size)
-        return add(self._on(costs.comm_streams[axis], seconds), self._on(COMPUTE, taken))
+        seconds = (costs.moves.collective_share_s if bundled else costs.moves.collective_s)(target, axis, size)
+        taken = (costs.moves.taken_share_s if bundled else costs.moves.taken_s)(target, axis, size)
+        return add(self._on(costs.moves.comm_streams[axis], seconds), self._on(COMPUTE, taken))
 
     def _local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
         key = (spec, layout)
@@ -214,19 +215,34 @@ class Prices:
         read_bytes, write_bytes = param_bytes * (2 + slots), param_bytes * (1 + slots)
         return self._on(COMPUTE, self.costs.update_share_s(param_bytes, read_bytes, write_bytes))
 
-    def updated_away(self, tier: str, param_bytes: int, slots: int, back: bool) -> Price:
-        """A parameter's gradient copied to a tier, its update there, with `slots` states, and the way `back`."""
+    def updated_away(self, tier: str, param_bytes: int, slots: int, back: bool, copies: bool = True) -> Price:
+        """A parameter's gradient copied to a tier (where it `copies`), its update there, with `slots` states, and the
+        way `back`."""
         update = self._on(update_stream(tier), self.costs.update_away_s(tier, param_bytes * (3 + 2 * slots)))
-        copied = self._on(copy_stream(tier, OUT), self.costs.copy_s(tier, param_bytes))
+        copied = self._on(copy_stream(tier, OUT), self.costs.moves.copy_s(tier, param_bytes)) if copies else self.zero
         return add(copied, update, self.fetched(tier, param_bytes)) if back else add(copied, update)
 
     def staged(self, tier: str, nbytes: int, from_host: bool) -> Price:
         """States copied from a tier to where they are updated, the host's memory or the device; back goes beside it."""
-        return self._on(copy_stream(tier, IN), self.costs.copy_s(tier, nbytes, from_host, not from_host))
+        return self._on(copy_stream(tier, IN), self.costs.moves.copy_s(tier, nbytes, from_host, not from_host))
+
+    def kept(self, tier: str, nbytes: int, from_host: bool) -> Price:
+        """A gradient copied to a tier, and from there to its update."""
+        away = self._on(copy_stream(tier, OUT), self.costs.moves.copy_s(tier, nbytes))
+        return add(away, self.staged(tier, nbytes, from_host))
 
     def fetched(self, tier: str, nbytes: int) -> Price:
         """A parameter copied from a tier to the device."""
-        return self._on(copy_stream(tier, IN), self.costs.copy_s(tier, nbytes))
+        return self._on(copy_stream(tier, IN), self.costs.moves.copy_s(tier, nbytes))
+
+    def cast(self, spec: TensorSpec, dtype: str, layout: Layout) -> Price:
+        """A value in another dtype; nothing where it has that."""
+        local = self._local(spec, layout)
+        return (
+            self.zero
+            if dtype == spec.dtype
+            else self._copy("aten._to_copy.default", local, TensorSpec(dtype, local.shape))
+        )
 
     def nbytes(self, spec: TensorSpec, layout: Layout) -> int:
         """Local bytes."""

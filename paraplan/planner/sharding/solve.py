@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.simulate import Simulation
-from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.mesh import Mesh, layout_text
 from paraplan.ir.plan import Plan
 from paraplan.ir.sizes import say_size
@@ -151,8 +152,7 @@ def solve_mesh(
         if found.choices is None and cutoff_s <= found.bound < np.inf:
             return Skipped(mesh, found.bound)
         if found.choices is None:
-            _fail(job, space, found, limits, rows is base and not instants and not over, closest)
-        assert found.choices is not None
+            raise _failure(job, space, found, limits, rows is base and not instants and not over, closest)
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decided = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
@@ -207,8 +207,7 @@ def choose(
     network = with_rows(formulate(space).network, (*rows, *tier_rows(space)))
     found = optimise(network, limits.time_s, limits.relative_gap, limits.backend)
     if found.choices is None:
-        _fail(job, space, found, limits, proved=True)
-    assert found.choices is not None
+        raise _failure(job, space, found, limits, proved=True)
     choices = found.choices[: len(space.deciders)]
     check_objective(space, choices, found)
     return decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
@@ -281,35 +280,48 @@ def _out_of_tries(space: Space, mesh: Mesh, limits: Limits, closest: Realised | 
     )
 
 
-def _fail(
+def _failure(
     job: Job, space: Space, found: Optimum, limits: Limits, proved: bool, closest: Realised | None = None
-) -> None:  # fmt: skip
+) -> NoPlanError:
+    """Why there is no choice; what would do is solved for when it is read."""
     if found.status is not Status.INFEASIBLE:
-        raise SolverLimitError(
+        return SolverLimitError(
             f"the solver found no plan within {limits.time_s:.0f} s; raise the time limit or pin more"
         )
-    need = least_memory(space, limits)
-    missing = need - limits.memory_bytes
-    if missing <= 0 and (space.away or space.disk):
-        raise (InfeasibleError if proved else SolverLimitError)(without_room(space, limits, need))
     if not proved:  # rows were lowered for what one plan held in passing; another plan's may be less
-        raise SolverLimitError(
-            f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
-            f"{say_size(need)} would do at the loss and the update, but the leanest plan found peaks at "
-            f"{_closest(closest)}; {largest(job)}; {_ways_out(space)}"
-        )
-    raise InfeasibleError(
-        f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
-        f"{say_size(need)} are needed, {say_size(max(missing, 0.0))} are missing; {largest(job)}; use more "
-        "devices, smaller microbatches, or devices with more memory"
+        return SolverLimitError(partial(_too_much_in_passing, job, space, limits, closest))
+    return InfeasibleError(partial(_too_much, job, space, limits))
+
+
+def _too_much_in_passing(job: Job, space: Space, limits: Limits, closest: Realised | None) -> str:
+    need = least_memory(space, limits)
+    return _only_without_room(space, limits, need) or (
+        f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
+        f"{say_size(need)} would do at the loss and the update, but the leanest plan found peaks at "
+        f"{_closest(closest)}; {largest(job)}; {_ways_out(space)}"
     )
+
+
+def _too_much(job: Job, space: Space, limits: Limits) -> str:
+    need = least_memory(space, limits)
+    missing = max(need - limits.memory_bytes, 0.0)
+    return _only_without_room(space, limits, need) or (
+        f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
+        f"{say_size(need)} are needed, {say_size(missing)} are missing; {largest(job)}; use more devices, smaller "
+        "microbatches, or devices with more memory"
+    )
+
+
+def _only_without_room(space: Space, limits: Limits, need: float) -> str:
+    """What is said where only tiers lack room; empty where the device does too."""
+    return without_room(space, limits, need) if need <= limits.memory_bytes and (space.away or space.disk) else ""
 
 
 def without_room(space: Space, limits: Limits, need: float) -> str:
     """What is said where the device would have memory enough, were there more room elsewhere."""
     costs = space.prices.costs
     rooms = {tier: costs.cluster.room_bytes(tier, costs.mesh.devices) for tier in ("host", "disk")}
-    kinds = {tier for place in space.prices.places for tier in ("host", place[0]) if place[0]}
+    kinds = {tier for place in space.prices.places for tier in ("host", place.states) if place.states}
     said = " and ".join(f"{say_size(rooms[tier])} on {tier}" for tier in sorted(kinds))
     more = "" if "disk" in kinds else ", allow the disk too (offload='disk')"
     return (

@@ -234,7 +234,7 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
     if not options:
         raise ConstraintError(
             f"nothing is left for {cls.params[0]} {cls.spec} on mesh {prices.extended[1:]}: its pinned layouts and "
-            "tiers contradict each other (a parameter off the device lies there as its state does, in one dtype)"
+            "tiers contradict each other (a parameter off the device lies there as its state does)"
         )
     held = [param_held(job, prices, cls, option, m) for option in options]
     index = space.decide(f"param {cls.params[0]}", tuple(each.cost for each in held))

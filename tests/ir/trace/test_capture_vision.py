@@ -15,7 +15,7 @@ from paraplan.ir.program import Program
 from paraplan.ir.struct import from_json, to_json
 from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_program
+from paraplan.ir.verify_program import verify_program
 from tests.numerics import relative_error
 
 Batch = dict[str, Tensor]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.ir.errors import InfeasibleError
-from paraplan.planner.memory import relaxation
+from paraplan.planner.memory import exact, relaxation
 from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.exact import search_states
 from paraplan.planner.memory.improve import improve
@@ -256,3 +256,14 @@ def test_many_small_tensors_are_not_taken_as_there_for_nothing() -> None:
     bound = solve(relaxed.milp, backend="mathopt-highs", relative_gap=1e-3).bound
     dropped = whole.peak - budget - budget / 100 - 1
     assert bound - 1 >= dropped / problem.compute_s * 0.98
+
+
+def test_exhaustion_ends_where_one_state_has_very_many_successors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op with room for half of what is there may free any half of it: more ways than can be looked at."""
+    made = tuple(MemOp(f"make {index}", 1.0, (), (index,)) for index in range(40))
+    readers = (MemOp("wide", 1.0, (), (40,), 20), MemOp("end", 1.0, (40, *range(40)), ()))
+    problem = MemoryProblem((*made, *readers), tuple(MemTensor(1, index) for index in range(41)))
+    monkeypatch.setattr(exact, "_MOST_REACHED", 500)
+    found = search_states(problem, 41, True)
+    assert not found.complete and found.bound_s == 42.0
+    assert not search_states(problem, 41, True, deadline=0.0).complete

@@ -1,0 +1,66 @@
+"""Memory strategies side by side on a model: captured, planned for one device, each tried at every budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paraplan.api import Progress, as_cluster
+from paraplan.api import compile as compile_plan
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.sizes import parse_bytes
+from paraplan.planner.compare import Comparison, compare
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def compare_memory(
+    model: nn.Module, cluster: ClusterSpec | str, memory: Sequence[int | str], strategies: Sequence[str], *,
+    strategy_time_s: float = 10.0, progress: Progress | None = None, **given: Any,
+) -> Comparison:  # fmt: skip
+    """What memory strategies make of a model on one device, side by side.
+
+    Args:
+        model, cluster: as for `compile`; a cluster of one device, whose memory does not count.
+        memory: budgets: bytes, texts such as "12GiB", or shares such as "60%" of the peak without recomputation
+            (of what it holds beside parameters and states).
+        strategies: names among `planner.compare.STRATEGIES`; "paraplan" is ours.
+        strategy_time_s: seconds for each strategy at each budget.
+        progress: told what is being done.
+        given: as for `compile`.
+    Raises:
+        ConstraintError: the cluster has several devices, a budget is none, or a strategy is unknown.
+        CaptureError: the model cannot be captured.
+    """
+    spec = as_cluster(cluster)
+    if spec.num_devices != 1:
+        raise ConstraintError(
+            f"{spec.name} has {spec.num_devices} devices; strategies are compared on one: local:1, 1xH100"
+        )
+    parsed = [_budget(text) for text in memory]
+    group = spec.groups[0]
+    roomy = msgspec.structs.replace(group, device=msgspec.structs.replace(group.device, memory_bytes=1 << 60))
+    plan = compile_plan(
+        model, msgspec.structs.replace(spec, groups=(roomy,)), recompute="none", microbatches=1, progress=progress,
+        **given,
+    )  # fmt: skip
+    tell = progress or (lambda text: None)
+
+    def budgets(*peak: int) -> list[int]:
+        return [budget(*peak) for budget in parsed]
+
+    return compare(plan.data, plan.programs[0], budgets, strategies, strategy_time_s, tell)
+
+
+def _budget(text: int | str) -> Callable[[int, int], int]:
+    """A size; or what is always there, and a share of what else the peak holds."""
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", str(text).strip())
+    if share is None:
+        size = parse_bytes(text)
+        return lambda peak, base: size
+    return lambda peak, base: base + int((peak - base) * float(share[1]) / 100)
