@@ -218,7 +218,8 @@ class Recomputation:
     def _refine(self) -> bool:
         """One relaxation and what follows from it; says whether another can tell more."""
         instants = tuple(sorted(self.instants))
-        relaxation = build_relaxation(self.arrays, instants, self.budget, integral=True)
+        near = self.gap <= _WIDE
+        relaxation = build_relaxation(self.arrays, instants, self.budget, integral=True, near=near)
         solution = self._solved(relaxation)
         if solution.status is Status.INFEASIBLE:
             self.refuted = instants
@@ -240,7 +241,7 @@ class Recomputation:
         found: Solution | None = None
         for backend in _BACKENDS[1:] if wide else _BACKENDS:
             solution = solve(
-                relaxation.milp, backend=backend, time_limit_s=max(0.1, self._relaxing_s / 3),
+                relaxation.milp, backend=backend, time_limit_s=max(0.1, self._relaxing_s / (3 if wide else 2)),
                 relative_gap=min(self.limits.gap / 2, 1e-3),
                 warm_start=None if self.best is None else relaxation.encode(self.best),
             )  # fmt: skip

@@ -16,8 +16,8 @@ first instant everything is there that was made. Columns, for a tensor v and an 
 
 Where there are tiers, back[k, v], what is brought back, joins again[k, maker v] in all these (`relaxed_copies`).
 
-With integral columns alone, what is made by reruns of gradients from gradients before them is cut off: there such
-reruns need nothing, which holds for every schedule too, and instants have columns of what is near them.
+With integral columns alone, and where asked, what is made by reruns of gradients from gradients before them is cut
+off: there such reruns need nothing, which holds for every schedule too, and instants have columns of what is near them.
 
 Every schedule in the given order satisfies this (count a segment's executions of an op once, and look at memory at the
 instants alone), so its bound is one for all of them. All rows but the budgets' are clauses: with `resident` integral,
@@ -134,23 +134,25 @@ def _wanted(arrays: Arrays, instant: int, free: Bools, closing: Bools, deep: int
 
 def build_relaxation(
     arrays: Arrays, instants: tuple[int, ...], budget_bytes: int, tiers: tuple[Tier, ...] = (), rerun: bool = True,
-    integral: bool = False, every: bool = False,
+    integral: bool = False, every: bool = False, near: bool = True,
 ) -> Relaxation:  # fmt: skip
     """The program for some instants (ascending, each once).
 
     `rerun`: whether anything may be made again; `integral`: with no continuous column, for solvers that want none, and
-    with the bytes between instants (`bursts`), at `every` op or at those that need much.
+    with the bytes between instants (`bursts`), at `every` op or at those that need much, and
+    `near`, with reruns far from an instant cut off.
     """
     builder = MilpBuilder()
     builder.add_columns(1, lower=1.0, upper=1.0, integer=integral, objective=1.0)  # every op once: gaps are of the step
     shape = (len(instants), arrays.num_tensors), (len(instants), arrays.num_ops)
     tiny = _tiny(arrays, budget_bytes) if integral else np.zeros(arrays.num_tensors, bool)
-    closing = _closing(arrays) if integral else np.zeros(arrays.num_ops, bool)
+    near = near and integral
+    closing = _closing(arrays) if near else np.zeros(arrays.num_ops, bool)
     closed = np.zeros(shape[1], bool)
     resident, again = np.full(shape[0], -1, np.int64), np.full(shape[1], -1, np.int64)
     scale_s = float(arrays.time_s.sum()) or 1.0
     for k, instant in enumerate(instants):
-        wanted, closed[k] = _wanted(arrays, instant, tiny, closing, _BEHIND if integral else arrays.num_ops)
+        wanted, closed[k] = _wanted(arrays, instant, tiny, closing, _BEHIND if near else arrays.num_ops)
         forced = np.zeros(arrays.num_tensors, bool)
         forced[[*arrays.problem.ops[instant].reads, *arrays.problem.ops[instant].makes]] = True
         at = np.flatnonzero((wanted | forced) & ~tiny)
