@@ -120,7 +120,7 @@ def root(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, or package.module:factory.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, module:factory or file.py:factory.")],
     cluster: Annotated[
         str, typer.Argument(metavar="CLUSTER", help="A .yaml or .json file, a catalog name (8xH100:4), or local:4.")
     ],
@@ -259,7 +259,7 @@ def simulate(
 
 @app.command()
 def compare(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, or package.module:factory.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, module:factory or file.py:factory.")],
     cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="Of one device: local:1, 1xH100, or a file.")],
     memory: Annotated[
         list[str] | None,
@@ -306,7 +306,8 @@ def run(
     seed: Annotated[int, typer.Option(help="Of weights, data and dropout.")] = 0,
     check: Annotated[bool, typer.Option("--check", help="Also run on one device and compare.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="package.module:factory, where the plan cannot rebuild its model.")
+        str | None,
+        typer.Option(help="module:factory or file.py:factory, where the plan cannot rebuild its model."),
     ] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
     weights: Annotated[

@@ -44,7 +44,7 @@ def compare_memory(
         )
     parsed = [_budget(text) for text in memory]
     group = spec.groups[0]
-    roomy = msgspec.structs.replace(group, device=msgspec.structs.replace(group.device, memory_bytes=1 << 60))
+    roomy = msgspec.structs.replace(group, device=msgspec.structs.replace(group.device, memory_bytes=1 << 59))
     plan = compile_plan(
         model, msgspec.structs.replace(spec, groups=(roomy,)), recompute="none", microbatches=1, progress=progress,
         **given,
@@ -61,6 +61,12 @@ def _budget(text: int | str) -> Callable[[int, int], int]:
     """A size; or what is always there, and a share of what else the peak holds."""
     share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", str(text).strip())
     if share is None:
-        size = parse_bytes(text)
+        try:
+            size = parse_bytes(text)
+        except ConstraintError:
+            raise ConstraintError(
+                f"{text!r} is neither a size, such as 2GiB, nor a share of the peak, such as 60%; several are given "
+                "one by one (--memory 60% --memory 40%)"
+            ) from None
         return lambda peak, base: size
     return lambda peak, base: base + int((peak - base) * float(share[1]) / 100)

@@ -141,7 +141,8 @@ def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tupl
         made = schedule_memory(whole.data, budget, MemoryLimits(time_s=time_s), tiers, beside)
     except NoPlanError as fault:
         problem = memory_problem(whole.data, tiers, beside)
-        raise type(fault)(partial(_with_ways_out, fault, problem, budget, time_s)) from None
+        ways = _ways_out(whole, tiers)
+        raise type(fault)(partial(_with_ways_out, fault, problem, budget, time_s, ways)) from None
     again = 100 * made.answer.evaluation.recomputed_s / made.simulation.step_s
     note = (
         f"memory schedule within {budget} bytes: {again:.1f} % of the step executes ops again, at most "
@@ -152,12 +153,18 @@ def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tupl
     return Plan(data, made.programs, solve_s=time.perf_counter() - started)
 
 
-def _with_ways_out(fault: NoPlanError, problem: MemoryProblem, budget: int, time_s: float) -> str:
-    return (
-        f"{fault}. {least_words(problem, budget, time_s)}. Less is needed with a smaller batch, with "
-        "microbatches=2 or more, with offload=True, or with an optimizer of fewer states (optimizer='sgd' or "
-        "'momentum')"
-    )
+def _ways_out(whole: Plan, tiers: tuple[Tier, ...]) -> str:
+    """What would lower the memory of a step, of what its caller does not do yet."""
+    states = whole.data.optimizer.state_slots
+    ways = ["a smaller batch", f"microbatches={2 * whole.data.num_microbatches} or more"]
+    ways += [] if tiers else ["offload=True"]
+    fewer = [repr(name) for name, slots in (("sgd", 0), ("momentum", 1)) if slots < states]
+    ways += [f"an optimizer of fewer states (optimizer={' or '.join(fewer)})"] if fewer else []
+    return f"Less is needed with {', or with '.join((', with '.join(ways[:-1]), ways[-1]))}"
+
+
+def _with_ways_out(fault: NoPlanError, problem: MemoryProblem, budget: int, time_s: float, ways: str) -> str:
+    return f"{fault}. {least_words(problem, budget, time_s)}. {ways}"
 
 
 def _inputs(example_inputs: Any) -> dict[str, Any] | tuple[object, ...]:
@@ -208,5 +215,5 @@ def _roomy(cluster: ClusterSpec) -> ClusterSpec:
     if cluster.num_devices != 1:
         raise ConstraintError(f"{cluster.name} has {cluster.num_devices} devices; fit is for one: local:1, 1xH100")
     group = cluster.groups[0]
-    device = msgspec.structs.replace(group.device, memory_bytes=1 << 60)
+    device = msgspec.structs.replace(group.device, memory_bytes=1 << 59)
     return msgspec.structs.replace(cluster, groups=(msgspec.structs.replace(group, device=device),))

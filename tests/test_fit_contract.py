@@ -252,3 +252,5 @@ def test_what_fit_refuses_at_once() -> None:
             paraplan.fit(model, batch(), "1GiB", **options)
     with pytest.raises(InfeasibleError, match="no schedule fits in 1024 bytes"):
         paraplan.fit(made(), batch(), 1024, loss="1", accumulate=True, time_limit_s=1.0)
+    with pytest.raises(InfeasibleError, match=r"with a smaller batch, or with microbatches=2 or more$"):
+        paraplan.fit(made(), batch(), 1024, loss="1", optimizer="sgd", offload=True, time_limit_s=1.0)

@@ -71,7 +71,9 @@ class CachingAllocator:
             if block.after is not None:
                 block.after.before = rest
             block.after, block.nbytes = rest, size
-            insort(pool, (rest.nbytes, rest.address, rest), key=lambda entry: entry[:2])
+            insort(
+                self._free[small], (rest.nbytes, rest.address, rest), key=lambda entry: entry[:2]
+            )  # maybe a new list
         self.allocated_bytes += block.nbytes
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block

@@ -14,8 +14,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Made:
 
 
 def make_model(text: str, settings: Mapping[str, Any], meta: bool) -> Made:
-    """The model a text stands for: `hf:<model_type>`, or `package.module:factory`.
+    """The model a text stands for: `hf:<model_type>`, `package.module:factory` or `path/file.py:factory`.
 
     Args:
         text: from the command line.
@@ -234,24 +235,53 @@ def plan_model(plan: Plan, named: str | None, meta: bool) -> Made:
     return Made(hf_model(plan.model.hf_type, plan.model.hf_settings, meta))
 
 
+def _module(name: str, text: str) -> ModuleType:
+    """A module by its name, found from the current directory too, or by its file."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return _module_of_file(Path(name)) if name.endswith(".py") else import_module(name)
+    except Exception as fault:
+        raise ModelError(
+            f"cannot import {name!r} of model {text!r} (looked in {here} too): {type(fault).__name__}: {fault}"
+        ) from fault
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """A file as the module of its stem, once; what lies beside it can be imported from it."""
+    path = path.resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    held = sys.modules.get(path.stem)
+    if held is not None and getattr(held, "__file__", None) == str(path):
+        return held
+    name = path.stem if held is None else f"{path.stem}@{path.parent}"  # another module has its name
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    made = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return made
+
+
 def factory_model(text: str) -> Made:
-    """Call the factory `package.module:factory`, found from the current directory too.
+    """Call the factory `package.module:factory`, found from the current directory too, or `path/file.py:factory`.
 
     Raises:
         ModelError: it does not import, does not exist, fails, or returns something else than documented.
     """
     module_name, colon, attribute = text.partition(":")
     if not colon or not module_name or not attribute:
-        raise ModelError(f"model {text!r}: write hf:<model_type>, e.g. hf:gpt2, or package.module:factory")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = import_module(module_name)
-    except Exception as fault:
         raise ModelError(
-            f"cannot import {module_name!r} of model {text!r} (looked in {here} too): {type(fault).__name__}: {fault}"
-        ) from fault
+            f"model {text!r}: write hf:<model_type>, e.g. hf:gpt2, or package.module:factory, or path/file.py:factory"
+        )
+    module = _module(module_name, text)
     factory = getattr(module, attribute, None)
     if not callable(factory):
         public = [name for name in dir(module) if not name.startswith("_")]

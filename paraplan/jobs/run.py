@@ -247,7 +247,7 @@ def full_grads(trainer: Trainer) -> dict[str, Tensor]:
     def held(name: str) -> tuple[Tensor, Layout]:
         outer, grad = state.program.outer[f"state:{name}"], state.params[name].grad
         assert grad is not None, "a trained parameter has a gradient"
-        return pad(grad, outer.shape), parse_layout(outer.layout)
+        return pad(state.waiting.value(name, grad), outer.shape), parse_layout(outer.layout)
 
     found = {}
     for name in trained_params(program):

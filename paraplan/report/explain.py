@@ -86,7 +86,7 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
         ("computes in", f"{program.precision}, optimizer {plan.optimizer.name}"),
         *((("float8", float8_words(program)),) if program.precision == "fp8" else ()),
         ("cluster", f"{cluster.name}: {_devices(cluster)}"),
-        *((_stage_name(plan, index), mesh_text(stage)) for index, stage in enumerate(plan.stages)),
+        *((_stage_name(plan, index), _stage_text(plan, stage)) for index, stage in enumerate(plan.stages)),
         ("schedule", f"{plan.schedule.name}, {micro}"),
         ("parameters", "; ".join(dict.fromkeys(layer_words(plan)))),
         ("activations", _activation_words(plan)),
@@ -135,6 +135,10 @@ def _devices(cluster: ClusterSpec) -> str:
 
 def _stage_name(plan: Plan, index: int) -> str:
     return "mesh" if len(plan.stages) == 1 else f"stage {index}"
+
+
+def _stage_text(plan: Plan, stage: Stage) -> str:
+    return mesh_text(stage) if len(plan.stages) == 1 else f"segments {stage.first}:{stage.stop} on {mesh_text(stage)}"
 
 
 def mesh_text(stage: Stage) -> str:

@@ -136,7 +136,7 @@ def _bar(part: float, whole: float) -> str:
 
 def _collectives(told: Explanation) -> str:
     if not told.collectives:
-        return '<p class="soft">None.</p>'
+        return '<p class="soft">No collectives.</p>'
     rows = (
         (
             escape(row.name),

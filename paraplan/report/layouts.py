@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+import msgspec
+
 from paraplan.ir.graph import Graph, Op, Phase
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable, remat_of
 from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, local_shape, parse_layout
@@ -68,12 +70,15 @@ class KindRow(Value, frozen=True, kw_only=True):
     chunks: str = ""
 
 
+_WHOLE = "whole on every rank"
+
+
 def layout_words(layout: Layout, mesh: Mesh) -> str:
     """`S0,R` on (dp, tp) as "split over dp (dim 0)"."""
     found = [
         words for placement, axis in zip(layout, mesh.axes, strict=True) if (words := _placement_words(placement, axis))
     ]
-    return " and ".join(found) if found else "whole on every rank"
+    return " and ".join(found) if found else _WHOLE
 
 
 def _placement_words(placement: Placement, axis: str) -> str:
@@ -98,7 +103,7 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
             found.setdefault("ZeRO-3 over ", []).append(axis)
         elif isinstance(state[index], Shard):
             found.setdefault(f"ZeRO-{2 if isinstance(grad[index], Shard) else 1} over ", []).append(axis)
-    words = [how + " and ".join(where) for how, where in found.items()] or ["whole on every rank"]
+    words = [how + " and ".join(where) for how, where in found.items()] or [_WHOLE]
     if layouts.ahead:
         words.append("gathered once a step")
     if layouts.state_tier or layouts.stored_tier:
@@ -187,6 +192,8 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     outputs = tuple(
         f"{kind.graph.values[name]} {layout_words(made[name], stage.mesh)}" for name in kind.outputs if name in made
     )  # fmt: skip
+    if stage.stop - stage.first < len(program.segments):  # of a pipeline
+        rows = [msgspec.structs.replace(row, words=row.words.replace(_WHOLE, f"{_WHOLE} of its stage")) for row in rows]
     label = _label(tuple(row.name for row in rows)) or ", ".join(
         dict.fromkeys(op.target.split(".")[1] for op in kind.graph.ops[:3])
     )

@@ -6,8 +6,8 @@ what was measured as they left, and so does the verdict on infinities; what clip
 kept, and multiplied in the update, when they are in memory. A gradient that someone else has written to, or that was
 added to an earlier step's, is read where it waits instead.
 
-Limits: what is read of such a `grad` after it was clipped or unscaled is as it was before; writing to it then is
-refused.
+Limits: what is read of such a `grad` after it was clipped or unscaled is as it was before (`value` is not); writing to
+it then is refused.
 """
 
 from __future__ import annotations
@@ -115,6 +115,12 @@ class WaitingGrads:
             return False
         self._factors.setdefault(name, []).append(factor)
         return True
+
+    def value(self, name: str, grad: Tensor) -> Tensor:
+        """A gradient as its update takes it, multiplied by what is kept; a copy where there is any."""
+        for factor in self._factors.get(name, ()) if self._is_given(name, grad) else ():
+            grad = grad * factor.to(grad.device, grad.dtype)
+        return grad
 
     def recalled(self, name: str, grad: Tensor, device: torch.device) -> Tensor | None:
         """What the update takes: `grad`, which came from where it waits, unless the parameter has another or none.

@@ -100,9 +100,8 @@ def magnitude(x: Tensor) -> Tensor:
     flat = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.reshape(-1)
     found = torch.zeros(2, dtype=torch.float64, device=x.device)
     for chunk in flat.split(CHUNK):
-        wide = chunk.double()
-        found[0] += torch.dot(wide, wide)
-        found[1] = torch.maximum(found[1], torch.stack(torch.aminmax(wide)).abs().max())
+        found[1] = torch.maximum(found[1], torch.stack(torch.aminmax(chunk)).abs().max().double())
+        found[0] += chunk.to(torch.float64, copy=True).square_().sum()
     return found
 
 

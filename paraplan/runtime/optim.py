@@ -20,44 +20,50 @@ GroupMaker = Callable[[Named], Iterable[Any]]
 
 def param_groups(
     named: Named, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None,
-    tiers: Mapping[str, str] | None = None, everywhere: Iterable[str] = (),
+    tiers: Mapping[str, str] | None = None, everywhere: Iterable[tuple[str, str]] = (),
 ) -> list[Any]:  # fmt: skip
-    """What the optimizer's class is given.
+    """What the optimizer's class is given: the same groups on every rank, so that schedulers are the same there, some
+    without parameters where a stage of a pipeline has none of theirs.
 
     Args:
         named: a rank's shards by parameter name.
         groups: `{"match": regex, **options}`: a parameter goes to the first whose pattern is found in its
             name; the rest form a group with the optimizer's own options.
-        params: makes the groups itself.
+        params: makes the groups itself, of this rank's parameters.
         tiers: where each parameter is updated; a group whose parameters are updated in several places becomes one
             for each, device first, so that what is updated together lies together.
-        everywhere: names of all ranks' parameters; a stage of a pipeline has some of them, or none, and then its
-            optimizer has one group without parameters.
+        everywhere: names and tiers of all ranks' parameters.
     Raises:
         PlanMismatchError: a pattern matches no rank's parameter.
     """
     if params is not None:
         return list(params(named)) or [{"params": []}]
-    left, known = dict(named), list(dict.fromkeys((*named, *everywhere)))
-    found = []
+    own = {name: (tiers or {}).get(name, "") for name in named}
+    left = list(dict.fromkeys((*own.items(), *everywhere)))
+    names = [name for name, _ in left]
+    found: list[Any] = []
     for group in groups or ():
         pattern = group["match"]
-        taken = [name for name in left if re.search(pattern, name)]
-        if not any(re.search(pattern, name) for name in known):
+        if not any(re.search(pattern, name) for name in names):
             raise PlanMismatchError(
-                f"optimizer group {pattern!r} matches no parameter; names look like {', '.join(known[:5])}"
+                f"optimizer group {pattern!r} matches no parameter; names look like {', '.join(names[:5])}"
             )
-        if taken:
-            options = {key: value for key, value in group.items() if key != "match"}
-            found += _by_tier({name: left.pop(name) for name in taken}, options, tiers or {})
-    return [*found, *_by_tier(left, {}, tiers or {})] or [{"params": []}]
+        taken = [pair for pair in left if re.search(pattern, pair[0])]
+        left = [pair for pair in left if not re.search(pattern, pair[0])]
+        options = {key: value for key, value in group.items() if key != "match"}
+        found += _by_tier(named, own, taken, options)
+    return [*found, *_by_tier(named, own, left, {})] or [{"params": []}]
 
 
-def _by_tier(named: Named, options: Mapping[str, Any], tiers: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A group for every tier on which some of these parameters are."""
+def _by_tier(
+    named: Named, own: Mapping[str, str], taken: Iterable[tuple[str, str]], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """A group for every tier on which some rank has some of these parameters, with those that this rank has there."""
     split: dict[str, list[nn.Parameter]] = {}
-    for name, param in named.items():
-        split.setdefault(tiers.get(name, ""), []).append(param)
+    for name, tier in taken:
+        here = split.setdefault(tier, [])
+        if own.get(name) == tier:
+            here.append(named[name])
     return [{"params": split[tier], **options} for tier in sorted(split)]
 
 

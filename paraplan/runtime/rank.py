@@ -17,7 +17,6 @@ from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.late import Phase, flush_steps, in_phase
 from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import trained_params
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
@@ -113,7 +112,9 @@ class Rank:
 
     def param_groups(self, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None) -> list[Any]:
         """What the class of an optimizer is given for this rank; see `optim.param_groups`."""
-        return param_groups(self.params, groups, params, self.tiers, trained_params(self.plan.program))
+        held = holdings(self.plan)
+        everywhere = [(name, each.params[name].update_tier) for each in held for name in each.trained]
+        return param_groups(self.params, groups, params, self.tiers, everywhere)
 
     @property
     def before(self) -> tuple[Step, ...]:

@@ -41,7 +41,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def profile(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, or package.module:factory.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, module:factory or file.py:factory.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile; what it has is not measured again.")],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     devices: Annotated[int, typer.Option(help="Local shapes of meshes of up to so many devices.")] = 8,

@@ -37,7 +37,7 @@ def test_strategies_side_by_side(here: Path, command: Any) -> None:
         (("local:2",), ("2 devices", "local:1")),
         (("local:1", "--strategies", "paraplan,magic"), ("'magic'", "chen-sqrt")),
         (("local:1", "--strategies", "chekmate"), ("did you mean checkmate-", "revolve")),
-        (("local:1", "--memory", "much"), ("'much'", "2GiB")),
+        (("local:1", "--memory", "much"), ("'much'", "2GiB", "60%")),
     ],
 )
 def test_what_is_refused(here: Path, command: Any, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

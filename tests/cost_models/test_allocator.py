@@ -96,3 +96,15 @@ def test_what_is_replayed_is_what_is_simulated(monkeypatch: pytest.MonkeyPatch, 
     reserved = reserved_bytes(given_program, 1 << 40)
     peak = simulate_rank(given_program, toy_costs()).peak_bytes
     assert made[0].peak_allocated_bytes == peak <= reserved
+
+
+def test_what_is_left_of_a_segment_made_at_the_limit_is_used() -> None:
+    allocator = CachingAllocator(20 * MIB)
+    allocator.release(allocator.allocate(10 * MIB))
+    first = allocator.allocate(10 * MIB + MIB // 2)  # 10 MiB are given back for a segment of 12
+    assert allocator.reserved_bytes == 12 * MIB
+    second = allocator.allocate(MIB + MIB // 4)
+    assert (allocator.reserved_bytes, second.address) == (12 * MIB, first.address + first.nbytes)
+    for block in (first, second):
+        allocator.release(block)
+    assert allocator.allocate(12 * MIB).address == first.address and allocator.reserved_bytes == 12 * MIB

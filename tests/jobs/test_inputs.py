@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
+from torch import nn
 
 from paraplan.ir.errors import CaptureError
-from paraplan.jobs.models import ModelError, hf_batch, hf_model
+from paraplan.jobs.models import ModelError, factory_model, hf_batch, hf_model
 
 TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -67,3 +72,14 @@ def test_settings_the_model_reads_and_tokens_within_the_vocabulary() -> None:
         hf_model("deberta-v2", {"position_bucket": 4}, meta=True)
     small = {"vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 3}
     assert hf_model("marian", small, meta=True).config.decoder_start_token_id == 3
+
+
+def test_a_factory_may_be_named_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(2, 3)\n")
+    for name in ("own_model.py", "json.py"):  # the second has the name of a module that is there
+        (tmp_path / name).write_text("from beside_it import make\n\ndef model():\n    return make()\n")
+        made = factory_model(f"{tmp_path / name}:model").model
+        assert isinstance(made, nn.Linear) and made.out_features == 3
+    assert sys.modules["json"] is json
+    with pytest.raises(ModelError, match=r"cannot import .*nowhere\.py.*No such file"):
+        factory_model(f"{tmp_path / 'nowhere.py'}:model")

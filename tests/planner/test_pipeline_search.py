@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -192,6 +193,14 @@ def test_microbatches_left_out_suit_the_ranks_and_the_schedule() -> None:
         search(job_of(program(), 6), Constraints(pp=2, dp=3))
 
 
+def test_a_cluster_need_not_say_how_fast_its_host_updates() -> None:
+    job = job_of(program(), 2)
+    group = msgspec.structs.replace(job.cluster.groups[0], host_memory_bytes_per_s=0.0, host_memory_bytes=0)
+    silent = replace(job, cluster=msgspec.structs.replace(job.cluster, groups=(group,)))
+    pins = Constraints(dp=2, microbatches=1)
+    assert search(silent, pins).plan.stages == search(job, pins).plan.stages
+
+
 def test_a_stage_may_have_nothing_to_train() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].requires_grad_(False)
@@ -202,7 +211,8 @@ def test_a_stage_may_have_nothing_to_train() -> None:
     trainer = InProcessTrainer(plan, programs, [build_modules(each) for each in programs], model.double())
     trainer.step({"input": x})
     trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2, groups=[{"match": "bias", "weight_decay": 0.0}])
-    assert [len(optimizer.param_groups) for optimizer in trainer.optimizers] == [2, 1]
+    groups = [[(len(g["params"]), g["weight_decay"]) for g in each.param_groups] for each in trainer.optimizers]
+    assert groups == [[(1, 0.0), (1, 0.01)], [(0, 0.0), (0, 0.01)]]  # as many on every rank, for schedulers
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,17 @@ def test_parameters_in_words(texts: tuple[str, str, str], used: str | None, word
     assert param_words(layouts, None if used is None else parse_layout(used), MESH) == words
 
 
+def test_a_pipeline_says_who_holds_what() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    given = {"input": torch.randn(4, 8)}
+    plan = pp.compile(
+        model, "local:2", example_inputs=given, loss_fn=lambda out, _: out.square().mean(), pp=2, microbatches=2
+    )
+    rows = dict(plan.explain().facts)
+    assert (rows["stage 0"], rows["stage 1"]) == ("segments 0:1 on axis0 1", "segments 1:2 on axis0 1")
+    assert rows["parameters"] == "whole on every rank of its stage 100.0 %"
+
+
 def test_layouts_in_words() -> None:
     assert layout_words(parse_layout("S0,P"), MESH) == "split over dp (dim 0) and partial sums over tp"
     assert generic_name("model.layers.12.mlp.weight") == "model.layers.*.mlp.weight"

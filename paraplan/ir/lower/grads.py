@@ -26,8 +26,6 @@ Dims = tuple[int, ...]
 
 CHUNK = 1 << 18
 """Elements that are measured at a time, in float64."""
-SCALARS = 32
-"""Bytes of what is made of them meanwhile."""
 
 
 def home_name(param: str) -> str:
@@ -66,8 +64,10 @@ def keep_block(name: str, value: LocalValue, tier: str, spec: TensorSpec, layout
     known["magnitude"] = LocalValue(
         dtype="float64", shape=(2,), strides=(1,), base="magnitude", storage_bytes=2 * DTYPE_BYTES["float64"]
     )
-    wide = 0 if value.dtype == "float64" else min(value.nbytes // DTYPE_BYTES[value.dtype], CHUNK) * 8
-    instrs.append(Instr(target=MAGNITUDE, args=("%" + source,), outs=("magnitude",), workspace_bytes=wide + SCALARS))
+    squares = min(value.nbytes // DTYPE_BYTES[value.dtype], CHUNK) * 8
+    instrs.append(
+        Instr(target=MAGNITUDE, args=("%" + source,), outs=("magnitude",), workspace_bytes=max(32, squares + 8))
+    )
     return finish_block(name, ("x", "home"), ("home^!", "magnitude"), (), known, instrs)
 
 

@@ -68,8 +68,7 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     back = not option.stored_tier
     on_host = bool(tier) and not option.fetched
     waits = option.grad_tier
-    updated_there = prices.updated_away("host", shard, slots, back, not waits)
-    step = updated_there if on_host else prices.updated(shard, slots)
+    step = prices.updated_away("host", shard, slots, back, not waits) if on_host else prices.updated(shard, slots)
     brought = shard * (1 + slots) if tier and (option.fetched or tier != "host") else 0
     moved = prices.staged(tier, brought, on_host) if brought else prices.zero
     if waits:
