@@ -94,7 +94,10 @@ Pipeline = Annotated[
 ]
 ScheduleName = Annotated[
     str | None,
-    typer.Option(help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v, hanayo, gems or chimera."),
+    typer.Option(
+        help="With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v, hanayo, gems, chimera, or searched (the "
+        "shortest found)."
+    ),
 ]
 StageBounds = Annotated[
     str | None, typer.Option(metavar="A:B,B:C", help="With --pp: segments of the stages; cut evenly if not given.")

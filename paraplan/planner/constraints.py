@@ -50,7 +50,8 @@ class Constraints(Value, frozen=True, kw_only=True):
         zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).
         pp: how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group.
             "auto": as many as make the simulated step shortest (`planner.pipeline_degrees`).
-        schedule: with pp, a name of `planner.schedules.named.NAMED`; None: "1f1b", or with pp "auto" the fastest.
+        schedule: with pp, a name of `planner.schedules.named.NAMED`, or "searched" for the shortest found; None:
+            "1f1b", or with pp "auto" the fastest named one.
         stages: with pp, the segments [first, stop) of every stage; None: cut evenly by time.
         microbatches: how many microbatches a step takes.
         memory_bytes: what a device may hold at most; None: its memory.

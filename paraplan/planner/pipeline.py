@@ -68,19 +68,30 @@ def pipelined(
     """
     whole = plan.stages[0]
     at = holders or tuple((stage,) for stage in range(len(bounds)))
-    size, num_positions = whole.mesh.size, 1 + max(position for each in at for position in each)
+    stages = cut_stages(plan.program, whole, bounds, [whole.mesh] * len(bounds))
+    return rescheduled(msgspec.structs.replace(plan, cluster=cluster, stages=stages), schedule, at)
+
+
+def rescheduled(plan: Plan, schedule: Schedule, holders: Sequence[Sequence[int]]) -> Plan:
+    """A pipeline's stages under a schedule, on the meshes of the positions that hold them; neither priced nor proved.
+
+    Args:
+        plan: the pipeline.
+        schedule: of one rank per position.
+        holders: the positions that hold each stage.
+    """
+    like = plan.stages[0].mesh
+    size, num_positions = like.size, 1 + max(position for each in holders for position in each)
     meshes = [
-        Mesh(axes=whole.mesh.axes, shape=whole.mesh.shape, devices=tuple(range(p * size, (p + 1) * size)))
+        Mesh(axes=like.axes, shape=like.shape, devices=tuple(range(p * size, (p + 1) * size)))
         for p in range(num_positions)
     ]
-    kinds = cluster.device_kinds()
     placed = spread(schedule, tuple(rank // size for rank in range(size * num_positions)))
-    stages = cut_stages(plan.program, whole, bounds, [meshes[each[0]] for each in at])
     stages = tuple(
-        msgspec.structs.replace(stage, replicas=tuple(meshes[p] for p in each[1:]))
-        for stage, each in zip(stages, at, strict=True)
+        msgspec.structs.replace(stage, mesh=meshes[each[0]], replicas=tuple(meshes[p] for p in each[1:]))
+        for stage, each in zip(plan.stages, holders, strict=True)
     )
     return msgspec.structs.replace(
-        plan, cluster=cluster, stages=stages,
-        schedule=split_classes(placed, kinds), prediction=None, certificate=None,
+        plan, stages=stages, schedule=split_classes(placed, plan.cluster.device_kinds()), prediction=None,
+        certificate=None,
     )  # fmt: skip

@@ -41,6 +41,7 @@ from paraplan.planner.reducing import reducing
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.problem import Orders, holders_of
 from paraplan.planner.schedules.transfers import complete
+from paraplan.planner.searched import SEARCHED, searched
 from paraplan.planner.stage_cuts import Bounds, chain_memory, cut_chain
 from paraplan.planner.stage_sharding import Sharding, Shardings
 
@@ -63,6 +64,8 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
         ConstraintError: the devices, segments or microbatches cannot be divided so.
         InfeasibleError: it does not fit; says which rank, and by how much.
     """
+    if constraints.schedule == SEARCHED:
+        return _searched(job, constraints, shardings)
     case = _case(job, constraints)
     tried: list[Plan] = []
     fitting: list[Plan] = []
@@ -74,6 +77,31 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
     if not fitting:
         raise InfeasibleError(_overflow(tried, case.budget, case.positions))
     return _quickened(min(fitting, key=_step_s), constraints, case.budget)
+
+
+def _searched(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
+    """Every named schedule planned, then one searched for the stages of the fastest (`searched`)."""
+    assert isinstance(constraints.pp, int)
+    found: dict[str, Plan] = {}
+    faults: list[NoPlanError | ConstraintError] = []
+    for name in NAMED:
+        try:
+            found[name] = search_pipeline(job, msgspec.structs.replace(constraints, schedule=name), shardings)
+        except (ConstraintError, NoPlanError) as fault:
+            faults.append(fault)
+    if not found:
+        raise next((fault for fault in faults if not isinstance(fault, ConstraintError)), faults[0])
+    best = min(found.values(), key=_step_s)
+    alike = [plan for plan in found.values() if plan is not best and _sizes(plan) == _sizes(best)]
+    return searched((best, *alike), _priced_alone, device_budget(job.cluster, constraints))
+
+
+def _sizes(plan: Plan) -> tuple[int, int]:
+    return len(plan.stages), plan.num_microbatches
+
+
+def _priced_alone(plan: Plan) -> Plan:
+    return _priced(msgspec.structs.replace(plan, notes=()))
 
 
 def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
@@ -107,7 +135,7 @@ def _quickened(best: Plan, constraints: Constraints, budget: int) -> Plan:
     plan = choose_ahead(choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
     if plan == best:
         return best
-    priced = _priced(msgspec.structs.replace(plan, notes=()))
+    priced = _priced_alone(plan)
     return msgspec.structs.replace(priced, notes=(*best.notes, *delay_note(plan)))
 
 

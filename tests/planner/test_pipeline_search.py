@@ -12,15 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.codegen import build_modules
-from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.predict import predict, simulate_plan
 from paraplan.ir.errors import ConstraintError, InfeasibleError
+from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program
 from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.pipeline import rescheduled
 from paraplan.planner.pipeline_memory import in_flight
 from paraplan.planner.recompute.stage import options_of
+from paraplan.planner.schedules.evaluate import evaluate
+from paraplan.planner.schedules.named import named_schedule
+from paraplan.planner.schedules.transfers import complete, orders_of
 from paraplan.planner.search import search
+from paraplan.planner.searched import stage_costs
 from paraplan.planner.stage_cuts import chain_memory, cut_chain, segment_seconds
 from paraplan.runtime.local import InProcessTrainer
 from tests.runtime.pipelines import cut, job_of, pipeline_of, run
@@ -183,6 +189,58 @@ def test_a_pinned_pipeline_is_planned_and_runs() -> None:
     assert plan.certificate is not None
     assert 0 < plan.certificate.bound_s <= plan.prediction.step_s
     assert run(plan, web().double(), batch()) <= 1e-9
+
+
+@pytest.mark.parametrize("memory_share", [1.0, 0.8])
+def test_a_searched_schedule_is_never_longer_than_a_named_one_and_runs(memory_share: float) -> None:
+    n = len(program().segments)
+    pins = Constraints(pp=3, stages=((0, 1), (1, n - 1), (n - 1, n)), microbatches=4, recompute="none", dp=1)
+    job = job_of(program(), 3)
+    free = search(job, msgspec.structs.replace(pins, schedule="gpipe")).plan
+    assert free.prediction is not None
+    budget = round(memory_share * max(free.prediction.peak_bytes))
+    pins = msgspec.structs.replace(pins, memory_bytes=budget)
+    found = search(job, msgspec.structs.replace(pins, schedule="searched")).plan
+    assert found.prediction is not None and max(found.prediction.peak_bytes) <= budget
+    assert found.prediction.step_s == simulate_plan(found, verify_plan(found)).step_s
+    named = []
+    for name in ("gpipe", "1f1b", "zb-h1", "gems", "chimera"):
+        try:
+            plan = search(job, msgspec.structs.replace(pins, schedule=name)).plan
+        except (ConstraintError, InfeasibleError):
+            continue
+        assert plan.prediction is not None
+        named.append(plan.prediction.step_s)
+    assert found.prediction.step_s <= min(named)
+    assert (found.schedule.name == "searched") == (found.prediction.step_s < min(named))
+    assert any("best named one" in note for note in found.notes)
+    assert run(found, web().double(), batch()) <= 1e-9
+
+
+def test_what_stages_cost_is_read_off_simulated_pipelines() -> None:
+    """The costs, timed by the schedules' own evaluation, come to what is simulated, up to the last backward."""
+    n = len(program().segments)
+    bounds = [(0, 1), (1, n - 1), (n - 1, n)]
+    one = search(job_of(program(), 1), Constraints(microbatches=4)).plan
+    plan, split = (priced(pipeline_of(one, name, 3, bounds)) for name in ("1f1b", "zb-h1"))
+    costs = stage_costs(plan, (split,))
+    orders = orders_of(named_schedule("1f1b", 3, 4))
+    timed = rescheduled(plan, complete("timed", orders, costs), [(0,), (1,), (2,)])
+    programs = verify_plan(timed)
+    last_s = max(
+        point.end_s
+        for made, trace in zip(programs, simulate_plan(timed, programs).traces, strict=True)
+        for point in trace.memory
+        if made.steps[point.step].action[1] in "FB"
+    )
+    assert evaluate(orders, costs).step_s == pytest.approx(last_s, rel=0.1)
+    assert all(each.input_grad_s + each.weight_grad_s >= 0.9 * each.backward_s > 0 for each in costs)
+    assert all(each.activation_bytes > 0 and each.fixed_bytes > 0 for each in costs)
+
+
+def priced(plan: Plan) -> Plan:
+    programs = verify_plan(plan)
+    return msgspec.structs.replace(plan, prediction=predict(plan, programs, simulate_plan(plan, programs)))
 
 
 def test_microbatches_left_out_suit_the_ranks_and_the_schedule() -> None:
