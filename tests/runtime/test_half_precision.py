@@ -65,6 +65,24 @@ def test_masters_are_float32() -> None:
         assert all(rank.tensors[f"param:{name}"].dtype == torch.float16 for name in rank.stage.params)
 
 
+def test_float_inputs_are_taken_in_the_precision_computed_in() -> None:
+    """Images in float32, say: the plan reads them as they come and casts them, as the batch itself might have been."""
+    wide = {"x": torch.zeros(4, 8), "y": torch.zeros(4, dtype=torch.int64)}
+    job = Job(
+        capture(net(), wide, precision="fp16"), ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="net"), {}
+    )
+    assert job.program.batch["x"].spec.dtype == "float32"
+    found = []
+    for plan, dtype in ((random_plan(job, 0), torch.float32), (plan_of(0), torch.float16)):
+        trainer = trainer_of(plan)
+        losses = []
+        for step in range(3):
+            losses.append(trainer.step({**batch(step), "x": batch(step)["x"].to(dtype)}))
+            trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+        found.append(torch.stack(losses))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=0.0)
+
+
 @pytest.mark.parametrize(("seed", "away"), [(0, False), (2, False), (5, False), (2, True), (6, True)])
 def test_steps_and_scales_equal_one_device(seed: int, away: bool) -> None:
     """The first scale overflows: steps are skipped until it fits, on every rank, wherever its states live; then it

@@ -85,7 +85,7 @@ def _capture(
     copied = fake_copy(model, precision, mode)
     batch = fake_batch(tensors, precision, mode)
     positional = not isinstance(example_inputs, dict)
-    exported = export_loss(copied, batch, positional, others, loss_fn, mode, loss_choice, keep_outputs)
+    exported = export_loss(copied, batch, positional, others, loss_fn, mode, loss_choice, keep_outputs, precision)
     params, buffers, first_names = _tensors_of(copied, precision)
     if not any(param.trainable for param in params.values()):
         raise CaptureError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")

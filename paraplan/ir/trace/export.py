@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace.fake import arguments
+from paraplan.ir.trace.fake import arguments, as_computed
 from paraplan.ir.trace.functional import functional
 from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
@@ -66,11 +66,12 @@ class _WithLoss(nn.Module):
         others: dict[str, object],
         loss_fn: LossFn | None,
         choose: Callable[[object, _Returned, bool], list[Tensor]],
+        precision: str,
     ):
         super().__init__()
         self.model = model
         self._names, self._positional, self._others, self._loss_fn = names, positional, others, loss_fn
-        self._choose = choose
+        self._choose, self._precision = choose, precision
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The losses, then the auxiliary outputs."""
@@ -82,7 +83,8 @@ class _WithLoss(nn.Module):
         return self._choose(self._loss_fn(output, batch), output, True)
 
     def _call(self, batch: dict[str, Tensor]) -> object:
-        args, kwargs = arguments(self.model, batch, self._others, self._positional, self._loss_fn is not None)
+        taken = as_computed(batch, self._precision)
+        args, kwargs = arguments(self.model, taken, self._others, self._positional, self._loss_fn is not None)
         return self.model(*args, **kwargs)
 
 
@@ -109,6 +111,7 @@ def export_loss(
     mode: FakeTensorMode,
     choice: LossChoice = None,
     keep_outputs: bool = True,
+    precision: str = "fp32",
 ) -> Exported:
     """Exports the losses of a fake model on a fake batch, and its other outputs.
 
@@ -118,12 +121,13 @@ def export_loss(
         mode: the model's fake mode.
         choice: which of the scalars returned are trained on.
         keep_outputs: whether what else the model returns is kept.
+        precision: what the forward computes in; its float inputs are cast to a half one.
     Raises:
         CaptureError: the forward cannot be traced; names the user's line and the remedy.
     """
     returned = _Returned()
     choose = _chooser(returned, choice, keep_outputs)
-    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose)
+    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose, precision)
     wrapped.training = model.training  # its own alone: parts of a model may be in another mode
     with mode, eager_masks(batch), lazy_modules(), recorded_functions() as functions:
         try:

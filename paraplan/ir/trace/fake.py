@@ -82,6 +82,14 @@ def fake_batch(batch: dict[str, Tensor], precision: str, mode: FakeTensorMode) -
         }
 
 
+def as_computed(tensors: dict[str, Tensor], precision: str) -> dict[str, Tensor]:
+    """Inputs as a forward takes them: floats in the half precision it computes in (as FSDP's `cast_forward_inputs`)."""
+    dtype = traced_dtype(precision)
+    if dtype == torch.float32:
+        return tensors
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+
+
 def parameter_names(model: nn.Module, count: int) -> list[str]:
     """Names of so many positional arguments of a model's forward: its own, then "input2" and so on."""
     names = [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.trace.export import explain
-from paraplan.ir.trace.fake import arguments, fake_batch, fake_copy, name_inputs
+from paraplan.ir.trace.fake import arguments, as_computed, fake_batch, fake_copy, name_inputs
 from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, named_tensors
 from paraplan.ir.trace.torch_private import fake_mode
@@ -53,7 +53,9 @@ def returned_by(
     copied, batch = fake_copy(model, precision, mode), fake_batch(tensors, precision, mode)
     try:
         with mode, eager_masks(batch):
-            args, kwargs = arguments(copied, batch, others, not isinstance(example_inputs, dict))
+            args, kwargs = arguments(
+                copied, as_computed(batch, precision), others, not isinstance(example_inputs, dict)
+            )
             output = copied(*args, **kwargs)
     except ParaplanError:
         raise

@@ -21,10 +21,10 @@ import numpy as np
 from paraplan.planner.memory.improve import improve
 from paraplan.planner.memory.merge import improve_merging, merge
 from paraplan.planner.memory.realise import overflowing, realise, separating
-from paraplan.planner.memory.relaxation import build_relaxation
+from paraplan.planner.memory.relaxation import Relaxation, build_relaxation
 from paraplan.planner.memory.reruns import Arrays, Ints, Profile, profile_of
 from paraplan.planner.memory.squeeze import polish, squeeze
-from paraplan.planner.milp import DEFAULT_BACKEND, Status, solve
+from paraplan.planner.milp import DEFAULT_BACKEND, Solution, Status, solve
 
 _WIDE, _DEEP = 0.01, 0.03
 """Gaps from which on local search has time of its own; and proofs a thread of their own."""
@@ -40,9 +40,10 @@ _MERGE_S = 3.0
 """For what a relaxation said, once."""
 _SEPARATING = 5
 """Instants the last relaxations begin with."""
-_BACKEND = "mathopt-cpsat"
-"""Nearly all rows of a relaxation are clauses, and learning from conflicts proves far more of them than branching. With
-one instant it is a cut with a side condition, whose LP is nearly tight: there branching is five times as fast."""
+_BACKENDS = (DEFAULT_BACKEND, "mathopt-cpsat")
+"""Branching, and learning from conflicts. Where the gap is small so is that of the LP, and branching is up to twenty
+times as fast, while learning may settle what it does not; where it is wide nearly all rows are clauses that bind, and
+learning proves more of them."""
 _FEW = 2
 """New instants after a relaxation that was settled: the fewer, the longer relaxations are; twice as many after others,
 whose bounds come to little, for the plan's sake."""
@@ -158,7 +159,7 @@ class Recomputation:
         while self.left_s > 0 and self.gap > self.limits.gap:
             relaxation = build_relaxation(self.arrays, tuple(sorted(instants)), self.budget, integral=True, every=True)
             solution = solve(
-                relaxation.milp, backend=_BACKEND, time_limit_s=max(0.1, self.left_s), relative_gap=1e-3,
+                relaxation.milp, backend=_BACKENDS[1], time_limit_s=max(0.1, self.left_s), relative_gap=1e-3,
                 warm_start=relaxation.encode(best),
             )  # fmt: skip
             self._raise_bound(solution.bound)
@@ -217,17 +218,12 @@ class Recomputation:
     def _refine(self) -> bool:
         """One relaxation and what follows from it; says whether another can tell more."""
         instants = tuple(sorted(self.instants))
-        relaxation = build_relaxation(self.arrays, instants, self.budget, integral=True)
-        solution = solve(
-            relaxation.milp, backend=_BACKEND if len(instants) > 1 else DEFAULT_BACKEND,
-            time_limit_s=max(0.1, self._relaxing_s / 3),
-            relative_gap=min(self.limits.gap / 2, 1e-3),
-            warm_start=None if self.best is None else relaxation.encode(self.best),
-        )  # fmt: skip
+        near = self.gap <= _WIDE
+        relaxation = build_relaxation(self.arrays, instants, self.budget, integral=True, near=near)
+        solution = self._solved(relaxation)
         if solution.status is Status.INFEASIBLE:
             self.refuted = instants
             return False
-        self._raise_bound(solution.bound)
         if solution.values is None:
             return False
         start = realise(self.arrays, instants, relaxation.residents(solution.values))
@@ -238,6 +234,26 @@ class Recomputation:
         more = overflowing(start, self.budget, self.instants, _FEW if few else 2 * _FEW)
         self.instants |= more
         return bool(more) and len(self.instants) <= self.limits.instants and (few or self.gap <= _DEEP)
+
+    def _solved(self, relaxation: Relaxation) -> Solution:
+        """A relaxation's best solution; where the gap is small, of both backends if the first does not settle it."""
+        wide = len(relaxation.instants) > 1 and self.gap > _WIDE
+        found: Solution | None = None
+        for backend in _BACKENDS[1:] if wide else _BACKENDS:
+            solution = solve(
+                relaxation.milp, backend=backend, time_limit_s=max(0.1, self._relaxing_s / (3 if wide else 2)),
+                relative_gap=min(self.limits.gap / 2, 1e-3),
+                warm_start=None if self.best is None else relaxation.encode(self.best),
+            )  # fmt: skip
+            if solution.status is Status.INFEASIBLE:
+                return solution
+            self._raise_bound(solution.bound)
+            if found is None or solution.objective < found.objective or solution.status is Status.OPTIMAL:
+                found = solution
+            if found.status is Status.OPTIMAL or self.gap <= self.limits.gap or self._relaxing_s <= 0:
+                break
+        assert found is not None
+        return found
 
 
 def _keeping(arrays: Arrays, instant: int, stride: int) -> Profile:

@@ -16,6 +16,9 @@ first instant everything is there that was made. Columns, for a tensor v and an 
 
 Where there are tiers, back[k, v], what is brought back, joins again[k, maker v] in all these (`relaxed_copies`).
 
+With integral columns alone, and where asked, what is made by reruns of gradients from gradients before them is cut
+off: there such reruns need nothing, which holds for every schedule too, and instants have columns of what is near them.
+
 Every schedule in the given order satisfies this (count a segment's executions of an op once, and look at memory at the
 instants alone), so its bound is one for all of them. All rows but the budgets' are clauses: with `resident` integral,
 which loses nothing, a solver that learns from conflicts proves in a second what branching does not in a minute. Source:
@@ -37,6 +40,10 @@ from paraplan.planner.milp import Milp, MilpBuilder
 _TINY, _ALL_TINY = 1e-3, 1e-2
 """The smallest tensors, each up to so much of the budget and up to so much in all, are taken as there at every instant,
 where columns are integral."""
+_BEHIND = 6
+"""Reruns of the backward that take so many more of its ops are taken to need nothing further: gradients are made from
+those before them, up to the loss, and nobody makes them again so."""
+_NEVER = 1 << 30
 _SECONDS, _BYTES = 2.0**-36, 2.0**-26
 """Units of the coefficients, in steps and budgets: what rounding them down takes from the bound is below 1e-8."""
 
@@ -97,35 +104,55 @@ class Relaxation:
         return values
 
 
-def useful(arrays: Arrays, instant: int, free: Bools | None = None) -> Bools:
-    """[tensor] what anything after an instant may need, reruns included; not what is there for nothing."""
+def useful(arrays: Arrays, instant: int) -> Bools:
+    """[tensor] what anything after an instant may need, reruns included."""
+    nothing = np.zeros(arrays.num_tensors, bool), np.zeros(arrays.num_ops, bool)
+    return _wanted(arrays, instant, *nothing, arrays.num_ops)[0]
+
+
+def _wanted(arrays: Arrays, instant: int, free: Bools, closing: Bools, deep: int) -> tuple[Bools, Bools]:
+    """What is needed, as `useful` says, and [op] whose reruns are taken to need nothing.
+
+    `free`: [tensor] there for nothing; `closing`: [op] those, and those of the backward that take so many of its ops
+    behind one another to be of use.
+    """
     problem = arrays.problem
-    found = arrays.kept.copy()
-    found[arrays.read_tensor[arrays.read_start[instant + 1] :]] = True
+    depth = np.full(arrays.num_tensors, _NEVER)
+    depth[arrays.kept] = depth[arrays.read_tensor[arrays.read_start[instant + 1] :]] = 0
+    depth[free] = _NEVER
+    closed = closing.copy()
     for op in range(instant, -1, -1):
         it = problem.ops[op]
-        if it.repeatable and any(found[tensor] and (free is None or not free[tensor]) for tensor in it.makes):
-            found[list(it.reads)] = True
-    return found & (arrays.maker <= instant) & (True if free is None else ~free)
+        least = min((int(depth[tensor]) for tensor in it.makes), default=_NEVER)
+        if least == _NEVER or not it.repeatable:
+            continue
+        closed[op] |= it.backward and least >= deep
+        for tensor in () if closed[op] else it.reads:
+            depth[tensor] = _NEVER if free[tensor] else min(int(depth[tensor]), least + it.backward)
+    return (depth < _NEVER) & (arrays.maker <= instant), closed
 
 
 def build_relaxation(
     arrays: Arrays, instants: tuple[int, ...], budget_bytes: int, tiers: tuple[Tier, ...] = (), rerun: bool = True,
-    integral: bool = False, every: bool = False,
+    integral: bool = False, every: bool = False, near: bool = True,
 ) -> Relaxation:  # fmt: skip
     """The program for some instants (ascending, each once).
 
     `rerun`: whether anything may be made again; `integral`: with no continuous column, for solvers that want none, and
-    with the bytes between instants (`bursts`), at `every` op or at those that need much.
+    with the bytes between instants (`bursts`), at `every` op or at those that need much, and
+    `near`, with reruns far from an instant cut off.
     """
     builder = MilpBuilder()
     builder.add_columns(1, lower=1.0, upper=1.0, integer=integral, objective=1.0)  # every op once: gaps are of the step
     shape = (len(instants), arrays.num_tensors), (len(instants), arrays.num_ops)
     tiny = _tiny(arrays, budget_bytes) if integral else np.zeros(arrays.num_tensors, bool)
+    near = near and integral
+    closing = _closing(arrays) if near else np.zeros(arrays.num_ops, bool)
+    closed = np.zeros(shape[1], bool)
     resident, again = np.full(shape[0], -1, np.int64), np.full(shape[1], -1, np.int64)
     scale_s = float(arrays.time_s.sum()) or 1.0
     for k, instant in enumerate(instants):
-        wanted = useful(arrays, instant, tiny)
+        wanted, closed[k] = _wanted(arrays, instant, tiny, closing, _BEHIND if near else arrays.num_ops)
         forced = np.zeros(arrays.num_tensors, bool)
         forced[[*arrays.problem.ops[instant].reads, *arrays.problem.ops[instant].makes]] = True
         at = np.flatnonzero((wanted | forced) & ~tiny)
@@ -143,7 +170,7 @@ def build_relaxation(
     back = np.full(shape[0], -1, np.int64)
     if tiers:
         back = add_copies(builder, arrays, instants, again, resident, tiers, budget_bytes)
-    rows = _Rows(arrays, builder, resident, again, back, tiny)
+    rows = _Rows(arrays, builder, resident, again, back, tiny, closed)
     for k, instant in enumerate(instants):
         following = instants[k + 1] if k + 1 < len(instants) else arrays.num_ops - 1
         rows.needs(k, instant, following, last=k + 1 == len(instants))
@@ -172,6 +199,18 @@ def _tiny(arrays: Arrays, budget_bytes: int) -> Bools:
     return found
 
 
+def _closing(arrays: Arrays) -> Bools:
+    """[op] those whose results are read after the backward alone, by updates: gradients of parameters.
+
+    To make one again takes the backward up to it, so that nothing would ever be out of sight: at an instant near the
+    end there would be columns for every tensor of the step. Taken to need nothing it costs its own seconds.
+    """
+    last = max((index for index, op in enumerate(arrays.problem.ops) if op.backward), default=arrays.num_ops - 1)
+    read_on = np.zeros(arrays.num_tensors, bool)
+    read_on[arrays.read_tensor[: arrays.read_start[last + 1]]] = True
+    return np.array([bool(op.makes) and not read_on[list(op.makes)].any() for op in arrays.problem.ops], bool)
+
+
 def _down(values: Floats, unit: float) -> Floats:
     """Rounded down to multiples of a unit, a power of two: solvers over integers scale such coefficients exactly."""
     return np.asarray(np.floor(values / unit) * unit)
@@ -181,10 +220,10 @@ class _Rows:
     """Rows of the program, added in blocks."""
 
     def __init__(
-        self, arrays: Arrays, builder: MilpBuilder, resident: Ints, again: Ints, back: Ints, tiny: Bools
+        self, arrays: Arrays, builder: MilpBuilder, resident: Ints, again: Ints, back: Ints, tiny: Bools, closed: Bools
     ) -> None:  # fmt: skip
         self.arrays, self.builder, self.resident, self.again, self.back = arrays, builder, resident, again, back
-        self.tiny = tiny
+        self.tiny, self.closed = tiny, closed
 
     def needs(self, k: int, instant: int, following: int, last: bool) -> None:
         """What the segment's first executions read is resident at its instant or made again."""
@@ -195,7 +234,7 @@ class _Rows:
 
     def reruns(self, k: int, instant: int) -> None:
         """What a rerun reads is resident at the instant, or made again, or made later."""
-        runs = np.flatnonzero(self.again[k] >= 0)
+        runs = np.flatnonzero((self.again[k] >= 0) & ~self.closed[k])
         owner, read = gather(self.arrays.read_start, self.arrays.read_tensor, runs)
         before = (self.arrays.maker[read] <= instant) & ~self.tiny[read]
         self._at_least(k, read[before], self.again[k, runs[owner[before]]])

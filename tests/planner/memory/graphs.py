@@ -24,6 +24,30 @@ def chain(layers: int, nbytes: int = 1, time_s: float = 1.0) -> MemoryProblem:
     return MemoryProblem(tuple(ops), tuple(tensors))
 
 
+def trained_chain(layers: int, seed: int | None = None) -> MemoryProblem:
+    """`chain` with a gradient of each layer's parameter, which an update that runs once reads; sizes of a seed."""
+    draw = random.Random(seed)
+
+    def size() -> int:
+        return 1 if seed is None else draw.randint(1, 4)
+
+    ops: list[MemOp] = []
+    tensors = [MemTensor(size(), -1)]
+    for index in range(layers):
+        ops.append(MemOp(f"F{index}", 1.0, (index,), (index + 1,)))
+        tensors.append(MemTensor(size(), index))
+    gradient, updates = layers, []
+    for index in reversed(range(layers)):
+        made = len(tensors)
+        tensors += [MemTensor(size(), len(ops)), MemTensor(size(), len(ops) + 1)]
+        ops.append(MemOp(f"B{index}", 1.0, tuple(dict.fromkeys((index + 1, gradient))), (made,), backward=True))
+        ops.append(MemOp(f"W{index}", 1.0, (index, made), (made + 1,), backward=True))
+        gradient = made
+        updates.append(made + 1)
+    ops += [MemOp(f"U{tensor}", 1.0, (tensor,), (), repeatable=False) for tensor in updates]
+    return MemoryProblem(tuple(ops), tuple(tensors))
+
+
 def random_step(seed: int, num_ops: int) -> MemoryProblem:
     """Random ops, some with several results and workspaces; the last results are kept."""
     draw = random.Random(seed)

@@ -16,13 +16,13 @@ from paraplan.planner.memory.exact import search_states
 from paraplan.planner.memory.improve import improve
 from paraplan.planner.memory.plan import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
-from paraplan.planner.memory.relaxation import build_relaxation
+from paraplan.planner.memory.relaxation import build_relaxation, useful
 from paraplan.planner.memory.reruns import Arrays, profile_of, with_first, without_dead
 from paraplan.planner.memory.schedule import evaluate, freeing
 from paraplan.planner.memory.squeeze import polish, squeeze
 from paraplan.planner.milp import Status, solve
 from tests.planner.memory.brute import least
-from tests.planner.memory.graphs import chain, random_step
+from tests.planner.memory.graphs import chain, random_step, trained_chain
 
 LIMITS = MemoryLimits(time_s=20.0, rounds=5)
 
@@ -80,6 +80,49 @@ def test_every_schedule_is_a_point_of_the_relaxation(seed: int) -> None:
     point = relaxed.encode(profile)
     assert relaxed.milp.is_solution(point)
     assert relaxed.milp.evaluate(point) * problem.compute_s <= problem.compute_s + profile.recomputed_s + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_schedule_is_a_point_where_reruns_need_nothing(seed: int) -> None:
+    """A backward of many ops with a parameter's gradient each, which an update reads: all of it may be made again."""
+    draw = random.Random(seed)
+    problem = trained_chain(10)
+    arrays, n = Arrays(problem), len(problem.ops)
+    able = [j for j in range(n) if problem.ops[j].repeatable]
+    pairs = [t * n + j for t in range(n) for j in able if j < t and draw.random() < draw.choice((0.02, 0.2))]
+    profile = without_dead(profile_of(arrays, with_first(arrays, np.array(pairs, np.int64))))
+    instants = tuple(sorted(draw.sample(range(n), 4)))
+    relaxed = build_relaxation(arrays, instants, profile.peak, integral=True, every=seed % 2 == 0)
+    point = relaxed.encode(profile)
+    assert relaxed.milp.is_solution(point)
+    assert relaxed.milp.evaluate(point) * problem.compute_s <= problem.compute_s + profile.recomputed_s + 1e-9
+
+
+def test_late_instants_have_columns_of_what_is_left() -> None:
+    """Parameters' gradients wait for their updates, and to make one again takes the whole step."""
+    problem = trained_chain(40)
+    arrays = Arrays(problem)
+    late = max(index for index, op in enumerate(problem.ops) if op.backward) - 4
+    budget = int(0.6 * profile_of(arrays, arrays.diagonal()).peak)
+    relaxed = build_relaxation(arrays, (40, late), budget, integral=True)
+    forward = arrays.maker < 40
+    assert int((relaxed.resident[0] >= 0)[forward].sum()) >= 40
+    assert int((relaxed.resident[1] >= 0)[forward].sum()) < 12
+    assert int((useful(arrays, late) & forward).sum()) >= 40
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_bound_is_below_the_optimum_where_reruns_need_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relaxation, "_BEHIND", 1)
+    problem = trained_chain(2, seed)
+    arrays = Arrays(problem)
+    draw = random.Random(seed)
+    budget = draw.choice(budgets(problem)[:-1])
+    best = least(problem, budget, in_order=True)
+    instants = tuple(sorted(draw.sample(range(arrays.num_ops), 3)))
+    relaxed = build_relaxation(arrays, instants, budget, integral=True, every=True).milp
+    bound = solve(relaxed, backend="mathopt-cpsat").bound
+    assert best is None or bound * problem.compute_s <= best[0] * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("seed", range(6))
