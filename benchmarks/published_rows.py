@@ -5,10 +5,11 @@ pins, and the alternatives a user of that system would try, of which the fastest
 
 What follows from a source's text rather than from its rows' fields stands here: GPT rows are of Megatron-LM's model
 (`megatron_gpt`); the layers of a GPT pipeline are cut evenly, the embedding with the first stage and the head with the
-last (Megatron-LM); the rows of Narayanan et al. 2021 are plain 1F1B with unsharded optimizers (their Table 2's ratio
-is that of the non-interleaved bubbles), as is MT-NLG (Smith et al. 2022, section 3), and neither had sequence
-parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao et al. 2022) or overlapped tensor
-parallelism; ZeRO-3 is DeepSpeed's of 2021 (`ZERO3_PART_S`), where what does not fit may wait on the host;
+last (Megatron-LM); the rows of Narayanan et al. 2021 have unsharded optimizers, and those that state their microbatch
+(their Table 2, whose ratio is that of the non-interleaved bubbles) are plain 1F1B, as is MT-NLG (Smith et al. 2022,
+section 3), and neither had sequence parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao
+et al. 2022) or overlapped tensor parallelism; ZeRO-3 is DeepSpeed's of 2021 (`ZERO3_PART_S`), where what does not fit
+may wait on the host;
 torchtitan runs a local batch as one microbatch or, in a pipeline, where it is not told, as many as that has ranks, with
 two stages a rank where a schedule takes several (`build_pipeline_schedule`, `generate_split_points`, end of 2024), and
 keeps parameters and gradients whole until the last microbatch (`stage.backward_maybe_with_nosync` of
@@ -119,7 +120,8 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
         free = (({}, {"offload": "host"}),)
     elif pp > 1:
         pins |= {"pp": pp}
-        free = pipelines(layers, pp, b // dp, 1 if again else None, int(row.get("microbatch", 0)))
+        one = again and ("microbatch" in row or "scheme" not in row)
+        free = pipelines(layers, pp, b // dp, 1 if one else None, int(row.get("microbatch", 0)))
     elif again:
         free = (tuple({"microbatches": b // dp // size} for size in SAMPLES if b // dp % size == 0),)
     if "zero" not in pins and again:

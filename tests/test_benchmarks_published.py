@@ -104,6 +104,15 @@ def test_a_file_without_rows_is_named(folder: Path) -> None:
         read_cases(folder)
 
 
+def test_a_row_of_2021_that_states_its_microbatch_is_not_interleaved(tmp_path: Path) -> None:
+    row = {"name": "m", "scheme": "ptd", "tp": 2, "pp": 2, "gpus": 16, "batch": 64, "tflops_per_gpu": 3.0}
+    models = {"m": {"layers": 4, "hidden": 64, "heads": 4}}
+    told = {**ZERO, "models": models, "rows": [{**row, "microbatch": 1}, row]}
+    (tmp_path / "told.json").write_text(json.dumps(told))
+    schedules = [[each["schedule"] for each in case.free[0]] for case in read_cases(tmp_path)]
+    assert schedules == [["1f1b"], ["interleaved", "1f1b"]]
+
+
 def test_pipelines_are_cut_by_layers_and_interleaved_where_that_is_open() -> None:
     assert even_layers(4, 2) == ((0, 5), (5, 10))
     schedules, sizes = pipelines(layers=12, pp=2, batch=4, stages_per_position=None, microbatch=0)
