@@ -138,7 +138,7 @@ CASES = [("one", 1), ("one", 3), ("dp", 1), ("zero1", 1), ("zero3", 2), ("tp", 1
 def test_steps_equal_one_device_that_updates_late(name: str, pin: str, every: int, after: int) -> None:
     """All parameters late, or a third or half of them; losses of every step, parameters after each, and in the end."""
     plan = planned(name, pin, "host", "momentum")
-    plan = late(plan if every == 1 else moved(plan, every), after)
+    plan = late(plan if every == 1 else moved(plan, every, states_alone=True), after)
     programs = verify_plan(plan)
     simulation = simulate_plan(plan, programs)
     trainer, wanted = in_process(plan, name), Reference(name, plan, torch.optim.SGD)
@@ -172,7 +172,7 @@ def test_in_a_thread_each_update_has_the_rate_and_clipping_of_its_own_step(
     """A schedule moves on, and gradients are zeroed in place, while an update is due; all parameters late, or some."""
     for every in (1, 2):
         whole = planned(name, "one", "host", "momentum" if cls is torch.optim.SGD else "adamw")
-        plan = late(whole if every == 1 else moved(whole, every), 1)
+        plan = late(whole if every == 1 else moved(whole, every, states_alone=True), 1)
         trainer, wanted = trainer_of(plan, name), Reference(name, plan, cls)
         optimizer = trainer.optimizer(cls, **options(cls))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step) / rate(0))

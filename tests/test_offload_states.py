@@ -117,13 +117,14 @@ def test_steps_equal_one_device_and_are_as_predicted(name: str, pin: str, states
     assert relative_error(again.grads(), grads) <= 1e-9
 
 
-def moved(plan: Plan, every: int) -> Plan:
-    """The plan with every so-manieth parameter's states on the host, it too if it lies alike; nothing else changed."""
+def moved(plan: Plan, every: int, states_alone: bool = False) -> Plan:
+    """The plan with every so-manieth parameter's states on the host, it too if it lies alike (unless states are to go
+    alone); nothing else changed."""
     (stage,) = plan.stages
     params = dict(stage.params)
     for index, (name, layouts) in enumerate(stage.params.items()):
         tier = "" if index % every else "host"
-        stored = tier if layouts.stored == layouts.state else ""
+        stored = tier if layouts.stored == layouts.state and not states_alone else ""
         params[name] = msgspec.structs.replace(layouts, state_tier=tier, stored_tier=stored, ahead=False)
     return msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
 
