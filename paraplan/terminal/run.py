@@ -64,6 +64,8 @@ def run_table(plan: Plan, result: Any) -> Table:
     table.add_row(
         "peak memory", f"predicted {show_bytes(result.predicted_peak_bytes)}, measured {show_bytes(measured)}{ratio}"
     )
+    if len(result.loss) == 1 and plan.optimizer.state_slots:
+        table.add_row("", "in a single step the optimizer's states, made at its end, are not yet there")
     equal = (
         "every rank did what was predicted, entry by entry"
         if result.entries_equal

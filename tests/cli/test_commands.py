@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from paraplan import Plan
+from paraplan.jobs.run import RunResult
+from paraplan.terminal.run import run_table
 
 PLAN_KEYS = ["step_s", "peak_bytes", "bound_s", "gap", "status", "solve_s", "total_s", "tokens_per_s", "mfu"]
 RUN_KEYS = {
@@ -103,6 +105,13 @@ def test_run_on_two_processes_equals_one_device(plan_file: Path, command: Any) -
         assert found[f"max_rel_err_{what}"] <= 1e-9
     assert found["entries_equal"], found["entries_difference"]
     assert found["measured_peak_bytes"] <= found["predicted_peak_bytes"] <= 1.02 * found["measured_peak_bytes"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_single_step_says_what_its_peak_lacks(steps: int, plan_file: Path) -> None:
+    result = RunResult(loss=[1.0] * steps, step_s=1.0, predicted_peak_bytes=200, measured_peak_bytes=[150])
+    cells = [cell for column in run_table(Plan.load(plan_file).data, result).columns for cell in column.cells]
+    assert any("optimizer's states" in str(cell) for cell in cells) == (steps == 1)
 
 
 def test_bytes_of_text_are_tokens(here: Path, command: Any) -> None:
