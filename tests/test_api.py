@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,22 @@ def test_hugging_face_models_bring_their_batch(tmp_path: Path) -> None:
 def test_save_says_why_it_cannot(tmp_path: Path) -> None:
     with pytest.raises(InvalidPlanError, match="cannot write"):
         planned(devices=1).save(tmp_path / "nowhere" / "plan.json")
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, path = planned(devices=1), tmp_path / "plan.json"
+    plan.save(path)
+    before = path.read_bytes()
+    whole = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        whole(self, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(InvalidPlanError, match=r"cannot write plan file .*No space left"):
+        plan.save(path)
+    assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["plan.json"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ be written, read back and compared anywhere. Decoding never imports or executes 
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,3 +84,26 @@ def read_bytes(path: str | Path, what: str, error: type[ParaplanError]) -> bytes
         return Path(path).read_bytes()
     except OSError as fault:
         raise error(f"cannot read {what} {str(path)!r}: {fault.strerror}") from None
+
+
+def write_bytes(path: str | Path, data: bytes, what: str, error: type[ParaplanError]) -> None:
+    """Write a file so that at any time it is as it was or whole: beside it, then in its place.
+
+    Raises:
+        error: the file cannot be written, and is as it was; says which and why.
+    """
+    target = Path(path).resolve()
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if target.exists() and not target.is_file():  # a terminal, a pipe
+            target.write_bytes(data)
+            return
+        if target.exists() and not os.access(target, os.W_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        try:
+            beside.write_bytes(data)
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as fault:
+        raise error(f"cannot write {what} {str(path)!r}: {fault.strerror}") from None

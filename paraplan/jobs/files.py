@@ -14,7 +14,7 @@ from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
 from paraplan.ir.plan import PLAN_VERSION, Plan
 from paraplan.ir.profile import Profile
 from paraplan.ir.rank_program import RankProgram
-from paraplan.ir.struct import from_json, read_bytes, to_json
+from paraplan.ir.struct import from_json, read_bytes, to_json, write_bytes
 from paraplan.ir.verify import verify_plan
 
 
@@ -59,15 +59,12 @@ def decode_plan(data: bytes, what: str) -> tuple[Plan, tuple[RankProgram, ...]]:
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Canonical bytes: equal plans make equal files.
+    """Canonical bytes: equal plans make equal files. What was there before is replaced by the whole.
 
     Raises:
         InvalidPlanError: the file cannot be written.
     """
-    try:
-        Path(path).write_bytes(to_json(plan))
-    except OSError as fault:
-        raise InvalidPlanError(f"cannot write plan file {str(path)!r}: {fault.strerror}") from None
+    write_bytes(path, to_json(plan), "plan file", InvalidPlanError)
 
 
 def profile_for(path: str | Path, cluster: ClusterSpec, torch: str, any_machine: bool = False) -> tuple[Profile, str]:

@@ -24,7 +24,7 @@ from paraplan.ir.errors import ConstraintError, ProfileError
 from paraplan.ir.plan import Plan
 from paraplan.ir.profile import OpTime, RunTimes, check_profile
 from paraplan.ir.rank_program import RankProgram
-from paraplan.ir.struct import to_json
+from paraplan.ir.struct import to_json, write_bytes
 from paraplan.jobs.profile import this_machine
 
 Samples = Mapping[tuple[str, int], list[float]]
@@ -91,10 +91,7 @@ def write_run(path: Path, plan: Plan, program: RankProgram, samples: Samples, st
         if dist.get_rank():
             return
     found = run_times(plan, [each for each in everyone if each is not None], step_s)
-    try:
-        path.write_bytes(to_json(found))
-    except OSError as fault:
-        raise ConstraintError(f"cannot write --record {str(path)!r}: {fault.strerror}") from None
+    write_bytes(path, to_json(found), "--record", ConstraintError)
 
 
 def read_run(path: Path) -> RunTimes:

@@ -29,6 +29,7 @@ _PARTS = {
     "cluster_yaml": "paraplan.ir.cluster_file",
     "json_schema": "paraplan.ir.schema",
     "to_json": "paraplan.ir.struct",
+    "write_bytes": "paraplan.ir.struct",
     "detect": "paraplan.jobs.detect",
 }
 _part = lazy(_PARTS)
@@ -98,10 +99,7 @@ def detect(
     if output is not None:
         made = "Written by paraplan cluster detect; paraplan cluster schema says what each field means."
         data = _part("to_json")(spec) if output.suffix == ".json" else _part("cluster_yaml")(spec, made).encode()
-        try:
-            output.write_bytes(data)
-        except OSError as fault:
-            raise ClusterError(f"cannot write --output {str(output)!r}: {fault.strerror}") from None
+        _part("write_bytes")(output, data, "--output", ClusterError)
     console.print(f"[dim]saved to {escape(str(output))}[/dim]" if output else "[dim]not saved; give -o FILE[/dim]")
     if as_json:
         _print_json(json.loads(_part("to_json")(spec)))

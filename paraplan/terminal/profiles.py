@@ -26,6 +26,7 @@ _PARTS = {
     "measure_links": "paraplan.jobs.links",
     "cluster_yaml": "paraplan.ir.cluster_file",
     "to_json": "paraplan.ir.struct",
+    "write_bytes": "paraplan.ir.struct",
     "read_run": "paraplan.jobs.record",
     "learn_into": "paraplan.jobs.record",
 }
@@ -126,10 +127,7 @@ def profile_links(
     made = "Written by paraplan profile-links; paraplan cluster schema says what each field means."
     spec = found.cluster
     data = _part("to_json")(spec) if output.suffix == ".json" else _part("cluster_yaml")(spec, made).encode()
-    try:
-        output.write_bytes(data)
-    except OSError as fault:
-        raise ClusterError(f"cannot write --output {str(output)!r}: {fault.strerror}") from None
+    _part("write_bytes")(output, data, "--output", ClusterError)
     console = out()
     for level, fit in found.links.items():
         console.print(
