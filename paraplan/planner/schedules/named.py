@@ -62,7 +62,7 @@ def named_orders(
         ConstraintError: no such schedule, or one that cannot take these sizes.
     """
     if name not in NAMED:
-        raise ConstraintError(f"no schedule {name!r}; there are {', '.join(NAMED)}")
+        raise ConstraintError(f"no schedule {name!r}; there are {', '.join(NAMED)}, and searched")
     kind = NAMED[name]
     v = kind.stages if stages_per_position is None else stages_per_position
     if not kind.takes(v):
