@@ -92,12 +92,13 @@ def _searched(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
     if not found:
         raise next((fault for fault in faults if not isinstance(fault, ConstraintError)), faults[0])
     best = min(found.values(), key=_step_s)
-    alike = [plan for plan in found.values() if plan is not best and _sizes(plan) == _sizes(best)]
+    alike = [plan for plan in found.values() if plan is not best and _cut(plan) == _cut(best)]
     return searched((best, *alike), _priced_alone, device_budget(job.cluster, constraints))
 
 
-def _sizes(plan: Plan) -> tuple[int, int]:
-    return len(plan.stages), plan.num_microbatches
+def _cut(plan: Plan) -> tuple[int, list[tuple[int, int]]]:
+    """Microbatches, and the segments of every stage."""
+    return plan.num_microbatches, [(stage.first, stage.stop) for stage in plan.stages]
 
 
 def _priced_alone(plan: Plan) -> Plan:

@@ -47,7 +47,7 @@ def searched(named: Sequence[Plan], price: Callable[[Plan], Plan], budget: int) 
     best = named[0]
     costs = stage_costs(best, named[1:])
     positions = len({mesh.devices for stage in best.stages for mesh in (stage.mesh, *stage.replicas)})
-    limit, found = [budget] * positions, None
+    limit = [budget] * positions
     for _ in range(ROUNDS):
         problem = PipelineProblem(
             stages=costs, num_positions=positions, num_microbatches=best.num_microbatches, memory_bytes=tuple(limit),
