@@ -25,6 +25,7 @@ from paraplan.ir.trace.fingerprint import fingerprint
 from paraplan.ir.trace.flow import flows
 from paraplan.ir.trace.kinds import make_denominator, make_kind
 from paraplan.ir.trace.masks import simplify_masks
+from paraplan.ir.trace.mixing import tail_nodes
 from paraplan.ir.trace.outputs import LossChoice
 from paraplan.ir.trace.precision import lift_to_float64
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
@@ -91,29 +92,36 @@ def _capture(
         raise CaptureError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
     forward, terms, extra = _rewrite(exported, params, first_names, precision, mode)
     wanted = wanted_outputs(forward, extra)
-    kinds, segments, values = _segment(forward, mode, read_asides(wanted))
-    denominators, loss = _loss(forward, terms, values, mode)
-    used = {param for segment in segments for param in segment.params}
     inputs = {
         key: BatchInput(spec=TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape)), batch_dim=dims[key])
         for key, x in batch.items()
     }
-    ruled, counted = attach_rules(kinds, denominators)
-    return Program(
-        name=name or type(model).__name__,
-        fingerprint=fingerprint(model, precision),
-        precision=precision,
-        batch_size=batch_size,
-        batch=inputs,
-        params=params,
-        buffers=buffers,
-        kinds=ruled,
-        segments=tuple(segments),
-        loss=tuple(loss),
-        denominators=counted,
-        buffer_updates={key: values[node] for key, node in exported.updates.items()},
-        outputs=make_outputs(forward, wanted, values, used, mode),
-    )
+    digest = fingerprint(model, precision)
+
+    def program(tail: frozenset[fx.Node]) -> Program:
+        kinds, segments, values = _segment(forward, mode, read_asides(wanted), tail)
+        denominators, loss = _loss(forward, terms, values, mode)
+        used = {param for segment in segments for param in segment.params}
+        ruled, counted = attach_rules(kinds, denominators)
+        return Program(
+            name=name or type(model).__name__,
+            fingerprint=digest,
+            precision=precision,
+            batch_size=batch_size,
+            batch=inputs,
+            params=params,
+            buffers=buffers,
+            kinds=ruled,
+            segments=tuple(segments),
+            loss=tuple(loss),
+            denominators=counted,
+            buffer_updates={key: values[node] for key, node in exported.updates.items()},
+            outputs=make_outputs(forward, wanted, values, used, mode),
+        )
+
+    made = program(frozenset())
+    tail = tail_nodes(forward, made, mode)
+    return program(tail) if tail else made
 
 
 def _lifted(x: Tensor, precision: str) -> str:
@@ -227,10 +235,10 @@ def _join_ties(graph: fx.Graph, names: dict[fx.Node, str], first_names: dict[str
 
 
 def _segment(
-    forward: Forward, mode: FakeTensorMode, read: Iterable[fx.Node]
+    forward: Forward, mode: FakeTensorMode, read: Iterable[fx.Node], tail: frozenset[fx.Node]
 ) -> tuple[list[SegmentKind], list[Segment], dict[fx.Node, str]]:
     """Kinds, segment instances, and the names of their outputs and asides; `read` are values some output reads."""
-    pieces = [make_piece(forward, main) for main in cut(forward)]
+    pieces = [make_piece(forward, main) for main in cut(forward, tail)]
     keys = [signature(forward, piece) for piece in pieces]
     exposed: dict[str, dict[int, None]] = {key: {} for key in keys}
     for node in read:
