@@ -126,7 +126,7 @@ def program_micro(program: Program, num_microbatches: int, in_space: bool = Fals
         )
         for d in program.denominators
     )
-    after = frozenset(name for segment in program.segments[tail:] for name in segment.outputs)
+    after = frozenset(name for each in program.segments[tail:] for name in (*each.outputs, *each.asides))
     return ProgramMicro(tuple(segments), denominators, values, tail, mixes, after)
 
 

@@ -26,6 +26,7 @@ from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError
 from paraplan.ir.holding import group_of_class, holdings
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.whole import takes_turns
+from paraplan.ir.mesh import Shard
 from paraplan.ir.micro import program_micro, smallest_divisor, splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.program import Program
@@ -266,12 +267,18 @@ def _usual_schedule(program: Program, constraints: Constraints) -> str:
 
 
 def _check_turns(program: Program, m: int, name: str, schedule: Schedule, num_stages: int) -> None:
-    """Whether the last stage runs all forwards first, where a loss reads all microbatches."""
+    """Whether a schedule runs what reads all microbatches: a loss after all forwards, a buffer in one group."""
     micro = program_micro(program, m)
     if micro.has_tail and not takes_turns(schedule, num_stages - 1):
         raise ConstraintError(
             f"schedule {name}: {micro.mixes} reads the whole batch, so that the last stage has to run all {m} forwards "
             "before its first backward; use schedule gpipe, or one microbatch"
+        )
+    rows = [name for name, value in program.buffer_updates.items() if isinstance(micro.values[value], Shard)]
+    if rows and schedule.num_replicas > 1:
+        raise ConstraintError(
+            f"schedule {name}: buffer {rows[0]!r} has a row per sample, and several groups of ranks share the "
+            "microbatches out; use schedule gpipe or 1f1b"
         )
 
 

@@ -13,10 +13,9 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.transfers import Message
 from paraplan.ir.lower.updates import buffer_block, share_block
-from paraplan.ir.lower.whole import gather_block, whole_of
+from paraplan.ir.lower.whole import whole_of
 from paraplan.ir.mesh import Layout, Partial, R, Shard
 from paraplan.ir.rank_program import Block, StepKind
-from paraplan.ir.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from paraplan.ir.lower.program import RankSteps
@@ -57,7 +56,7 @@ def write_buffers(steps: RankSteps) -> None:
         names = [f"new:{name}"] if shared else [f"{value}@{m}" for m in _micros(steps, value)]
         spec, given = steps.program.buffers[name], Given(_whole(steps)) if shared else steps.made(value)
         if isinstance(given.layout[0], Shard):  # a row per sample
-            names, given = [_gathered(steps, value, spec, given)], whole_of(given)
+            names, given = [_gathered(steps, value)], whole_of(given)
         key = (spec, given, len(names))
         if key not in made:
             made[key] = buffer_block(
@@ -82,17 +81,14 @@ def _micros(steps: RankSteps, value: str) -> tuple[int, ...]:
     return micros if isinstance(steps.made(value).layout[0], Partial) else micros[-1:]
 
 
-def _gathered(steps: RankSteps, value: str, spec: TensorSpec, given: Given) -> str:
+def _gathered(steps: RankSteps, value: str) -> str:
     """The rows of all microbatches; its outer name."""
     if len(steps.lowered.routes) > 1:
         raise InvalidPlanError(
             f"{value}, which a buffer becomes, has a row per sample, and in schedule {steps.plan.schedule.name} "
             "several groups of ranks share the microbatches out; use the schedule gpipe or 1f1b"
         )
-    block = gather_block(f"gather.{value}", spec, given, steps.extended)
-    args = tuple(f"{value}@{local[1:]}" for local in block.inputs)
-    steps.add(StepKind.CALL, block, args=args, outs=(f"{value}@{steps.m}",))
-    return f"{value}@{steps.m}"
+    return steps.gather(value)
 
 
 def _whole(steps: RankSteps) -> Layout:

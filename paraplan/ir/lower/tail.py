@@ -20,11 +20,16 @@ class TailSteps(SegmentSteps):
         self.run_forward(head, m)
         if self.turn is not None and self.turn.ends(stage, m):
             for value in self.parts(m).wholes:
-                given, spec = self.parts(m).given[value], self.spec_of(value)
-                block = gather_block(f"gather.{value}", spec, given, self.extended)
-                args = tuple(self._at(value, int(local[1:])) for local in block.inputs)
-                self._call_for(block, args, (f"{value}@{self.m}",), self.m, self.micro.tail)
+                self.gather(value)
             self.run_forward(tail, self.m)
+
+    def gather(self, value: str) -> str:
+        """Put together what the microbatches say of a value; the outer name of the whole."""
+        spec, given = self.spec_of(value), self.parts(0).given[value]
+        block = gather_block(f"gather.{value}", spec, given, self.extended)
+        whole = f"{value}@{self.m}"
+        self._call(block, tuple(f"{value}@{local[1:]}" for local in block.inputs), (whole,))
+        return whole
 
     def _halves(self, stage: int) -> tuple[range, range]:
         """A stage's segments before the tail, and those of it."""
