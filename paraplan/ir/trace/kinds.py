@@ -8,6 +8,7 @@ from torch import fx
 
 from paraplan.ir.graph import Graph
 from paraplan.ir.program import Denominator, Output, SegmentKind
+from paraplan.ir.trace.complex_forms import COMPLEX_FORMS
 from paraplan.ir.trace.convert import Writer, finish, write_constant
 from paraplan.ir.trace.index_forms import INDEX_FORMS
 from paraplan.ir.trace.joint import line_of_node, trace_forward, trace_joint
@@ -17,7 +18,7 @@ from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.torch_private import FakeTensorMode
 from paraplan.ir.trace.vision_forms import VISION_FORMS
 
-_FORMS = {**FORMS, **INDEX_FORMS, **VISION_FORMS}
+_FORMS = {**FORMS, **COMPLEX_FORMS, **INDEX_FORMS, **VISION_FORMS}
 
 
 def make_kind(
