@@ -21,13 +21,17 @@ from torch.overrides import TorchFunctionMode
 from paraplan.ir.program import Program
 from paraplan.ir.trace.fake import arguments, as_computed, name_inputs
 from paraplan.ir.trace.outputs import LossChoice, choose_losses
-from paraplan.ir.trace.precision import NARROW
 from paraplan.ir.trace.torch_private import tree_leaves, tree_map_only
 from paraplan.jobs.models import Made
 from paraplan.jobs.replay import Replay
 
 Tensors = Mapping[str, Tensor]
 Cast = Callable[[Tensor], Tensor]
+_HALVES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_NARROW = {
+    torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}  # fmt: skip
 _OWN = {"_parameters", "_buffers", "_modules"}
 _PLAIN = (bool, int, float, complex, str, type(None), Tensor)
 
@@ -184,7 +188,7 @@ class Widened(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self._dtype, self._narrow = dtype, NARROW if dtype == torch.float64 else NARROW - {torch.float32}
+        self._dtype, self._widths = dtype, _NARROW if dtype == torch.float64 else _HALVES
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch."""
@@ -206,10 +210,10 @@ class Widened(TorchFunctionMode):
             torch.set_default_dtype(saved)
 
     def _wider(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype if dtype in self._narrow else dtype
+        return self._widths.get(dtype, dtype)
 
     def _wide(self, x: Tensor) -> Tensor:
-        return x.to(self._dtype) if x.dtype in self._narrow else x
+        return x.to(self._widths[x.dtype]) if x.dtype in self._widths else x
 
 
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
