@@ -83,18 +83,22 @@ def plan_steps(plan: Plan, model: nn.Module, batch: Mapping[str, Tensor], steps:
         assert [each.key for each in trainer.entries(rank)] == [each.key for each in entries(programs[index])]
 
 
+def _plain(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
 def error_of(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor | None], program: Program) -> tuple[float, str]:
     """The worst relative error, and of what; what is not there counts as infinitely wrong unless nothing is wanted."""
-    floor = 1e-6 * max(float(x.abs().max()) for x in wanted.values() if x is not None and x.numel())
+    floor = 1e-6 * max(float(_plain(x).abs().max()) for x in wanted.values() if x is not None and x.numel())
     worst = (0.0, "")
     for name, value in wanted.items():
         own = name.split(" ")[-1]
         unread = own not in program.params and own not in program.buffers and name != "loss"
         if value is None or unread or not value.numel():
             continue
-        top = max(float(doubled(value).abs().max()), floor)
+        top = max(float(_plain(value).abs().max()), floor)
         if name in found:
-            error = float((doubled(found[name]) - doubled(value)).abs().max()) / top if top else 0.0
+            error = float((_plain(found[name]) - _plain(value)).abs().max()) / top if top else 0.0
         else:  # a buffer that no step writes, a parameter no segment reads
             error = float("inf") if name.startswith("grad") and bool(value.any()) else 0.0
         worst = max(worst, (error if error == error else float("inf"), name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, fx, nn
 
 from paraplan.ir.collecting import seldom_collected
@@ -27,7 +28,7 @@ from paraplan.ir.trace.kinds import make_denominator, make_kind
 from paraplan.ir.trace.masks import simplify_masks
 from paraplan.ir.trace.mixing import tail_nodes
 from paraplan.ir.trace.outputs import LossChoice
-from paraplan.ir.trace.precision import lift_to_float64, widened
+from paraplan.ir.trace.precision import default_dtype, lift_to_float64, widened
 from paraplan.ir.trace.quiet import quiet_torch
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
@@ -107,8 +108,9 @@ def _capture(
     digest = fingerprint(model, precision)
 
     def program(tail: frozenset[fx.Node]) -> Program:
-        kinds, segments, values = _segment(forward, mode, read_asides(wanted), tail)
-        denominators, loss = _loss(forward, terms, values, mode)
+        with default_dtype(torch.float64 if precision == "fp64" else torch.get_default_dtype()):
+            kinds, segments, values = _segment(forward, mode, read_asides(wanted), tail)
+            denominators, loss = _loss(forward, terms, values, mode)
         used = {param for segment in segments for param in segment.params}
         ruled, counted = attach_rules(kinds, denominators)
         return Program(

@@ -38,8 +38,20 @@ def clean(graph: fx.Graph) -> None:
             if name in _VIEWS:  # without clones a view may have to copy
                 node.target = torch.ops.aten.reshape.default
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in _PLACES}
+            _say_dtype(node)
             _forget_source(node, name)
     remove_dead(graph)
+
+
+def _say_dtype(node: fx.Node) -> None:
+    """Factories without a dtype would follow the default of whoever runs them."""
+    schema = getattr(node.target, "_schema", None)
+    made = node.meta.get("val")
+    if schema is None or node.all_input_nodes or not isinstance(made, Tensor) or node.kwargs.get("dtype") is not None:
+        return
+    place = next((index for index, each in enumerate(schema.arguments) if each.name == "dtype"), None)
+    if place is not None and place >= len(node.args):
+        node.kwargs = {**node.kwargs, "dtype": made.dtype}
 
 
 def _forget_source(node: fx.Node, name: str) -> None:

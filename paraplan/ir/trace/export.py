@@ -13,14 +13,16 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.fake import arguments, as_computed
+from paraplan.ir.trace.followed import Followed, followed_modules
 from paraplan.ir.trace.functional import functional
 from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
 from paraplan.ir.trace.recurrent import unrolled
-from paraplan.ir.trace.source import line_of_error
+from paraplan.ir.trace.source import line_of_error, line_of_stack
 from paraplan.ir.trace.state import assignments_written
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, lazy_modules
 from paraplan.ir.trace.user_functions import no_outside_numbers, recorded_functions
+from paraplan.ir.trace.writes import explicit, refuse_hidden_writes, refuse_lost_writes
 
 LossFn = Callable[[object, dict[str, Tensor]], Tensor | dict[str, Tensor] | tuple[Tensor, ...]]
 _PREFIX = "model."
@@ -67,20 +69,23 @@ class _WithLoss(nn.Module):
         loss_fn: LossFn | None,
         choose: Callable[[object, _Returned, bool], list[Tensor]],
         precision: str,
+        followed: Followed,
     ):
         super().__init__()
         self.model = model
         self._names, self._positional, self._others, self._loss_fn = names, positional, others, loss_fn
-        self._choose, self._precision = choose, precision
+        self._choose, self._precision, self._followed = choose, precision, followed
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The losses, then the auxiliary outputs."""
         batch = dict(zip(self._names, tensors, strict=True))
-        with assignments_written(self.model):
+        with self._followed, assignments_written(self.model):
             output = self._call(batch)
         if self._loss_fn is None:
             return self._choose(output, output, False)
-        return self._choose(self._loss_fn(output, batch), output, True)
+        with self._followed:
+            loss = self._loss_fn(output, batch)
+        return self._choose(loss, output, True)
 
     def _call(self, batch: dict[str, Tensor]) -> object:
         taken = as_computed(batch, self._precision)
@@ -125,23 +130,28 @@ def export_loss(
     Raises:
         CaptureError: the forward cannot be traced; names the user's line and the remedy.
     """
-    returned = _Returned()
+    returned, followed = _Returned(), Followed()
     choose = _chooser(returned, choice, keep_outputs)
-    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose, precision)
+    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose, precision, followed)
     wrapped.training = model.training  # its own alone: parts of a model may be in another mode
-    with mode, eager_masks(batch), lazy_modules(), recorded_functions() as functions:
+    with mode, eager_masks(batch), followed_modules(), lazy_modules(), recorded_functions() as functions:
         try:
             with no_outside_numbers():
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
+            refuse_lost_writes(program)
             _keep_no_grad(program.graph_module)
-            program = functional(program) or program.run_decompositions(unrolled())
+            program = functional(program) or program.run_decompositions({**unrolled(), **explicit()})
         except CaptureError:
             raise
         except Exception as fault:
             raise explain(fault) from fault
+    refuse_hidden_writes(program)
     functions.restore(program.graph_module.graph)
     _reject_mutation(program)
-    return _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
+    made = _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
+    if precision != "fp64":
+        return made
+    return made._replace(constants={name: followed.exact(value) for name, value in made.constants.items()})
 
 
 def _keep_no_grad(module: fx.GraphModule) -> None:
@@ -170,9 +180,23 @@ def _detach_outputs(module: fx.GraphModule) -> None:
 
 
 def _reject_mutation(program: ExportedProgram) -> None:
-    for spec in program.graph_signature.output_specs:
-        if spec.kind in (OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
-            raise CaptureError(f"forward writes {spec.target!r} in place; work on a copy: x = x.clone()")
+    results = program.graph_module.graph.output_node().args[0]
+    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
+        line = line_of_stack(node.meta.get("stack_trace")) or "forward"
+        name = str(spec.target).removeprefix(_PREFIX)
+        if spec.kind is OutputKind.USER_INPUT_MUTATION:
+            raise CaptureError(f"{line}: writes the input {name!r} in place; work on a copy: x = x.clone()")
+        if spec.kind is not OutputKind.PARAMETER_MUTATION:
+            continue
+        if program.state_dict[str(spec.target)].requires_grad:
+            raise CaptureError(
+                f"{line}: writes the trained parameter {name!r} in place, which only the optimizer may: do it after "
+                "the optimizer's step, or compute with a changed copy (w = w.clamp(-1, 1))"
+            )
+        raise CaptureError(
+            f"{line}: writes {name!r}, a parameter that does not train; what forward writes is a buffer: "
+            f"register_buffer({name.rpartition('.')[2]!r}, ...) in place of nn.Parameter"
+        )
 
 
 def _take_updates(program: ExportedProgram) -> dict[str, fx.Node]:

@@ -62,7 +62,12 @@ def _respellable(node: fx.Node) -> bool:
     return not is_composite(target) or str(target) in KEPT or str(target) in _RESPELL
 
 
-_LEFT = frozenset({"aten.lift_fresh_copy.default", "aten.native_dropout.default", "aten.batch_norm.default"})
+_LEFT = frozenset(
+    {
+        "aten.lift_fresh_copy.default", "aten.native_dropout.default", "aten.batch_norm.default",
+        "aten.native_batch_norm.default",
+    }
+)  # fmt: skip
 
 
 def _replace(node: fx.Node, value: fx.Node) -> None:

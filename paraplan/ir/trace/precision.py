@@ -6,6 +6,9 @@ in the graph and the default dtype become float64 and all results are computed a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, fx
 
@@ -37,18 +40,15 @@ def lift_to_float64(graph: fx.Graph, rewriter: Rewriter, constants: dict[str, Te
     Raises:
         CaptureError: some float value is still narrower.
     """
-    saved = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        for node in graph.nodes:
+    with default_dtype(torch.float64):
+        for node in list(graph.nodes):
             if node.op == "placeholder":
                 node.meta["val"] = _lift_tensor(node.meta["val"], rewriter)
             elif node.op == "call_function":
                 node.args, node.kwargs = _lift_literals(node.args), _lift_literals(node.kwargs)
                 _evaluate(node, rewriter)
+                _promote(node, rewriter)
                 _check(node)
-    finally:
-        torch.set_default_dtype(saved)
     return {name: value.to(widened(value.dtype)) for name, value in constants.items()}
 
 
@@ -59,6 +59,36 @@ def _evaluate(node: fx.Node, rewriter: Rewriter) -> None:
         raise CaptureError(
             f"{_line(node)}: {node.target} does not take float64 ({str(fault).splitlines()[0]}); use precision='fp32'"
         ) from fault
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within it, numbers and factories are of this dtype."""
+    saved = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(saved)
+
+
+def _promote(node: fx.Node, rewriter: Rewriter) -> None:
+    """Integers that a float is made of (arange · 0.1, n / 2) are cast to it: made by promotion, its dtype would be the
+    default of whoever runs the op."""
+    made, sources = node.meta["val"], [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
+    if not isinstance(made, Tensor) or made.dtype != torch.float64 or node.kwargs.get("dtype") is not None:
+        return
+    if not sources or any(x.meta["val"].dtype.is_floating_point or x.meta["val"].is_complex() for x in sources):
+        return
+    args, kwargs = node.args, node.kwargs
+    casts = {x: rewriter.call(node, torch.ops.aten._to_copy.default, x, dtype=made.dtype) for x in sources}
+    node.args, node.kwargs = fx.map_arg((args, kwargs), lambda x: casts.get(x, x))  # type: ignore[assignment]
+    try:
+        again = rewriter.evaluate(node)
+    except Exception:  # noqa: BLE001  (the op wants integers: its dtype is no matter of promotion)
+        again = None
+    if again is None or (again.dtype, again.shape) != (made.dtype, made.shape):
+        node.args, node.kwargs = args, kwargs
 
 
 def _line(node: fx.Node) -> str:

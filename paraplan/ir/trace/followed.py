@@ -1,0 +1,98 @@
+"""What export would not follow as it is written, done in a way it does.
+
+`x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
+(`torch.tensor(0.1)`) are kept as they were written, for fp64. Batch norm with momentum=None, a cumulative average,
+reads its counter as a Python number: here its running statistics move by 1 / counter, a tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.torch_private import tree_leaves
+
+_DATA = torch.Tensor.data
+_WRITTEN = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
+
+
+class Followed(TorchFunctionMode):
+    """Within it, data is followed and written numbers are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: list[tuple[tuple[int, ...], list[float]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every other function as it is."""
+        if getattr(func, "__self__", None) is _DATA:
+            return args[0].detach() if func.__name__ == "__get__" else _assign(*args)
+        made = func(*args, **(kwargs or {}))
+        if func in _WRITTEN and isinstance(made, Tensor) and made.dtype == torch.get_default_dtype():
+            leaves = tree_leaves(args[-1] if args else (kwargs or {}).get("data"))
+            if leaves and len(leaves) == made.numel() and all(isinstance(x, (int, float)) for x in leaves):
+                self._numbers.append((tuple(made.shape), [float(x) for x in leaves]))
+        return made
+
+    def exact(self, constant: Tensor) -> Tensor:
+        """A constant of the trace in float64: as it was written, where forward wrote it out."""
+        for shape, values in self._numbers:
+            written = torch.tensor(values, dtype=torch.float64).reshape(shape)
+            if shape == tuple(constant.shape) and torch.equal(written.to(constant.dtype), constant):
+                return written
+        return constant
+
+
+def _assign(x: Tensor, value: Tensor) -> None:
+    if x.shape != value.shape or x.dtype != value.dtype:
+        raise CaptureError(
+            f"forward assigns a {value.dtype} of {tuple(value.shape)} to the data of a {x.dtype} of {tuple(x.shape)}; "
+            "keep its shape and dtype"
+        )
+    with torch.no_grad():
+        x.detach().copy_(value)
+
+
+def _cumulative(self: _BatchNorm, x: Tensor) -> Tensor:
+    """`_BatchNorm.forward` of momentum=None in training."""
+    self._check_input_dim(x)
+    count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
+    assert count is not None and mean is not None and var is not None
+    with torch.no_grad():
+        count.add_(1)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        share = count.to(mean.dtype).reciprocal()
+        mean.add_((x.mean(dims) - mean) * share)
+        var.add_((x.var(dims, correction=1) - var) * share)
+    return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
+@contextmanager
+def followed_modules() -> Iterator[None]:
+    """Within it, batch norms of momentum=None are followed, and torch.distributions asserts nothing of values."""
+    original = _BatchNorm.forward
+    distribution: Any = getattr(sys.modules.get("torch.distributions"), "Distribution", None)
+    validates = getattr(distribution, "_validate_args", False)
+
+    def forward(self: _BatchNorm, input: Tensor) -> Tensor:
+        cumulative = self.momentum is None and self.training and self.track_running_stats
+        return _cumulative(self, input) if cumulative else original(self, input)
+
+    _BatchNorm.forward = forward  # type: ignore[method-assign]
+    if distribution is not None:
+        distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        if distribution is not None:
+            distribution.set_default_validate_args(validates)
+        _BatchNorm.forward = original  # type: ignore[method-assign]

@@ -1,0 +1,173 @@
+"""Forms of user code that capture must follow exactly or refuse by name: hidden writes, `.data`, constants without a
+dtype, cumulative batch norm. Against eager in float64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace import capture
+from tests.against_eager import assert_trains_as_eager
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+IMAGES = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(3))
+
+
+class Net(nn.Module):
+    """Two layers, with something a test gives between them."""
+
+    def __init__(self, between: Callable[[Net, Tensor], Tensor], **parts: object) -> None:
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(8, 8), nn.Linear(8, 4), between
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(self.between(self, torch.relu(self.up(x)))), y)
+
+
+class Normed(nn.Module):
+    """Convolutions around an instance norm that tracks statistics."""
+
+    def __init__(self, dims: int, **options: object) -> None:
+        super().__init__()
+        conv = getattr(nn, f"Conv{dims}d")
+        self.norm = getattr(nn, f"InstanceNorm{dims}d")(3, track_running_stats=True, **options)
+        self.first, self.last = conv(3, 3, 3, padding=1), conv(3, 3, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(torch.relu(self.norm(self.first(x)))), y)
+
+
+@pytest.mark.parametrize("dims, options", [(1, {}), (2, {"affine": True, "momentum": 0.3}), (3, {})])
+def test_instance_norm_writes_its_statistics(dims: int, options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    x = {1: IMAGES[..., 0], 2: IMAGES, 3: IMAGES[..., None].expand(-1, -1, -1, -1, 2)}[dims].contiguous()
+    program = assert_trains_as_eager(Normed(dims, **options), {"x": x, "y": x.flip(0)})
+    assert set(program.buffer_updates) == {"norm.running_mean", "norm.running_var"}
+
+
+def test_a_native_batch_norm_called_by_hand_writes_its_statistics() -> None:
+    torch.manual_seed(0)
+
+    def between(net: Net, h: Tensor) -> Tensor:
+        return torch.native_batch_norm(h, None, None, net.mean, net.var, True, 0.1, 1e-5)[0]
+
+    program = assert_trains_as_eager(Net(between, mean=torch.zeros(8), var=torch.ones(8)), {"x": X, "y": Y})
+    assert set(program.buffer_updates) == {"mean", "var"}
+
+
+def test_an_op_that_hides_a_write_is_found() -> None:
+    library = torch.library.Library("hiding", "DEF")
+    library.define("counted(Tensor x, Tensor count) -> Tensor")
+
+    def kernel(x: Tensor, count: Tensor) -> Tensor:
+        count.add_(1)
+        return x * 2
+
+    library.impl("counted", kernel, "CPU")
+    torch.library.register_fake("hiding::counted", lambda x, count: torch.empty_like(x), lib=library)
+    net = Net(lambda net, h: h + torch.ops.hiding.counted(h.detach(), net.count), count=torch.zeros(1))
+    with pytest.raises(CaptureError, match=r"hiding.counted.default writes 'count', which it does not say"):
+        capture(net, {"x": X, "y": Y})
+
+
+def _moved(net: Net, h: Tensor) -> Tensor:
+    net.mean.data.mul_(0.9).add_(0.1 * net.up.weight.data.mean(0))
+    return h * net.mean
+
+
+def _assigned(net: Net, h: Tensor) -> Tensor:
+    net.mean.data = net.mean.data * 0.9 + 0.1
+    return h + net.mean
+
+
+FOLLOWED = {
+    "data of a buffer": (_moved, {"mean": torch.ones(8)}),
+    "data of a buffer assigned": (_assigned, {"mean": torch.ones(8)}),
+    "data of a parameter": (lambda net, h: h * net.up.weight.data.abs().mean(), {}),
+    "a number": (lambda net, h: h * torch.tensor(1 / 3) + torch.tensor([0.1] * 8), {}),
+    "ranges": (lambda net, h: h * (torch.arange(8) * 0.1) + torch.linspace(0, 1, 8) + torch.logspace(0, 1, 8), {}),
+    "a factory in a product": (lambda net, h: h @ torch.eye(8) + torch.zeros(8), {}),
+    "a factory that is scattered into": (
+        lambda net, h: torch.zeros(4, 8).to(h).scatter_add(1, torch.arange(8).expand(4, 8), h), {}
+    ),
+    "counts divided": (lambda net, h: h * (torch.ones(8, dtype=torch.long).cumsum(0) / 3), {}),
+    "a bool buffer": (
+        lambda net, h: h.masked_fill(net.seen.logical_or_((h > 1).any(0)), 0.5), {"seen": torch.arange(8) % 3 == 0}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_forms_train_as_in_eager(name: str) -> None:
+    torch.manual_seed(0)
+    between, parts = FOLLOWED[name]
+    assert_trains_as_eager(Net(between, **parts), {"x": X, "y": Y})
+
+
+def test_batch_norm_averages_cumulatively() -> None:
+    torch.manual_seed(0)
+    net = Net(lambda net, h: net.norm(h), norm=nn.BatchNorm1d(8, momentum=None))
+    assert_trains_as_eager(net, {"x": X, "y": Y})
+
+
+def _clipped(net: Net, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.up.weight.clamp_(-0.1, 0.1)
+    return h
+
+
+def _averaged(net: Net, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.other.mul_(0.9).add_(0.1 * net.up.weight)
+    return F.linear(h, net.other)
+
+
+def _scaled(net: Net, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h.mul_(2)
+    return h
+
+
+def _data_scaled(net: Net, h: Tensor) -> Tensor:
+    h.data[:, 0].mul_(2)
+    return h
+
+
+REFUSED = {
+    "a trained parameter": (_clipped, "writes the trained parameter 'up.weight' in place.*optimizer's step"),
+    "its data": (lambda net, h: h @ net.up.weight.data.mul_(0.9), "writes the trained parameter 'up.weight'"),
+    "a frozen parameter": (_averaged, r"writes 'other', a parameter that does not train.*register_buffer\('other'"),
+    "an activation": (_scaled, "writes in place, where autograd does not see it"),
+    "its data in part": (_data_scaled, "writes in place, where autograd does not see it"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_writes_that_no_program_can_hold_are_refused(name: str) -> None:
+    between, told = REFUSED[name]
+    net = Net(between, other=nn.Parameter(torch.randn(8, 8), requires_grad=False))
+    with pytest.raises(CaptureError, match=told):
+        capture(net, {"x": X, "y": Y})
+
+
+def test_capture_repeats_nothing_that_torch_says_of_itself() -> None:
+    def warned(net: Net, h: Tensor) -> Tensor:
+        warnings.warn("from the user's code", FutureWarning, stacklevel=1)
+        return net.cell(h[:, None])[0][:, 0]
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        capture(Net(warned, cell=nn.LSTM(8, 8, batch_first=True)), {"x": X, "y": Y})
+    assert {str(each.message) for each in told} == {"from the user's code"}
