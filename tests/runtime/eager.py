@@ -45,7 +45,7 @@ def eager_error(plan: Plan, model: nn.Module, batch: Batch, loss_of: Callable[[n
     buffers = dict(free.named_buffers())
     worst = max(worst, _error(trainer.params(), named))
     for index, rank in enumerate(trainer.ranks):
-        mine = {name: tensor for name, tensor in trainer.stored_params(index).items()}
+        mine = trainer.stored_params(index)
         whole = {name: x for name, x in mine.items() if x.shape == named[name].shape}
         worst = max(worst, _error(whole, named), _error(rank.buffers(), buffers))
     expected = [[entry.key for entry in entries(each)] for each in programs]
