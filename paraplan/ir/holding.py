@@ -85,8 +85,10 @@ def _holding(plan: Plan, mesh: Mesh, stages: tuple[int, ...]) -> Holding:
     segments = tuple(sorted(stage_of))
     params = _agreed(held, "params")
     graded = {name for _, stage in held for name in trained_params(program, stage.first, stage.stop)}
-    used = {name for segment in segments for name in program.segments[segment].inputs}
     made = {name for segment in segments for name in program.segments[segment].outputs}
+    counts = {term.denominator for term in program.loss if term.numerator in made and term.denominator is not None}
+    used = {name for segment in segments for name in program.segments[segment].inputs}
+    used |= {name for index in counts for name in program.denominators[index].inputs}
     buffers = tuple(
         name
         for name in program.buffers
