@@ -32,9 +32,9 @@ def send_buffers(steps: RankSteps) -> list[tuple[Message, str]]:
     for name, value in steps.program.buffer_updates.items():
         sources, targets = _exchanged(steps, name, value)
         if steps.group in sources:
-            spec, given, micros = steps.program.buffers[name], steps.made(value), _micros(steps, value)
-            block = share_block(f"share.{name}", spec, given.layout, given.strides, len(micros), steps.extended)
-            new = {f"new{i}": f"{value}@{m}" for i, m in enumerate(micros)}
+            spec, (names, given) = steps.program.buffers[name], _news(steps, value)
+            block = share_block(f"share.{name}", spec, given.layout, given.strides, len(names), steps.extended)
+            new = {f"new{i}": each for i, each in enumerate(names)}
             share = f"new:{name}<{steps.group}"
             steps.add(StepKind.CALL, block, args=tuple(new[local] for local in block.inputs), outs=(share,))
             for other in targets:
@@ -56,10 +56,8 @@ def write_buffers(steps: RankSteps) -> None:
         shared = sources if steps.group in targets else ()
         for group in shared:
             steps.add(StepKind.ACCUMULATE, args=(f"new:{name}", f"new:{name}<{group}"))
-        names = [f"new:{name}"] if shared else [f"{value}@{m}" for m in _micros(steps, value)]
-        spec, given = steps.program.buffers[name], Given(_whole(steps)) if shared else steps.made(value)
-        if isinstance(given.layout[0], Shard):  # a row per sample
-            names, given = [_gathered(steps, value)], whole_of(given)
+        names, given = ([f"new:{name}"], Given(_whole(steps))) if shared else _news(steps, value)
+        spec = steps.program.buffers[name]
         key = (spec, given, len(names))
         if key not in made:
             made[key] = buffer_block(
@@ -79,6 +77,14 @@ def _exchanged(steps: RankSteps, name: str, value: str) -> tuple[tuple[int, ...]
     readers = [group for group, each in enumerate(blocks.held) if name in each.buffers and group not in groups]
     targets = tuple(sorted({*sources, *readers}))
     return (sources, targets) if len(targets) > 1 else ((), ())
+
+
+def _news(steps: RankSteps, value: str) -> tuple[list[str], Given]:
+    """The outer names of what a buffer becomes the sum of, as this group makes it, and how each lies."""
+    given = steps.made(value)
+    if isinstance(given.layout[0], Shard):  # a row per sample
+        return [_gathered(steps, value)], whole_of(given)
+    return [f"{value}@{m}" for m in _micros(steps, value)], given
 
 
 def _micros(steps: RankSteps, value: str) -> tuple[int, ...]:
