@@ -105,10 +105,11 @@ def _gathered(steps: RankSteps, value: str) -> str:
     return steps.gather(value)
 
 
-def _whole(steps: RankSteps) -> Layout:
-    return (R,) * len(steps.extended)
+def _whole(steps: RankSteps, group: int | None = None) -> Layout:
+    held = steps.lowered.held[steps.group if group is None else group]
+    return (R,) * (1 + len(held.mesh.shape))
 
 
 def _message(steps: RankSteps, name: str, source: int, target: int) -> Message:
-    spec, whole = steps.program.buffers[name], _whole(steps)
-    return steps.lowered.message(f"buffer:{name}:{source}>{target}", spec, whole, source, target, whole)
+    spec, whole, there = steps.program.buffers[name], _whole(steps, source), _whole(steps, target)
+    return steps.lowered.message(f"buffer:{name}:{source}>{target}", spec, whole, source, target, there)
