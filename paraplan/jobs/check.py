@@ -24,7 +24,7 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.program import HALVES, Program, master_dtype, trained_params
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.trace.fake import taken
-from paraplan.ir.trace.reference import run_step
+from paraplan.ir.trace.reference import loss_shares, microbatches, run_step
 from paraplan.jobs.models import Made
 from paraplan.runtime.params import full_tensors
 
@@ -134,7 +134,8 @@ class Captured:
         params = {
             name: x.detach().to(getattr(torch, program.params[name].spec.dtype)) for name, x in self.masters.items()
         }
-        seeds = [torch.tensor(segment_seed(self.seed, self.done, index)) for index in range(len(program.segments))]
+        count = program.apart * len(program.segments)
+        seeds = [torch.tensor(segment_seed(self.seed, self.done, index)) for index in range(count)]
         cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in program.batch.items()}
         scale = float(self.scaler.scale(torch.ones(())))
         loss, grads, written = run_step(program, params, self.buffers, cast, seeds, scale)
@@ -187,22 +188,29 @@ class Eager:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         self.params = {name: named[name] for name in trained_params(program)}
 
-    def step(self, batch: Tensors, params: Tensors) -> tuple[float, dict[str, Tensor]]:
-        """The loss and the gradients at some parameters."""
+    def step(self, batch: Tensors, params: Tensors) -> tuple[float, dict[str, Tensor]] | None:
+        """The loss and the gradients at some parameters; None where microbatches are batches by themselves, and several
+        losses count different numbers of labels in them."""
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(params[name])
                 param.grad = None
         cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in self.program.batch.items()}
-        output: Any = self.model(**(cast if self.loss_fn is None else taken(self.model, cast)))
+        total, shares = 0.0, loss_shares(self.program, cast)
+        if shares is None:
+            return None
+        for part, share in zip(microbatches(self.program, cast), shares, strict=True):
+            loss = self._loss(part) * share
+            loss.backward()
+            total += float(loss.detach())
+        return total, {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.params.items()}
+
+    def _loss(self, batch: Tensors) -> Tensor:
+        """The loss of a batch."""
+        output: Any = self.model(**(batch if self.loss_fn is None else taken(self.model, batch)))
         if self.loss_fn is not None:
-            loss = self.loss_fn(output, cast)
-        else:
-            loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
-        loss.backward()
-        return float(loss.detach()), {
-            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.params.items()
-        }
+            return self.loss_fn(output, batch)
+        return output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
 
 
 class SingleDevice:

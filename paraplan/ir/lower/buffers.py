@@ -1,5 +1,7 @@
 """The steps of one rank, part by part: buffers the model writes get their new values once the step is through.
 
+Where each microbatch is a batch by itself (`Program.apart`) they do after each forward instead, as the next reads them.
+
 A buffer becomes, whole on every rank, the sum of what the microbatches say where that is partial, else what each of
 them says. Where several groups of ranks write it (bidirectional pipelines), each has its own microbatches' sum: they
 send it to each other and add in the order of the groups, so that the copies stay equal to the bit.
@@ -16,6 +18,7 @@ from paraplan.ir.lower.updates import buffer_block, share_block
 from paraplan.ir.lower.whole import whole_of
 from paraplan.ir.mesh import Layout, Partial, R, Shard
 from paraplan.ir.rank_program import Block, StepKind
+from paraplan.ir.schedule import ActionKind, parse_action
 
 if TYPE_CHECKING:
     from paraplan.ir.lower.program import RankSteps
@@ -44,16 +47,22 @@ def send_buffers(steps: RankSteps) -> list[tuple[Message, str]]:
     return coming
 
 
-def write_buffers(steps: RankSteps) -> None:
-    """Write the new values; shares of other groups are here."""
+def write_buffers(steps: RankSteps, after: tuple[int, int] | None = None) -> None:
+    """Write the new values; shares of other groups are here.
+
+    `after`: only what this stage makes of this microbatch, where each is a batch by itself.
+    """
     made: dict[object, Block] = {}
     for name, value in steps.program.buffer_updates.items():
+        if after is not None and steps.lowered.maker[value] != after[0]:
+            continue
         if steps.group not in steps.lowered.groups_of(steps.lowered.maker[value]):
             continue
         shared = _sharers(steps, value)
         for group in shared:
             steps.add(StepKind.ACCUMULATE, args=(f"new:{name}", f"new:{name}<{group}"))
-        names = [f"new:{name}"] if shared else [f"{value}@{m}" for m in _micros(steps, value)]
+        micros = _micros(steps, value) if after is None else after[1:]
+        names = [f"new:{name}"] if shared else [f"{value}@{m}" for m in micros]
         spec, given = steps.program.buffers[name], Given(_whole(steps)) if shared else steps.made(value)
         if isinstance(given.layout[0], Shard):  # a row per sample
             names, given = [_gathered(steps, value)], whole_of(given)
@@ -64,6 +73,26 @@ def write_buffers(steps: RankSteps) -> None:
             )  # fmt: skip
         sources = {"stored": f"buffer:{name}"} | {f"new{i}": each for i, each in enumerate(names)}
         steps.add(StepKind.CALL, made[key], args=tuple(sources[local] for local in made[key].inputs), outs=())
+
+
+def check_apart(steps: RankSteps) -> None:
+    """Whether buffers may be written after each forward.
+
+    Raises:
+        InvalidPlanError: a backward reads what one held, or groups of ranks share the microbatches out.
+    """
+    written = {f"buffer:{name}" for name in steps.holding.written}
+    if written and steps.plan.schedule.num_replicas > 1:
+        raise InvalidPlanError(
+            f"{min(written)} is written once a microbatch, and in schedule {steps.plan.schedule.name} several "
+            "groups of ranks share the microbatches out; use the schedule gpipe or 1f1b"
+        )
+    for step in steps.steps:
+        if step.action and parse_action(step.action).kind is not ActionKind.F and not written.isdisjoint(step.args):
+            raise InvalidPlanError(
+                f"segment {step.segment}: the backward of a microbatch reads {min(written & set(step.args))} as it was "
+                "before later microbatches wrote it; plan without per_microbatch"
+            )
 
 
 def _sharers(steps: RankSteps, value: str) -> tuple[int, ...]:
