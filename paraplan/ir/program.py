@@ -159,6 +159,11 @@ class Program(Value, frozen=True, kw_only=True):
         return self.batch_size * self.apart
 
     @property
+    def num_seeds(self) -> int:
+        """Random seeds of a step: of every segment, of one microbatch after another where they are apart."""
+        return len(self.segments) * self.apart
+
+    @property
     def step_batch(self) -> dict[str, BatchInput]:
         """The tensors of a step's batch."""
         return {name: _times(entry, self.apart) for name, entry in self.batch.items()}

@@ -157,11 +157,13 @@ def test_the_choice_is_asked_for_by_name_and_said() -> None:
         trainer_of(plan, model).step({name: x[:6] for name, x in inputs.items()})
 
 
-def test_the_check_accumulates_too() -> None:
-    plan, model = random_plan(job_of(program_of(Standard), 1), 3), model_of(Standard)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_check_accumulates_too(dropout: float) -> None:
+    plan, model = random_plan(job_of(program_of(Standard, dropout), 1), 3), model_of(Standard, dropout)
     made = Made(model=model, example_inputs=batch(), loss_fn=None)
     single = SingleDevice(plan, made, lambda params: torch.optim.SGD(params, lr=0.1), 0)
     trainer = trainer_of(plan, model)
     trainer.step(batch())
     single.compare(batch(), None, float(trainer.losses()[0]), trainer.grads(), None, trainer.buffers())
-    assert single.errors.eager is not None and max(single.errors.eager, single.errors.grad, single.errors.param) < 1e-9
+    single.errors.raise_failure()
+    assert max(single.errors.eager, single.errors.grad, single.errors.param) < 1e-9

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paraplan.ir.errors import UnsupportedOpError
+from paraplan.ir.errors import ConstraintError, UnsupportedOpError
 from paraplan.ir.graph import Arg, Graph, Op, Phase, decode_number
 from paraplan.ir.program import Program, Segment, SegmentKind
 from paraplan.ir.seeds import segment_seed
@@ -175,21 +175,27 @@ def microbatches(program: Program, batch: Mapping[str, Tensor]) -> list[dict[str
     return found
 
 
-def loss_shares(program: Program, batch: Mapping[str, Tensor]) -> list[float] | None:
-    """What the loss of each microbatch counts in that of the step: by its labels where it is a mean over labels.
+def loss_shares(program: Program, batch: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Per loss (by its name), what that of each microbatch counts in the step's: by its labels where it is a mean over
+    labels, else all alike.
 
-    None where the terms of the loss count differently, so that one number does not say it.
+    Raises:
+        ConstraintError: terms of one loss count differently, so that one number does not say it.
     """
     parts = [{f"batch:{name}": x for name, x in part.items()} for part in microbatches(program, batch)]
-    found = []
+    found: dict[str, list[float]] = {}
     for term in program.loss:
         shares = [1 / len(parts)] * len(parts)
-        if term.denominator is not None:
+        if term.denominator is not None and len(parts) > 1:
             counted = program.denominators[term.denominator]
             counts = [float(_present(run_graph(counted.graph, [part[n] for n in counted.inputs])[0])) for part in parts]
-            shares = [count / sum(counts) for count in counts] if len(parts) > 1 else shares
-        found.append(shares)
-    return found[0] if all(shares == found[0] for shares in found) else None
+            shares = [count / sum(counts) for count in counts]
+        if found.setdefault(term.name, shares) != shares:
+            raise ConstraintError(
+                f"microbatches of {program.apart} hold different numbers of labels, and the loss adds terms that count "
+                "them differently, so that eager microbatches do not add up to it; return the losses by name"
+            )
+    return found
 
 
 def _pass(
