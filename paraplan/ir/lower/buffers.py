@@ -86,8 +86,8 @@ def check_apart(steps: RankSteps) -> None:
         groups |= {group for group, each in enumerate(steps.lowered.held) if name in each.buffers}
         if len(groups) > 1:
             raise InvalidPlanError(
-                f"buffer {name} is written once a microbatch, and {len(groups)} groups of ranks read or write it; use a "
-                "schedule that keeps a stage in one group (gpipe, 1f1b), and stages that keep the buffer in one"
+                f"buffer {name} is written once a microbatch, and {len(groups)} groups of ranks read or write it; use "
+                "a schedule that keeps a stage in one group (gpipe, 1f1b), and stages that keep the buffer in one"
             )
     for step in steps.steps:
         if step.action and parse_action(step.action).kind is not ActionKind.F and not written.isdisjoint(step.args):
