@@ -10,7 +10,7 @@ it can be added up in place. Addends that are one loss are one term.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,12 @@ aten = torch.ops.aten
 _ADDITIVE = frozenset({"sum", "_to_copy", "view", "reshape", "squeeze", "mul", "div", "count_nonzero"})
 _SAME = frozenset({"view", "reshape", "squeeze", "unsqueeze", "alias", "sum", "mean"})
 """Of one element, these are that element."""
+
+_FILLED: dict[str, Callable[[fx.Node], object]] = {
+    "zeros": lambda node: 0.0, "ones": lambda node: 1.0, "full": lambda node: node.args[1],
+    "scalar_tensor": lambda node: node.args[0],
+}  # fmt: skip
+"""Scalars that are numbers."""
 
 
 class Term(NamedTuple):
@@ -67,8 +73,9 @@ def loss_terms(
     for addend, factor in found.factors.items():
         if addend.numerator is None and not factor:
             continue
-        numerator = _numerator(addend, factor, loss, order, flows, rewriter)
-        terms.append(Term(numerator, addend.denominator, name, weight))
+        numerator = _cast(_numerator(addend, factor, loss, order, flows, rewriter), loss, flows, rewriter)
+        count = addend.denominator
+        terms.append(Term(numerator, count and _cast(count, loss, flows, rewriter), name, weight))
     return terms
 
 
@@ -104,6 +111,15 @@ def _copied(node: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter) -> fx
     return made
 
 
+def _cast(node: fx.Node, loss: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter) -> fx.Node:
+    """A node in the dtype of the loss, where an addition has widened it."""
+    if value_of(node).dtype == value_of(loss).dtype:
+        return node
+    made = rewriter.call(_behind(node, rewriter), aten._to_copy.default, node, dtype=value_of(loss).dtype)
+    flows[made] = flows[node]
+    return made
+
+
 def _behind(node: fx.Node, rewriter: Rewriter) -> fx.Node:
     """The node that what reads `node` is to be placed before."""
     if node.op != "placeholder":
@@ -132,6 +148,8 @@ def _numerator(
 
 
 def _number(value: object) -> float | None:
+    if isinstance(value, fx.Node) and value.meta["val"].dim() == 0 and aten_name(value.target) in _FILLED:
+        value = _FILLED[aten_name(value.target)](value)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
