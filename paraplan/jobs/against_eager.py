@@ -133,7 +133,7 @@ class AgainstEager:
         verdict = self._judge(found, runs, drawn)
         if self.num_draws and (runs.unmatched or not verdict.holds):
             shared = shared_draws(self.program)
-            same = [SHARED_SEED] * len(self.program.segments)
+            same = [SHARED_SEED] * self.program.num_seeds
             again = self._take(batch, params, buffers, None)
             why = runs.unmatched or "replayed by position they differ"
             words = f"the captured program on one device, all random draws of a shape alike ({why})"
