@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace import capture
-from tests.against_eager import assert_trains_as_eager
+from tests.against_eager import assert_trains_as_eager, plan_steps, plans_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
@@ -103,6 +105,9 @@ FOLLOWED = {
         lambda net, h: torch.zeros(4, 8).to(h).scatter_add(1, torch.arange(8).expand(4, 8), h), {}
     ),
     "counts divided": (lambda net, h: h * (torch.ones(8, dtype=torch.long).cumsum(0) / 3), {}),
+    "a permutation in order": (lambda net, h: h * torch.randperm(8).sort().values, {}),
+    "rrelu of one slope": (lambda net, h: F.rrelu(h - 0.5, 0.3, 0.3, True), {}),
+    "a reentrant checkpoint": (lambda net, h: checkpoint(net.up, h, use_reentrant=True), {}),
     "a bool buffer": (
         lambda net, h: h.masked_fill(net.seen.logical_or_((h > 1).any(0)), 0.5), {"seen": torch.arange(8) % 3 == 0}
     ),
@@ -160,6 +165,54 @@ def test_writes_that_no_program_can_hold_are_refused(name: str) -> None:
     net = Net(between, other=nn.Parameter(torch.randn(8, 8), requires_grad=False))
     with pytest.raises(CaptureError, match=told):
         capture(net, {"x": X, "y": Y})
+
+
+DRAWN = {
+    "mixup": lambda net, h: 0.7 * h + 0.3 * h[torch.randperm(4)],
+    "rrelu": lambda net, h: F.rrelu(h - 0.5, training=True),
+    "drawn in place": lambda net, h: h * torch.empty_like(h).bernoulli_(0.5) + torch.empty_like(h).exponential_(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_random_forms_draw_alike_under_every_plan(name: str) -> None:
+    torch.manual_seed(0)
+    net = Net(DRAWN[name])
+    plans = list(plans_of(capture(net, {"x": X, "y": Y}, precision="fp64")))
+    first, *others = [list(plan_steps(plan, net, {"x": X, "y": Y}, 2)) for plan in plans]
+    assert float(first[0]["loss"]) != float(first[1]["loss"])
+    for found in others:
+        for mine, wanted in zip(found, first, strict=True):
+            assert float((mine["loss"] - wanted["loss"]).abs()) < 1e-9
+            assert float((mine["grad up.weight"] - wanted["grad up.weight"]).abs().max()) < 1e-9
+
+
+def _derived(net: Net, h: Tensor) -> Tensor:
+    return torch.autograd.grad(net.up(h).sum(), h, create_graph=True)[0]
+
+
+def _packed(net: Net, h: Tensor) -> Tensor:
+    lengths = (h[:, 0] > 0).long() + 1
+    found, _ = net.cell(pack_padded_sequence(h.view(4, 2, 4), lengths, batch_first=True, enforce_sorted=False))
+    return pad_packed_sequence(found, batch_first=True)[0].flatten(1)
+
+
+TOLD = {
+    "a gradient": (_derived, "torch.autograd.grad is called in forward"),
+    "a packed sequence": (_packed, "pad to a fixed length and mask"),
+    "a branch": (lambda net, h: torch.cond(h.sum() > 0, lambda v: v * 2, lambda v: v + 1, (h,)), "torch.where"),
+    "a number": (lambda net, h: h * h.detach().sum().item(), "keep values as tensors instead of .item()"),
+    "an if": (lambda net, h: h * 2 if h.sum() > 0 else h, "use torch.where instead of `if`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_what_cannot_be_captured_is_refused_with_its_remedy(name: str, precision: str) -> None:
+    between, told = TOLD[name]
+    with pytest.raises(CaptureError, match=told) as fault:
+        capture(Net(between, cell=nn.GRU(4, 4, batch_first=True)), {"x": X, "y": Y}, precision=precision)
+    assert "test_forms.py:" in str(fault.value)
 
 
 def test_capture_repeats_nothing_that_torch_says_of_itself() -> None:

@@ -20,7 +20,7 @@ from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
 from paraplan.ir.trace.recurrent import unrolled
 from paraplan.ir.trace.source import line_of_error, line_of_stack
 from paraplan.ir.trace.state import assignments_written
-from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, lazy_modules
+from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, is_region, lazy_modules
 from paraplan.ir.trace.user_functions import no_outside_numbers, recorded_functions
 from paraplan.ir.trace.writes import explicit, refuse_hidden_writes, refuse_lost_writes
 
@@ -148,6 +148,7 @@ def export_loss(
     refuse_hidden_writes(program)
     functions.restore(program.graph_module.graph)
     _reject_mutation(program)
+    _refuse_regions(program.graph_module.graph)
     made = _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
     if precision != "fp64":
         return made
@@ -265,15 +266,53 @@ def _constant_value(value: object, name: str) -> Tensor:
     return value.detach()
 
 
+_NUMBERS = frozenset({"aten.item.default", "aten._local_scalar_dense.default"})
+
+
+def _refuse_regions(graph: fx.Graph) -> None:
+    """Python numbers made of tensors, and branches.
+
+    Raises:
+        CaptureError: there is one; names the line.
+    """
+    for node in graph.nodes:
+        line = line_of_stack(node.meta.get("stack_trace")) or "somewhere in the forward"
+        if str(node.target) in _NUMBERS:
+            raise CaptureError(f"{line}: {_DATA_DEPENDENT} (.item(), float() or int() of a tensor)")
+        if node.op == "call_function" and is_region(node.target):
+            raise CaptureError(
+                f"{line}: {node.target} runs a branch or a loop of its own, which a program cannot hold; compute both "
+                "branches and choose with torch.where, write the loop out"
+            )
+
+
+_DATA_DEPENDENT = (
+    "control flow, a Python number or a shape depends on tensor data; use torch.where instead of `if`, keep values as "
+    "tensors instead of .item(), masks instead of boolean indexing"
+)
+_KNOWN = {
+    "failed to unpack the object at pos": (
+        "a size is a tensor's value (packed sequences, repeats by count): pad to a fixed length and mask what lies "
+        "beyond, as loss * (arange(length) < lengths[:, None])"
+    ),
+    "expected compiled_fn to be GraphModule": (
+        "torch could not export a write: is a tensor that forward writes registered under two names? Register it once"
+    ),
+    "'Tensor' object has no attribute 'constant'": (
+        "a transform of torch.func (grad, vmap) runs inside forward, which export does not follow: write it out"
+    ),
+    "invalid syntax (<eval_with_key>": "export cannot write down random_(low, high): draw with torch.randint(low, high, ...)",
+    "nested_tensor": "nested tensors are no tensors of one shape: pad them and pass a mask",
+}
+"""Remedies by what torch says."""
+
+
 def explain(fault: Exception) -> CaptureError:
     """What a forward's failure on fake tensors means, with the user's line and the remedy."""
     line = line_of_error(fault) or "somewhere in the forward"
     text = str(fault).strip().split("\n")[0]
     kind = type(fault).__name__
     if any(word in kind + str(fault) for word in ("DataDependent", "data-dependent", "unbacked", "DynamicOutputShape")):
-        return CaptureError(
-            f"{line}: control flow, a Python number or a shape depends on tensor data; use torch.where or "
-            f"torch.cond instead of `if`, keep values as tensors instead of .item(), masks instead of boolean "
-            f"indexing ({kind})"
-        )
-    return CaptureError(f"{line}: tracing the forward failed: {kind}: {text}")
+        return CaptureError(f"{line}: {_DATA_DEPENDENT} ({kind})")
+    known = next((remedy for said, remedy in _KNOWN.items() if said in str(fault)), "")
+    return CaptureError(f"{line}: {f'{known} ({kind})' if known else f'tracing the forward failed: {kind}: {text}'}")

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace.torch_private import tree_leaves
+from paraplan.ir.trace.torch_private import BatchNorm, tree_leaves
 
 _DATA = torch.Tensor.data
 _WRITTEN = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
@@ -62,8 +61,8 @@ def _assign(x: Tensor, value: Tensor) -> None:
         x.detach().copy_(value)
 
 
-def _cumulative(self: _BatchNorm, x: Tensor) -> Tensor:
-    """`_BatchNorm.forward` of momentum=None in training."""
+def _cumulative(self: BatchNorm, x: Tensor) -> Tensor:
+    """`BatchNorm.forward` of momentum=None in training."""
     self._check_input_dim(x)
     count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
     assert count is not None and mean is not None and var is not None
@@ -76,18 +75,26 @@ def _cumulative(self: _BatchNorm, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
 
+def _no_gradients(*args: object, **kwargs: object) -> None:
+    raise RuntimeError(
+        "torch.autograd.grad is called in forward; a captured step has one backward, that of its loss: write the "
+        "derivative out in forward, or take this term's step outside of the plan"
+    )
+
+
 @contextmanager
 def followed_modules() -> Iterator[None]:
     """Within it, batch norms of momentum=None are followed, and torch.distributions asserts nothing of values."""
-    original = _BatchNorm.forward
+    original, derived = BatchNorm.forward, torch.autograd.grad
     distribution: Any = getattr(sys.modules.get("torch.distributions"), "Distribution", None)
     validates = getattr(distribution, "_validate_args", False)
 
-    def forward(self: _BatchNorm, input: Tensor) -> Tensor:
+    def forward(self: BatchNorm, input: Tensor) -> Tensor:
         cumulative = self.momentum is None and self.training and self.track_running_stats
         return _cumulative(self, input) if cumulative else original(self, input)
 
-    _BatchNorm.forward = forward  # type: ignore[method-assign]
+    BatchNorm.forward = forward  # type: ignore[method-assign]
+    torch.autograd.grad = _no_gradients
     if distribution is not None:
         distribution.set_default_validate_args(False)
     try:
@@ -95,4 +102,5 @@ def followed_modules() -> Iterator[None]:
     finally:
         if distribution is not None:
             distribution.set_default_validate_args(validates)
-        _BatchNorm.forward = original  # type: ignore[method-assign]
+        BatchNorm.forward = original  # type: ignore[method-assign]
+        torch.autograd.grad = derived

@@ -10,6 +10,7 @@ in eager. Numbers differ from those torch's generator would give; their distribu
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 
 import torch
@@ -87,6 +88,26 @@ def integer(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     return _cast(rewriter, node, _moved(rewriter, node, rewriter.call(node, aten.floor.default, made), 1, low))
 
 
+def permutation(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
+    """randperm: the order of uniform numbers."""
+    with rewriter.mode:
+        value = torch.empty(value_of(node).shape, dtype=torch.float32)
+    zeros = rewriter.call(node, aten.full.default, list(value.shape), 0.0, dtype=torch.float32)
+    drawn = rewriter.call(node, autograd.uniform, zeros, val=value)
+    pair = rewriter.call(node, aten.sort.default, drawn)
+    return _cast(rewriter, node, rewriter.call(node, operator.getitem, pair, 1))
+
+
+def leaky(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
+    """rrelu in training: a slope of its own, drawn between two bounds, for every negative element."""
+    x, low, high = found["self"], float(found["lower"]), float(found["upper"])  # type: ignore[arg-type]
+    if not found["training"]:
+        return rewriter.call(node, aten.leaky_relu.default, x, (low + high) / 2)
+    slope = _cast(rewriter, node, _moved(rewriter, node, _uniform(rewriter, node), high - low, low))
+    steep = rewriter.call(node, aten.mul.Tensor, x, slope)
+    return rewriter.call(node, aten.where.self, rewriter.call(node, aten.gt.Scalar, x, 0), x, steep)
+
+
 def _kept(rewriter: Rewriter, node: fx.Node, p: float, like: Tensor) -> fx.Node:
     """1 with probability p, else 0."""
     whole = rewriter.call(node, aten.full.default, list(like.shape), p, dtype=like.dtype)
@@ -130,6 +151,8 @@ RANDOM_RULES: dict[str, Draw] = {
     **dict.fromkeys(("rand", "rand_like", "uniform"), uniform),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_functional"), normal),
     "exponential": exponential,
+    "randperm": permutation,
+    "rrelu": leaky,
     "bernoulli": bernoulli,
     **dict.fromkeys(("randint", "randint_like"), integer),
 }

@@ -25,11 +25,12 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode", "functions_applied_by",
+    "COMPILED", "BatchNorm", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode", "functions_applied_by",
     "in_backward", "is_composite", "is_fake", "is_region", "lazy_module", "lazy_modules", "recording_graph",
     "run_function", "scaled_mm", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
 ]  # fmt: skip

@@ -4,8 +4,8 @@ Export runs an `autograd.Function`'s forward and forgets its backward: a gradien
 estimator or a surrogate slope would silently become the derivative of the forward. Here `Function.apply` is recorded
 as one op (`paraplan::user_function`, with a number that says which function and which plain arguments), and once the
 graph is there that op becomes a call of the function itself. The joint trace then runs its forward and its backward,
-and what is recorded are the ops inside of them. torch's reentrant checkpoint is run as written: its backward is the
-derivative. Hooks on gradients are lost in the same way and have no place in a graph: they are refused, as are numbers
+and what is recorded are the ops inside of them. Of torch's reentrant checkpoint the function that it runs is recorded.
+Hooks on gradients are lost in the same way and have no place in a graph: they are refused, as are numbers
 drawn from the generators of Python and numpy, which would be the same in every step.
 """
 
@@ -27,7 +27,6 @@ from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.canonical import define
 from paraplan.ir.trace.torch_private import functions_applied_by, run_function, tree_map_only
 
-_AS_WRITTEN = (CheckpointFunction,)
 _HOOKED = "write what the hook does to the gradient as a torch.autograd.Function; a hook is no part of a captured graph"
 
 
@@ -82,6 +81,9 @@ class Recorded:
 
     def apply(self, cls: type[Function], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """`cls.apply(*args, **kwargs)`, as one op."""
+        if cls is CheckpointFunction:  # what it runs is what it computes; what is kept is for the plan to say
+            run, _, *given = args
+            return run(*given)  # type: ignore[operator]
         tensors: list[Tensor] = []
 
         def place(x: Tensor) -> _Place:
@@ -89,7 +91,7 @@ class Recorded:
             return _Place(len(tensors) - 1)
 
         function = UserFunction(cls, tree_map_only(Tensor, place, (args, kwargs)))
-        if self._inside or not tensors or issubclass(cls, _AS_WRITTEN):
+        if self._inside or not tensors:
             return run_function(cls, *args, **kwargs)
         same = [n for n, f in enumerate(self._functions) if f.cls is cls and f.__name__ == function.__name__]
         number = same[0] if same else len(self._functions)
