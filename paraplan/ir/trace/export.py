@@ -301,7 +301,7 @@ _KNOWN = {
     "'Tensor' object has no attribute 'constant'": (
         "a transform of torch.func (grad, vmap) runs inside forward, which export does not follow: write it out"
     ),
-    "invalid syntax (<eval_with_key>": "export cannot write down random_(low, high): draw with torch.randint(low, high, ...)",
+    "invalid syntax (<eval_with_key>": "export cannot write down random_(low, high): draw with torch.randint",
     "nested_tensor": "nested tensors are no tensors of one shape: pad them and pass a mask",
 }
 """Remedies by what torch says."""
