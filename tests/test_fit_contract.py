@@ -210,7 +210,9 @@ class Branches(Counts):
 
 
 def test_what_cannot_be_captured_says_where() -> None:
-    with pytest.warns(UserWarning, match="forward changes 'calls' of Counts"):
+    with pytest.raises(
+        CaptureError, match=r"self\.calls: forward changes calls of Counts \(0 to 1\) and computes with"
+    ):
         paraplan.fit(Counts(), torch.randn(2, 4), "1GiB")
     with pytest.raises(CaptureError, match=r"in forward: return y if y > 0.*depends on tensor data"):
         paraplan.fit(Branches(), torch.randn(2, 4), "1GiB")

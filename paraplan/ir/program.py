@@ -68,10 +68,18 @@ class ParamSpec(Value, frozen=True, kw_only=True):
 
 
 class BatchInput(Value, frozen=True, kw_only=True):
-    """One tensor of the global batch; `batch_dim` None means the same on every microbatch."""
+    """One tensor of the global batch.
+
+    Attributes:
+        spec: of the whole.
+        batch_dim: None where it is the same on every microbatch.
+        attribute: the model's attribute it is read from before every step ("encoder.tau", declared dynamic); "" where
+            the caller gives it.
+    """
 
     spec: TensorSpec
     batch_dim: int | None = 0
+    attribute: str = ""
 
 
 class LossTerm(Value, frozen=True, kw_only=True):
@@ -133,6 +141,9 @@ class Program(Value, frozen=True, kw_only=True):
         denominators: counts the loss divides by.
         buffer_updates: per buffer the model writes, the program value it becomes after the step.
         outputs: what else the model returns, by name.
+        settings: what forward read of Python and the graphs hold as constants, as text: "<module>:<attribute>", where a
+            number in a module's name is `*` if all of them have the same, or "global <module>:<name>".
+        code: digests of the user's functions that forward and loss function call, by name.
     """
 
     name: str
@@ -148,6 +159,8 @@ class Program(Value, frozen=True, kw_only=True):
     denominators: tuple[Denominator, ...] = ()
     buffer_updates: dict[str, str] = {}
     outputs: dict[str, Output] = {}
+    settings: dict[str, str] = {}
+    code: dict[str, str] = {}
 
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
@@ -157,6 +170,11 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 def master_dtype(precision: str, dtype: str) -> str:
     """Dtype a parameter is updated (and its gradient accumulated) in: float32 master weights under `HALVES`."""
     return "float32" if (precision, dtype) in HALVES.items() else dtype
+
+
+def given_inputs(program: Program) -> tuple[str, ...]:
+    """The batch's inputs that the caller gives: those that are no attributes of the model."""
+    return tuple(name for name, entry in program.batch.items() if not entry.attribute)
 
 
 def trained_params(program: Program, first: int = 0, stop: int | None = None) -> tuple[str, ...]:

@@ -6,7 +6,10 @@ allocated and no kernel runs, so a model on meta of any size is captured in seco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import Tensor, fx, nn
 
@@ -15,10 +18,12 @@ from paraplan.ir.errors import CaptureError
 from paraplan.ir.program import BatchInput, Denominator, LossTerm, ParamSpec, Program, Segment, SegmentKind
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.auxiliary import asides_of, make_outputs, plain, read_asides, wanted_outputs
+from paraplan.ir.trace.carried import Changed, refuse_carried
 from paraplan.ir.trace.clean import clean, drop_idle_detach
 from paraplan.ir.trace.convert import spec_of
 from paraplan.ir.trace.cut import cut
 from paraplan.ir.trace.discover import attach_rules
+from paraplan.ir.trace.dynamic import Attribute, find_attributes
 from paraplan.ir.trace.export import Exported, LossFn, export_loss
 from paraplan.ir.trace.fake import fake_batch, fake_copy, name_inputs, traced_dtype
 from paraplan.ir.trace.fingerprint import fingerprint
@@ -27,6 +32,7 @@ from paraplan.ir.trace.kinds import make_denominator, make_kind
 from paraplan.ir.trace.masks import simplify_masks
 from paraplan.ir.trace.outputs import LossChoice
 from paraplan.ir.trace.precision import lift_to_float64
+from paraplan.ir.trace.reading import Reading, Reads, set_values
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
 from paraplan.ir.trace.substitute import substitute
@@ -46,6 +52,7 @@ def capture(
     batch_dims: dict[str, int | None] | None = None,
     name: str | None = None,
     loss: LossChoice = None,
+    dynamic: Sequence[str] = (),
 ) -> Program:
     """Captures a model's training step at one global batch.
 
@@ -58,13 +65,49 @@ def capture(
         batch_dims: the batch dim of each input, None for inputs equal on every microbatch; dim 0 by default.
         name: what to call the program.
         loss: which of several losses are trained on, with which weights; see `outputs.LossChoice`.
+        dynamic: attributes of the model ("encoder.tau") that are inputs of the program instead of constants.
     Raises:
         CaptureError: the model cannot be captured; names the user's line and the remedy.
     """
+    return capture_with_reads(
+        model, example_inputs, loss_fn=loss_fn, precision=precision, batch_dims=batch_dims, name=name, loss=loss,
+        dynamic=dynamic,
+    )[0]  # fmt: skip
+
+
+@seldom_collected()
+def capture_with_reads(
+    model: nn.Module, example_inputs: dict[str, Tensor] | tuple[object, ...], *, loss_fn: LossFn | None = None,
+    precision: str = "fp32", batch_dims: dict[str, int | None] | None = None, name: str | None = None,
+    loss: LossChoice = None, dynamic: Sequence[str] = (),
+) -> tuple[Program, Reads]:  # fmt: skip
+    """As `capture`, and what was read of objects of this process that no program names (closures, the loss function's
+    modules)."""
+    how = (loss_fn, precision, batch_dims or {}, name, loss, find_attributes(model, dynamic))
     try:
-        return _capture(model, example_inputs, loss_fn, precision, batch_dims or {}, name, loss, keep_outputs=True)
+        return _capture(model, example_inputs, *how, keep_outputs=True)
     except CaptureError:  # an output nobody trains on is no reason to refuse a model
-        return _capture(model, example_inputs, loss_fn, precision, batch_dims or {}, name, loss, keep_outputs=False)
+        return _named_to_blame(lambda attributes: _capture(
+            model, example_inputs, *how[:-1], attributes, keep_outputs=False
+        ), how[-1])  # fmt: skip
+
+
+def _named_to_blame(
+    captured: Callable[[tuple[Attribute, ...]], tuple[Program, Reads]], attributes: tuple[Attribute, ...]
+) -> tuple[Program, Reads]:
+    """What is captured; where only declaring an attribute dynamic makes it fail, the error says which."""
+    try:
+        return captured(attributes)
+    except CaptureError as fault:
+        for each in attributes:
+            with suppress(CaptureError):
+                captured(tuple(other for other in attributes if other is not each))
+                raise CaptureError(
+                    f"self.{each.path} is declared dynamic, so it is a tensor in forward, and its number is needed: "
+                    f"{fault}. Leave it out of dynamic and plan one bucket per value (Buckets.compile with "
+                    f"{{'attributes': {{{each.path!r}: value}}}}), or use it in tensor arithmetic only"
+                ) from None
+        raise
 
 
 def _capture(
@@ -75,17 +118,31 @@ def _capture(
     batch_dims: dict[str, int | None],
     name: str | None,
     loss_choice: LossChoice,
+    attributes: tuple[Attribute, ...],
     keep_outputs: bool,
-) -> Program:
+) -> tuple[Program, Reads]:
     traced_dtype(precision)
     refuse_hooks(model)
     tensors, others = name_inputs(model, example_inputs)
     batch_size, dims = _batch_dims(tensors, batch_dims)
+    dims |= {each.name: None for each in attributes}
     mode = fake_mode()
-    copied = fake_copy(model, precision, mode)
-    batch = fake_batch(tensors, precision, mode)
+    batch = fake_batch(tensors | {each.name: each.value for each in attributes}, precision, mode)
     positional = not isinstance(example_inputs, dict)
-    exported = export_loss(copied, batch, positional, others, loss_fn, mode, loss_choice, keep_outputs, precision)
+
+    def export(changes: Sequence[Changed] = (), values: Mapping[int, object] = MappingProxyType({})) -> _Traced:
+        memo: dict[int, object] = {}
+        copied = fake_copy(model, precision, mode, memo)
+        set_values(memo, changes, values)
+        reading = Reading(copied, loss_fn, memo, model, attributes)
+        exported = export_loss(
+            copied, batch, positional, others, loss_fn, mode, loss_choice, keep_outputs, precision, reading
+        )
+        return _Traced(copied, exported, reading)
+
+    copied, exported, reading = export()
+    refuse_carried(reading.changes, str(exported.graph), lambda values: export(reading.changes, values).outcome)
+    reads = reading.reads(loss_fn, others, loss_choice)
     params, buffers, first_names = _tensors_of(copied, precision)
     if not any(param.trainable for param in params.values()):
         raise CaptureError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
@@ -94,12 +151,17 @@ def _capture(
     kinds, segments, values = _segment(forward, mode, read_asides(wanted))
     denominators, loss = _loss(forward, terms, values, mode)
     used = {param for segment in segments for param in segment.params}
+    declared = {each.name: each.path for each in attributes}
     inputs = {
-        key: BatchInput(spec=TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape)), batch_dim=dims[key])
+        key: BatchInput(
+            spec=TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape)),
+            batch_dim=dims[key],
+            attribute=declared.get(key, ""),
+        )
         for key, x in batch.items()
     }
     ruled, counted = attach_rules(kinds, denominators)
-    return Program(
+    program = Program(
         name=name or type(model).__name__,
         fingerprint=fingerprint(model, precision),
         precision=precision,
@@ -113,7 +175,23 @@ def _capture(
         denominators=counted,
         buffer_updates={key: values[node] for key, node in exported.updates.items()},
         outputs=make_outputs(forward, wanted, values, used, mode),
+        settings=reads.settings,
+        code=reads.code,
     )
+    return program, reads
+
+
+class _Traced(NamedTuple):
+    """An export, the copy it is of, and what it read."""
+
+    copied: nn.Module
+    exported: Exported
+    reading: Reading
+
+    @property
+    def outcome(self) -> tuple[str, Sequence[Changed]]:
+        """The graph as text, and what forward changed."""
+        return str(self.exported.graph), self.reading.changes
 
 
 def _lifted(x: Tensor, precision: str) -> str:
