@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +19,8 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program, given_inputs
 from paraplan.ir.trace import capture, fingerprint
 from paraplan.ir.trace.code import GLOBAL, from_key
+from paraplan.ir.trace.places import outside_value, settings_in, value_at
 from paraplan.ir.trace.reading import ARGUMENT, LOSS, LOSS_FN, code_of, loss_text
-from paraplan.ir.trace.reads import settings_in, value_at
 from paraplan.ir.trace.values import ABSENT, same_text, text_of
 
 
@@ -87,20 +86,13 @@ def _settings(program: Program, model: nn.Module, loss_fn: object) -> Iterator[s
     for key, wanted in program.settings.items():
         if key.startswith(GLOBAL):
             found = from_key(key)
-            text = wanted if found is None else text_of(_value(found))
+            text = wanted if found is None else text_of(outside_value(found))
             if found is not None and not same_text(text, wanted):
                 yield f"{found.where} {text} where the plan has {wanted}"
         elif ":" in key and key not in seen and wanted != repr(ABSENT) and not key.startswith((ARGUMENT, LOSS)):
             yield f"no attribute {key.partition(':')[2]}, which is {wanted} in the plan"
     if loss_fn is not None and program.settings.get(LOSS_FN) not in (None, loss_text(loss_fn)):
         yield f"the loss function {loss_text(loss_fn)} where the plan has {program.settings[LOSS_FN]}"
-
-
-def _value(found: Any) -> object:
-    try:
-        return found.value()
-    except (LookupError, AttributeError, ValueError, TypeError):
-        return ABSENT
 
 
 def _functions(program: Program, model: nn.Module, loss_fn: object) -> list[str]:

@@ -19,9 +19,10 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.program import Program
 from paraplan.ir.trace.code import GLOBAL, Outside, from_key
 from paraplan.ir.trace.dynamic import as_tensor
+from paraplan.ir.trace.places import outside_value, settings_in, value_at
 from paraplan.ir.trace.reading import Reads
-from paraplan.ir.trace.reads import declared_of, settings_in, value_at
-from paraplan.ir.trace.values import ABSENT, is_data, is_plain, same_text, text_of, token
+from paraplan.ir.trace.reads import declared_of
+from paraplan.ir.trace.values import is_data, is_plain, same_text, text_of, token
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OPTION = (bool, int, float, str, type(None))
@@ -46,7 +47,7 @@ class Settings:
         self._modules = [_Module(name, module) for name, module in model.named_modules()]
         globals_ = (from_key(key) for key in program.settings if key.startswith(GLOBAL))
         outside: Iterable[Outside] = self._reads.outside or [each for each in globals_ if each is not None]
-        self._outside = [(each, *_snapshot(_value(each))) for each in outside if is_data(_value(each))]
+        self._outside = [(each, *_snapshot(outside_value(each))) for each in outside if is_data(outside_value(each))]
         self._remember(model)
 
     def _remember(self, model: nn.Module) -> None:
@@ -84,9 +85,10 @@ class Settings:
             if fault := module.fault():
                 raise PlanMismatchError(f"{module.where} {fault}, and {self._again}")
         for each, now_is, said in self._outside:
-            if not now_is(_value(each)):
+            if not now_is(outside_value(each)):
+                now = text_of(outside_value(each))
                 raise PlanMismatchError(
-                    f"{each.where} was {said} when the step was captured and is {text_of(_value(each))} now; set it "
+                    f"{each.where} was {said} when the step was captured and is {now} now; set it "
                     f"back, or make it an attribute of the model and declare it dynamic, or {self._again}"
                 )
 
@@ -133,13 +135,6 @@ def _snapshot(value: object) -> tuple[Callable[[object], bool], str]:
         return lambda now: type(now) is kind and (now is value or bool(now == kept)), text_of(value)
     was = token(value)
     return lambda now: token(now) == was, text_of(value)
-
-
-def _value(each: Outside) -> object:
-    try:
-        return each.value()
-    except (LookupError, AttributeError, ValueError, TypeError):
-        return ABSENT
 
 
 class _Owner:

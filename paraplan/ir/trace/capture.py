@@ -6,43 +6,41 @@ allocated and no kernel runs, so a model on meta of any size is captured in seco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, fx, nn
 
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.program import BatchInput, Denominator, LossTerm, ParamSpec, Program, Segment, SegmentKind
-from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.tensor import COMPLEX, TensorSpec
 from paraplan.ir.trace.auxiliary import asides_of, make_outputs, plain, read_asides, wanted_outputs
-from paraplan.ir.trace.carried import Changed, refuse_carried
 from paraplan.ir.trace.clean import clean, drop_idle_detach
-from paraplan.ir.trace.convert import spec_of
+from paraplan.ir.trace.convert import dtype_text
 from paraplan.ir.trace.cut import cut
 from paraplan.ir.trace.discover import attach_rules
 from paraplan.ir.trace.dynamic import Attribute, find_attributes
-from paraplan.ir.trace.export import Exported, LossFn, export_loss
-from paraplan.ir.trace.fake import fake_batch, fake_copy, name_inputs, traced_dtype
+from paraplan.ir.trace.export import Exported, LossFn
+from paraplan.ir.trace.fake import name_inputs, traced_dtype
 from paraplan.ir.trace.fingerprint import fingerprint
 from paraplan.ir.trace.flow import flows
 from paraplan.ir.trace.kinds import make_denominator, make_kind
 from paraplan.ir.trace.masks import simplify_masks
+from paraplan.ir.trace.mixing import tail_nodes
 from paraplan.ir.trace.outputs import LossChoice
-from paraplan.ir.trace.precision import lift_to_float64
-from paraplan.ir.trace.reading import Reading, Reads, set_values
+from paraplan.ir.trace.precision import lift_to_float64, widened
+from paraplan.ir.trace.quiet import quiet_torch
+from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
 from paraplan.ir.trace.substitute import substitute
 from paraplan.ir.trace.substitute_float8 import convert_linears
 from paraplan.ir.trace.tail import Term, loss_terms
 from paraplan.ir.trace.torch_private import FakeTensorMode, fake_mode
+from paraplan.ir.trace.traced import blaming_attributes, trace_model
 from paraplan.ir.trace.user_functions import refuse_hooks
 
 
-@seldom_collected()
 def capture(
     model: nn.Module,
     example_inputs: dict[str, Tensor] | tuple[object, ...],
@@ -76,6 +74,7 @@ def capture(
 
 
 @seldom_collected()
+@quiet_torch()
 def capture_with_reads(
     model: nn.Module, example_inputs: dict[str, Tensor] | tuple[object, ...], *, loss_fn: LossFn | None = None,
     precision: str = "fp32", batch_dims: dict[str, int | None] | None = None, name: str | None = None,
@@ -83,31 +82,14 @@ def capture_with_reads(
 ) -> tuple[Program, Reads]:  # fmt: skip
     """As `capture`, and what was read of objects of this process that no program names (closures, the loss function's
     modules)."""
-    how = (loss_fn, precision, batch_dims or {}, name, loss, find_attributes(model, dynamic))
+    how = (loss_fn, precision, batch_dims or {}, name, loss)
+    attributes = find_attributes(model, dynamic)
     try:
-        return _capture(model, example_inputs, *how, keep_outputs=True)
+        return _capture(model, example_inputs, *how, attributes, keep_outputs=True)
     except CaptureError:  # an output nobody trains on is no reason to refuse a model
-        return _named_to_blame(lambda attributes: _capture(
-            model, example_inputs, *how[:-1], attributes, keep_outputs=False
-        ), how[-1])  # fmt: skip
-
-
-def _named_to_blame(
-    captured: Callable[[tuple[Attribute, ...]], tuple[Program, Reads]], attributes: tuple[Attribute, ...]
-) -> tuple[Program, Reads]:
-    """What is captured; where only declaring an attribute dynamic makes it fail, the error says which."""
-    try:
-        return captured(attributes)
-    except CaptureError as fault:
-        for each in attributes:
-            with suppress(CaptureError):
-                captured(tuple(other for other in attributes if other is not each))
-                raise CaptureError(
-                    f"self.{each.path} is declared dynamic, so it is a tensor in forward, and its number is needed: "
-                    f"{fault}. Leave it out of dynamic and plan one bucket per value (Buckets.compile with "
-                    f"{{'attributes': {{{each.path!r}: value}}}}), or use it in tensor arithmetic only"
-                ) from None
-        raise
+        return blaming_attributes(
+            lambda given: _capture(model, example_inputs, *how, given, keep_outputs=False), attributes
+        )
 
 
 def _capture(
@@ -126,33 +108,63 @@ def _capture(
     tensors, others = name_inputs(model, example_inputs)
     batch_size, dims = _batch_dims(tensors, batch_dims)
     dims |= {each.name: None for each in attributes}
-    mode = fake_mode()
-    batch = fake_batch(tensors | {each.name: each.value for each in attributes}, precision, mode)
-    positional = not isinstance(example_inputs, dict)
-
-    def export(changes: Sequence[Changed] = (), values: Mapping[int, object] = MappingProxyType({})) -> _Traced:
-        memo: dict[int, object] = {}
-        copied = fake_copy(model, precision, mode, memo)
-        set_values(memo, changes, values)
-        reading = Reading(copied, loss_fn, memo, model, attributes)
-        exported = export_loss(
-            copied, batch, positional, others, loss_fn, mode, loss_choice, keep_outputs, precision, reading
-        )
-        return _Traced(copied, exported, reading)
-
-    copied, exported, reading = export()
-    refuse_carried(reading.changes, str(exported.graph), lambda values: export(reading.changes, values).outcome)
-    reads = reading.reads(loss_fn, others, loss_choice)
+    mode, positional = fake_mode(), not isinstance(example_inputs, dict)
+    copied, batch, exported, reads = trace_model(
+        model, (tensors, others), positional, loss_fn=loss_fn, mode=mode, choice=loss_choice,
+        keep_outputs=keep_outputs, precision=precision, attributes=attributes,
+    )  # fmt: skip
     params, buffers, first_names = _tensors_of(copied, precision)
-    if not any(param.trainable for param in params.values()):
-        raise CaptureError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
+    _check_trainable(model, params, precision)
     forward, terms, extra = _rewrite(exported, params, first_names, precision, mode)
     wanted = wanted_outputs(forward, extra)
-    kinds, segments, values = _segment(forward, mode, read_asides(wanted))
-    denominators, loss = _loss(forward, terms, values, mode)
-    used = {param for segment in segments for param in segment.params}
+    inputs = _inputs_of(batch, dims, attributes, precision)
+    digest = fingerprint(model, precision)
+
+    def program(tail: frozenset[fx.Node]) -> Program:
+        kinds, segments, values = _segment(forward, mode, read_asides(wanted), tail)
+        denominators, loss = _loss(forward, terms, values, mode)
+        used = {param for segment in segments for param in segment.params}
+        ruled, counted = attach_rules(kinds, denominators)
+        return Program(
+            name=name or type(model).__name__,
+            fingerprint=digest,
+            precision=precision,
+            batch_size=batch_size,
+            batch=inputs,
+            params=params,
+            buffers=buffers,
+            kinds=ruled,
+            segments=tuple(segments),
+            loss=tuple(loss),
+            denominators=counted,
+            buffer_updates={key: values[node] for key, node in exported.updates.items()},
+            outputs=make_outputs(forward, wanted, values, used, mode),
+            settings=reads.settings,
+            code=reads.code,
+        )
+
+    made = program(frozenset())
+    tail = tail_nodes(forward, made, mode)
+    return (program(tail) if tail else made), reads
+
+
+def _check_trainable(model: nn.Module, params: Mapping[str, ParamSpec], precision: str) -> None:
+    paired = [name for name, param in params.items() if param.trainable and param.spec.dtype in COMPLEX]
+    if paired and precision == "fp16":
+        raise CaptureError(
+            f"parameter {paired[0]!r} is complex: torch's gradient scaler, which fp16 needs, takes no complex "
+            "gradients; choose precision='bf16' or 'fp32'"
+        )
+    if not any(param.trainable for param in params.values()):
+        raise CaptureError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
+
+
+def _inputs_of(
+    batch: Mapping[str, Tensor], dims: Mapping[str, int | None], attributes: Sequence[Attribute], precision: str
+) -> dict[str, BatchInput]:
+    """The batch as a program says it, attributes that are inputs last."""
     declared = {each.name: each.path for each in attributes}
-    inputs = {
+    return {
         key: BatchInput(
             spec=TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape)),
             batch_dim=dims[key],
@@ -160,42 +172,10 @@ def _capture(
         )
         for key, x in batch.items()
     }
-    ruled, counted = attach_rules(kinds, denominators)
-    program = Program(
-        name=name or type(model).__name__,
-        fingerprint=fingerprint(model, precision),
-        precision=precision,
-        batch_size=batch_size,
-        batch=inputs,
-        params=params,
-        buffers=buffers,
-        kinds=ruled,
-        segments=tuple(segments),
-        loss=tuple(loss),
-        denominators=counted,
-        buffer_updates={key: values[node] for key, node in exported.updates.items()},
-        outputs=make_outputs(forward, wanted, values, used, mode),
-        settings=reads.settings,
-        code=reads.code,
-    )
-    return program, reads
-
-
-class _Traced(NamedTuple):
-    """An export, the copy it is of, and what it read."""
-
-    copied: nn.Module
-    exported: Exported
-    reading: Reading
-
-    @property
-    def outcome(self) -> tuple[str, Sequence[Changed]]:
-        """The graph as text, and what forward changed."""
-        return str(self.exported.graph), self.reading.changes
 
 
 def _lifted(x: Tensor, precision: str) -> str:
-    return "float64" if precision == "fp64" and x.is_floating_point() else spec_of(x).dtype
+    return dtype_text(widened(x.dtype) if precision == "fp64" else x.dtype)
 
 
 def _batch_dims(tensors: dict[str, Tensor], given: dict[str, int | None]) -> tuple[int, dict[str, int | None]]:
@@ -239,9 +219,7 @@ def _tensors_of(model: nn.Module, precision: str) -> tuple[dict[str, ParamSpec],
         return TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape))
 
     params = {
-        name: ParamSpec(
-            spec=lifted(x), trainable=x.requires_grad and x.is_floating_point(), aliases=tuple(aliases[name])
-        )
+        name: ParamSpec(spec=lifted(x), trainable=x.requires_grad, aliases=tuple(aliases[name]))
         for name, x in found.items()
     }
     return params, {name: lifted(x) for name, x in model.named_buffers()}, firsts
@@ -305,10 +283,10 @@ def _join_ties(graph: fx.Graph, names: dict[fx.Node, str], first_names: dict[str
 
 
 def _segment(
-    forward: Forward, mode: FakeTensorMode, read: Iterable[fx.Node]
+    forward: Forward, mode: FakeTensorMode, read: Iterable[fx.Node], tail: frozenset[fx.Node]
 ) -> tuple[list[SegmentKind], list[Segment], dict[fx.Node, str]]:
     """Kinds, segment instances, and the names of their outputs and asides; `read` are values some output reads."""
-    pieces = [make_piece(forward, main) for main in cut(forward)]
+    pieces = [make_piece(forward, main) for main in cut(forward, tail)]
     keys = [signature(forward, piece) for piece in pieces]
     exposed: dict[str, dict[int, None]] = {key: {} for key in keys}
     for node in read:

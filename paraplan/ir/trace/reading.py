@@ -13,7 +13,8 @@ from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.carried import Changed, is_constant, tensors_in
 from paraplan.ir.trace.code import Outside, Reached
 from paraplan.ir.trace.dynamic import Attribute, attributes_set
-from paraplan.ir.trace.reads import Read, Recorder, declared_of, settings_of, value_at
+from paraplan.ir.trace.places import value_at
+from paraplan.ir.trace.reads import Read, Recorder, declared_of, settings_of
 from paraplan.ir.trace.values import ABSENT, CONTAINERS, text_of
 
 

@@ -12,10 +12,8 @@ is a constant made once where there was None.
 
 from __future__ import annotations
 
-import ast
 import copy
 import functools
-import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,9 +22,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from paraplan.ir.program import Program
-from paraplan.ir.trace.code import GLOBAL, Outside, Reached, is_users, read_next
+from paraplan.ir.trace.code import Outside, Reached, is_users, read_next
 from paraplan.ir.trace.dynamic import find_owner
+from paraplan.ir.trace.places import is_slot, outside_value, pattern_of, places, static_of, value_at, where_of
 from paraplan.ir.trace.torch_private import is_fake
 from paraplan.ir.trace.values import ABSENT, CONTAINERS, is_data, is_opaque, is_plain, text_of, token
 
@@ -60,16 +58,7 @@ class Read(NamedTuple):
     @property
     def where(self) -> str:
         """What messages call it."""
-        return _where(self.owner, self.name, self.item, self.place)
-
-
-def value_at(owner: object, name: str, item: tuple[Any, ...] = ()) -> object:
-    """An attribute, or an item of it; `ABSENT` where it is not there."""
-    try:
-        found = getattr(owner, name)
-        return found[item[0]] if item else found
-    except (AttributeError, LookupError, TypeError):
-        return ABSENT
+        return where_of(self.owner, self.name, self.item, self.place)
 
 
 class _Seen(NamedTuple):
@@ -114,7 +103,7 @@ class Recorder:
         try:
             self._watch(nn.Module)
             for each in self._outside.values():
-                self._meet(_value(each), None)
+                self._meet(outside_value(each), None)
             yield
         finally:
             while self._undo:
@@ -162,7 +151,7 @@ class Recorder:
         if type(owner).__module__.startswith(_OURS):
             return
         held = getattr(owner, "__dict__", {})
-        if name not in held and hasattr(_static(type(owner), name), "__get__") and not _is_slot(type(owner), name):
+        if name not in held and hasattr(static_of(type(owner), name), "__get__") and not is_slot(type(owner), name):
             return  # a method, or a property: what it reads is seen itself
         if not is_data(value):
             self._meet(value, self._place(owner, name))
@@ -220,7 +209,7 @@ class Recorder:
                 self._watch(type(value))
 
     def _now(self, each: Outside) -> object:
-        value = _value(each)
+        value = outside_value(each)
         return token(value) if is_data(value) else None
 
     def reads(self) -> list[Read]:
@@ -259,18 +248,12 @@ class Recorder:
 
     def outside(self) -> list[Outside]:
         """The data of globals and closures that the code names."""
-        return [each for each in self._outside.values() if is_data(_value(each)) and not _has_fake(_value(each))]
+        values = [(each, outside_value(each)) for each in self._outside.values()]
+        return [each for each, value in values if is_data(value) and not _has_fake(value)]
 
     def outside_changed(self) -> list[Outside]:
         """Those that differ after the forward."""
         return [each for key, each in self._outside.items() if self._now(each) != self._outside_before[key]]
-
-
-def _value(each: Outside) -> object:
-    try:
-        return each.value()
-    except (LookupError, AttributeError, ValueError, TypeError):
-        return ABSENT
 
 
 def _has_fake(value: object) -> bool:
@@ -288,14 +271,6 @@ def _shown(value: object) -> object:
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return model.named_modules()
-
-
-def _static(cls: type, name: str) -> object:
-    return next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None)
-
-
-def _is_slot(cls: type, name: str) -> bool:
-    return type(_static(cls, name)).__name__ == "member_descriptor"
 
 
 def _set(cls: type, name: str, new: object) -> Callable[[], None]:
@@ -316,14 +291,6 @@ def _caller() -> Any:
     return frame
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-
-
-def pattern_of(name: str) -> str:
-    """A module's name with its numbers left out."""
-    return _NUMBER.sub("*", name)
-
-
 def settings_of(
     model: nn.Module, reads: Sequence[Read], outside: Sequence[Outside]
 ) -> tuple[dict[str, str], tuple[Read, ...]]:
@@ -341,7 +308,7 @@ def settings_of(
     unnamed = tuple(each for each in reads if (id(each.owner), each.name, each.item) not in reached)
     lost = {keys[each.place] for each in unnamed if each.place is not None}
     found = {key: text for key, text in found.items() if key not in lost}
-    found |= {each.key: text_of(_value(each)) for each in outside if each.key}
+    found |= {each.key: text_of(outside_value(each)) for each in outside if each.key}
     return dict(sorted(found.items())), unnamed
 
 
@@ -349,91 +316,3 @@ def declared_of(models: Iterable[nn.Module], paths: Iterable[str]) -> frozenset[
     """(id of the owner, attribute) of declared attributes, in a model and in its copy."""
     found = [find_owner(model, path) for model in models for path in paths]
     return frozenset((id(owner), name) for owner, name in found)
-
-
-class Place(NamedTuple):
-    """Where a program's setting is in a model.
-
-    Attributes:
-        owner, name, item: as of a `Read`.
-        path: from the model, as `dynamic` takes it.
-        where: what messages call it.
-        chain: (owner, attribute) of the objects on the way from the module.
-    """
-
-    owner: Any
-    name: str
-    item: tuple[Any, ...]
-    path: str
-    where: str
-    chain: tuple[tuple[Any, str], ...] = ()
-
-
-def settings_in(model: nn.Module, program: Program) -> Iterator[tuple[str, Place]]:
-    """The places of a program's settings in a model, but for attributes that are its inputs."""
-    declared = {entry.attribute for entry in program.batch.values()}
-    return ((key, place) for key, place in places(model, program.settings) if place.path not in declared)
-
-
-_STEP = re.compile(r"\[((?:'[^']*'|\"[^\"]*\"|[^\]])*)\]|\.?([^.\[\]]+)")
-
-
-def places(model: nn.Module, keys: Iterable[str]) -> Iterator[tuple[str, Place]]:
-    """(key, place) of the settings that are attributes; a key may have several places, or none.
-
-    Nothing of the model is called: properties are no settings.
-    """
-    modules: dict[str, list[tuple[str, nn.Module]]] = {}
-    for name, module in model.named_modules():
-        for key in dict.fromkeys((name, pattern_of(name))):
-            modules.setdefault(key, []).append((name, module))
-    for key in keys:
-        pattern, colon, path = key.partition(":")
-        if not colon or key.startswith(GLOBAL):
-            continue
-        steps = [_item(m[1]) if m[2] is None else m[2] for m in _STEP.finditer(path)]
-        for name, module in modules.get(pattern, ()):
-            found = _walk(module, steps)
-            if found is not None:
-                (owner, attribute, item), chain = found
-                whole = f"{name}.{path}" if name else path
-                yield key, Place(owner, attribute, item, whole, _where(owner, attribute, item, (name, path)), chain)
-
-
-def _item(text: str) -> tuple[Any, ...]:
-    try:
-        return (ast.literal_eval(text),)
-    except (ValueError, SyntaxError):
-        return (text,)
-
-
-def _walk(owner: Any, steps: list[Any]) -> tuple[tuple[Any, str, tuple[Any, ...]], tuple[tuple[Any, str], ...]] | None:
-    """The last owner, attribute and item of a path, and what is on the way; None where it is none of data."""
-    chain: list[tuple[Any, str]] = []
-    for index, step in enumerate(steps):
-        if isinstance(step, tuple):
-            try:
-                owner = owner[step[0]]
-            except (LookupError, TypeError):
-                return None
-            continue
-        static = _static(type(owner), step)
-        held = step in getattr(owner, "__dict__", {})
-        if not held and hasattr(static, "__get__") and not _is_slot(type(owner), step):
-            return None
-        rest = steps[index + 1 :]
-        if not rest or (len(rest) == 1 and isinstance(rest[0], tuple)):
-            return (owner, step, rest[0] if rest else ()), tuple(chain)
-        chain.append((owner, step))
-        owner = value_at(owner, step)
-    return None
-
-
-def _where(owner: object, name: str, item: tuple[Any, ...], place: tuple[str, str] | None) -> str:
-    """What messages call an attribute: "tau of Encoder 'layers.0'"."""
-    shown = name + "".join(f"[{each!r}]" for each in item)
-    if place is None:
-        return f"{shown} of {type(owner).__name__}"
-    module = f" {place[0]!r}" if place[0] else ""
-    inner = f" ({place[1]})" if place[1] != shown else ""
-    return f"{shown} of {type(owner).__name__}{module}{inner}"
