@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ from torch import nn
 
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.program import Program
-from paraplan.ir.trace.code import GLOBAL, Outside, from_key
+from paraplan.ir.trace.code import GLOBAL, from_key
 from paraplan.ir.trace.dynamic import as_tensor
 from paraplan.ir.trace.places import outside_value, settings_in, value_at
 from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.reads import declared_of
-from paraplan.ir.trace.values import is_data, is_plain, same_text, text_of, token
+from paraplan.ir.trace.values import is_plain, same_text, text_of, token
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OPTION = (bool, int, float, str, type(None))
@@ -45,9 +45,12 @@ class Settings:
     ) -> None:  # fmt: skip
         self._model, self._program, self._reads, self._again = weakref.ref(model), program, reads or Reads(), again
         self._modules = [_Module(name, module) for name, module in model.named_modules()]
-        globals_ = (from_key(key) for key in program.settings if key.startswith(GLOBAL))
-        outside: Iterable[Outside] = self._reads.outside or [each for each in globals_ if each is not None]
-        self._outside = [(each, *_snapshot(outside_value(each))) for each in outside if is_data(outside_value(each))]
+        globals_ = ((from_key(key), text) for key, text in program.settings.items() if key.startswith(GLOBAL))
+        outside = self._reads.outside or [(each, text) for each, text in globals_ if each is not None]
+        values = [(each.where, text, each.value()) for each, text in self._reads.live]
+        for where, text, value in (*values, *((each.where, text, outside_value(each)) for each, text in outside)):
+            self._same(where, text, value)
+        self._outside = [(each, *_snapshot(outside_value(each))) for each, _ in outside]
         self._remember(model)
 
     def _remember(self, model: nn.Module) -> None:
@@ -63,7 +66,7 @@ class Settings:
         for _, place in settings_in(model, program):
             found = read.setdefault(id(place.owner), (place.owner, {}))[1]
             found.setdefault((place.name, place.item), _Said(place.where, place.path))
-        for each in self._reads.live:
+        for each, _ in self._reads.live:
             found = read.setdefault(id(each.owner), (each.owner, {}))[1]
             found.setdefault((each.name, each.item), _Said(each.where, None))
         self._owners = [_Owner(owner, said) for owner, said in read.values()]
@@ -92,18 +95,20 @@ class Settings:
                     f"back, or make it an attribute of the model and declare it dynamic, or {self._again}"
                 )
 
+    def _same(self, where: str, was: str, value: object) -> None:
+        now = text_of(value)
+        if not same_text(was, now):
+            raise PlanMismatchError(
+                f"{where} was {was} when the step was captured and is {now} now; set it back, or {self._again}"
+            )
+
     def _follow(self) -> None:
         """An object whose attributes forward reads was put in another's place: equal in them, or refused."""
         model = self._model()
         if model is None:
             return
         for key, place in settings_in(model, self._program):
-            was, now = self._program.settings[key], text_of(value_at(place.owner, place.name, place.item))
-            if not same_text(was, now):
-                raise PlanMismatchError(
-                    f"{place.where} was {was} when the step was captured and is {now} now; set it back, or "
-                    f"{self._again}"
-                )
+            self._same(place.where, self._program.settings[key], value_at(place.owner, place.name, place.item))
         self._reads = self._reads._replace(links=(), live=())
         self._remember(model)
 

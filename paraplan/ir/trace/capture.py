@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, fx, nn
 
 from paraplan.ir.collecting import seldom_collected
@@ -33,12 +34,15 @@ from paraplan.ir.trace.quiet import quiet_torch
 from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
+from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.substitute import substitute
 from paraplan.ir.trace.substitute_float8 import convert_linears
 from paraplan.ir.trace.tail import Term, loss_terms
 from paraplan.ir.trace.torch_private import FakeTensorMode, fake_mode
 from paraplan.ir.trace.traced import blaming_attributes, trace_model
 from paraplan.ir.trace.user_functions import refuse_hooks
+
+aten = torch.ops.aten
 
 
 def capture(
@@ -265,8 +269,23 @@ def _rewrite(
     idle = asides_of(graph, ends)
     extra = list(graph.output_node().args[0][len(ends) :])  # type: ignore[index]
     roots = tuple(dict.fromkeys((*(term.numerator for term in terms), *updates.values())))
+    _refuse_numbers(graph)
     forward = Forward(graph, names, constants, found, roots, idle)
     return forward, terms, dict(zip(exported.outputs, extra, strict=True))
+
+
+def _refuse_numbers(graph: fx.Graph) -> None:
+    """Numbers that are read out of tensors, which no graph has.
+
+    Raises:
+        CaptureError: there is one; names the line.
+    """
+    for node in graph.nodes:
+        if node.target in (aten._local_scalar_dense.default, aten.item.default):
+            raise CaptureError(
+                f"{line_of_stack(node.meta.get('stack_trace')) or 'somewhere in the forward'}: a Python number or a "
+                "shape depends on tensor data; keep values as tensors instead of .item(), and sizes fixed"
+            )
 
 
 def _join_ties(graph: fx.Graph, names: dict[fx.Node, str], first_names: dict[str, str]) -> None:

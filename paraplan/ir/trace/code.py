@@ -86,11 +86,17 @@ class Reached:
 
     Args:
         roots: functions, modules, or whatever is called.
+
+    Attributes:
+        functions: by id.
+        outside: what they name of globals and closures.
+        objects: what stands before a dot in those names.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.functions: dict[int, Any] = {}
         self.outside: dict[tuple[int, tuple[Any, ...]], Outside] = {}
+        self.objects: dict[int, object] = {}
         self._named: dict[str, list[Any]] = {}
         self._mentioned: set[str] = set()
         self._classes: set[type] = set()
@@ -180,6 +186,7 @@ class Reached:
         except (KeyError, AttributeError, ValueError):
             return
         for step in path[1:]:
+            self.objects[id(found)] = found
             if isinstance(found, types.ModuleType) and is_library(found):
                 return
             if isinstance(step, tuple) != isinstance(found, (dict, list, tuple)) or isinstance(found, nn.Module):

@@ -13,7 +13,7 @@ from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.carried import Changed, is_constant, tensors_in
 from paraplan.ir.trace.code import Outside, Reached
 from paraplan.ir.trace.dynamic import Attribute, attributes_set
-from paraplan.ir.trace.places import value_at
+from paraplan.ir.trace.places import outside_value, value_at
 from paraplan.ir.trace.reads import Read, Recorder, declared_of, settings_of
 from paraplan.ir.trace.values import ABSENT, CONTAINERS, text_of
 
@@ -23,15 +23,15 @@ class Reads(NamedTuple):
 
     Attributes:
         settings, code: as a `Program` keeps them.
-        live: of objects of this process that no program names.
+        live: of objects of this process that no program names, with what was read as text.
+        outside: globals and closures, as this process has them, likewise.
         links: (owner, attribute) that hold objects whose attributes were read.
-        outside: globals and closures, as this process has them.
     """
 
     settings: dict[str, str] = {}
     code: dict[str, str] = {}
-    live: tuple[Read, ...] = ()
-    outside: tuple[Outside, ...] = ()
+    live: tuple[tuple[Read, str], ...] = ()
+    outside: tuple[tuple[Outside, str], ...] = ()
     links: tuple[tuple[Any, str], ...] = ()
 
 
@@ -87,7 +87,9 @@ class Reading:
         settings |= {f"{ARGUMENT}{name}": text_of(value) for name, value in others.items()}
         settings |= {LOSS: repr(choice)} if choice is not None else {}
         settings |= {LOSS_FN: loss_text(loss_fn)} if loss_fn is not None else {}
-        return Reads(settings, code_of(model, loss_fn), unnamed, tuple(outside), self.recorder.linked())
+        live = tuple((each, text_of(each.value())) for each in unnamed)
+        around = tuple((each, text_of(outside_value(each))) for each in outside)
+        return Reads(settings, code_of(model, loss_fn), live, around, self.recorder.linked())
 
     def parted(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The inputs that the caller gives, and the declared attributes by path."""

@@ -104,6 +104,8 @@ class Recorder:
             self._watch(nn.Module)
             for each in self._outside.values():
                 self._meet(outside_value(each), None)
+            for found in (*self.reached.objects.values(), *self.loss_reached.objects.values()):
+                self._meet(found, None)
             yield
         finally:
             while self._undo:
