@@ -102,6 +102,10 @@ ScheduleName = Annotated[
 StageBounds = Annotated[
     str | None, typer.Option(metavar="A:B,B:C", help="With --pp: segments of the stages; cut evenly if not given.")
 ]
+Dynamic = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="An attribute (tau, encoder.tau) that training changes: an input; repeatable."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
@@ -151,6 +155,7 @@ def plan(
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     overlap: Overlap = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile; priced as fused.")] = False,
+    dynamic: Dynamic = None,
     recompute: Recompute = None,
     offload: Offload = "none",
     offload_states: OffloadStates = None,
@@ -175,7 +180,8 @@ def plan(
         found = _part("compile")(
             made.model, cluster, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer,
             precision=precision, batch=8 if batch is None else batch, seq=_sequence(made.model, seq),
-            time_limit_s=time_limit, progress=tell, profile=profile, profile_any=profile_any, **pins,
+            time_limit_s=time_limit, progress=tell, profile=profile, profile_any=profile_any, dynamic=dynamic or (),
+            **pins,
         )  # fmt: skip
         if output is not None:
             found.save(output)

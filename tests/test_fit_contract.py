@@ -123,7 +123,7 @@ def widen(model: Any) -> None:
         (hook, "'head' has other hooks"),
         (unfreeze, "'frozen.weight' requires a gradient now"),
         (halve, "'frozen.weight' is float16.* planned for float64.*call fit again"),
-        (widen, r"'head.weight' is float64\(4, 8\).*call fit again"),
+        (widen, r"has another module 'head' than .* or call fit again"),
     ],
 )
 def test_a_model_that_changed_is_refused(fitted: FittedModule, change: Callable[[Any], None], said: str) -> None:

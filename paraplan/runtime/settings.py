@@ -86,7 +86,7 @@ class Settings:
                 self._refuse(owner, (_MODE,) if evaluating else ())
         for module in self._modules:
             if fault := module.fault():
-                raise PlanMismatchError(f"{module.where} {fault}, and {self._again}")
+                raise PlanMismatchError(f"{module.where} {fault} {self._again}")
         for each, now_is, said in self._outside:
             if not now_is(outside_value(each)):
                 now = text_of(outside_value(each))
@@ -231,14 +231,14 @@ class _Module:
         if self._hooks_of(module) != self._hooks:
             return (
                 "has other hooks than when the step was captured, and a captured step runs those of then; register "
-                "them before"
+                "them before, and"
             )
         held = module._modules
         if len(held) != len(self._children):
-            return "has other modules than when the step was captured; put them back"
+            return "has other modules than when the step was captured; put them back, or"
         for key, child in self._children:
             if held.get(key) is not child():
-                return f"has another module {key!r} than when the step was captured; put that back"
+                return f"has another module {key!r} than when the step was captured; put that back, or"
         return ""
 
 
