@@ -22,6 +22,7 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.trace.dynamic import with_attributes
 from paraplan.jobs.check import Errors, SingleDevice
 from paraplan.jobs.data import RandomBatches, TextBatches
 from paraplan.jobs.identity import check_model
@@ -168,7 +169,7 @@ def run(
     result = RunResult(predicted_peak_bytes=max(peaks))
     times = []
     for step in range(options.steps):
-        batch = batches(step)
+        batch = with_attributes(plan.program, made.model, batches(step))
         started = time.perf_counter()
         trainer.record = step == recorded
         loss = float(trainer.step(batch))

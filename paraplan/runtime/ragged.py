@@ -123,6 +123,8 @@ def padding(key: _Key) -> Padding:
                 "of valid labels, so that padding would count in it"
             )
         for source in program.denominators[term.denominator or 0].inputs:
+            if not source.startswith("batch:"):
+                continue
             name = source.removeprefix("batch:")
             if labels.setdefault(name, ignored) != ignored:
                 return Padding(reason=f"{name} is ignored at {labels[name]} by one loss and at {ignored} by another")
