@@ -169,9 +169,9 @@ def plan(
     gc.set_threshold(*RARELY)  # the imports of torch and transformers too
     pins = {
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
-        "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
-        "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
-        "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap, "compiled": compiled,
+        "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "dynamic": dynamic or (),
+        "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "microbatches": microbatches,
+        "offload": offload, "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")
@@ -180,8 +180,7 @@ def plan(
         found = _part("compile")(
             made.model, cluster, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer,
             precision=precision, batch=8 if batch is None else batch, seq=_sequence(made.model, seq),
-            time_limit_s=time_limit, progress=tell, profile=profile, profile_any=profile_any, dynamic=dynamic or (),
-            **pins,
+            time_limit_s=time_limit, progress=tell, profile=profile, profile_any=profile_any, compiled=compiled, **pins,
         )  # fmt: skip
         if output is not None:
             found.save(output)
