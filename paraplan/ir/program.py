@@ -144,6 +144,9 @@ class Program(Value, frozen=True, kw_only=True):
         settings: what forward read of Python and the graphs hold as constants, as text: "<module>:<attribute>", where a
             number in a module's name is `*` if all of them have the same, or "global <module>:<name>".
         code: digests of the user's functions that forward and loss function call, by name.
+        apart: how many microbatches a step takes, each of which is a batch of the program by itself: ops that mix
+            samples see one microbatch alone, buffers are written once a microbatch, and the loss is the mean over
+            microbatches. 1: the program's batch is the step's, however many microbatches share it.
     """
 
     name: str
@@ -161,6 +164,26 @@ class Program(Value, frozen=True, kw_only=True):
     outputs: dict[str, Output] = {}
     settings: dict[str, str] = {}
     code: dict[str, str] = {}
+    apart: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Size of the batch dims of a step."""
+        return self.batch_size * self.apart
+
+    @property
+    def num_seeds(self) -> int:
+        """Random seeds of a step: of every segment, of one microbatch after another where they are apart."""
+        return len(self.segments) * self.apart
+
+    @property
+    def step_batch(self) -> dict[str, BatchInput]:
+        """The tensors of a step's batch."""
+        return {name: _times(entry, self.apart) for name, entry in self.batch.items()}
+
+    def shares(self, num_microbatches: int) -> int:
+        """Into how many microbatches the program's own batch is cut: the extent of the microbatch axis."""
+        return 1 if self.apart > 1 else num_microbatches
 
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
@@ -172,9 +195,16 @@ def master_dtype(precision: str, dtype: str) -> str:
     return "float32" if (precision, dtype) in HALVES.items() else dtype
 
 
-def given_inputs(program: Program) -> tuple[str, ...]:
-    """The batch's inputs that the caller gives: those that are no attributes of the model."""
-    return tuple(name for name, entry in program.batch.items() if not entry.attribute)
+def given_inputs(program: Program) -> dict[str, BatchInput]:
+    """The inputs of a step's batch that the caller gives: those that are no attributes of the model."""
+    return {name: entry for name, entry in program.step_batch.items() if not entry.attribute}
+
+
+def _times(entry: BatchInput, count: int) -> BatchInput:
+    shape = tuple(n * count if dim == entry.batch_dim else n for dim, n in enumerate(entry.spec.shape))
+    return BatchInput(
+        spec=TensorSpec(entry.spec.dtype, shape), batch_dim=entry.batch_dim, attribute=entry.attribute
+    )  # fmt: skip
 
 
 def trained_params(program: Program, first: int = 0, stop: int | None = None) -> tuple[str, ...]:

@@ -113,14 +113,14 @@ def _captures_alike(program: Program, model: nn.Module, loss_fn: object) -> bool
             key.removeprefix(ARGUMENT): ast.literal_eval(settings[key]) for key in settings if key[:9] == ARGUMENT
         }
         choice = ast.literal_eval(settings[LOSS]) if LOSS in settings else None
-        specs = {name: program.batch[name].spec for name in given_inputs(program)}
+        inputs = given_inputs(program)
         batch = {
-            name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-            for name, spec in specs.items()
+            name: torch.empty(entry.spec.shape, dtype=getattr(torch, entry.spec.dtype), device="meta")
+            for name, entry in inputs.items()
         }
         found = capture(
             model, {**batch, **others}, loss_fn=loss_fn, precision=program.precision, loss=choice,  # type: ignore[arg-type]
-            batch_dims={name: program.batch[name].batch_dim for name in batch},
+            batch_dims={name: entry.batch_dim for name, entry in inputs.items()}, per_microbatch=program.apart,
             dynamic=[entry.attribute for entry in program.batch.values() if entry.attribute],
         )  # fmt: skip
     except (ParaplanError, ValueError, SyntaxError):

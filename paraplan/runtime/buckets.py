@@ -47,7 +47,7 @@ def check_buckets(plans: Sequence[Plan]) -> None:
 
 def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Shapes of what a plan's batch is given."""
-    return {name: plan.program.batch[name].spec.shape for name in given_inputs(plan.program)}
+    return {name: entry.spec.shape for name, entry in given_inputs(plan.program).items()}
 
 
 class BucketTrainer:

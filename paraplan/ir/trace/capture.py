@@ -22,7 +22,7 @@ from paraplan.ir.trace.cut import cut
 from paraplan.ir.trace.discover import attach_rules
 from paraplan.ir.trace.dynamic import Attribute, find_attributes
 from paraplan.ir.trace.export import Exported, LossFn
-from paraplan.ir.trace.fake import name_inputs, traced_dtype
+from paraplan.ir.trace.fake import name_inputs, of_microbatch, traced_dtype
 from paraplan.ir.trace.fingerprint import fingerprint
 from paraplan.ir.trace.flow import flows
 from paraplan.ir.trace.kinds import make_denominator, make_kind
@@ -55,6 +55,7 @@ def capture(
     name: str | None = None,
     loss: LossChoice = None,
     dynamic: Sequence[str] = (),
+    per_microbatch: int = 1,
 ) -> Program:
     """Captures a model's training step at one global batch.
 
@@ -68,12 +69,13 @@ def capture(
         name: what to call the program.
         loss: which of several losses are trained on, with which weights; see `outputs.LossChoice`.
         dynamic: attributes of the model ("encoder.tau") that are inputs of the program instead of constants.
+        per_microbatch: so many microbatches are batches by themselves (`Program.apart`): the program is that of one.
     Raises:
         CaptureError: the model cannot be captured; names the user's line and the remedy.
     """
     return capture_with_reads(
         model, example_inputs, loss_fn=loss_fn, precision=precision, batch_dims=batch_dims, name=name, loss=loss,
-        dynamic=dynamic,
+        dynamic=dynamic, per_microbatch=per_microbatch,
     )[0]  # fmt: skip
 
 
@@ -82,11 +84,11 @@ def capture(
 def capture_with_reads(
     model: nn.Module, example_inputs: dict[str, Tensor] | tuple[object, ...], *, loss_fn: LossFn | None = None,
     precision: str = "fp32", batch_dims: dict[str, int | None] | None = None, name: str | None = None,
-    loss: LossChoice = None, dynamic: Sequence[str] = (),
+    loss: LossChoice = None, dynamic: Sequence[str] = (), per_microbatch: int = 1,
 ) -> tuple[Program, Reads]:  # fmt: skip
     """As `capture`, and what was read of objects of this process that no program names (closures, the loss function's
     modules)."""
-    how = (loss_fn, precision, batch_dims or {}, name, loss)
+    how = (loss_fn, precision, batch_dims or {}, name, loss, per_microbatch)
     attributes = find_attributes(model, dynamic)
     try:
         return _capture(model, example_inputs, *how, attributes, keep_outputs=True)
@@ -104,13 +106,15 @@ def _capture(
     batch_dims: dict[str, int | None],
     name: str | None,
     loss_choice: LossChoice,
+    apart: int,
     attributes: tuple[Attribute, ...],
     keep_outputs: bool,
 ) -> tuple[Program, Reads]:
     traced_dtype(precision)
     refuse_hooks(model)
     tensors, others = name_inputs(model, example_inputs)
-    batch_size, dims = _batch_dims(tensors, batch_dims)
+    rows, dims = _batch_dims(tensors, batch_dims)
+    batch_size, tensors = of_microbatch(tensors, rows, dims, apart)
     dims |= {each.name: None for each in attributes}
     mode, positional = fake_mode(), not isinstance(example_inputs, dict)
     copied, batch, exported, reads = trace_model(
@@ -118,7 +122,7 @@ def _capture(
         keep_outputs=keep_outputs, precision=precision, attributes=attributes,
     )  # fmt: skip
     params, buffers, first_names = _tensors_of(copied, precision)
-    _check_trainable(model, params, precision)
+    _check_trained(params, precision, type(model).__name__)
     forward, terms, extra = _rewrite(exported, params, first_names, precision, mode)
     wanted = wanted_outputs(forward, extra)
     inputs = _inputs_of(batch, dims, attributes, precision)
@@ -145,22 +149,12 @@ def _capture(
             outputs=make_outputs(forward, wanted, values, used, mode),
             settings=reads.settings,
             code=reads.code,
+            apart=apart,
         )
 
     made = program(frozenset())
     tail = tail_nodes(forward, made, mode)
     return (program(tail) if tail else made), reads
-
-
-def _check_trainable(model: nn.Module, params: Mapping[str, ParamSpec], precision: str) -> None:
-    paired = [name for name, param in params.items() if param.trainable and param.spec.dtype in COMPLEX]
-    if paired and precision == "fp16":
-        raise CaptureError(
-            f"parameter {paired[0]!r} is complex: torch's gradient scaler, which fp16 needs, takes no complex "
-            "gradients; choose precision='bf16' or 'fp32'"
-        )
-    if not any(param.trainable for param in params.values()):
-        raise CaptureError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
 
 
 def _inputs_of(
@@ -176,6 +170,18 @@ def _inputs_of(
         )
         for key, x in batch.items()
     }
+
+
+def _check_trained(params: Mapping[str, ParamSpec], precision: str, name: str) -> None:
+    """Something trains, and what does can be scaled."""
+    paired = [key for key, param in params.items() if param.trainable and param.spec.dtype in COMPLEX]
+    if paired and precision == "fp16":
+        raise CaptureError(
+            f"parameter {paired[0]!r} is complex: torch's gradient scaler, which fp16 needs, takes no complex "
+            "gradients; choose precision='bf16' or 'fp32'"
+        )
+    if not any(param.trainable for param in params.values()):
+        raise CaptureError(f"{name} has no trainable parameter; set requires_grad on some")
 
 
 def _lifted(x: Tensor, precision: str) -> str:
