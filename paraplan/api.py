@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from paraplan import __version__
 from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.predict import predict, simulate_plan, with_reserved
 from paraplan.cost_models.simulate import Simulation
@@ -28,7 +29,7 @@ from paraplan.ir.schedule import split_classes
 from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.files import profile_for, read_plan, write_plan
-from paraplan.jobs.versions import versions
+from paraplan.jobs.versions import library_versions
 from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
 from paraplan.report.memory import MemoryTold, memory_told
@@ -395,3 +396,8 @@ def _optimizer(name: str) -> ir_plan.Optimizer:
     if found is None:
         raise ConstraintError(f"optimizer {name!r} is unknown; choose one of {', '.join(ir_plan.OPTIMIZERS)}")
     return found
+
+
+def versions() -> dict[str, str]:
+    """Of paraplan and the libraries that shape a plan, as far as they are installed."""
+    return {"paraplan": __version__, **library_versions()}
