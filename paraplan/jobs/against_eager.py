@@ -132,7 +132,7 @@ class AgainstEager:
         verdict = self._judge(found, runs, drawn)
         if self.num_draws and (runs.unmatched or not verdict.holds):
             shared = shared_draws(self.program)
-            same = [SHARED_SEED] * len(self.program.segments)
+            same = [SHARED_SEED] * self.program.num_seeds
             again = self._take(batch, params, buffers, None)
             words = f"the captured program on one device, all random draws of a shape alike ({runs.unmatched})"
             other = self._judge(captured(shared, same), again, words)
