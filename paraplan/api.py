@@ -185,18 +185,9 @@ class Plan:
                 another number of processes or kind of device than the plan's.
         """
         return _part("make_trainer")(  # type: ignore[no-any-return]
-            self.data,
-            self.programs,
-            model,
-            seed=seed,
-            record=record,
-            compile_blocks=compile,
-            weights=weights,
-            offload_folder=offload_folder,
-            paced=paced,
-            loss_fn=loss_fn,
-            reads=self.reads,
-        )
+            self.data, self.programs, model, seed=seed, record=record, compile_blocks=compile, weights=weights,
+            offload_folder=offload_folder, paced=paced, loss_fn=loss_fn, reads=self.reads,
+        )  # fmt: skip
 
     def check(
         self, model: nn.Module, batches: Sequence[Mapping[str, Any]], *, loss_fn: Callable[..., Any] | None = None,
@@ -292,10 +283,10 @@ def compile(
     stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1, compiled: bool = False,
     microbatches: int | None = None, per_microbatch: bool = False,
     memory: int | str | None = None, memory_reserve: int | str = 0, recompute: str | None = None,
-    offload: str = "none", offload_states: str | None = None,
-    delayed_update: bool | int | None = None, params: Mapping[str, str] | None = None,
+    offload: str = "none", offload_states: str | None = None, delayed_update: bool | int | None = None,
+    params: Mapping[str, str] | None = None, dynamic: Sequence[str] = (),
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
-    profile_any: bool = False, dynamic: Sequence[str] = (),
+    profile_any: bool = False,
 ) -> Plan:  # fmt: skip
     """Plan how a model trains on a cluster.
 
@@ -329,8 +320,7 @@ def compile(
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
         profile, profile_any: measured times (`paraplan profile`); another device's or torch's too, said in the plan.
-        dynamic: attributes that the training loop changes ("tau", "encoder.tau": numbers or tensors): inputs of a step,
-            read from the model that `executable` is given. Others that forward reads must stay as they are.
+        dynamic: attributes that the training loop changes ("tau", "encoder.tau"): inputs; others must not be changed.
     Raises:
         CaptureError, ConstraintError: the model cannot be captured; choices contradict each other, batch or cluster.
         InfeasibleError, SolverLimitError, ProfileError: proved that no plan fits; out of time; no times that fit.

@@ -21,7 +21,7 @@ from paraplan.ir.trace.recurrent import unrolled
 from paraplan.ir.trace.source import line_of_error
 from paraplan.ir.trace.state import assignments_written
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, lazy_modules
-from paraplan.ir.trace.user_functions import no_outside_numbers, recorded_functions
+from paraplan.ir.trace.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 
 LossFn = Callable[[object, dict[str, Tensor]], Tensor | dict[str, Tensor] | tuple[Tensor, ...]]
 _PREFIX = "model."
@@ -72,7 +72,8 @@ class _WithLoss(nn.Module):
     ):
         super().__init__()
         self.model = model
-        self._names, self._positional, self._others, self._loss_fn = names, positional, others, loss_fn
+        self._names, self._positional, self._others = names, positional, others
+        self._loss_of = () if loss_fn is None else (loss_fn,)  # in a tuple, lest a module becomes part of the model
         self._choose, self._precision, self._reading = choose, precision, reading
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
@@ -81,14 +82,14 @@ class _WithLoss(nn.Module):
         with assignments_written(self.model), self._reading.of(as_computed(attributes, self._precision)):
             output = self._call(batch)
         losses = output
-        if self._loss_fn is not None:
+        for loss_fn in self._loss_of:
             with self._reading.of(attributes):
-                losses = self._loss_fn(output, batch)
-        return [*self._choose(losses, output, self._loss_fn is not None), *self._reading.left()]
+                losses = loss_fn(output, batch)
+        return [*self._choose(losses, output, bool(self._loss_of)), *self._reading.left()]
 
     def _call(self, batch: dict[str, Tensor]) -> object:
         taken = as_computed(batch, self._precision)
-        args, kwargs = arguments(self.model, taken, self._others, self._positional, self._loss_fn is not None)
+        args, kwargs = arguments(self.model, taken, self._others, self._positional, bool(self._loss_of))
         return self.model(*args, **kwargs)
 
 
@@ -138,7 +139,7 @@ def export_loss(
     wrapped.training = model.training  # its own alone: parts of a model may be in another mode
     with mode, eager_masks(batch), lazy_modules(), recorded_functions() as functions:
         try:
-            with no_outside_numbers(), reading.watching():
+            with no_outside_numbers(), NoOutsideGradients(), reading.watching():
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             _keep_no_grad(program.graph_module)
             program = functional(program) or program.run_decompositions(unrolled())
