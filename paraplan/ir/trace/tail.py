@@ -112,8 +112,10 @@ def _copied(node: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter) -> fx
 
 
 def _cast(node: fx.Node, loss: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter) -> fx.Node:
-    """A node in the dtype of the loss, where an addition has widened it; never in a narrower one: a half holds no count,
-    and a sum over shards is no sum once it is rounded."""
+    """A node in the dtype of the loss, where an addition has widened it.
+
+    Never in a narrower one: a half holds no count, and a sum over shards is no sum once it is rounded.
+    """
     own = value_of(node).dtype
     wide = torch.promote_types(own, value_of(loss).dtype)
     wanted = wide if own.is_floating_point else torch.promote_types(wide, torch.float32)
