@@ -139,16 +139,17 @@ def run(plan: Plan, built: Built, wanted: Reference) -> str:
     programs = verify_plan(plan)
     trainer = InProcessTrainer(plan, programs, [build_modules(program) for program in programs], built.model)
     first = {name: lifted(x) for name, x in built.model.named_buffers()}
+    unheld = {name: lifted(x.detach()) for name, x in built.model.named_parameters()}  # what no loss reads
     for step in range(STEPS):
         trainer.record = step == STEPS - 1
         loss = float(trainer.step(_lifted(built.batch)))
         faults = {f"loss of step {step}": relative(loss, wanted.losses[step])}
         faults[f"gradients of step {step}"] = _error(trainer.grads(), wanted.grads[step])
         trainer.apply_optimizer(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
-        faults[f"parameters after step {step}"] = _error(trainer.params(), wanted.params[step])
+        faults[f"parameters after step {step}"] = _error(unheld | trainer.params(), wanted.params[step])
         for rank in range(len(trainer.ranks)):
-            held = first | trainer.buffers(rank)
             theirs = {name: x for name, x in wanted.buffers[step].items() if _speaks(trainer, rank, name)}
+            held = {name: x for name, x in (first | trainer.buffers(rank)).items() if name in theirs}
             faults[f"buffers after step {step}"] = max(
                 faults.get(f"buffers after step {step}", 0.0), _error(held, theirs)
             )

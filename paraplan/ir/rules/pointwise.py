@@ -154,6 +154,14 @@ def mse_loss_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return replicated(inputs, outputs) if op.args[3] == 1 else _dims(inputs, outputs, ())
 
 
+@register("aten.binary_cross_entropy.default", "aten.binary_cross_entropy_backward.default", strides="elementwise")
+def binary_cross_entropy(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """Elementwise; capture writes sums and means out, so one that reduces is not worth more."""
+    place = 3 + op.target.endswith("_backward.default")
+    reduces = op.kwargs.get("reduction", op.args[place] if len(op.args) > place else 1) != 0
+    return replicated(inputs, outputs) if reduces else _dims(inputs, outputs, ())
+
+
 @register(*ROW_MAJOR)
 @register(*NONLINEAR, strides="elementwise")
 def nonlinear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.graph import Phase
+from paraplan.ir.micro import splittable
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.trace import capture
 
@@ -143,6 +144,34 @@ def test_elementwise_losses_become_sums(name: str) -> None:
 
     program, _ = check(Model(), X, loss_fn)
     assert not any(name in op.target for kind in program.kinds for op in kind.graph.ops)
+
+
+CLASS_LOSSES = {
+    "per sample": lambda out, y: (F.cross_entropy(out, y, reduction="none") * torch.arange(1.0, 7.0)).mean(),
+    "focal": lambda out, y: ((1 - torch.exp(-F.cross_entropy(out, y, reduction="none"))) ** 2).sum(),
+    "per sample, smoothed": lambda out, y: F.cross_entropy(out, y, reduction="none", label_smoothing=0.2).square().mean(),
+    "shares": lambda out, y: F.cross_entropy(out, out.detach().softmax(-1), label_smoothing=0.1),
+    "weighted shares": lambda out, y: F.cross_entropy(out, out.detach().softmax(-1), torch.arange(1.0, 9.0)),
+    "log likelihood": lambda out, y: F.nll_loss(out.log_softmax(-1), y, ignore_index=2),
+    "weighted log likelihood": lambda out, y: F.nll_loss(out.log_softmax(-1), y, torch.arange(1.0, 9.0), reduction="sum"),
+    "log likelihood of rows": lambda out, y: F.nll_loss(
+        out.view(2, 3, 8).log_softmax(-1).transpose(1, 2), y.view(2, 3), reduction="none"
+    ).square().mean(),
+    "binary": lambda out, y: F.binary_cross_entropy(out.sigmoid(), (out.detach() > 0).to(out.dtype)),
+    "weighted binary": lambda out, y: F.binary_cross_entropy(
+        out.sigmoid(), out.detach().sigmoid(), torch.arange(1.0, 9.0), reduction="sum"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASS_LOSSES)
+def test_losses_of_classes_split_over_the_batch(name: str) -> None:
+    class Model(Base):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return CLASS_LOSSES[name](self.b(self.a(x)), y)
+
+    program, _ = check(Model(), {**X, "y": torch.tensor([0, 1, 2, 3, 4, 5])})
+    assert splittable(program, 2) and splittable(program, 3)
 
 
 def test_loss_of_several_terms() -> None:
