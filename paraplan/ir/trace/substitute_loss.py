@@ -88,8 +88,9 @@ def _over_valid(
 
 def _binary_cross_entropy(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     """torch's own op, elementwise: logarithms are clamped there, and their gradients otherwise."""
-    args = found["self"], found["target"], found["weight"]
-    rows = rewriter.call(node, aten.binary_cross_entropy.default, *args, NONE)
+    rows = rewriter.call(node, aten.binary_cross_entropy.default, found["self"], found["target"], None, NONE)
+    if found["weight"] is not None:
+        rows = rewriter.call(node, aten.mul.Tensor, rows, found["weight"])
     return _reduced(rewriter, node, rows, found["reduction"])
 
 

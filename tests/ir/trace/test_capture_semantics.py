@@ -147,19 +147,19 @@ def test_elementwise_losses_become_sums(name: str) -> None:
 
 
 CLASS_LOSSES = {
-    "per sample": lambda out, y: (F.cross_entropy(out, y, reduction="none") * torch.arange(1.0, 7.0)).mean(),
+    "per sample": lambda out, y: (F.cross_entropy(out, y, reduction="none") * torch.arange(1.0, 7.0, dtype=out.dtype)).mean(),
     "focal": lambda out, y: ((1 - torch.exp(-F.cross_entropy(out, y, reduction="none"))) ** 2).sum(),
     "per sample, smoothed": lambda out, y: F.cross_entropy(out, y, reduction="none", label_smoothing=0.2).square().mean(),
     "shares": lambda out, y: F.cross_entropy(out, out.detach().softmax(-1), label_smoothing=0.1),
-    "weighted shares": lambda out, y: F.cross_entropy(out, out.detach().softmax(-1), torch.arange(1.0, 9.0)),
+    "weighted shares": lambda out, y: F.cross_entropy(out, out.detach().softmax(-1), torch.arange(1.0, 9.0, dtype=out.dtype)),
     "log likelihood": lambda out, y: F.nll_loss(out.log_softmax(-1), y, ignore_index=2),
-    "weighted log likelihood": lambda out, y: F.nll_loss(out.log_softmax(-1), y, torch.arange(1.0, 9.0), reduction="sum"),
+    "weighted log likelihood": lambda out, y: F.nll_loss(out.log_softmax(-1), y, torch.arange(1.0, 9.0, dtype=out.dtype), reduction="sum"),
     "log likelihood of rows": lambda out, y: F.nll_loss(
         out.view(2, 3, 8).log_softmax(-1).transpose(1, 2), y.view(2, 3), reduction="none"
     ).square().mean(),
     "binary": lambda out, y: F.binary_cross_entropy(out.sigmoid(), (out.detach() > 0).to(out.dtype)),
     "weighted binary": lambda out, y: F.binary_cross_entropy(
-        out.sigmoid(), out.detach().sigmoid(), torch.arange(1.0, 9.0), reduction="sum"
+        out.sigmoid(), out.detach().sigmoid(), torch.arange(1.0, 9.0, dtype=out.dtype), reduction="sum"
     ),
 }  # fmt: skip
 
