@@ -1,15 +1,16 @@
 """Whole models drawn at random, each under plans drawn at random, against the model trained by torch alone.
 
-A model is a seed's composition of pieces (`benchmarks/random_models/pieces`): layers, losses, buffers, ties, writes in
-place, branches, dtypes, written out as source text. Its plans are drawn too: degrees that a user pins, the planner's own
-choice, random legal plans, pipelines of every schedule, recomputation and offloading. Every plan runs three steps of SGD
-with momentum on all its ranks in this process, in float64, and is held against an eager loop over the user's own module:
-the loss, every gradient, every parameter and every buffer of every step (models that draw random numbers: against the
-captured program on one device, which draws the same), then the recorded entries and peaks against the predicted ones.
+A model is a seed's composition of pieces (`benchmarks/random_models/pieces`): layers, losses, buffers, ties, writes
+in place, branches, dtypes, written out as source text. Its plans are drawn too: degrees that a user pins, the planner's
+own choice, random legal plans, pipelines of every schedule, recomputation and offloading. Every plan runs three steps
+of SGD with momentum on all its ranks in this process, in float64, and is held against an eager loop over the user's own
+module: the loss, every gradient, every parameter and every buffer of every step (models that draw random numbers:
+against the captured program on one device, which draws the same), then the recorded entries and peaks against the
+predicted ones.
 
-A plan is `right`, `refused` (an error that names a model's or a choice's fault), `wrong`, or `raw`: any other exception,
-crash or hang. Models whose numbers a last bit decides (a tie in a sort, an overflow) are drawn again. What is wrong or
-raw is printed with the smallest model that still shows it, as a script that runs.
+A plan is `right`, `refused` (an error that names a model's or a choice's fault), `wrong`, or `raw`: any other
+exception, crash or hang. Models whose numbers a last bit decides (a tie in a sort, an overflow) are drawn again. What
+is wrong or raw is printed with the smallest model that still shows it, as a script that runs.
 
     python -m benchmarks.model_fuzz [--models 300] [--plans 6] [--seed 0] [--jobs 1] [--json FILE]
 """
@@ -17,6 +18,7 @@ raw is printed with the smallest model that still shows it, as a script that run
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -145,12 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if options.json is not None:
                     options.json.write_text(json.dumps(rows, indent=1) + "\n")
                 if row["what"] in (WRONG, RAW):
-                    print(f"{row['model']} {row['plan']}: {row['what']} {row['why'][:200]}", file=sys.stderr, flush=True)
+                    print(
+                        f"{row['model']} {row['plan']}: {row['what']} {row['why'][:200]}", file=sys.stderr, flush=True
+                    )
 
     points = [options.seed + options.models * index // options.jobs for index in range(options.jobs + 1)]
-    threads = [
-        threading.Thread(target=job, args=(first, stop - first)) for first, stop in zip(points, points[1:], strict=False)
-    ]
+    threads = [threading.Thread(target=job, args=(a, b - a)) for a, b in itertools.pairwise(points)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,10 +1,10 @@
-"""Plans drawn for a model: pins a user may give, the planner's own choice, random legal plans, pipelines of every schedule."""
+"""Plans drawn for a model: pins a user may give, the planner's choice, random legal plans, pipelines."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import msgspec
 
@@ -113,11 +113,9 @@ def _random_pipeline(program: Program, rng: random.Random) -> tuple[str, Make]:
         name = "1f1b" if few else schedule
         stages = len(points) - 1
         at = positions if name == schedule else stages
-        bounds = list(zip(points[:-1], points[1:], strict=True))
+        bounds = list(itertools.pairwise(points))
         orders = named_orders(name, at, one.num_microbatches, stages // at)
         whole: Schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
         return pipelined(one, ClusterSpec.local(at * inner), bounds, whole, holders_of(orders))
 
     return f"random {seed} on {inner} in {positions} {schedule}", make
-
-

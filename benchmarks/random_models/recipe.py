@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from benchmarks.random_models.writer import INPUTS, Piece, Writer, read_pieces
@@ -56,7 +55,10 @@ COMBINATIONS = {
 
 OUTPUTS = ("scalar", "scalar", "dict", "named", "named_all", "object", "loss_fn")
 OUTSIDE = {
-    "seq": ("F.mse_loss(output, batch['noise'])", "F.cross_entropy(output.flatten(0, 1), batch['labels'].flatten() % D)"),
+    "seq": (
+        "F.mse_loss(output, batch['noise'])",
+        "F.cross_entropy(output.flatten(0, 1), batch['labels'].flatten() % D)",
+    ),
     "image": ("F.mse_loss(output, batch['picture'])", "F.cross_entropy(output, batch['pixels'] % D)"),
     "vector": ("F.l1_loss(output, batch['wanted'])", "F.cross_entropy(output, batch['classes'] % D)"),
 }
@@ -144,7 +146,9 @@ def draw(seed: int) -> Recipe:
         name = rng.choice(sorted(some))
         pieces.append((name, rng.randrange(1 << 30)))
         form = some[name].after or form
-    losses = [(rng.choice(sorted(library()[f"{form} loss"])), rng.randrange(1 << 30)) for _ in range(rng.choice((1, 1, 2)))]
+    losses = [
+        (rng.choice(sorted(library()[f"{form} loss"])), rng.randrange(1 << 30)) for _ in range(rng.choice((1, 1, 2)))
+    ]
     extras = [(rng.choice(sorted(library()["extra"])), rng.randrange(1 << 30))] if rng.random() < 0.15 else []
     plain = rng.random() < 0.6
     sizes = {
@@ -179,7 +183,8 @@ def source_of(recipe: Recipe) -> tuple[str, bool]:
     helpers = "\n\n\n".join(writer.helpers)
     made = "\n".join(f'        "{name}": {text},' for name, text in writer.inputs.items())
     sizes = ", ".join(recipe.sizes), ", ".join(map(str, recipe.sizes.values()))
-    text = f'''"""Model {recipe.seed}: {recipe.form}; {", ".join(name for name, _ in recipe.pieces)}; {recipe.combine}; {recipe.output}."""
+    pieces = [name for name, _ in recipe.pieces]
+    text = f'''"""Model {recipe.seed}: {", ".join((recipe.form, *pieces, recipe.combine, recipe.output))}."""
 
 import math
 from pathlib import Path
@@ -267,7 +272,7 @@ def build(source: str, name: str, is_random: bool) -> Built:
     path.write_text(source)
     linecache.checkcache(str(path))
     found: dict[str, Any] = {"__name__": name, "__file__": str(path)}
-    exec(compile(source, path, "exec"), found)  # noqa: S102  (our own text)
+    exec(compile(source, path, "exec"), found)
     made = SimpleNamespace(**found)
     return Built(source, made.make(), made.batch(), made.loss_fn, made.choice, made.total, is_random)
 
@@ -276,4 +281,3 @@ def built(recipe: Recipe) -> Built:
     """A recipe's model."""
     text, is_random = source_of(recipe)
     return build(text, f"model_{recipe.seed}", is_random)
-

@@ -63,7 +63,7 @@ def _kind(outcome: Outcome) -> str:
 def script(recipe: Recipe, seed: int, count: int, index: int) -> str:
     """The model's text, and the plan tried when it is run."""
     text, is_random = source_of(recipe)
-    return f'''{text}
+    return f"""{text}
 
 if __name__ == "__main__":
     from pathlib import Path
@@ -73,4 +73,4 @@ if __name__ == "__main__":
 
     built = build(Path(__file__).read_text(), "shown", {is_random})
     print(try_model(built, {seed}, {count}, only={index})[0])
-'''
+"""

@@ -168,8 +168,8 @@ def _speaks(trainer: InProcessTrainer, rank: int, name: str) -> bool:
 def _error(found: Tensors, wanted: Tensors) -> float:
     """The worst error of all tensors; what is missing on either side counts as zeros."""
     every = {**wanted, **found}
-    mine, theirs = ({name: side.get(name, torch.zeros_like(x)) for name, x in every.items()} for side in (found, wanted))
-    parts = [{name: torch.view_as_real(x) if x.is_complex() else x for name, x in each.items()} for each in (mine, theirs)]
+    sides = ({name: side.get(name, torch.zeros_like(x)) for name, x in every.items()} for side in (found, wanted))
+    parts = [{name: torch.view_as_real(x) if x.is_complex() else x for name, x in side.items()} for side in sides]
     exact = [name for name, x in parts[1].items() if not x.is_floating_point()]
     if any(not torch.equal(parts[0][name].to(parts[1][name].dtype), parts[1][name]) for name in exact):
         return float("inf")

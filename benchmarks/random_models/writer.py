@@ -1,8 +1,8 @@
 """The source of a random model while its pieces write it.
 
 A piece is text (`pieces/*.txt`): a heading, lines of `__init__`, `--`, lines of `forward`, and perhaps `++` with what
-the model needs beside its class. In forward, `h` is the activation, of one of the `FORMS`; a piece leaves it in the same
-form or in the one its heading names behind `->`. In the text
+the model needs beside its class. In forward, `h` is the activation, of one of the `FORMS`; a piece leaves it in the
+same form or in the one its heading names behind `->`. In the text
 
     #            the number of the piece, which makes names its own
     [[a||b]]     one of these, drawn
