@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.micro import program_micro
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
@@ -108,11 +109,13 @@ def _random_pipeline(program: Program, rng: random.Random) -> tuple[str, Make]:
         one = random_plan(job_of(program, inner), seed, 4)
         one = msgspec.structs.replace(one, delayed_update=None)
         last, stages = len(program.segments), positions * NAMED[schedule].stages
-        points = [0, *sorted(random.Random(point).sample(range(1, last), min(stages - 1, last - 1))), last]
+        tail = program_micro(program, one.num_microbatches).tail  # the last stage's, after all forwards
+        cuts = range(1, min(last, tail + 1))
+        points = [0, *sorted(random.Random(point).sample(cuts, min(stages - 1, len(cuts)))), last]
         few = len(points) < stages + 1 or (NAMED[schedule].num_replicas > 1 and one.num_microbatches < 2)
-        name = "1f1b" if few else schedule
+        name = "gpipe" if tail < last else "1f1b" if few else schedule
         stages = len(points) - 1
-        at = positions if name == schedule else stages
+        at = positions if name == schedule and stages == positions * NAMED[name].stages else stages
         bounds = list(itertools.pairwise(points))
         orders = named_orders(name, at, one.num_microbatches, stages // at)
         whole: Schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
