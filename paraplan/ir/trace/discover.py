@@ -2,7 +2,8 @@
 
 Every op of a program whose target has no entry in `ir.rules` leaves here with a rule of its own (`ir.op_rule`): as
 the user registered it, as running it shows, or one that says why it can only be replicated. Small random tensors are
-enough, and where the real shapes are small too, everything is held against them again.
+enough, and where the real shapes are small too, everything is held against them again. A rule that was found is tried
+on other values and sizes before it is used (`discover_confirm`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from paraplan.ir.rules.registered import rule_for
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.discover_apart import run_apart
 from paraplan.ir.trace.discover_cache import RuleCache
+from paraplan.ir.trace.discover_confirm import contradiction
 from paraplan.ir.trace.discover_dims import Found, Letter, find, real_parts, still_legal
 from paraplan.ir.trace.discover_memory import how_results_lie, workspace
 from paraplan.ir.trace.discover_run import MAX_ELEMENTS, Bench, NoBench, Probe, make_bench, probe_of, real_bench
@@ -115,6 +117,9 @@ def _discover(probe: Probe) -> OpRule:
     if isinstance(facts, str):
         return unknown(probe, facts)
     found = find(small)
+    wrong = contradiction(small, found)
+    if wrong:
+        return unknown(probe, f"what running it showed is not so: {wrong}")
     letters = tuple(letter for letter in found.letters if real_parts(small, letter) > 1)
     if real is not None and real is not small:
         letters = tuple(letter for letter in letters if still_legal(real, letter, real_parts(small, letter)))

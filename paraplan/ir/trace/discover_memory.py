@@ -21,7 +21,8 @@ from paraplan.ir.op_rule import ALIAS, ELEMENTWISE, ROWS, Amount, Term, fit_amou
 from paraplan.ir.rules.carried import divide_args
 from paraplan.ir.strides import elementwise_strides
 from paraplan.ir.trace.discover_dims import Letter
-from paraplan.ir.trace.discover_run import MAX_ELEMENTS, Bench, Outputs, draw
+from paraplan.ir.trace.discover_draws import Outputs, draw
+from paraplan.ir.trace.discover_run import MAX_ELEMENTS, Bench
 from paraplan.ir.trace.torch_private import (
     COMPILED,
     TorchDispatchMode,

@@ -37,7 +37,8 @@ from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.convert import spec_of
 from paraplan.ir.trace.discover_dims import Letter, is_linear, try_letter
 from paraplan.ir.trace.discover_memory import how_results_lie, workspace
-from paraplan.ir.trace.discover_run import Bench, Draw, NoBench, Probe, Sizing, make_bench, probe_of, real_bench
+from paraplan.ir.trace.discover_draws import Draw
+from paraplan.ir.trace.discover_run import Bench, NoBench, Probe, Sizing, make_bench, probe_of, real_bench
 from paraplan.ir.trace.torch_private import OpOverload
 
 MAX_COST_LETTERS = 8
