@@ -174,7 +174,10 @@ def write_constant(writer: Writer, node: fx.Node, value: Tensor, source: str) ->
 
 
 def finish(writer: Writer, inputs: Sequence[str], outputs: Sequence[str | None]) -> Graph:
-    """The graph without dead ops, absent outputs as None, sources renumbered."""
+    """The graph without dead ops, absent outputs as None, sources renumbered.
+
+    A result that nobody reads stays beside one that is read: its kernel makes it all the same.
+    """
     needed = {name for name in outputs if name is not None}
     kept: list[Op] = []
     for op in reversed(writer.ops):
@@ -186,7 +189,7 @@ def finish(writer: Writer, inputs: Sequence[str], outputs: Sequence[str | None])
     renumbered: dict[int, int] = {}
     ops = []
     for op in kept:
-        outs = tuple(name if name in needed else None for name in op.outs)
+        outs = tuple(x if x is not None and (x in needed or writer.values[x].numel) else None for x in op.outs)
         source = renumbered.setdefault(op.source, len(renumbered)) if op.source >= 0 else -1
         ops.append(Op(target=op.target, args=op.args, kwargs=op.kwargs, outs=outs, phase=op.phase, source=source))
     made = [name for op in ops for name in op.outs if name is not None]

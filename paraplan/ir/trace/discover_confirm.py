@@ -12,8 +12,17 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from paraplan.ir.trace.discover_dims import Found, Letter, holds, is_linear, legal_together
-from paraplan.ir.trace.discover_draws import Draw, nudged
+from paraplan.ir.trace.discover_dims import (
+    Found,
+    Letter,
+    counts_of,
+    holds,
+    is_linear,
+    joined,
+    legal_together,
+    shards_of,
+)
+from paraplan.ir.trace.discover_draws import Draw, close, nudged
 from paraplan.ir.trace.discover_run import Bench, other_benches
 
 MAX_NUDGED = 3
@@ -40,6 +49,31 @@ def _fault(bench: Bench, found: Found, draws: Sequence[Draw]) -> str:
         if not is_linear(replace(bench, draws=(bench.draws[0], *draws)), group):
             return f"it is linear in input {' and '.join(map(str, group))}"
     return ""
+
+
+def contradicted(bench: Bench, letters: Sequence[Letter], linear: Sequence[tuple[int, ...]]) -> str:
+    """What a user's rule says that running the op disproves; "" where nothing does.
+
+    What the op refuses to run is no contradiction: it would be refused in a plan, too.
+    """
+    for letter in letters:
+        for count in counts_of(bench, letter):
+            for each in bench.draws:
+                shards = shards_of(bench, each, ((letter, count),))
+                if shards is not None and not all(
+                    way is None or (a is not None and b is not None and close(a, b))
+                    for way, a, b in zip(letter.ways, joined(shards, letter.ways), each.whole, strict=True)
+                ):
+                    ways = ", ".join(_way(way) for way in letter.ways if way is not None)
+                    return f"{_words(letter)} sharded in {count}, results {ways} are not the whole ones"
+    for group in linear:
+        if not is_linear(bench, group):
+            return f"it is not linear in input {' and '.join(map(str, group))}"
+    return ""
+
+
+def _way(way: int | str) -> str:
+    return f"joined along dim {way}" if isinstance(way, int) else "added up" if way == "sum" else "joined by maximum"
 
 
 def _fits(bench: Bench, letter: Letter) -> bool:

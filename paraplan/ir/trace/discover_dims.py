@@ -271,12 +271,18 @@ def _first_legal(bench: Bench, anchor: tuple[int, int], used: set[tuple[int, int
     return None
 
 
+def counts_of(bench: Bench, letter: Letter) -> list[int]:
+    """The fewest and the most shards that a letter's smallest block allows."""
+    size = _size(bench, letter.members)
+    counts = [count for count in _counts(size) if (size // count) % letter.step == 0]
+    return sorted({*counts[:1], *counts[-1:]})
+
+
 def holds(bench: Bench, letter: Letter, draws: Sequence[Draw]) -> bool:
     """Whether a letter, as it was found, gives the whole results of these draws back, in the fewest and the most
     shards that its smallest block allows."""
-    size = _size(bench, letter.members)
-    counts = [count for count in _counts(size) if (size // count) % letter.step == 0]
-    sets = _try(bench, letter, sorted({*counts[:1], *counts[-1:]}), draws) if counts else None
+    counts = counts_of(bench, letter)
+    sets = _try(bench, letter, counts, draws) if counts else None
     return not counts or (
         sets is not None and all(way is None or way in ways for way, ways in zip(letter.ways, sets, strict=True))
     )
@@ -293,12 +299,11 @@ def legal_together(bench: Bench, one: Letter, other: Letter, draw: Draw) -> bool
     if shards is None:
         return False
     rows = [shards[i : i + counts[1]] for i in range(0, len(shards), counts[1])]
-    joined = [_join(row, other.ways) for row in rows]
-    whole = _join(joined, one.ways)
+    whole = joined([joined(row, other.ways) for row in rows], one.ways)
     return all(b is None or (a is not None and close(a, b)) for a, b in zip(whole, draw.whole, strict=True))
 
 
-def _join(parts: Sequence[Outputs], ways: Sequence[Way | None]) -> Outputs:
+def joined(parts: Sequence[Outputs], ways: Sequence[Way | None]) -> Outputs:
     found: list[Tensor | None] = []
     for index, way in enumerate(ways):
         pieces = [outs[index] for outs in parts]

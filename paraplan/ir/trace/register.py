@@ -35,6 +35,7 @@ from paraplan.ir.rules.registered import (
 )
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.convert import spec_of
+from paraplan.ir.trace.discover_confirm import contradicted
 from paraplan.ir.trace.discover_dims import Letter, is_linear, try_letter
 from paraplan.ir.trace.discover_memory import how_results_lie, workspace
 from paraplan.ir.trace.discover_draws import Draw
@@ -72,15 +73,19 @@ def register_rule(
         addends: tensor arguments added once (a bias): where a contracted letter is sharded, one rank adds them.
         whole: letters that name a size and are never sharded.
         size_args: letter -> the integer arguments that count it, divided where it is sharded.
-        check: example arguments; the op is run on them in shards, and a rule that does not hold is refused.
+        check: example arguments; the op is run on them in shards, and a rule that does not hold is refused. Without, it
+            is run on random values at capture, which an op may need `check` for that takes no others than its own.
     Raises:
-        ConstraintError: the rule is malformed, contradicts itself or the op, or `check` shows it wrong.
+        ConstraintError: no such op is registered with torch, the rule is malformed, contradicts itself or the op, or
+            `check` shows it wrong.
     """
     found = parse(op, rule, contracted or {}, linear, addends, whole, size_args or {})
     if op_def(found.target) is not None:
         raise ConstraintError(f"{op} has a rule of its own; register rules for your own ops")
+    _fits_schema(found)
     if check is not None:
         check_annotation(found, tuple(check))
+        found = replace(found, checked=True)
     add_rule(found)
 
 
@@ -210,7 +215,34 @@ def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str)
             for letter, names in annotation.size_args.items() if letter in free
         },
     )  # fmt: skip
-    return _with_memory(rule, probe_of(op, values))
+    return _with_memory(rule, probe_of(op, values), None if annotation.checked else fail)
+
+
+def _fits_schema(annotation: Annotation) -> None:
+    """Holds what can be told of a rule by the op's schema against it.
+
+    Raises:
+        ConstraintError: no such op, or other numbers of tensors and results, or no such integer argument.
+    """
+    schema = overload_of(annotation.target)._schema
+
+    def fail(why: str) -> ConstraintError:
+        return ConstraintError(f"rule of {annotation.target}, {annotation.text!r}: {why}; the op is {schema}")
+
+    if schema.is_mutable:
+        raise fail("the op writes its inputs, and no rule can say what becomes of them: register one that returns them")
+    given = [str(argument.type) for argument in schema.arguments]
+    made = [str(result.type) for result in schema.returns]
+    for what, types, terms in (("tensors", given, annotation.inputs), ("results", made, annotation.outputs)):
+        tensors = [text for text in types if "Tensor" in text]
+        count, is_open = len(tensors), any("List" in text or "[]" in text for text in tensors)
+        if len(terms) != count and not (is_open and len(terms) >= count - 1):
+            verb = "takes" if types is given else "gives"
+            raise fail(f"it names {len(terms)} {what}, the op {verb} {count}")
+    for names in annotation.size_args.values():
+        arguments = {argument.name: str(argument.type) for argument in schema.arguments}
+        if wrong := [name for name in names if "int" not in arguments.get(name, "").lower()]:
+            raise fail(f"size_args names {wrong[0]!r}, which is no integer argument")
 
 
 def _given_terms(annotation: Annotation, op: Op, fail: Callable[[str], ConstraintError]) -> list[int]:
@@ -292,14 +324,28 @@ def _letters_of(rule: OpRule, probe: Probe) -> list[tuple[str, Letter]]:
     return found
 
 
-def _with_memory(rule: OpRule, probe: Probe) -> OpRule:
-    """The rule with what running the op shows of its memory; row-major results of its own where it cannot be run."""
+def _linear_of(rule: OpRule, probe: Probe) -> list[tuple[int, ...]]:
+    return [tuple({probe.occurrences[index] for index in group}) for group in rule.linear]
+
+
+def _with_memory(rule: OpRule, probe: Probe, fail: Callable[[str], ConstraintError] | None) -> OpRule:
+    """The rule with what running the op shows of its memory; row-major results of its own where it cannot be run.
+
+    Raises:
+        ConstraintError: by `fail`, where running the op in shards shows that the rule does not hold.
+    """
     plain = msgspec.structs.replace(rule, lies=(ROWS,) * len(probe.outs), alias_of=(-1,) * len(probe.outs))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             bench = make_bench(probe)
         except NoBench:
             return plain
+        wrong = contradicted(bench, [letter for _, letter in _letters_of(rule, probe)], _linear_of(rule, probe))
+        if wrong and fail is not None:
+            raise fail(
+                f"it does not hold on random values: {wrong}. Where the op takes only values of its own kind, give "
+                "register_rule(check=...) example arguments, which the rule is then held against instead"
+            )
         facts = how_results_lie(bench)
         if isinstance(facts, str):
             return plain
@@ -316,7 +362,7 @@ def check_annotation(annotation: Annotation, example: tuple[object, ...]) -> Non
         ConstraintError: a letter or a linear set of the rule does not hold; says which.
     """
     op, values, tensors = _example_op(annotation, example)
-    rule = apply_annotation(annotation, op, values, "the example")
+    rule = apply_annotation(replace(annotation, checked=True), op, values, "the example")
     probe = probe_of(op, values)
 
     def fail(why: str) -> ConstraintError:
@@ -335,8 +381,8 @@ def check_annotation(annotation: Annotation, example: tuple[object, ...]) -> Non
                 raise fail(f"sharding {name} ({rule.sizes[name]}) does not give the whole results back")
             if found.ways != letter.ways:
                 raise fail(f"sharding {name}, results are joined as {_words(found)}, not as {_words(letter)}")
-        for group in rule.linear:
-            if not is_linear(bench, tuple({probe.occurrences[index] for index in group})):
+        for group, values_of in zip(rule.linear, _linear_of(rule, probe), strict=True):
+            if not is_linear(bench, values_of):
                 raise fail(f"it is not linear in tensors {', '.join(map(str, group))}")
 
 
