@@ -42,6 +42,11 @@ class OpSample:
     tensors: tuple[Tensor, ...]
     layout: Any
 
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether it tells the op not to look whether its arguments fit together."""
+        return bool(self.layout[1].get("unsafe"))
+
     def call(self, tensors: list[Tensor]) -> list[Tensor]:
         """The op's results that are tensors."""
         args, kwargs = pytree.tree_map_only(_Slot, lambda slot: tensors[slot.index], self.layout)
@@ -102,7 +107,7 @@ def samples(name: str, count: int) -> list[OpSample]:
     if dtype is None:
         return []
     with _even_sizes():
-        found = _drawn(info, dtype)
+        found = [sample for sample in _drawn(info, dtype) if not sample.is_unchecked]
     drawn = found or _drawn(info, dtype)  # of some ops the generator's numbers belong to its own sizes
     return _different(sorted(drawn, key=_worth, reverse=True), count)
 

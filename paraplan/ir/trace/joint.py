@@ -7,13 +7,14 @@ line of the forward node whose gradient is being computed (a hook on each autogr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.func import functionalize
 
+from paraplan.ir.errors import CaptureError, ParaplanError
 from paraplan.ir.graph import Phase
 from paraplan.ir.trace import autograd
 from paraplan.ir.trace.segments import Forward, Piece
@@ -50,10 +51,10 @@ class Joint(NamedTuple):
 
 
 class _Labels:
-    """Labels nodes as they are recorded."""
+    """Labels nodes as they are recorded; `now` is what the next ones get."""
 
     def __init__(self) -> None:
-        self._label: Label = (Phase.FORWARD, "")
+        self.now: Label = (Phase.FORWARD, "")
         self._last: fx.Node | None = None
 
     def switch(self, label: Label) -> None:
@@ -61,9 +62,9 @@ class _Labels:
         graph = recording_graph()
         node = next(iter(graph.nodes), None) if self._last is None else self._last.next
         while node is not None and node.op != "root":
-            node.meta[LABEL] = self._label
+            node.meta[LABEL] = self.now
             self._last, node = node, node.next
-        self._label = label
+        self.now = label
 
 
 def _hook_gradients(result: object, labels: _Labels, source: str, seen: set[object]) -> None:
@@ -83,14 +84,20 @@ def _hook_gradients(result: object, labels: _Labels, source: str, seen: set[obje
         stack += [parent for parent, _ in grad_fn.next_functions if parent is not None]
 
 
+def line_of_node(node: fx.Node) -> str:
+    """The user's line a node comes from."""
+    return line_of_stack(node.meta.get("stack_trace"))
+
+
 def run_nodes(
-    nodes: Sequence[fx.Node], env: dict[fx.Node, object], seed: Tensor | None, labels: _Labels, hook: bool
-) -> None:
-    """Runs the nodes of a piece, results into `env`."""
+    nodes: Sequence[fx.Node], env: dict[fx.Node, object], seed: Tensor | None, labels: _Labels, hook: bool,
+    source_of: Callable[[fx.Node], str] = line_of_node,
+) -> None:  # fmt: skip
+    """Runs the nodes of a piece, results into `env`; `source_of` says what its ops are labelled with."""
     seen: set[object] = set()
     slot = 0
     for node in nodes:
-        source = line_of_stack(node.meta.get("stack_trace"))
+        source = source_of(node)
         labels.switch((Phase.FORWARD, source))
         args, kwargs = tree_map_only(fx.Node, lambda n: env[n], (node.args, node.kwargs))
         if node.target in autograd.RANDOM:
@@ -99,6 +106,16 @@ def run_nodes(
         env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         if hook:
             _hook_gradients(env[node], labels, source, seen)
+
+
+def _untraceable(labels: _Labels, fault: Exception) -> CaptureError:
+    """An op that runs while exporting and cannot be differentiated without data."""
+    phase, source = labels.now
+    what = "its backward" if phase is Phase.BACKWARD else "an op with its gradient"
+    shaped = "; sizes must not depend on data: use masks and torch.where instead of indexing by what was found"
+    why = f"{type(fault).__name__}: {str(fault).strip().splitlines()[0] if str(fault).strip() else ''}"
+    remedy = shaped if "DynamicOutputShape" in why or "DataDependent" in why else ""
+    return CaptureError(f"{source or 'somewhere in the forward'}: tracing {what} failed: {why}{remedy}")
 
 
 def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Sequence[fx.Node] = ()) -> Joint:
@@ -114,8 +131,9 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Se
         args += [torch.empty((), dtype=torch.int64)] if random else []
         args += [_fake_like(node, False) for node, want in zip(piece.outputs, tangents, strict=True) if want]
 
+    labels = _Labels()
+
     def joint(*flat: Tensor) -> list[Tensor | None]:
-        labels = _Labels()
         given = iter(flat)
         env: dict[fx.Node, object] = {node: next(given) for node in [*outside, *piece.constants]}
         seed = next(given) if random else None
@@ -134,23 +152,30 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Se
         return [*outputs, *(env[node] for node in asides), *grads]
 
     with mode:
-        module = trace_ops(joint)(*args)
+        try:
+            module = trace_ops(joint)(*args)
+        except ParaplanError:
+            raise
+        except Exception as fault:
+            raise _untraceable(labels, fault) from fault
         if _writes_in_place(module.graph):
             module = _without_mutation(module, args)
     count = len(piece.params)
     return Joint(module.graph, random, tangents, tuple(wanted[:count]), tuple(wanted[count:]))
 
 
-def trace_forward(forward: Forward, piece: Piece, mode: FakeTensorMode) -> fx.Graph:
-    """Records the forward alone of a piece without random ops; placeholders as in `trace_joint`."""
+def trace_forward(
+    forward: Forward, piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node
+) -> fx.Graph:
+    """Records the forward alone of a piece; placeholders as in `trace_joint`, the seed always among them."""
     outside = [*piece.params, *piece.inputs, *piece.constants]
     with mode:
-        args = [_fake_like(node, False) for node in outside]
+        args = [*(_fake_like(node, False) for node in outside), torch.empty((), dtype=torch.int64)]
 
     def run(*flat: Tensor) -> list[object]:
         labels = _Labels()
-        env: dict[fx.Node, object] = dict(zip(outside, flat, strict=True))
-        run_nodes(piece.nodes, env, None, labels, hook=False)
+        env: dict[fx.Node, object] = dict(zip(outside, flat, strict=False))
+        run_nodes(piece.nodes, env, flat[-1], labels, hook=False, source_of=source_of)
         labels.switch((Phase.FORWARD, ""))
         return [env[node] for node in piece.outputs]
 

@@ -177,7 +177,7 @@ def test_rules_are_kept_and_never_trusted_blindly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wrong = (
-        ("{", "is not used"), (text.replace('"version":2', '"version":1'), "is version 1"),
+        ("{", "is not used"), (text.replace('"version":3', '"version":1'), "is version 1"),
         (text.replace('"sizes":{"a":8', '"sizes":{"a":5'), "do not divide"),
         (text.replace('"source"', '"code":"import os","source"'), "unknown field"),
     )  # fmt: skip
