@@ -7,6 +7,7 @@ most dims to shard and few elements.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import random
 import sys
@@ -69,14 +70,11 @@ def _stub_expecttest() -> None:
 @cache
 def op_infos() -> dict[str, Any]:
     """Every op that torch tests, by name and variant."""
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("expecttest") is None:
         _stub_expecttest()
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    torch_tests = importlib.import_module("torch.testing._internal.common_methods_invocations")
     found: dict[str, Any] = {}
-    for info in op_db:
+    for info in torch_tests.op_db:
         found.setdefault(f"{info.name} {info.variant_test_name}".strip(), info)
     return found
 

@@ -331,6 +331,4 @@ def summary(rows: Sequence[Row]) -> Row:
 
 
 if __name__ == "__main__":
-    raise SystemExit(
-        main("ops", {name: partial(apart, name) for name in op_infos()}, COLUMNS, summary=summary)
-    )
+    raise SystemExit(main("ops", {name: partial(apart, name) for name in op_infos()}, COLUMNS, summary=summary))

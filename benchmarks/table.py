@@ -67,7 +67,11 @@ def main(
             return _refuse(f"--resume: {options.json} is no JSON list of rows: {fault}")
         chosen = {case: run for case, run in chosen.items() if case not in done}
     chosen = dict(list(chosen.items())[: options.limit])
-    made = _run(chosen, 60 * options.minutes) if summary is None else _with_summary(_run(chosen, 60 * options.minutes), rows, summary)
+    made = (
+        _run(chosen, 60 * options.minutes)
+        if summary is None
+        else _with_summary(_run(chosen, 60 * options.minutes), rows, summary)
+    )
     for row in _shown(name, columns, rows.copy(), made):
         rows.append(row)
         if options.json is not None:
@@ -90,7 +94,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="keep FILE's rows and run the cases that have none there")
     parser.add_argument("--limit", metavar="N", type=int, help="run N cases at most, of those that are left")
     parser.add_argument("--minutes", metavar="M", type=float, default=math.inf, help="begin no case after M minutes")
-    parser.add_argument("--part", metavar="I/N", type=_part, default=(1, 1), help="run the I-th of N shares of the cases")
+    parser.add_argument(
+        "--part", metavar="I/N", type=_part, default=(1, 1), help="run the I-th of N shares of the cases"
+    )
     return parser
 
 

@@ -10,7 +10,18 @@ from __future__ import annotations
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard, padded_dims
 from paraplan.ir.rules import workspace
-from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, place_of_dim, register, replicated, sizes_of, uneven
+from paraplan.ir.rules.dims import (
+    WHOLE,
+    LocalContext,
+    OpDims,
+    Specs,
+    letters,
+    place_of_dim,
+    register,
+    replicated,
+    sizes_of,
+    uneven,
+)
 
 
 def _start(

@@ -39,7 +39,9 @@ def amax(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 def _along(op: Op, inputs: Specs, outputs: Specs, dim: int, linear: tuple[tuple[int, ...], ...]) -> OpDims:
     shape = outputs[0].shape
-    names = tuple(WHOLE if index == place_of_dim(dim, shape) else name for index, name in enumerate(letters(len(shape))))
+    names = tuple(
+        WHOLE if index == place_of_dim(dim, shape) else name for index, name in enumerate(letters(len(shape)))
+    )
     return uneven(OpDims((names,) * len(inputs), (names,), sizes_of((names, shape)), {}, linear))
 
 

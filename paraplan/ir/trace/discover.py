@@ -49,7 +49,9 @@ def attach_rules(
     found = discovered(graphs)
 
     def ruled(graph: Graph) -> Graph:
-        return msgspec.structs.replace(graph, ops=tuple(_with_rule(op, graph, found) for op in graph.ops))
+        read = _read(graph)
+        ops = tuple(_with_rule(op, graph, found, _unread(op, read)) for op in graph.ops)
+        return msgspec.structs.replace(graph, ops=ops)
 
     return (
         tuple(msgspec.structs.replace(kind, graph=ruled(kind.graph)) for kind in kinds),
@@ -61,46 +63,59 @@ def discovered(graphs: Sequence[Graph]) -> dict[str, OpRule]:
     """By `rule_key`, the rule of every op with neither a written nor a registered one: kept from before, or found."""
     cache = RuleCache.load()
     found: dict[str, OpRule] = {}
-    wanted: dict[str, tuple[Op, Values]] = {}
+    wanted: dict[str, tuple[Op, Values, frozenset[int]]] = {}
     for graph in graphs:
+        read = _read(graph)
         for op in graph.ops:
             if op_def(op.target) is None and rule_for(op.target) is None:
-                key = rule_key(op, graph.values)
+                unread = _unread(op, read)
+                key = rule_key(op, graph.values, unread)
                 kept = cache.get(key, op, graph.values)
                 if kept is not None:
                     found[key] = kept
                 else:
-                    wanted.setdefault(key, (op, graph.values))
+                    wanted.setdefault(key, (op, graph.values, unread))
     fresh = run_apart(list(wanted.values()), discover, lambda job, why: unknown(probe_of(*job), why))
     made = dict(zip(wanted, fresh, strict=True))
     cache.save({key: rule for key, rule in made.items() if wanted[key][0].target.split(".")[0] in _SHARED})
     return {**found, **made}
 
 
-def _with_rule(op: Op, graph: Graph, found: dict[str, OpRule]) -> Op:
+def _read(graph: Graph) -> frozenset[str | None]:
+    """The values that some op or whoever runs the graph reads."""
+    return frozenset(name for op in graph.ops for name in op.tensors) | frozenset(graph.outputs)
+
+
+def _unread(op: Op, read: frozenset[str | None]) -> frozenset[int]:
+    return frozenset(index for index, name in enumerate(op.outs) if name is not None and name not in read)
+
+
+def _with_rule(op: Op, graph: Graph, found: dict[str, OpRule], unread: frozenset[int]) -> Op:
     if op_def(op.target) is not None:
         return op
     annotation = rule_for(op.target)
     if annotation is not None:
         rule = apply_annotation(annotation, op, graph.values, graph.source_of(op))
     else:
-        rule = found[rule_key(op, graph.values)]
+        rule = found[rule_key(op, graph.values, unread)]
     rule = msgspec.structs.replace(rule, **work_terms(op, graph.values, rule))
     return msgspec.structs.replace(op, rule=rule)
 
 
-def rule_key(op: Op, values: Values) -> str:
-    """A stable text of all that a rule depends on: target, arguments with values numbered, shapes and dtypes."""
+def rule_key(op: Op, values: Values, unread: frozenset[int] = frozenset()) -> str:
+    """A stable text of all that a rule depends on: target, arguments with values numbered, shapes and dtypes, and which
+    results nobody reads."""
     probe = probe_of(op, values)
     outs = [None if spec is None else str(spec) for spec in probe.outs]
     specs = [str(spec) for spec in probe.specs]
-    return json.dumps([op.target, probe.op.args, probe.op.kwargs, specs, outs], separators=(",", ":"))
+    said = [op.target, probe.op.args, probe.op.kwargs, specs, outs, sorted(unread)]
+    return json.dumps(said, separators=(",", ":"))
 
 
-def discover(op: Op, values: Values) -> OpRule:
+def discover(op: Op, values: Values, unread: frozenset[int] = frozenset()) -> OpRule:
     """The rule of an op as running it shows; one that only replicates, with the reason, where that shows nothing."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return _discover(probe_of(op, values))
+        return _discover(probe_of(op, values, unread))
 
 
 def _discover(probe: Probe) -> OpRule:

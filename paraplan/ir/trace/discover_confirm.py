@@ -2,8 +2,8 @@
 
 The search for letters stops at the first answer that fits a few draws. So every letter, every pair of letters and every
 linear set is held against the whole op once more: on other values of the same style, of other styles where the op takes
-them, on values of which a few elements are changed, on another size of every dim, in the fewest and the most shards. One
-failure, and nothing that running the op showed is believed.
+them, on values of which a few elements are changed, on another size of every dim, in the fewest and the most shards.
+One failure, and nothing that running the op showed is believed.
 """
 
 from __future__ import annotations

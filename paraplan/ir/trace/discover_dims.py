@@ -322,7 +322,7 @@ def joined(parts: Sequence[Outputs], ways: Sequence[Way | None]) -> Outputs:
 def find_linear(bench: Bench) -> tuple[tuple[int, ...], ...]:
     """The smallest sets of values the op is linear in: every output then is the sum of what the addends give."""
     probe = bench.probe
-    outs = [spec for spec in probe.outs if spec is not None]
+    outs = [spec for index, spec in enumerate(probe.outs) if spec is not None and index not in probe.unread]
     floats = [value for value, spec in enumerate(probe.specs) if spec.is_float and value not in bench.idle]
     if not outs or not all(spec.is_float for spec in outs):
         return ()
@@ -345,6 +345,7 @@ def is_linear(bench: Bench, group: tuple[int, ...]) -> bool:
     smallest = min((size for shape in bench.sizing.shapes for size in shape if size > 1), default=2)
     args, kwargs = bench.sizing.args, bench.sizing.kwargs
     unmoved = {index for index, out in enumerate(bench.draws[-1].whole) if out is not None and out.numel()}
+    unmoved -= bench.probe.unread
     for draw in bench.draws[1:]:
         other = bench.fresh_draw(smallest)
         second = [other[value] if value in group else x for value, x in enumerate(draw.tensors)]

@@ -84,18 +84,20 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
 
 
-def told_by_nothing(draws: Sequence[Draw]) -> str:
-    """Which result is no evidence, being the same on all draws; "" where every one is."""
+def told_by_nothing(draws: Sequence[Draw], unread: frozenset[int]) -> str:
+    """Which result is no evidence, being the same on all draws; "" where every one that is read is evidence."""
     for index, first in enumerate(draws[0].whole):
         others = [draw.whole[index] for draw in draws[1:]]
-        if first is None or not first.numel():
+        if first is None or not first.numel() or index in unread:
             continue
         if all(other is not None and same(first, other) for other in others):
             return f"result {index} is the same on all values tried, so that running it shows nothing"
     return ""
 
 
-def idle_values(draws: Sequence[Draw], fresh: Iterator[Sequence[Tensor]], run: Run) -> frozenset[int]:
+def idle_values(
+    draws: Sequence[Draw], fresh: Iterator[Sequence[Tensor]], run: Run, unread: frozenset[int]
+) -> frozenset[int]:
     """The values of which it is not known what they do: those that no draw shows to change a result they may be
     read for.
 
@@ -103,12 +105,13 @@ def idle_values(draws: Sequence[Draw], fresh: Iterator[Sequence[Tensor]], run: R
         draws: the last is changed one value at a time.
         fresh: more values.
         run: the op; None where it refuses.
+        unread: results that nobody reads.
     """
     base = draws[-1]
     others = [draws[-2].tensors, next(fresh), next(fresh)]
     found = set()
     for value, x in enumerate(base.tensors):
-        unmoved = {index for index, out in enumerate(base.whole) if out is not None and out.numel()}
+        unmoved = {index for index, out in enumerate(base.whole) if out is not None and out.numel()} - unread
         num_outputs = len(unmoved)
         for other in others:
             unmoved -= _moved(base, value, other[value], run)

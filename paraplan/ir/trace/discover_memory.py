@@ -38,7 +38,8 @@ Lies = tuple[tuple[str, ...], tuple[int, ...]]
 
 def how_results_lie(bench: Bench) -> Lies | str:
     """Per output how it lies and which tensor argument it shares its storage with; or why that cannot be said."""
-    given, outs = bench.draws[-1].tensors, bench.draws[-1].whole
+    given = bench.draws[-1].tensors
+    outs = bench.probe.call(given, bench.sizing.args, bench.sizing.kwargs)
     storages = {x.untyped_storage().data_ptr(): value for value, x in enumerate(given) if x.numel()}
     lies, alias = [], []
     for out in outs:
@@ -185,7 +186,7 @@ def _measure(bench: Bench, halved: Sequence[Letter]) -> tuple[list[int], int] | 
         meter = _Meter(tensors)
         try:
             with meter:
-                outs: Outputs = probe.run(tensors, args, kwargs)
+                outs: Outputs = probe.call(tensors, args, kwargs)
         except Exception:  # noqa: BLE001 - any op, any error
             return None
         made = meter.live

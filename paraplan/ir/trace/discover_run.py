@@ -39,23 +39,32 @@ class Probe:
         specs: of the values, global.
         occurrences: per tensor argument, the value it is.
         outs: specs of the results, None where absent.
+        unread: results that nobody reads: what is in them is nothing, how they are shaped is.
     """
 
     op: Op
     specs: tuple[TensorSpec, ...]
     occurrences: tuple[int, ...]
     outs: tuple[TensorSpec | None, ...]
+    unread: frozenset[int] = frozenset()
 
     def run(self, tensors: Sequence[Tensor], args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Outputs:
-        """The op's results; None for absent ones. Whatever the op raises passes through."""
+        """The op's results, zeros for those nobody reads, None for absent ones; what the op raises passes through."""
+        outs = self.call(tensors, args, kwargs)
+        return tuple(
+            torch.zeros_like(out) if out is not None and index in self.unread else out for index, out in enumerate(outs)
+        )
+
+    def call(self, tensors: Sequence[Tensor], args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Outputs:
+        """The op's results as they are."""
         env = {str(index): tensor for index, tensor in enumerate(tensors)}
         names = tuple(None if spec is None else f"o{index}" for index, spec in enumerate(self.outs))
         run_op(Op(target=self.op.target, args=args, kwargs=kwargs, outs=names), env)
         return tuple(None if name is None else env[name] for name in names)
 
 
-def probe_of(op: Op, values: dict[str, TensorSpec]) -> Probe:
-    """An op of a graph as a probe."""
+def probe_of(op: Op, values: dict[str, TensorSpec], unread: frozenset[int] = frozenset()) -> Probe:
+    """An op of a graph as a probe; `unread`: which of its results nobody reads."""
     numbers = {name: index for index, name in enumerate(dict.fromkeys(op.tensors))}
 
     def rename(name: str) -> str:
@@ -66,7 +75,9 @@ def probe_of(op: Op, values: dict[str, TensorSpec]) -> Probe:
         kwargs={key: map_refs(arg, rename) for key, arg in op.kwargs.items()}, outs=(),
     )  # fmt: skip
     outs = tuple(None if name is None else values[name] for name in op.outs)
-    return Probe(plain, tuple(values[name] for name in numbers), tuple(numbers[name] for name in op.tensors), outs)
+    return Probe(
+        plain, tuple(values[name] for name in numbers), tuple(numbers[name] for name in op.tensors), outs, unread
+    )
 
 
 @dataclass(frozen=True)
@@ -117,8 +128,8 @@ def sizings(probe: Probe, unit: int = 4) -> Iterator[Sizing]:
     """Small versions of the real shapes to try, then the real shapes where they are small.
 
     Equal sizes stay equal and different ones different: multiples stay multiples in the first attempt, then every size
-    becomes `unit` times a prime of its own, then products of two others stay products. Integer arguments equal to a size
-    follow it or not.
+    becomes `unit` times a prime of its own, then products of two others stay products. Integer arguments equal to a
+    size follow it or not.
     """
     real = tuple(spec.shape for spec in probe.specs)
     sizes = sorted({size for shape in real for size in shape if size > 1})
@@ -273,11 +284,11 @@ def _with_draws(bench: Bench) -> Bench:
             if bench.style != "special" and (bool(torch.isnan(first).any()) or odd > 0.5):
                 raise NoBench("its results are not finite on any values tried")
         draws.append(Draw(tensors, whole))
-    trivial = told_by_nothing(draws)
+    trivial = told_by_nothing(draws, probe.unread)
     if trivial:
         raise NoBench(trivial)
     fresh = (bench.fresh_draw(max(smallest, 1)) for _ in range(2))
-    idle = idle_values(draws, fresh, lambda tensors: bench.run(tensors, sizing.args, sizing.kwargs))
+    idle = idle_values(draws, fresh, lambda tensors: bench.run(tensors, sizing.args, sizing.kwargs), probe.unread)
     return replace(bench, draws=tuple(draws), idle=idle)
 
 

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import torch
@@ -37,10 +36,10 @@ from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.convert import spec_of
 from paraplan.ir.trace.discover_confirm import contradicted
 from paraplan.ir.trace.discover_dims import Letter, is_linear, try_letter
-from paraplan.ir.trace.discover_memory import how_results_lie, workspace
 from paraplan.ir.trace.discover_draws import Draw
+from paraplan.ir.trace.discover_memory import how_results_lie, workspace
 from paraplan.ir.trace.discover_run import Bench, NoBench, Probe, Sizing, make_bench, probe_of, real_bench
-from paraplan.ir.trace.torch_private import OpOverload
+from paraplan.ir.trace.register_schema import fits_schema, overload_of
 
 MAX_COST_LETTERS = 8
 Values = dict[str, TensorSpec]
@@ -82,7 +81,7 @@ def register_rule(
     found = parse(op, rule, contracted or {}, linear, addends, whole, size_args or {})
     if op_def(found.target) is not None:
         raise ConstraintError(f"{op} has a rule of its own; register rules for your own ops")
-    _fits_schema(found)
+    fits_schema(found)
     if check is not None:
         check_annotation(found, tuple(check))
         found = replace(found, checked=True)
@@ -152,20 +151,6 @@ def _evaluated(work: Work, op: Op, shapes: list[tuple[float, ...]], what: str) -
     return value
 
 
-def overload_of(target: str) -> OpOverload:
-    """The op in this process.
-
-    Raises:
-        ConstraintError: it is not registered with torch.
-    """
-    found: Any = torch.ops
-    for part in target.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, OpOverload):
-        raise ConstraintError(f"no op {target!r} is registered with torch; import the module that defines it first")
-    return found
-
-
 def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str) -> OpRule:
     """A registered rule for one op of a program.
 
@@ -216,33 +201,6 @@ def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str)
         },
     )  # fmt: skip
     return _with_memory(rule, probe_of(op, values), None if annotation.checked else fail)
-
-
-def _fits_schema(annotation: Annotation) -> None:
-    """Holds what can be told of a rule by the op's schema against it.
-
-    Raises:
-        ConstraintError: no such op, or other numbers of tensors and results, or no such integer argument.
-    """
-    schema = overload_of(annotation.target)._schema
-
-    def fail(why: str) -> ConstraintError:
-        return ConstraintError(f"rule of {annotation.target}, {annotation.text!r}: {why}; the op is {schema}")
-
-    if schema.is_mutable:
-        raise fail("the op writes its inputs, and no rule can say what becomes of them: register one that returns them")
-    given = [str(argument.type) for argument in schema.arguments]
-    made = [str(result.type) for result in schema.returns]
-    for what, types, terms in (("tensors", given, annotation.inputs), ("results", made, annotation.outputs)):
-        tensors = [text for text in types if "Tensor" in text]
-        count, is_open = len(tensors), any("List" in text or "[]" in text for text in tensors)
-        if len(terms) != count and not (is_open and len(terms) >= count - 1):
-            verb = "takes" if types is given else "gives"
-            raise fail(f"it names {len(terms)} {what}, the op {verb} {count}")
-    for names in annotation.size_args.values():
-        arguments = {argument.name: str(argument.type) for argument in schema.arguments}
-        if wrong := [name for name in names if "int" not in arguments.get(name, "").lower()]:
-            raise fail(f"size_args names {wrong[0]!r}, which is no integer argument")
 
 
 def _given_terms(annotation: Annotation, op: Op, fail: Callable[[str], ConstraintError]) -> list[int]:
