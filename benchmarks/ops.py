@@ -6,7 +6,8 @@ is captured once a sample. On two ranks as many plans are run as the op with the
 taking the i-th strategy of every op of the joint graph (so every legal placement of every op runs), and a few
 random ones on a mesh of four; layouts of parameters, gradients and batch, recomputation and chunks are drawn. The loss
 and every gradient are held against eager autograd (where the op draws random numbers, against the captured program on
-one device), what each rank did against the prediction, entry by entry, and peaks against predicted ones.
+one device), what each rank did against the prediction, entry by entry, peaks against predicted ones, and what
+each instruction was seen to make and drop inside against its predicted workspace, which may not be less.
 
     right      every plan gave eager's numbers, entries and memory
     wrong      one did not: named under `failures`, as are errors that are not the package's own (crashed)
@@ -48,10 +49,12 @@ from paraplan.planner.sampling import random_plan
 from paraplan.runtime.local import InProcessTrainer
 
 MAX_SECONDS = 150
-PLANS = (10, 4)
+PLANS = (8, 3)
 """Of an op's first and second sample on two ranks, and one more on four; the second number is that of rows, too."""
 
-TOLERANCE, PEAK_RATIO = 1e-9, 1.02
+TOLERANCE, PEAK_RATIO, FEW_BYTES = 1e-9, 1.02, 256
+"""A prediction a few bytes above a peak counts as equal: peaks here are of a few kilobytes."""
+
 ROWS = 4
 """Of the batch; inputs whose first dim is so long are split with it."""
 
@@ -208,7 +211,8 @@ def run_plan(plan: Plan, model: OpModel, batch: dict[str, Tensor], wanted: Wante
             equal = False
             differ = next((pair for pair in zip(found, predicted[index], strict=False) if pair[0] != pair[1]), None)
             faults.append(f"entries differ: recorded and predicted {differ}")
-        ratio = traces[index].peak_bytes / trainer.peak_bytes(rank)
+        peak, measured = traces[index].peak_bytes, trainer.peak_bytes(rank)
+        ratio = peak / measured if not 0 < peak - measured <= FEW_BYTES else 1.0
         seen.least, seen.most = min(seen.least, ratio), max(seen.most, ratio)
         if not 1.0 <= ratio <= PEAK_RATIO and not any("peak" in fault for fault in faults):
             faults.append(f"peak {ratio:.4f}")

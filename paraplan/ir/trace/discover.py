@@ -25,7 +25,7 @@ from paraplan.ir.trace.discover_apart import run_apart
 from paraplan.ir.trace.discover_cache import RuleCache
 from paraplan.ir.trace.discover_confirm import contradiction
 from paraplan.ir.trace.discover_dims import Found, Letter, find, real_parts, still_legal
-from paraplan.ir.trace.discover_memory import how_results_lie, workspace
+from paraplan.ir.trace.discover_memory import how_results_lie, storages, workspace
 from paraplan.ir.trace.discover_run import MAX_ELEMENTS, Bench, NoBench, Probe, make_bench, probe_of, real_bench
 from paraplan.ir.trace.register import apply_annotation, work_terms
 from paraplan.ir.trace.torch_private import OpOverload
@@ -143,7 +143,8 @@ def _discover(probe: Probe) -> OpRule:
     reason = "" if not rule.is_whole else "running it in shards found no dim that can be sharded"
     lies, alias = facts
     return msgspec.structs.replace(
-        rule, lies=lies, alias_of=alias, workspace=workspace(small, named), reason=reason,
+        rule, lies=lies, alias_of=alias, storages=storages(real or small, named, lies),
+        workspace=workspace(small, named), reason=reason,
         source=UNKNOWN if reason else DISCOVERED,
     )  # fmt: skip
 

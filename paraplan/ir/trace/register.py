@@ -37,7 +37,7 @@ from paraplan.ir.trace.convert import spec_of
 from paraplan.ir.trace.discover_confirm import contradicted
 from paraplan.ir.trace.discover_dims import Letter, is_linear, try_letter
 from paraplan.ir.trace.discover_draws import Draw
-from paraplan.ir.trace.discover_memory import how_results_lie, workspace
+from paraplan.ir.trace.discover_memory import how_results_lie, storages, workspace
 from paraplan.ir.trace.discover_run import Bench, NoBench, Probe, Sizing, make_bench, probe_of, real_bench
 from paraplan.ir.trace.register_schema import fits_schema, overload_of
 
@@ -309,7 +309,8 @@ def _with_memory(rule: OpRule, probe: Probe, fail: Callable[[str], ConstraintErr
             return plain
         lies, alias = facts
         return msgspec.structs.replace(
-            plain, lies=lies, alias_of=alias, workspace=workspace(bench, _letters_of(rule, probe))
+            plain, lies=lies, alias_of=alias, storages=storages(bench, _letters_of(rule, probe), lies),
+            workspace=workspace(bench, _letters_of(rule, probe)),
         )  # fmt: skip
 
 
