@@ -257,8 +257,9 @@ def compile(
     cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
     pp: int | Literal["auto"] | None = None, schedule: str | None = None,
     stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1, compiled: bool = False,
-    microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
-    recompute: str | None = None, offload: str = "none", offload_states: str | None = None,
+    microbatches: int | None = None, per_microbatch: bool = False,
+    memory: int | str | None = None, memory_reserve: int | str = 0, recompute: str | None = None,
+    offload: str = "none", offload_states: str | None = None,
     delayed_update: bool | int | None = None, params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
     profile_any: bool = False,
@@ -279,6 +280,9 @@ def compile(
         batch, seq: size of the batch made for Hugging Face models.
         time_limit_s, progress: seconds for the solver, per mesh; told what is being done.
         mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned, see `Constraints`.
+        per_microbatch: each of `microbatches` is a batch by itself, as in eager gradient accumulation: ops that mix
+            samples (batch norm, in-batch losses) see one alone, buffers are written once a microbatch, and losses are
+            averaged. It changes what is computed; where labels are counted, by those of all microbatches.
         memory, memory_reserve: what a device may hold at most (else its memory) and leaves free; bytes or "12GiB".
         overlap: in how many pieces at most tensor parallelism's products go, beside their collectives; 1: none does.
         compiled: forward and backward blocks go through torch.compile, and are priced as it fuses them.
@@ -310,13 +314,24 @@ def compile(
     tell(f"capturing {type(model).__name__}")
     program, reference = _captured(
         model, example_inputs, batch, seq, loss_fn=loss_fn, precision=precision, loss=loss,
-        batch_dims=dict(batch_dims) if batch_dims else None,
+        batch_dims=dict(batch_dims) if batch_dims else None, per_microbatch=_apart(per_microbatch, microbatches),
     )  # fmt: skip
     job = _part("Job")(program, spec, keeper, reference, versions(), profile=times)
     found = _part("search")(job, constraints, time_limit_s, tell)
     data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))))
     programs = verify_plan(data)
     return Plan(with_reserved(data, programs), programs, found.solve_s, time.perf_counter() - started)
+
+
+def _apart(per_microbatch: bool, microbatches: int | None) -> int:
+    if not per_microbatch:
+        return 1
+    if microbatches is None:
+        raise ConstraintError(
+            "per_microbatch makes the number of microbatches part of what is computed, so it is yours to say: give "
+            "microbatches=4 (--microbatches 4) or another divisor of the batch"
+        )
+    return microbatches
 
 
 def _captured(

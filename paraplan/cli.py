@@ -18,7 +18,7 @@ import typer
 
 from paraplan import __version__
 from paraplan.ir.collecting import RARELY
-from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
+from paraplan.ir.errors import CheckError, ConstraintError, ParaplanError, RuntimeFailure
 from paraplan.ir.lazy import lazy
 from paraplan.terminal import clusters, profiles
 from paraplan.terminal.progress import Progress, out, print_fault
@@ -85,6 +85,13 @@ OffloadStates = Annotated[
 DelayedUpdate = Annotated[
     int | None, typer.Option(metavar="N", help="After N steps the host's updates may be one step late, if faster.")
 ]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")
+]
+PerMicrobatch = Annotated[
+    bool,
+    typer.Option("--per-microbatch", help="Each microbatch is a batch by itself (batch norm, in-batch losses)."),
+]
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
 Pipeline = Annotated[
     str | None,
@@ -128,9 +135,7 @@ def plan(
         str, typer.Argument(metavar="CLUSTER", help="A .yaml or .json file, a catalog name (8xH100:4), or local:4.")
     ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")
-    ] = None,
+    settings: Settings = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of the global batch (hf: models; default 8).")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (hf: models; default 128).")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
@@ -149,6 +154,7 @@ def plan(
     schedule: ScheduleName = None,
     stages: StageBounds = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
+    per_microbatch: PerMicrobatch = False,
     overlap: Overlap = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile; priced as fused.")] = False,
     recompute: Recompute = None,
@@ -167,6 +173,7 @@ def plan(
         "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
         "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap, "compiled": compiled,
+        "per_microbatch": per_microbatch,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")
@@ -269,9 +276,7 @@ def compare(
         typer.Option(metavar="SIZE|%", help="A budget, or a share of what is not always there."),
     ] = None,
     strategies: Annotated[str, typer.Option(help="Names joined by commas, or all.")] = "all",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")
-    ] = None,
+    settings: Settings = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of the global batch (hf: models; default 8).")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (hf: models; default 128).")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
@@ -339,12 +344,8 @@ def run(
     result = _part("spawn")(path, loaded.data, sys.argv[1:], RESULT_ENV)
     if as_json:
         _print_json(result)
-    if failure := _part("check_failure")(loaded.data, result):
-        raise CheckFailed(failure)
-
-
-class CheckFailed(ParaplanError):
-    """The run differs from one device, or did not do what was predicted."""
+    if failure := _part("check_failure")(result):
+        raise CheckError(failure)
 
 
 def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
@@ -366,6 +367,8 @@ def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
         elif as_json:
             _print_json(found)
     _part("leave_job")()
+    if first and RESULT_ENV not in os.environ and (failure := _part("check_failure")(found)):
+        raise CheckError(failure)
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -386,7 +389,7 @@ def main() -> None:
             raise
         if os.environ.get("RANK", "0") == "0":
             print_fault(fault)
-        sys.exit(1 if isinstance(fault, CheckFailed) else 2)
+        sys.exit(1 if isinstance(fault, CheckError) else 2)
 
 
 if __name__ == "__main__":
