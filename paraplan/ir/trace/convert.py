@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.graph import Arg, Graph, Op, Phase, encode_number
-from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 from paraplan.ir.trace.joint import LABEL
 from paraplan.ir.trace.torch_private import OpOverload
 
@@ -70,6 +70,12 @@ class Writer:
         """Appends an op; one name per output, None for absent ones."""
         phase, source = self._label
         base = target.split(".")[1]
+        for spec in specs:
+            if spec is not None and spec.dtype not in DTYPE_BYTES:
+                raise CaptureError(
+                    f"{source or 'unknown line'}: {target} makes a tensor of dtype {spec.dtype}, which a program "
+                    f"cannot hold; use one of {', '.join(DTYPE_BYTES)}"
+                )
         outs = tuple(None if spec is None else self.fresh(base) for spec in specs)
         index = self.sources.setdefault(source, len(self.sources)) if source else -1
         op = Op(target=target, args=tuple(args), kwargs=kwargs or {}, outs=outs, phase=phase, source=index)

@@ -26,7 +26,16 @@ from paraplan.ir.trace.discover_cache import RuleCache
 from paraplan.ir.trace.discover_confirm import contradiction
 from paraplan.ir.trace.discover_dims import Found, Letter, find, real_parts, still_legal
 from paraplan.ir.trace.discover_memory import how_results_lie, storages, workspace
-from paraplan.ir.trace.discover_run import MAX_ELEMENTS, Bench, NoBench, Probe, make_bench, probe_of, real_bench
+from paraplan.ir.trace.discover_run import (
+    MAX_ELEMENTS,
+    Bench,
+    NoBench,
+    Probe,
+    as_it_runs,
+    make_bench,
+    probe_of,
+    real_bench,
+)
 from paraplan.ir.trace.register import apply_annotation, work_terms
 from paraplan.ir.trace.torch_private import OpOverload
 
@@ -127,14 +136,14 @@ def _discover(probe: Probe) -> OpRule:
         small = make_bench(probe)
         real = _real(small)
     except NoBench as why:
-        return unknown(probe, str(why))
+        return _only_memory(probe, str(why))
     facts = how_results_lie(real or small)
     if isinstance(facts, str):
         return unknown(probe, facts)
     found = find(small)
     wrong = contradiction(small, found)
     if wrong:
-        return unknown(probe, f"what running it showed is not so: {wrong}")
+        return _only_memory(probe, f"what running it showed is not so: {wrong}")
     letters = tuple(letter for letter in found.letters if real_parts(small, letter) > 1)
     if real is not None and real is not small:
         letters = tuple(letter for letter in letters if still_legal(real, letter, real_parts(small, letter)))
@@ -147,6 +156,16 @@ def _discover(probe: Probe) -> OpRule:
         workspace=workspace(small, named), reason=reason,
         source=UNKNOWN if reason else DISCOVERED,
     )  # fmt: skip
+
+
+def _only_memory(probe: Probe, reason: str) -> OpRule:
+    """The rule of an op that can only be replicated, with how its results lie where it runs on anything."""
+    rule, bench = unknown(probe, reason), as_it_runs(probe)
+    facts = None if bench is None else how_results_lie(bench)
+    if bench is None or facts is None or isinstance(facts, str):
+        return rule
+    lies, alias = facts
+    return msgspec.structs.replace(rule, lies=lies, alias_of=alias, storages=storages(bench, (), lies))
 
 
 def _refused(target: str) -> str:

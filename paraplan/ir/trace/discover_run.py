@@ -234,7 +234,7 @@ def make_bench(probe: Probe) -> Bench:
     Raises:
         NoBench: none were found; says what the op answered last.
     """
-    reason = "its real shapes are too large to try and no small version of them is valid"
+    reasons: list[str] = []
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     for sizing in sizings(probe):
         for device in devices:
@@ -243,14 +243,31 @@ def make_bench(probe: Probe) -> Bench:
                 try:
                     found.append(_with_draws(Bench(probe, sizing, (), style, device)))
                 except NoBench as why:
-                    reason = str(why)
+                    reasons.append(str(why))
                 except Exception as fault:  # noqa: BLE001 - any op, any error
-                    reason = f"running it failed: {type(fault).__name__}: {_first_line(fault)}"
+                    reasons.append(f"running it failed: {type(fault).__name__}: {_first_line(fault)}")
                 if found and not found[-1].idle:
                     return found[-1]
             if found:
                 return min(found, key=lambda bench: len(bench.idle))
-    raise NoBench(reason)
+    raise NoBench((reasons or ["its real shapes are too large to try and no small version of them is valid"])[0])
+
+
+def as_it_runs(probe: Probe) -> Bench | None:
+    """The op on the first values it takes, whatever it makes of them: of use for how results lie in memory alone."""
+    for sizing in sizings(probe):
+        for style in STYLES:
+            bench = Bench(probe, sizing, (), style)
+            smallest = min((size for shape in sizing.shapes for size in shape if size > 1), default=2)
+            for high in (2, smallest):
+                tensors = bench.fresh_draw(high)
+                whole = bench.run(tensors, sizing.args, sizing.kwargs)
+                if whole is not None and all(
+                    out is None or spec is None or len(spec.shape) == out.dim()
+                    for out, spec in zip(whole, probe.outs, strict=True)
+                ):
+                    return replace(bench, draws=(Draw(tensors, whole),))
+    return None
 
 
 def _first_line(fault: Exception) -> str:
