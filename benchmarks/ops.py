@@ -1,12 +1,12 @@
 """Every op torch tests, under all its placements: values, entries and memory against eager in float64.
 
 Each op is called in a small model with torch's own sample inputs (`op_samples`): every float input is a parameter plus
-a batch input, and the loss adds up every result times fixed random weights, so that forward and backward run. The model
-is captured once a sample. On two ranks plan i takes the i-th strategy of every op of the joint graph, so that every legal
-placement of every op runs (up to `PLANS`), and a random plan runs on a mesh of four; layouts of parameters, gradients and
-batch, recomputation and chunks are drawn. The loss and every gradient are held against eager autograd (where the op
-draws random numbers, or is a cast to fewer bits, which capture in float64 widens, against the captured program on one
-device), what each rank did against the prediction, entry by entry, peaks against predicted ones, and what each
+a batch input, and the loss adds up every result times fixed random weights, so that forward and backward run. The
+model is captured once a sample. On two ranks plan i takes the i-th strategy of every op of the joint graph, so that
+every legal placement of every op runs (up to `PLANS`), and a random plan runs on four; layouts of parameters, gradients
+and batch, recomputation and chunks are drawn. The loss and every gradient are held against eager autograd (where the
+op draws random numbers, or is a cast to fewer bits, which capture in float64 widens, against the captured program on
+one device), what each rank did against the prediction, entry by entry, peaks against predicted ones, and what each
 instruction was seen to make and drop inside against its predicted workspace, which may not be less.
 
     right      every plan gave eager's numbers, entries and memory

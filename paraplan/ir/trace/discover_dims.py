@@ -186,7 +186,7 @@ def _candidates(bench: Bench, anchor: tuple[int, int], used: set[tuple[int, int]
     free = [
         [(value, dim) for dim in range(len(shape)) if shape[dim] == size and (value, dim) not in used]
         for value, shape in enumerate(shapes)
-        if value != anchor[0] and value not in bench.idle
+        if value != anchor[0]
     ]
     aligned = [next((m for m in members if m[1] == anchor[1]), members[0] if members else None) for members in free]
     first = tuple(sorted((anchor, *(m for m in aligned if m is not None))))
@@ -233,7 +233,7 @@ def find_letters(bench: Bench) -> tuple[tuple[Letter, ...], tuple[int, ...]]:
     used: set[tuple[int, int]] = set()
     for value, shape in enumerate(bench.sizing.shapes):
         for dim, size in enumerate(shape):
-            if size < 2 or value in bench.idle or (value, dim) in used or bench.probe.specs[value].shape[dim] < 2:
+            if size < 2 or (value, dim) in used or bench.probe.specs[value].shape[dim] < 2:
                 continue
             letter = _first_legal(bench, (value, dim), used)
             if letter is not None:
@@ -323,7 +323,7 @@ def find_linear(bench: Bench) -> tuple[tuple[int, ...], ...]:
     """The smallest sets of values the op is linear in: every output then is the sum of what the addends give."""
     probe = bench.probe
     outs = [spec for index, spec in enumerate(probe.outs) if spec is not None and index not in probe.unread]
-    floats = [value for value, spec in enumerate(probe.specs) if spec.is_float and value not in bench.idle]
+    floats = [value for value, spec in enumerate(probe.specs) if spec.is_float]
     if not outs or not all(spec.is_float for spec in outs):
         return ()
     narrowest = min(spec.real_bytes for spec in outs)

@@ -17,7 +17,8 @@ from torch import Tensor
 from paraplan.ir.tensor import TensorSpec
 
 STYLES = ("normal", "positive", "unit", "sparse", "definite", "special")
-"""Floats: any; 0.5 to 1.5; 0.1 to 0.9; half of them zero; matrices that are positive definite; NaN and infinities."""
+"""Floats: any; 0.5 to 1.5; 0.1 to 0.9; half of them zero; positive definite matrices; NaN and infinities, for ops that
+test for these."""
 
 Outputs = tuple[Tensor | None, ...]
 Run = Callable[[Sequence[Tensor]], Outputs | None]

@@ -187,18 +187,13 @@ def _followers(numbers: dict[ArgPath, int], small: dict[int, int]) -> Iterator[d
 
 @dataclass(frozen=True)
 class Bench:
-    """A probe at one sizing with its draws: the first with integers below 2, the others with all that are valid.
-
-    Attributes:
-        idle: values of which no draw shows what they do; nothing is said of their dims.
-    """
+    """A probe at one sizing with its draws: the first with integers below 2, the others with all that are valid."""
 
     probe: Probe
     sizing: Sizing
     draws: tuple[Draw, ...]
     style: str = "normal"
     device: str = "cpu"
-    idle: frozenset[int] = frozenset()
     seeds: Iterator[int] = field(default_factory=lambda: iter(range(1000, 1 << 30)), compare=False)
     spent: list[int] = field(default_factory=lambda: [0], compare=False)
 
@@ -238,18 +233,13 @@ def make_bench(probe: Probe) -> Bench:
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     for sizing in sizings(probe):
         for device in devices:
-            found: list[Bench] = []
             for style in STYLES:
                 try:
-                    found.append(_with_draws(Bench(probe, sizing, (), style, device)))
+                    return _with_draws(Bench(probe, sizing, (), style, device))
                 except NoBench as why:
                     reasons.append(str(why))
                 except Exception as fault:  # noqa: BLE001 - any op, any error
                     reasons.append(f"running it failed: {type(fault).__name__}: {_first_line(fault)}")
-                if found and not found[-1].idle:
-                    return found[-1]
-            if found:
-                return min(found, key=lambda bench: len(bench.idle))
     raise NoBench((reasons or ["its real shapes are too large to try and no small version of them is valid"])[0])
 
 
@@ -298,7 +288,9 @@ def _with_draws(bench: Bench) -> Bench:
             if not same(first, second):
                 raise NoBench("it gives other results when run again on equal inputs")
             odd = float(torch.isinf(first).double().mean()) if first.numel() else 0.0
-            if bench.style != "special" and (bool(torch.isnan(first).any()) or odd > 0.5):
+            if bench.style == "special" and spec.is_float:
+                raise NoBench("its results are finite on no finite values tried")
+            if bool(torch.isnan(first).any()) or odd > 0.5:
                 raise NoBench("its results are not finite on any values tried")
         draws.append(Draw(tensors, whole))
     trivial = told_by_nothing(draws, probe.unread)
@@ -306,7 +298,9 @@ def _with_draws(bench: Bench) -> Bench:
         raise NoBench(trivial)
     fresh = (bench.fresh_draw(max(smallest, 1)) for _ in range(2))
     idle = idle_values(draws, fresh, lambda tensors: bench.run(tensors, sizing.args, sizing.kwargs), probe.unread)
-    return replace(bench, draws=tuple(draws), idle=idle)
+    if idle:
+        raise NoBench(f"input {min(idle)} changes no result on the values tried, and may be read all the same")
+    return replace(bench, draws=tuple(draws))
 
 
 def real_bench(bench: Bench) -> Bench:
@@ -320,7 +314,7 @@ def real_bench(bench: Bench) -> Bench:
     reason = "no values were tried"
     for style in dict.fromkeys((bench.style, *STYLES)):
         try:
-            return _with_draws(replace(bench, sizing=sizing, draws=(), style=style, idle=frozenset()))
+            return _with_draws(replace(bench, sizing=sizing, draws=(), style=style))
         except NoBench as why:
             reason = str(why)
         except Exception as fault:  # noqa: BLE001 - any op, any error
@@ -336,13 +330,12 @@ def other_benches(bench: Bench) -> Iterator[tuple[Bench, str]]:
     for sizing, styles in ((bench.sizing, [bench.style]), (wider, [bench.style, *others]), (bench.sizing, others)):
         for style in styles if sizing is not None else ():
             try:
-                found = _with_draws(replace(bench, sizing=sizing, draws=(), style=style, idle=frozenset()))
+                found = _with_draws(replace(bench, sizing=sizing, draws=(), style=style))
             except Exception:  # noqa: BLE001 - what the op does not take tells nothing
                 continue
-            if not found.idle - bench.idle:
-                words = "others" if sizing is bench.sizing else f"inputs of shapes {list(map(list, sizing.shapes))}"
-                yield found, f"{words} (floats: {style})"
-                break
+            words = "others" if sizing is bench.sizing else f"inputs of shapes {list(map(list, sizing.shapes))}"
+            yield found, f"{words} (floats: {style})"
+            break
 
 
 def _is_alike(sizing: Sizing, other: Sizing) -> bool:

@@ -38,7 +38,7 @@ from paraplan.ir.trace.discover_confirm import contradicted
 from paraplan.ir.trace.discover_dims import Letter, is_linear, try_letter
 from paraplan.ir.trace.discover_draws import Draw
 from paraplan.ir.trace.discover_memory import how_results_lie, storages, workspace
-from paraplan.ir.trace.discover_run import Bench, NoBench, Probe, Sizing, make_bench, probe_of, real_bench
+from paraplan.ir.trace.discover_run import Bench, NoBench, Probe, Sizing, as_it_runs, make_bench, probe_of, real_bench
 from paraplan.ir.trace.register_schema import fits_schema, overload_of
 
 MAX_COST_LETTERS = 8
@@ -294,11 +294,14 @@ def _with_memory(rule: OpRule, probe: Probe, fail: Callable[[str], ConstraintErr
     """
     plain = msgspec.structs.replace(rule, lies=(ROWS,) * len(probe.outs), alias_of=(-1,) * len(probe.outs))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
+        bench: Bench | None
         try:
-            bench = make_bench(probe)
+            bench, wrong = make_bench(probe), ""
+            wrong = contradicted(bench, [letter for _, letter in _letters_of(rule, probe)], _linear_of(rule, probe))
         except NoBench:
+            bench, wrong = as_it_runs(probe), ""
+        if bench is None:
             return plain
-        wrong = contradicted(bench, [letter for _, letter in _letters_of(rule, probe)], _linear_of(rule, probe))
         if wrong and fail is not None:
             raise fail(
                 f"it does not hold on random values: {wrong}. Where the op takes only values of its own kind, give "
