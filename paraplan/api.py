@@ -53,6 +53,7 @@ _PARTS = {
     "hf_batch": "paraplan.jobs.models",
     "model_ref": "paraplan.jobs.models",
     "make_trainer": "paraplan.jobs.trainers",
+    "rehearse": "paraplan.jobs.rehearse",
     "make_bucket_trainer": "paraplan.jobs.trainers",
     "check_buckets": "paraplan.runtime.buckets",
 }
@@ -189,6 +190,31 @@ class Plan:
             offload_folder=offload_folder,
             paced=paced,
         )
+
+    def check(
+        self, model: nn.Module, batches: Sequence[Mapping[str, Any]], *, loss_fn: Callable[..., Any] | None = None,
+        loss: str | Sequence[str] | Mapping[str, float] | None = None, seed: int = 0,
+    ) -> str:  # fmt: skip
+        """Take a step for every batch with all ranks in this process, on CPU, and hold each against the eager model.
+
+        What is compared: loss, every gradient, every parameter after the plan's optimizer, every buffer, against the
+        captured program on one device and against the model itself, whose random ops draw the program's numbers. It
+        takes the memory of all ranks and, below float64, that of the model in float64; use it on a small model.
+
+        Args:
+            model: the model the plan was made for, with values on cpu; it is not modified.
+            batches: global batches by name.
+            loss_fn, loss: as for `compile`.
+            seed: base of the random seeds.
+        Returns:
+            The largest error against the eager model, and how it was compared.
+        Raises:
+            CheckError: a step differs; names the tensor, both values and the step.
+            PlanMismatchError: another model, or batches that are not for the plan.
+        """
+        errors = _part("rehearse")(self.data, self.programs, model, batches, loss_fn, loss, seed)
+        how = f" ({errors.how})" if errors.how else ""
+        return f"{len(batches)} steps are the eager model's: largest error {errors.eager:.1e}{how}"
 
     def __str__(self) -> str:
         return summary(self.data, self._simulation)
