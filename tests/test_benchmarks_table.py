@@ -38,7 +38,7 @@ def test_a_run_that_is_cut_off_loses_nothing(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_run_takes_a_share_of_the_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
-    cases = {name: dict for name in "abcdefg"}
+    cases = dict.fromkeys("abcdefg", dict)
 
     def ran(*options: str) -> list[str]:
         assert main("fake", cases, ("case",), ["--json", str(path), *options]) == 0
