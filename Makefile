@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-BENCHMARKS = $(filter-out fuzz ops published,$(basename $(notdir $(shell grep -l "^    raise SystemExit(" benchmarks/*.py))))
+BENCHMARKS = $(filter-out fuzz model_fuzz ops published,$(basename $(notdir $(shell grep -l "^    raise SystemExit(" benchmarks/*.py))))
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint format bench fuzz ops
@@ -35,6 +35,7 @@ bench: $(VENV)/.stamp
 
 fuzz: $(VENV)/.stamp
 	$(PY) -m benchmarks.fuzz
+	$(PY) -m benchmarks.model_fuzz
 
 ops: $(VENV)/.stamp
 	$(PY) -m benchmarks.ops
