@@ -14,7 +14,14 @@ from torch import Tensor
 def smoothed_cross_entropy_sum(
     logits: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
 ) -> Tensor:
-    """Sum of (weighted, label-smoothed) cross-entropies; logits [..., v], labels [...].
+    """Sum of (weighted, label-smoothed) cross-entropies."""
+    return smoothed_cross_entropy(logits, labels, weight, ignore_index, smoothing).sum()
+
+
+def smoothed_cross_entropy(
+    logits: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+) -> Tensor:
+    """(Weighted, label-smoothed) cross-entropies; logits [..., v], labels and result [...].
 
     per row: (1 − ε) · w[y] · (−log p_y) + ε/v · Σ_c w_c · (−log p_c), zero where y is ignored.
     """
@@ -28,7 +35,7 @@ def smoothed_cross_entropy_sum(
         everywhere = everywhere * weight
     if smoothing:
         rows = (1 - smoothing) * rows + everywhere.sum(-1) * (smoothing / logits.shape[-1])
-    return torch.where(valid, rows, 0.0).sum()
+    return torch.where(valid, rows, 0.0)
 
 
 def count_valid(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:

@@ -43,14 +43,16 @@ def _cross_entropy(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node |
     logits, labels, weight = found["self"], found["target"], found["weight"]
     reduction, smoothing = found["reduction"], float(found["label_smoothing"])
     ignore = int(found["ignore_index"])
-    if reduction == NONE or value_of(labels).is_floating_point():
+    if value_of(labels).is_floating_point():
         return None
     if value_of(logits).dim() > 2:
         rank = value_of(logits).dim()
         logits = rewriter.call(node, aten.permute.default, logits, [0, *range(2, rank), 1])
     elif value_of(logits).dim() == 2:
         if value_of(_narrow(logits)).dim() == 2 and aten_name(logits.target) in _VIEWS:
-            logits, labels = _unflattened(logits, labels)
+            logits, labels = (logits, labels) if reduction == NONE else _unflattened(logits, labels)
+    if reduction == NONE:
+        return rewriter.call(node, losses.smoothed_cross_entropy, logits, labels, weight, ignore, smoothing)
     if weight is None and not smoothing:
         narrow = _narrow(logits)
         total = rewriter.call(node, autograd.cross_entropy_sum, narrow, labels, ignore)
