@@ -234,6 +234,7 @@ class Checkpointing:
     def _refresh(self) -> None:
         self.state.executor.copier.forget()
         self.state.executor.run(self.state.restoring)
+        self.state.settled()
 
     def _forget(self) -> None:
         """Gradients that wait are of parameters that are no more."""

@@ -65,6 +65,7 @@ class Rank:
         flush: the steps that apply what is due.
         waiting: the gradients that wait beside states.
         torn: whether an update failed on its way, so that stored copies are to be written from their states again.
+        has_optimizer: whether one was made over its parameters.
     """
 
     def __init__(self, plan: Plan, executor: Executor, values: Values | Rank, seed: int, device: str = "cpu") -> None:
@@ -75,7 +76,7 @@ class Rank:
         self._steps = {phase: split_steps(in_phase(self.program, phase).steps) for phase in Phase}
         self.phase, self.flush = Phase.STEADY, flush_steps(self.program)
         self.updates: Updates | None = None
-        self.torn = False
+        self.torn = self.has_optimizer = False
         self.seed, self.steps_done = seed, 0
         shared = values if isinstance(values, Rank) else None
         source: Values = Nothing() if isinstance(values, Rank) else values
@@ -100,6 +101,7 @@ class Rank:
             if home_name(name) in self.tensors
         }
         self.waiting = WaitingGrads(self.params, homes) if shared is None else shared.waiting
+        self._written = self._versions()
 
     def _optimized(self, name: str, state: Tensor) -> Tensor:
         """What an optimizer's parameter is made of: the state, or where its gradient is on another device than it
@@ -131,6 +133,20 @@ class Rank:
         """The calls that write states into stored copies."""
         calls = (step for step in self._steps[Phase.STEADY][1] if step.kind is StepKind.CALL)
         return *self._early, *(step for step in calls if not step.block.startswith("recall"))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether stored copies are to be written again: an update failed, or parameters were written after it."""
+        return self.torn or self._written != self._versions()
+
+    def settled(self) -> None:
+        """Stored copies are as their states are."""
+        self.torn, self._written = False, self._versions()
+
+    def _versions(self) -> list[int]:
+        """How often each parameter was written, of those whose values stay where they are."""
+        apart = self.staged | self.late
+        return [param._version for name, param in self.params.items() if name not in apart]
 
     @property
     def delays(self) -> bool:
