@@ -101,7 +101,7 @@ def _refuse_coupled(rank: Rank, name: str, found: Coupling, names: set[str]) -> 
         raise PlanMismatchError(
             f"{name} updates elements of a parameter by others of the same parameter ({found.within}), and the plan "
             f"updates {first} in shards ({holding.params[first].state} on a mesh of {holding.mesh.shape}, as "
-            f"{len(sharded)} in all): each rank would take its shard for all of it. Plan with whole states: zero=0 and no "
+            f"{len(sharded)} in all): each rank would take its shard for all of it. Plan with whole states: zero=0, no "
             f"tp, or params={{{first!r}: {whole!r}, ...}}; {_ALONE}"
         )
     parts = "the stages of a pipeline" if len(held) > 1 else "shards" if sharded else ""
