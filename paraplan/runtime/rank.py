@@ -7,6 +7,7 @@ state tensors, and the rest (copies back into the stored parameters, drops) foll
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,14 @@ class Updates(Protocol):
 
     def forget(self) -> None:
         """Let go of what is due."""
+
+
+@dataclass
+class Clock:
+    """What random numbers follow: the base of seeds and the steps taken."""
+
+    seed: int
+    steps_done: int = 0
 
 
 class Rank:
@@ -77,8 +86,8 @@ class Rank:
         self.phase, self.flush = Phase.STEADY, flush_steps(self.program)
         self.updates: Updates | None = None
         self.torn = self.has_optimizer = False
-        self.seed, self.steps_done = seed, 0
         shared = values if isinstance(values, Rank) else None
+        self.clock = Clock(seed) if shared is None else shared.clock
         source: Values = Nothing() if isinstance(values, Rank) else values
         held = {} if shared is None else {name: x for name, x in shared.tensors.items() if name in self.program.outer}
         self.tensors: dict[str, Tensor] = local_tensors(
@@ -117,6 +126,24 @@ class Rank:
         held = holdings(self.plan)
         everywhere = [(name, each.params[name].update_tier) for each in held for name in each.trained]
         return param_groups(self.params, groups, params, self.tiers, everywhere)
+
+    @property
+    def seed(self) -> int:
+        """Base of the random seeds."""
+        return self.clock.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self.clock.seed = seed
+
+    @property
+    def steps_done(self) -> int:
+        """Steps taken, by all plans that share parameters."""
+        return self.clock.steps_done
+
+    @steps_done.setter
+    def steps_done(self, count: int) -> None:
+        self.clock.steps_done = count
 
     @property
     def before(self) -> tuple[Step, ...]:

@@ -27,7 +27,6 @@ from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
 from paraplan.runtime import compiled as compiling
 from paraplan.runtime.batch import ShardedBatch, shard_batch, shard_loader
-from paraplan.runtime.checkpoint import Checkpointing
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.evaluate import (
@@ -48,11 +47,12 @@ from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, message_pairs
 from paraplan.runtime.scaling import SCALE, Scaler
 from paraplan.runtime.staged import Staging
+from paraplan.runtime.training_state import TrainingStates
 from paraplan.runtime.updates import make_optimizer
 from paraplan.runtime.weights import values_of
 
 
-class Trainer(Checkpointing):
+class Trainer(TrainingStates):
     """One rank of a plan.
 
     Args:
