@@ -9,6 +9,7 @@ from torch import fx
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace import autograd, contractions, losses
+from paraplan.ir.trace.flattened import sink_merges
 from paraplan.ir.trace.flow import aten_name, value_of
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.source import line_of_stack
@@ -21,7 +22,6 @@ from paraplan.ir.trace.torch_private import OpOverload
 aten = torch.ops.aten
 Rule = Callable[[Rewriter, fx.Node], fx.Node | None]
 _RECURRENT = frozenset({"gru", "lstm", "rnn_tanh", "rnn_relu"})
-VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
 
 
 def arguments(node: fx.Node) -> dict[str, object]:
@@ -47,8 +47,8 @@ def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
     remove_dead(graph)
     for node in graph.nodes:
         if node.op == "call_function":
-            _unflatten_linear(rewriter, node)
             _reject_random(node)
+    sink_merges(graph, rewriter)
     join_selects(graph, rewriter)
     remove_dead(graph)
 
@@ -101,23 +101,6 @@ def _addmm(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     if found is None or value_of(bias).dim() != 1 or node.kwargs:
         return None
     return rewriter.call(node, autograd.linear, x, found[0], bias, found[1])
-
-
-def _unflatten_linear(rewriter: Rewriter, node: fx.Node) -> None:
-    """view(-1, k) -> linear -> view back becomes linear on the unflattened tensor."""
-    if node.target is not autograd.linear or aten_name(node.args[0].target) not in VIEWS:
-        return
-    source = node.args[0].args[0]
-    shape, width = value_of(source).shape, value_of(node).shape[-1]
-    if shape[-1] != value_of(node.args[0]).shape[-1] or len(shape) < 2:
-        return
-    wanted = (*shape[:-1], width)
-    views = list(node.users)
-    if not views or any(aten_name(user.target) not in VIEWS or tuple(value_of(user).shape) != wanted for user in views):
-        return
-    made = rewriter.call(node, autograd.linear, source, *node.args[1:])
-    for view in views:
-        rewriter.replace(view, made)
 
 
 def _embedding(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
