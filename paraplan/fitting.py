@@ -180,11 +180,12 @@ def _precision(model: nn.Module) -> tuple[str, str]:
     if "torch.jit" in type(model).__module__:
         raise ConstraintError("fit captures Python modules; give it the module that was scripted or traced")
     params = dict(model.named_parameters())
-    kinds = {str(param.dtype).removeprefix("torch.") for param in params.values() if param.is_floating_point()}
+    numbers = [param for param in params.values() if param.is_floating_point() or param.is_complex()]
+    kinds = {str(param.dtype.to_real()).removeprefix("torch.") for param in numbers}
     if kinds not in ({"float32"}, {"float64"}):
         raise ConstraintError(
             f"the parameters are {', '.join(sorted(kinds)) or 'none'}: fit trains models whose parameters are all "
-            "float32, or all float64"
+            "float32 (complex64), or all float64 (complex128)"
         )
     devices = {param.device.type for param in params.values()}
     if devices not in ({"cpu"}, {"cuda"}):

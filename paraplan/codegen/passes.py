@@ -60,7 +60,7 @@ def bind_collectives(module: fx.GraphModule, block: Block, context: EmitContext)
             if size == 1:
                 node.target, node.args = ops.same if overwrites else ops.copy_alone, (source,)
             elif overwrites:
-                node.target = torch.ops._c10d_functional.all_reduce_.default
+                node.target = ops.all_reduce_
                 node.args = (source, reduction, context.groups[axis])
             else:
                 group = context.groups[axis]
@@ -79,13 +79,12 @@ def _functional(
     source: fx.Node, kind: str, reduction: str, size: int, group: str, block: Block, node: fx.Node,
     more: list[object],
 ) -> tuple[Callable[..., torch.Tensor], tuple[object, ...]]:  # fmt: skip
-    c10d = torch.ops._c10d_functional
     if kind == "all_reduce":
-        return c10d.all_reduce.default, (source, reduction, group)
+        return ops.all_reduce, (source, reduction, group)
     if kind == "all_gather":
         return ops.gather, (source, size, group)
     if kind == "reduce_scatter":
-        return c10d.reduce_scatter_tensor.default, (source, reduction, size, group)
+        return ops.reduce_scatter, (source, reduction, size, group)
     if kind == "all_to_all":
         index = node.meta[INSTR]
         issued = block.instrs[index].outs[0]

@@ -4,7 +4,7 @@ An argument of an op is JSON: a number, bool, null, a list of arguments, or a st
 
     "%name"   the value called name
     ":text"   the literal text (dtypes, devices, modes)
-    "~inf"    the floats JSON cannot write: ~inf, ~-inf, ~nan
+    "~inf"    the numbers JSON cannot write: ~inf, ~-inf, ~nan, and complex ones such as ~1.5+2j
     "#..."    in lowered programs only: a rank-dependent offset (see `ir.rank_program`)
 
 so a graph reads and round-trips without any torch type.
@@ -108,16 +108,18 @@ def map_refs(arg: Arg, rename: Callable[[str], str]) -> Arg:
     return arg
 
 
-def encode_float(number: float) -> float | str:
-    """A float as an argument; the ones JSON cannot write become "~inf", "~-inf", "~nan"."""
+def encode_number(number: complex) -> float | str:
+    """A number as an argument; those JSON cannot write become "~inf", "~-inf", "~nan" or, if complex, "~1.5+2j"."""
+    if isinstance(number, complex):
+        return f"~{str(number).strip('()')}"
     if math.isfinite(number):
         return number
     return "~nan" if math.isnan(number) else ("~inf" if number > 0 else "~-inf")
 
 
-def decode_float(text: str) -> float:
-    """The inverse of `encode_float` for its string forms."""
-    return float(text[1:])
+def decode_number(text: str) -> complex:
+    """The inverse of `encode_number` for its string forms."""
+    return complex(text[1:]) if text.endswith("j") else float(text[1:])
 
 
 def freeze(arg: Arg) -> Arg:

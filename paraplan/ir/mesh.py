@@ -204,3 +204,18 @@ def is_view_of(shape: tuple[int, ...], outer: Layout, inner: Layout, mesh_shape:
     """Whether a rank's inner shard is a slice of its outer one, padding included."""
     padded = padded_dims(shape, inner, mesh_shape)
     return cuts_further(outer, inner) and set(padded) <= set(padded_dims(shape, outer, mesh_shape))
+
+
+def without(layout: Layout, dim: int | None) -> Layout:
+    """A layout that does not shard a dim."""
+    return tuple(R if isinstance(place, Shard) and place.dim == dim else place for place in layout)
+
+
+def gathered(layout: Layout) -> Layout:
+    """A layout on a mesh and the axis in time before it, once what lies along that axis is put together.
+
+    A dim that was cut in time is whole on the mesh too: the rows of a rank's shards of all microbatches do not follow
+    each other.
+    """
+    first, *rest = layout
+    return (R, *without(tuple(rest), first.dim if isinstance(first, Shard) else None))

@@ -5,11 +5,14 @@ an axis whose coordinate is the microbatch index: the same rules say what each o
 the graph stay those of the global batch, and what is partial along the axis is accumulated, so the result is
 exact. No communication exists along it: a value may be sliced or counted once, never gathered; an op that
 would need to see other microbatches makes the program not splittable, and is named. But for scales of casts to float8,
-which every microbatch has for itself (`OpDims.apart`).
+which every microbatch has for itself (`OpDims.apart`), and for the *tail*: the last segments, from the first one with
+such an op on, run once on the whole batch (a contrastive loss, a function of sums over the batch), after the forwards
+of all microbatches and before their backwards. Capture cuts segments so that the tail is as little as can be.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,6 +23,16 @@ from paraplan.ir.mesh import P, Partial, Placement, R, S, Shard, is_shardable
 from paraplan.ir.program import Program
 from paraplan.ir.rules.strategies import AxisChoice, axis_choices, dims_of
 from paraplan.ir.tensor import TensorSpec
+
+APART = ""
+
+
+class MixedSamples(ConstraintError):
+    """An op mixes samples; `op` names it and the user's line."""
+
+    def __init__(self, message: str, op: str) -> None:
+        super().__init__(message)
+        self.op = op
 
 
 @dataclass(frozen=True)
@@ -37,11 +50,28 @@ class KindMicro:
 
 @dataclass(frozen=True)
 class ProgramMicro:
-    """`KindMicro` per segment (equal instances share one) and per denominator; placements of program values."""
+    """What a program does along the microbatch axis.
+
+    Attributes:
+        segments: per segment; equal instances share one.
+        denominators: per denominator.
+        values: placements of program values.
+        tail: the first segment that runs once, on the whole batch, as all after it do; their number where none does.
+        mixes: why, where one does: the op that sees several samples.
+        after: the values that the tail makes.
+    """
 
     segments: tuple[KindMicro, ...]
     denominators: tuple[KindMicro, ...]
     values: dict[str, Placement]
+    tail: int
+    mixes: str = ""
+    after: frozenset[str] = frozenset()
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether some segments run on the whole batch."""
+        return self.tail < len(self.segments)
 
 
 def dual(placement: Placement) -> Placement:
@@ -70,31 +100,66 @@ def program_micro(program: Program, num_microbatches: int, in_space: bool = Fals
     for name, entry in program.batch.items():
         values[f"batch:{name}"] = S(entry.batch_dim) if m > 1 and entry.batch_dim is not None else R
     cache: dict[object, KindMicro] = {}
-    segments = []
-    for segment in program.segments:
+    segments: list[KindMicro] = []
+    tail, mixes = len(program.segments), ""
+    for index, segment in enumerate(program.segments):
         kind = program.kinds[segment.kind]
         given = {local: values[outer] for local, outer in zip(kind.inputs, segment.inputs, strict=True)}
-        key = (segment.kind, tuple(given.values()))
-        if key not in cache:
+        key = (segment.kind, tuple(given.values()), index >= tail)
+        if key not in cache and index < tail:
             duals = {t: o for t, o in zip(kind.tangents, kind.outputs, strict=True) if t is not None}
-            cache[key] = graph_micro(kind.graph, given, duals, m, kind.name, in_space)
+            try:
+                cache[key] = graph_micro(kind.graph, given, duals, m, kind.name, in_space)
+            except MixedSamples as fault:
+                if in_space or not _may_end(program, index):
+                    raise
+                tail, mixes, key = index, fault.op, (*key[:2], True)
+        if key not in cache:
+            cache[key] = graph_micro(kind.graph, {}, {}, 1, kind.name)
         found = cache[key]
         for local, outer in zip(kind.outputs, segment.outputs, strict=True):
             values[outer] = found.placements[local]
         segments.append(found)
-    for name, value in program.buffer_updates.items():
-        if isinstance(values[value], Shard):
-            raise ConstraintError(
-                f"buffer {name!r} takes a value with one row per sample ({value}), so the batch cannot be split into "
-                f"{m} microbatches; use 1 microbatch"
-            )
     denominators = tuple(
         graph_micro(
             d.graph, {n: values[o] for n, o in zip(d.graph.inputs, d.inputs, strict=True)}, {}, m, "denominator"
         )
         for d in program.denominators
     )
-    return ProgramMicro(tuple(segments), denominators, values)
+    after = frozenset(name for each in program.segments[tail:] for name in (*each.outputs, *each.asides))
+    return ProgramMicro(tuple(segments), denominators, values, tail, mixes, after)
+
+
+def _may_end(program: Program, first: int) -> bool:
+    """Whether the segments from one on may be a tail: of kinds of their own, and with the fewer parameters."""
+    head, tail = program.segments[:first], program.segments[first:]
+    names = {name for segment in tail for name in segment.params}
+    sizes = {
+        name: math.prod(program.params[name].spec.shape) for segment in program.segments for name in segment.params
+    }
+    apart = {segment.kind for segment in head}.isdisjoint(segment.kind for segment in tail)
+    return apart and bool(head) and 2 * sum(sizes[name] for name in names) <= sum(sizes.values())
+
+
+def mixing_ops(graph: Graph, given: dict[str, Placement], m: int) -> list[Op]:
+    """The ops that mix samples and read nothing that one has made, given where inputs stand (whole by default)."""
+    placements: dict[str, Placement | None] = {name: given.get(name, R) for name in graph.inputs}
+    found = []
+    for op in graph.ops:
+        have = [placements[name] for name in op.tensors]
+        outputs: tuple[Placement | None, ...] = (None,) * len(op.outs)
+        if None not in have:
+            try:
+                outputs = _choose(graph, op, tuple(place for place in have if place is not None), m, "", False).outputs
+            except MixedSamples:
+                found.append(op)
+        placements.update((out, place) for out, place in zip(op.outs, outputs, strict=True) if out is not None)
+    return found
+
+
+def smallest_divisor(n: int) -> int:
+    """The smallest number above 1 that divides; 1 where there is none."""
+    return next((k for k in range(2, n + 1) if n % k == 0), 1)
 
 
 def splittable(program: Program, num_microbatches: int) -> bool:
@@ -181,11 +246,9 @@ def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: st
         if best is None or effort < best[0]:
             best = (effort, choice)
     if best is None:
-        split = f"over {m} data-parallel ranks" if in_space else f"into {m} microbatches; use 1 microbatch"
-        raise ConstraintError(
-            f"{where}: {op.target} ({graph.source_of(op)}) mixes samples of the batch, so the batch "
-            f"cannot be split {split}"
-        )
+        split = f"over {m} data-parallel ranks" if in_space else f"into {m} microbatches; use 1 microbatch{APART}"
+        named = f"{op.target} ({graph.source_of(op)})"
+        raise MixedSamples(f"{where}: {named} mixes samples of the batch, so the batch cannot be split {split}", named)
     return best[1]
 
 

@@ -109,12 +109,16 @@ class Schedule(Value, frozen=True, kw_only=True):
         return {key: tuple(found[key]) for key in sorted(found)}
 
 
-def accumulate(num_microbatches: int, num_ranks: int) -> Schedule:
-    """One stage: forward and backward of each microbatch in turn, one reduction, one update."""
+def accumulate(num_microbatches: int, num_ranks: int, forwards_first: bool = False) -> Schedule:
+    """One stage: forward and backward of each microbatch in turn, one reduction, one update.
+
+    `forwards_first`: all forwards, then all backwards.
+    """
     texts = [f"0{kind}{m}" for m in range(num_microbatches) for kind in "FB"]
-    return Schedule(
-        name="accumulate", classes=((*texts, "0REDUCE_GRAD", "0UPDATE"),), rank_class=(0,) * num_ranks
-    )  # fmt: skip
+    if forwards_first:
+        texts.sort(key=lambda text: text[1] == "B")
+    name = "forwards-first" if forwards_first else "accumulate"
+    return Schedule(name=name, classes=((*texts, "0REDUCE_GRAD", "0UPDATE"),), rank_class=(0,) * num_ranks)
 
 
 def split_classes(schedule: Schedule, kinds: tuple[Hashable, ...]) -> Schedule:

@@ -13,6 +13,7 @@ DTYPE_BYTES: dict[str, int] = {
     "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
+COMPLEX = frozenset({"complex64", "complex128"})
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
 
@@ -35,7 +36,12 @@ class TensorSpec(Value, frozen=True, array_like=True):
     @property
     def is_float(self) -> bool:
         """Whether values may carry gradients."""
-        return self.dtype in FLOATS
+        return self.dtype in FLOATS or self.dtype in COMPLEX
+
+    @property
+    def real_bytes(self) -> int:
+        """Bytes of one real number of an element, which say what it is rounded to."""
+        return DTYPE_BYTES[self.dtype] // (2 if self.dtype in COMPLEX else 1)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.lower.bundle import BUNDLE_BYTES
 from paraplan.ir.mesh import Mesh
+from paraplan.ir.micro import program_micro
 from paraplan.ir.op_rule import DISCOVERED
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Split, Stage
 from paraplan.ir.profile import Profile
@@ -80,7 +81,11 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     )  # fmt: skip
     kinds = job.cluster.device_kinds()
     schedule = split_classes(
-        accumulate(decisions.num_microbatches, decisions.mesh.size),
+        accumulate(
+            decisions.num_microbatches,
+            decisions.mesh.size,
+            forwards_first=program_micro(program, decisions.num_microbatches).has_tail,
+        ),
         tuple(kinds[device] for device in decisions.mesh.devices),
     )
     return Plan(

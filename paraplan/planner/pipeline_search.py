@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 
@@ -24,7 +25,9 @@ from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError
 from paraplan.ir.holding import group_of_class, holdings
 from paraplan.ir.lower import lower
-from paraplan.ir.micro import splittable
+from paraplan.ir.lower.whole import takes_turns
+from paraplan.ir.mesh import Shard
+from paraplan.ir.micro import program_micro, smallest_divisor, splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
@@ -172,8 +175,12 @@ class _Case:
         fit."""
         pinned = self.constraints.recompute
         activations = preset_activations(self.job.program, pinned) if pinned not in (None, "none") else ()
-        bounds = self.constraints.stages or cut_chain(sharding.seconds, self.num_stages)
-        assert bounds is not None
+        bounds = self.constraints.stages or cut_chain(sharding.seconds, self.num_stages, self._holds_tail)
+        if bounds is None:
+            raise ConstraintError(
+                f"{self.num_stages} stages: the last one holds all segments from {self.tail} on, which run once on the "
+                "whole batch, so that too few are left for the others; use fewer stages"
+            )
         found = [self._priced(sharding, bounds, activations)]
         if self.fits(found[0]) or activations:
             return found
@@ -186,6 +193,15 @@ class _Case:
                 )
             )
         return found
+
+    @cached_property
+    def tail(self) -> int:
+        """The first segment that runs once on the whole batch."""
+        return program_micro(self.job.program, self.inner.microbatches or 1).tail
+
+    def _holds_tail(self, stage: int, first: int, stop: int) -> bool:
+        """Whether a stage holds all of the tail or nothing."""
+        return stop <= self.tail or stage == self.num_stages - 1
 
     def less_kept(self, sharding: Sharding, plan: Plan) -> float:
         """What the whole model may keep for the fullest stage of a plan to fit, all else being equal."""
@@ -211,7 +227,8 @@ class _Case:
                 needed[stage] = max(needed[stage], peak - memory.stage_bytes(*bounds[stage], flying[stage]))
 
             def fits(stage: int, first: int, stop: int) -> bool:
-                return memory.stage_bytes(first, stop, flying[stage]) + needed[stage] <= self.budget
+                held = memory.stage_bytes(first, stop, flying[stage]) + needed[stage]
+                return held <= self.budget and self._holds_tail(stage, first, stop)
 
             cut = cut_chain(sharding.seconds, self.num_stages, fits)
             if cut is None:
@@ -228,9 +245,10 @@ class _Case:
 
 def _case(job: Job, constraints: Constraints) -> _Case:
     assert isinstance(constraints.pp, int)
-    positions, name = constraints.pp, constraints.schedule or "1f1b"
+    positions, name = constraints.pp, constraints.schedule or _usual_schedule(job.program, constraints)
     num_stages = _num_stages(constraints, positions, name, len(job.program.segments))
     micros, orders = _microbatches(job.program, constraints, name, positions, num_stages // positions)
+    _check_turns(job.program, micros, name, complete(name, orders, num_replicas=NAMED[name].num_replicas), num_stages)
     inner = msgspec.structs.replace(
         constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
         memory_reserve_bytes=0, recompute="none",
@@ -240,6 +258,28 @@ def _case(job: Job, constraints: Constraints) -> _Case:
         positions=positions, num_stages=num_stages, budget=device_budget(job.cluster, constraints), orders=orders,
         schedule=complete(name, orders, num_replicas=NAMED[name].num_replicas),
     )  # fmt: skip
+
+
+def _usual_schedule(program: Program, constraints: Constraints) -> str:
+    """1f1b, or gpipe where a loss reads all microbatches."""
+    m = constraints.microbatches or smallest_divisor(program.batch_size)
+    return "gpipe" if splittable(program, m) and program_micro(program, m).has_tail else "1f1b"
+
+
+def _check_turns(program: Program, m: int, name: str, schedule: Schedule, num_stages: int) -> None:
+    """Whether a schedule runs what reads all microbatches: a loss after all forwards, a buffer in one group."""
+    micro = program_micro(program, m)
+    if micro.has_tail and not takes_turns(schedule, num_stages - 1):
+        raise ConstraintError(
+            f"schedule {name}: {micro.mixes} reads the whole batch, so that the last stage has to run all {m} forwards "
+            "before its first backward; use schedule gpipe, or one microbatch"
+        )
+    rows = [name for name, value in program.buffer_updates.items() if isinstance(micro.values[value], Shard)]
+    if rows and schedule.num_replicas > 1:
+        raise ConstraintError(
+            f"schedule {name}: buffer {rows[0]!r} has a row per sample, and several groups of ranks share the "
+            "microbatches out; use schedule gpipe or 1f1b"
+        )
 
 
 def _step_s(plan: Plan) -> float:

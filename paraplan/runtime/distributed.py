@@ -110,13 +110,12 @@ class DistributedTransport:
         return _Pending(out, what, pending=pending)
 
     def _start(self, kind: str, x: Tensor, reduction: str, size: int, group: str) -> Tensor:
-        c10d = torch.ops._c10d_functional
         if kind == "all_reduce":
-            return c10d.all_reduce(x, reduction, group)  # type: ignore[no-any-return]
+            return ops.all_reduce(x, reduction, group)
         if kind == "all_gather":
             return ops.gather(x, size, group)
         if kind == "reduce_scatter":
-            return c10d.reduce_scatter_tensor(x, reduction, size, group)  # type: ignore[no-any-return]
+            return ops.reduce_scatter(x, reduction, size, group)
         if kind == "permute":
             return ops.permute(x, size, group)
         return ops.all_to_all(x, [x.shape[0] // size] * size, group)
@@ -139,14 +138,14 @@ class DistributedTransport:
         """Start to send, a private copy where an account is kept."""
         with self.tracker.booking(None):
             kept = ops.fresh(x) if self._is_recording else x
-            work = dist.isend(kept, peer, group=self._lane(self.rank, peer))
+            work = dist.isend(ops.as_sent(kept), peer, group=self._lane(self.rank, peer))
         return _Message(kept, what, work=work)
 
     def receive(self, out: Tensor, peer: int, what: str) -> Handle:
         """Start to receive, into a private buffer where an account is kept."""
         with self.tracker.booking(None):
             buffer = torch.empty_like(out) if self._is_recording else out
-            work = dist.irecv(buffer, peer, group=self._lane(peer, self.rank))
+            work = dist.irecv(ops.as_sent(buffer), peer, group=self._lane(peer, self.rank))
         return _Message(out, what, work=work, buffer=buffer)
 
     @property
@@ -174,13 +173,13 @@ class DistributedTransport:
     def reduce(self, x: Tensor, axis: int, reduction: str = "sum") -> Tensor:
         """x reduced over a mesh axis, at once and in place."""
         if self.mesh.shape[axis] > 1:
-            dist.all_reduce(x, _REDUCE[reduction], group=self._group(axis))
+            dist.all_reduce(ops.as_sent(x), _REDUCE[reduction], group=self._group(axis))
         return x
 
     def agree(self, x: Tensor, reduction: str = "sum") -> Tensor:
         """x reduced over all ranks of all meshes, at once and in place."""
         if self.num_meshes > 1:
-            dist.all_reduce(x, _REDUCE[reduction])
+            dist.all_reduce(ops.as_sent(x), _REDUCE[reduction])
             return x
         for axis in range(len(self.mesh.shape)):
             self.reduce(x, axis, reduction)
@@ -190,7 +189,7 @@ class DistributedTransport:
         """A rank's tensor on all ranks of all meshes."""
         if self.num_meshes > 1:
             x = ops.fresh(x)  # as in `gather`
-            dist.broadcast(x, source)
+            dist.broadcast(ops.as_sent(x), source)
         return x
 
     def everyones(self, value: Any) -> list[Any]:
@@ -207,5 +206,5 @@ class DistributedTransport:
             return [x]
         x = ops.fresh(x)  # the backend's threads may hold what they are given a moment longer than the call
         parts = [torch.empty_like(x) for _ in range(self.mesh.shape[axis])]
-        dist.all_gather(parts, x, group=self._group(axis))
+        dist.all_gather([*map(ops.as_sent, parts)], ops.as_sent(x), group=self._group(axis))
         return parts

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.graph import Arg, decode_float
+from paraplan.ir.graph import Arg, decode_number
 from paraplan.ir.lower.grads import CHUNK
 from paraplan.ir.strides import is_dense
 from paraplan.ir.tensor import DTYPE_BYTES
@@ -99,8 +99,10 @@ def magnitude(x: Tensor) -> Tensor:
     """[sum of squares, largest absolute value] of x in float64; infinite or NaN where an element is."""
     flat = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.reshape(-1)
     found = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for chunk in flat.split(CHUNK):
-        found[1] = torch.maximum(found[1], torch.stack(torch.aminmax(chunk)).abs().max().double())
+    for chunk in (torch.view_as_real(flat).view(-1) if x.is_complex() else flat).split(CHUNK):
+        sizes = torch.view_as_complex(chunk.view(-1, 2)).abs() if x.is_complex() else chunk
+        found[1] = torch.maximum(found[1], torch.stack(torch.aminmax(sizes)).abs().max().double())
+        del sizes
         found[0] += chunk.to(torch.float64, copy=True).square_().sum()
     return found
 
@@ -187,22 +189,42 @@ def gather(x: Tensor, size: int, group: str) -> Tensor:
     completed last into one string, without a lock, so that memory is freed twice now and then.
     """
     out = x.new_empty(collective_shape("all_gather", x.shape, size))
-    issued = torch.ops._c10d_functional.all_gather_into_tensor_out(_as_sent(x), size, group, out=_as_sent(out))
+    issued = torch.ops._c10d_functional.all_gather_into_tensor_out(as_sent(x), size, group, out=as_sent(out))
     return _as_meant(issued, x.dtype)
 
 
-def _as_sent(x: Tensor) -> Tensor:
-    """x as backends know it: Gloo has no float8, whose bytes go as integers."""
+def as_sent(x: Tensor) -> Tensor:
+    """x as backends know it: Gloo has no float8, whose bytes go as integers; complex numbers go as pairs of floats."""
+    if x.is_complex():
+        return torch.view_as_real(x)
     return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
 
 
 def _as_meant(issued: Tensor, dtype: torch.dtype) -> Tensor:
-    return issued if issued.dtype == dtype else issued.view(dtype)
+    if issued.dtype == dtype:
+        return issued
+    return torch.view_as_complex(issued) if dtype.is_complex else issued.view(dtype)
+
+
+def all_reduce(x: Tensor, reduction: str, group: str) -> Tensor:
+    """Starts reducing x over a process group."""
+    return _as_meant(torch.ops._c10d_functional.all_reduce(as_sent(x), reduction, group), x.dtype)
+
+
+def all_reduce_(x: Tensor, reduction: str, group: str) -> Tensor:
+    """Starts reducing x over a process group, in place."""
+    return _as_meant(torch.ops._c10d_functional.all_reduce_(as_sent(x), reduction, group), x.dtype)
+
+
+def reduce_scatter(x: Tensor, reduction: str, size: int, group: str) -> Tensor:
+    """Starts reducing x over a process group, each rank to have its part along dim 0."""
+    made = torch.ops._c10d_functional.reduce_scatter_tensor(as_sent(x), reduction, size, group)
+    return _as_meant(made, x.dtype)
 
 
 def all_to_all(x: Tensor, rows: Sequence[int], group: str) -> Tensor:
     """Starts sending each rank of a process group its rows of x, as many as are received from it."""
-    issued = torch.ops._c10d_functional.all_to_all_single(_as_sent(x), rows, rows, group)
+    issued = torch.ops._c10d_functional.all_to_all_single(as_sent(x), rows, rows, group)
     return _as_meant(issued, x.dtype)
 
 
@@ -211,7 +233,7 @@ def permute(x: Tensor, size: int, group: str) -> Tensor:
     rank = rank_in_group(group)
     sends, receives = [0] * size, [0] * size
     sends[(rank + 1) % size] = receives[(rank - 1) % size] = x.shape[0]
-    issued = torch.ops._c10d_functional.all_to_all_single(_as_sent(x), receives, sends, group)
+    issued = torch.ops._c10d_functional.all_to_all_single(as_sent(x), receives, sends, group)
     return _as_meant(issued, x.dtype)
 
 
@@ -223,7 +245,7 @@ def route(x: Tensor, sent: Tensor, received: Tensor, rows: int, group: str) -> T
     out = x.new_empty((rows, *x.shape[1:]))
     sends, receives = sent.tolist(), received.tolist()
     out[sum(receives) :].zero_()
-    exchange_rows(out[: sum(receives)], x[: sum(sends)], receives, sends, group)
+    exchange_rows(as_sent(out[: sum(receives)]), as_sent(x[: sum(sends)]), receives, sends, group)
     return out
 
 
@@ -346,7 +368,7 @@ def decode_literal(arg: Arg) -> Any:
     if not isinstance(arg, str):
         return arg
     if arg.startswith("~"):
-        return decode_float(arg)
+        return decode_number(arg)
     text = arg[1:]
     return getattr(torch, text) if text in DTYPE_BYTES else text
 

@@ -85,7 +85,7 @@ def norm_share(
         elif norm_type == float("inf"):
             total = torch.maximum(total, grad.abs().max().double()) if grad.numel() else total
         else:
-            total += grad.double().abs().pow_(norm_type).sum()
+            total += grad.abs().double().pow_(norm_type).sum()
     return total
 
 

@@ -115,6 +115,8 @@ def padding(key: _Key) -> Padding:
         micro = program_micro(program, program.batch_size)
     except ConstraintError as fault:
         return Padding(reason=str(fault))
+    if micro.has_tail:
+        return Padding(reason=f"{micro.mixes} mixes samples, so that padding would count in it")
     if program.buffer_updates:
         return Padding(reason=f"the model keeps statistics of the batch ({next(iter(program.buffer_updates))})")
     labels, fault = _fills(program, micro)

@@ -69,7 +69,7 @@ def module_values(model: nn.Module, name: str, seed: int) -> dict[str, Tensor]:
     try:
         for slot, key, old in slots:
             if old.is_meta:
-                blank = torch.full_like(old, float("nan"), device="cpu") if old.is_floating_point() else None
+                blank = torch.full_like(old, float("nan"), device="cpu") if _may_be_nan(old) else None
                 fresh[key] = torch.empty_like(old, device="cpu") if blank is None else blank
                 slot[key] = nn.Parameter(fresh[key], old.requires_grad) if slot is module._parameters else fresh[key]
         if fresh:
@@ -81,7 +81,7 @@ def module_values(model: nn.Module, name: str, seed: int) -> dict[str, Tensor]:
         for slot, key, old in slots:
             slot[key] = old
     for key, value in found.items():
-        whole = value.is_floating_point() and not bool(value.isnan().any())
+        whole = _may_be_nan(value) and not bool(value.isnan().any())
         if key in fresh and not whole:
             what = f"{name}.{key}" if name else key
             raise PlanMismatchError(
@@ -90,6 +90,10 @@ def module_values(model: nn.Module, name: str, seed: int) -> dict[str, Tensor]:
                 "model under paraplan.runtime.weights.parameters_on_meta(), which keeps buffers"
             )
     return found
+
+
+def _may_be_nan(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _initialise(model: nn.Module, name: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paraplan.ir.graph import Arg, decode_float
+from paraplan.ir.graph import Arg, decode_number
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Layout, Partial, Replicate, Shard, parse_layout
 from paraplan.ir.plan import Plan
@@ -196,7 +196,7 @@ def decode(arg: Arg, env: Mapping[str, Tensor], coords: Dims, microbatch: int) -
     if arg.startswith("#"):
         return offset_value(arg, coords, microbatch)
     if arg.startswith("~"):
-        return decode_float(arg)
+        return decode_number(arg)
     named = getattr(torch, arg[1:], None)
     return named if isinstance(named, torch.dtype) else arg[1:]
 

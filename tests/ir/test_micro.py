@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,11 +66,26 @@ def program(model: nn.Module) -> Program:
 def test_ops_that_mix_samples_are_named(make: type[nn.Module], line: str) -> None:
     made = program(make())
     assert program_micro(made, 1).values["batch:x"] == R
-    with pytest.raises(
-        ConstraintError,
-        match=rf"aten\.\S+ \(.*test_micro\.py.*({line}).*\) mixes samples of the batch.* 2 microbatches",
-    ):
-        program_micro(made, 2)
+    micro = program_micro(made, 2)
+    assert re.fullmatch(rf"aten\.\S+ \(.*test_micro\.py.*({line}).*\)", micro.mixes)
+    assert 0 < micro.tail == len(made.segments) - 1  # the linear layer runs in microbatches, the rest once
+
+
+class Standard(nn.Module):
+    """Layers with statistics of the batch between them: most of the model follows from the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [each for _ in range(3) for each in (nn.Linear(6, 6), nn.BatchNorm1d(6))]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_a_model_that_mixes_samples_in_its_middle_is_refused_by_name() -> None:
+    with pytest.raises(ConstraintError, match=r"bn_\w+ \(.*test_micro\.py.*\) mixes samples .* into 2 microbatches"):
+        program_micro(program(Standard()), 2)
 
 
 @pytest.mark.parametrize("m", [0, -1, 3, 16])

@@ -31,7 +31,7 @@ from paraplan.ir.lower.kind import (
 )
 from paraplan.ir.lower.loops import emit_ops
 from paraplan.ir.lower.parcels import travels_with
-from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout
+from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout, without
 from paraplan.ir.micro import KindMicro, dual
 from paraplan.ir.plan import KindChoice
 from paraplan.ir.program import SegmentKind
@@ -148,7 +148,7 @@ def _lower_part(
     handed = {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
     emit_ops(emitter, graph, forward.strategies, order, task.chunks, needed | handed, forward.remat.again)
     kept = _keep(emitter, task, ops, later)
-    layouts = _input_grad_layouts(kind, task.choice, task.micro, emitter)
+    layouts = _input_grad_layouts(kind, task, emitter)
     grads = tuple(
         None if grad is None or layout is None or not inputs else emitter.get(grad, layout)
         for grad, layout in zip(kind.input_grads, layouts, strict=True)
@@ -210,18 +210,18 @@ def _keep(emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Colle
     return _Kept(found)
 
 
-def _input_grad_layouts(
-    kind: SegmentKind, choice: KindChoice, micro: KindMicro, backward: BlockEmitter
-) -> tuple[Layout | None, ...]:
+def _input_grad_layouts(kind: SegmentKind, task: _Task, backward: BlockEmitter) -> tuple[Layout | None, ...]:
+    """As the plan says; of the tail, with the dim whole that microbatches cut."""
     found: list[Layout | None] = []
-    for name, grad, text in zip(kind.inputs, kind.input_grads, choice.input_grads, strict=True):
+    rows = task.context.rows or (None,) * len(kind.inputs)
+    for name, grad, text, row in zip(kind.inputs, kind.input_grads, task.choice.input_grads, rows, strict=True):
         if grad is None:
             found.append(None)
             continue
         if text is None:
             raise InvalidPlanError(f"kind {kind.name}: the gradient of input {name} has no layout in the plan")
-        first = dual(micro.placements[name]) if backward.mesh_shape[0] > 1 else R
-        found.append((first, *parse_layout(text)))
+        first = dual(task.micro.placements[name]) if backward.mesh_shape[0] > 1 else R
+        found.append((first, *without(parse_layout(text), row)))
     return tuple(found)
 
 

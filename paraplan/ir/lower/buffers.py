@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.transfers import Message
 from paraplan.ir.lower.updates import buffer_block, share_block
-from paraplan.ir.mesh import Layout, Partial, R
+from paraplan.ir.lower.whole import whole_of
+from paraplan.ir.mesh import Layout, Partial, R, Shard
 from paraplan.ir.rank_program import Block, StepKind
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def write_buffers(steps: RankSteps) -> None:
             steps.add(StepKind.ACCUMULATE, args=(f"new:{name}", f"new:{name}<{group}"))
         names = [f"new:{name}"] if shared else [f"{value}@{m}" for m in _micros(steps, value)]
         spec, given = steps.program.buffers[name], Given(_whole(steps)) if shared else steps.made(value)
+        if isinstance(given.layout[0], Shard):  # a row per sample
+            names, given = [_gathered(steps, value)], whole_of(given)
         key = (spec, given, len(names))
         if key not in made:
             made[key] = buffer_block(
@@ -71,8 +75,20 @@ def _sharers(steps: RankSteps, value: str) -> tuple[int, ...]:
 
 def _micros(steps: RankSteps, value: str) -> tuple[int, ...]:
     """The microbatches of this group that say what the buffer becomes."""
+    if value in steps.micro.after:
+        return (steps.m,)
     micros = steps.lowered.microbatches_of(steps.lowered.maker[value], steps.group)
     return micros if isinstance(steps.made(value).layout[0], Partial) else micros[-1:]
+
+
+def _gathered(steps: RankSteps, value: str) -> str:
+    """The rows of all microbatches; its outer name."""
+    if len(steps.lowered.routes) > 1:
+        raise InvalidPlanError(
+            f"{value}, which a buffer becomes, has a row per sample, and in schedule {steps.plan.schedule.name} "
+            "several groups of ranks share the microbatches out; use the schedule gpipe or 1f1b"
+        )
+    return steps.gather(value)
 
 
 def _whole(steps: RankSteps) -> Layout:

@@ -2,7 +2,8 @@
 
 Strategies and layouts are the plan's own. Nothing is saved and every value is given up at its last use; buffers the
 model writes keep their values. What the model returns beside its loss is computed after each microbatch's forward,
-by graphs that no plan decides about: each of their ops takes the strategy that moves the fewest inputs.
+by graphs that no plan decides about: each of their ops takes the strategy that moves the fewest inputs. What mixes
+samples, or reads what the tail makes, is computed once, of the whole batch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from paraplan.ir.lower.program import RankSteps
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.lower.ties import exchange_loss
 from paraplan.ir.lower.updates import nearest, total_block
+from paraplan.ir.lower.whole import whole_of
 from paraplan.ir.mesh import Layout, P, Partial, R, Shard, layout_text, parse_layout
-from paraplan.ir.micro import KindMicro, graph_micro
+from paraplan.ir.micro import KindMicro, MixedSamples, graph_micro
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Output
 from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, StepKind
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
-from paraplan.ir.schedule import ActionKind
+from paraplan.ir.schedule import Action, ActionKind
 
 
 def lower_evaluation(plan: Plan, outputs: Sequence[str] = ()) -> tuple[RankProgram, ...]:
@@ -35,8 +37,7 @@ def lower_evaluation(plan: Plan, outputs: Sequence[str] = ()) -> tuple[RankProgr
         outputs: names of `Program.outputs` to compute beside the loss.
     Raises:
         InvalidPlanError: the plan does not fit its program.
-        ConstraintError: an output does not exist, or mixes samples that the plan's microbatches keep apart; or the plan
-            has several stages and outputs are wanted.
+        ConstraintError: an output does not exist; or the plan has several stages and outputs are wanted.
     """
     if outputs and len(plan.stages) != 1:
         raise ConstraintError(
@@ -78,8 +79,12 @@ class _Evaluation(RankSteps):
             self.action = text
             if action.kind is ActionKind.F:
                 self._forward(action)
+                last = self._is_last(action)
                 for name, output in self.wanted.items():
-                    self._output(name, output, action.microbatch)
+                    if not self._is_whole(name, output):
+                        self._output(name, output, action.microbatch)
+                    elif last:
+                        self._whole_output(name, output)
             elif action.kind in (ActionKind.SEND_F, ActionKind.RECV_F):
                 self._transfer(action)
         self.begin_loss((), [])()
@@ -87,13 +92,44 @@ class _Evaluation(RankSteps):
         names = [name for place in self.places.values() for name in place.names]
         return self.ended({"loss", *self.metrics.values(), *names}, {}, self.places)
 
+    def _is_last(self, action: Action) -> bool:
+        """Whether a forward is the last one."""
+        return action == [each for each in self.actions if each.kind is ActionKind.F][-1]
+
+    def _is_whole(self, name: str, output: Output) -> bool:
+        """Whether an output is made once, of the whole batch: it mixes samples, or reads what does."""
+        if not self.micro.after.isdisjoint(output.inputs):
+            return True
+        try:
+            self._micro(name, output)
+        except MixedSamples:
+            return True
+        return False
+
+    def _whole_output(self, name: str, output: Output) -> None:
+        """An output of the whole batch."""
+        given = tuple(self._given(source) for source in output.inputs)
+        sources = []
+        for source, lies in zip(output.inputs, given, strict=True):
+            made = source in self.micro.after or source in self.parts(0).wholes
+            sources.append(self._at(source, self.m) if made or whole_of(lies) == lies else self.gather(source))
+        micro = graph_micro(output.graph, {}, {}, 1, f"output {name}")
+        self._write(name, output, tuple(map(whole_of, given)), sources, micro, self.m)
+
     def _output(self, name: str, output: Output, m: int) -> None:
         """One microbatch's part of an output."""
-        graph = output.graph
         given = tuple(self._given(source) for source in output.inputs)
-        block, result = _output_block(f"output.{name}", output, given, self._micro(name, output), self.extended)
+        self._write(
+            name, output, given, [self._at(source, m) for source in output.inputs], self._micro(name, output), m
+        )
+
+    def _write(
+        self, name: str, output: Output, given: tuple[Given, ...], named: Sequence[str], micro: KindMicro, m: int
+    ) -> None:
+        graph = output.graph
+        block, result = _output_block(f"output.{name}", output, given, micro, self.extended)
         spec = graph.values[str(graph.outputs[0])]
-        sources = {local: self._at(source, m) for local, source in zip(graph.inputs, output.inputs, strict=True)}
+        sources = dict(zip(graph.inputs, named, strict=True))
         outer = f"output:{name}@{m}"
         away = [n for n in output.inputs if n.startswith("param:") and self.fetches.is_away(n.removeprefix("param:"))]
         if away:
@@ -110,8 +146,8 @@ class _Evaluation(RankSteps):
         if isinstance(along, Partial):
             self.add(StepKind.ACCUMULATE, args=(f"output:{name}", outer), microbatch=m)
             names: tuple[str, ...] = (f"output:{name}",)
-        elif isinstance(along, Shard) or m == 0:
-            names = (*(self.places[name].names if m else ()), outer)
+        elif isinstance(along, Shard) or m in (0, self.m):
+            names = (*(self.places[name].names if 0 < m < self.m else ()), outer)
         else:
             names = self.places[name].names
         self.places[name] = OutputPlace(names=names, spec=spec, layout=layout_text(result.layout))

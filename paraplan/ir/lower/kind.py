@@ -56,6 +56,7 @@ class KindContext:
         grad_dtype: dtype gradients of parameters leave the backward in, "" for that they are made in.
         fetched: per parameter slot, whether it comes only shortly before the block, from a tier (see `fetch`) or from
             where it rests (see `ahead`); empty: none does.
+        rows: of a segment of the tail, per boundary input the dim that microbatches cut; empty elsewhere.
     """
 
     num_microbatches: int
@@ -65,6 +66,7 @@ class KindContext:
     param_grads: tuple[Layout, ...]
     grad_dtype: str
     fetched: tuple[bool, ...] = ()
+    rows: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.lower.parcels import Parcel
+from paraplan.ir.lower.tail import TailSteps
 from paraplan.ir.lower.updates import count_block, loss_block, tangent_block
-from paraplan.ir.lower.walk import SegmentSteps
 from paraplan.ir.mesh import Layout, R
 from paraplan.ir.program import LossTerm
 from paraplan.ir.rank_program import StepKind
@@ -19,7 +19,7 @@ from paraplan.ir.reshard import reshard_path
 from paraplan.ir.tensor import TensorSpec
 
 
-class LossSteps(SegmentSteps):
+class LossSteps(TailSteps):
     """The part of `RankSteps` that deals with the loss."""
 
     @property

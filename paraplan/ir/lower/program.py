@@ -17,6 +17,7 @@ from paraplan.ir.lower.outer import late_name, outer_values, with_drops
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.lower.staged import StagedUpdates
 from paraplan.ir.lower.ties import exchange_ends
+from paraplan.ir.lower.whole import Turn
 from paraplan.ir.plan import STATE_TIERS
 from paraplan.ir.rank_program import OuterValue, OutputPlace, RankProgram, StepKind
 from paraplan.ir.schedule import Action, ActionKind, parse_action
@@ -38,6 +39,9 @@ class RankSteps(LossSteps):
         super().__init__(blocks, group)
         self.texts = tuple(actions)
         self.actions: tuple[Action, ...] = tuple(parse_action(text) for text in actions)
+        stage = blocks.tail_stage
+        if stage in self.holding.stages:
+            self.turn = Turn(self.plan.schedule.name, stage, blocks.micro.mixes, self.actions)
         self.messages = Messages(blocks, group, self.add)
         update = lambda args, staged, drops: self.add(StepKind.UPDATE, args=args, staged=staged, drops=drops)  # noqa: E731
         most, optimizer = self.plan.bundle_bytes, self.plan.optimizer

@@ -20,9 +20,10 @@ from paraplan.ir.lower.backward import LoweredBackward, lower_backward
 from paraplan.ir.lower.chunks import gradients_known
 from paraplan.ir.lower.kind import Given, KindContext, LoweredForward, evaluate_forward, lower_forward
 from paraplan.ir.lower.transfers import Message, crossing_layouts
+from paraplan.ir.lower.whole import whole_of
 from paraplan.ir.memo import Lately, Same
 from paraplan.ir.mesh import Layout, R, Shard, parse_layout
-from paraplan.ir.micro import ProgramMicro, program_micro
+from paraplan.ir.micro import ProgramMicro, dual, program_micro
 from paraplan.ir.plan import KindChoice, Plan
 from paraplan.ir.program import HALVES
 from paraplan.ir.schedule import ActionKind, parse_action
@@ -54,6 +55,7 @@ class StageBlocks:
         contexts: of the segments.
         given: how every program value that is here lies.
         grads: how the gradient of every segment output lies.
+        wholes, whole_grads: how what the tail reads lies once gathered, and its gradient before it is cut.
         zeros: outputs nobody gives a gradient (their readers detach them): theirs is zero.
     """
 
@@ -62,6 +64,8 @@ class StageBlocks:
     contexts: dict[int, KindContext] = field(default_factory=dict)
     given: dict[str, Given] = field(default_factory=dict)
     grads: dict[str, Given] = field(default_factory=dict)
+    wholes: dict[str, Given] = field(default_factory=dict)
+    whole_grads: dict[str, Given] = field(default_factory=dict)
     zeros: set[str] = field(default_factory=set)
 
 
@@ -94,6 +98,7 @@ class PlanBlocks:
         ways: the routes.
         routes: the blocks of each.
         micro: what everything does along the microbatch axis.
+        tail_stage: the stage that holds the tail; -1 where there is none.
         maker: value -> the stage that makes it.
     """
 
@@ -102,6 +107,7 @@ class PlanBlocks:
         self.held: tuple[Holding, ...] = holdings(plan)
         self.ways: tuple[Route, ...] = routes(plan, self.held)
         self.micro: ProgramMicro = program_micro(plan.program, plan.num_microbatches)
+        self.tail_stage = self._stage_of_tail()
         self.maker: dict[str, int] = {}
         self._split = _split_stages(plan)
         self._choices: list[KindChoice] = []
@@ -110,6 +116,28 @@ class PlanBlocks:
         self._specs: dict[str, TensorSpec] = {}
         self.routes = tuple(self._route(way.groups) for way in self.ways)
         self._route_of = {m: self.routes[index] for index, way in enumerate(self.ways) for m in way.microbatches}
+
+    def _stage_of_tail(self) -> int:
+        """The stage that holds the tail.
+
+        Raises:
+            InvalidPlanError: several do, or several groups of ranks share its microbatches out.
+        """
+        if not self.micro.has_tail:
+            return -1
+        found = next(index for index, stage in enumerate(self.plan.stages) if self.micro.tail < stage.stop)
+        why = f"{self.micro.mixes} reads all microbatches, so that segments from {self.micro.tail} on run once a step"
+        if found != len(self.plan.stages) - 1:
+            raise InvalidPlanError(
+                f"{why}, in one stage, and stages {found} to {len(self.plan.stages) - 1} hold some; let the last stage "
+                f"begin at segment {self.micro.tail} or before"
+            )
+        if self.plan.schedule.num_replicas > 1:
+            raise InvalidPlanError(
+                f"{why}, and in schedule {self.plan.schedule.name} several groups of ranks share the microbatches of a "
+                "stage out; use the schedule gpipe"
+            )
+        return found
 
     def route(self, m: int) -> RouteBlocks:
         """The route of a microbatch."""
@@ -226,18 +254,32 @@ class PlanBlocks:
         segment = plan.program.segments[index]
         try:
             params = [held.params[name] for name in segment.params]
-            inputs = tuple(parts.given[name] for name in segment.inputs)
+            inputs = tuple(self._read(parts, name, index) for name in segment.inputs)
         except KeyError as missing:
             raise InvalidPlanError(
                 f"segment {index} reads {missing.args[0]!r}, which the plan gives no layout"
             ) from None
+        m = plan.num_microbatches if index < self.micro.tail else 1
         return KindContext(
-            num_microbatches=plan.num_microbatches, mesh_shape=held.mesh.shape, inputs=inputs,
+            num_microbatches=m, mesh_shape=held.mesh.shape, inputs=inputs,
             params=tuple(parse_layout(p.stored) for p in params),
             param_grads=tuple(parse_layout(p.grad) for p in params),
             grad_dtype="float32" if plan.program.precision in HALVES and plan.num_microbatches == 1 else "",
             fetched=tuple(bool(p.stored_tier) or p.ahead for p in params),
+            rows=tuple(map(self._rows, segment.inputs)) if m < plan.num_microbatches else (),
         )  # fmt: skip
+
+    def _read(self, parts: StageBlocks, name: str, index: int) -> Given:
+        """How a segment is given a value."""
+        given = parts.given[name]
+        if index < self.micro.tail or whole_of(given) == given:
+            return given
+        return parts.wholes.setdefault(name, whole_of(given))
+
+    def _rows(self, value: str) -> int | None:
+        """The dim of a value that microbatches cut."""
+        place = self.micro.values.get(value, R)
+        return place.dim if isinstance(place, Shard) else None
 
     def _backward(self, route: RouteBlocks, stage: int, index: int) -> None:
         plan, parts = self.plan, route.at(stage)
@@ -262,14 +304,25 @@ class PlanBlocks:
                 lambda: lower_backward(name, kind, choice, micro, context, forward, tuple(tangents), split),
             )
         parts.backwards[index] = lowered = self._done_back[key]
-        for outer, given in zip(segment.inputs, lowered.grads, strict=True):
+        for slot, (outer, given) in enumerate(zip(segment.inputs, lowered.grads, strict=True)):
             if given is None:
                 continue
+            if index >= self.micro.tail and outer not in self.micro.after:
+                given = self._cut(route, stage, index, slot, given)
             if parts.grads.setdefault(outer, given).layout != given.layout:
                 raise InvalidPlanError(
                     f"the gradient of {outer} reaches its segment in two layouts; give every reader's choice the same "
                     "input_grads layout"
                 )
+
+    def _cut(self, route: RouteBlocks, stage: int, index: int, slot: int, given: Given) -> Given:
+        """How a microbatch's part of a gradient lies that the tail gives whole."""
+        parts, outer = route.at(stage), self.plan.program.segments[index].inputs[slot]
+        parts.whole_grads.setdefault(outer, given)
+        text = self._choices[self._choice(stage, index)].input_grads[slot]
+        assert text is not None
+        place = dual(self.micro.values[outer]) if self._specs[outer].shape else R
+        return Given((place, *parse_layout(text)))
 
     def _send_grads(self, route: RouteBlocks, stage: int) -> None:
         """The gradients that readers in this group give to others, once its first stage that reads them is through."""

@@ -8,6 +8,7 @@ of ranks that hold it), `home:<param>` (where it waits beside states), `magnitud
 `new:<buffer>` (its new value, likewise), `sum:<i>` (under way), `whole:<segment>/<slot>@<action>` (a parameter
 gathered ahead), `here:<segment>/<slot>@<action>` (one copied to the device), `held:<param>` (a stored copy gathered for
 the step), `<output>/<tier>@<m>` (an output that waits there), `den<i>`, `tangent<i>`, `num<i>`, `loss`;
+of M microbatches, `<...>@<M>` is of all of them;
 `<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
 """
 
@@ -17,11 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.lower.ahead import Gathers, Visit
-from paraplan.ir.lower.away import AwayValue, Copies, at
+from paraplan.ir.lower.away import Copies, at
 from paraplan.ir.lower.away import Visit as CopyVisit
 from paraplan.ir.lower.backward import LoweredBackward
 from paraplan.ir.lower.between import Boundaries, boundary_tiers
 from paraplan.ir.lower.fetch import Fetches, FetchVisit
+from paraplan.ir.lower.halves import half_of, needs_zero, returning
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.parcels import Parcel, local_bytes
 from paraplan.ir.lower.parted import PartedCalls
@@ -29,6 +31,7 @@ from paraplan.ir.lower.reduce import Partials, Reductions
 from paraplan.ir.lower.stage import PlanBlocks, StageBlocks
 from paraplan.ir.lower.states import StateCopies
 from paraplan.ir.lower.updates import cast_block, zero_block
+from paraplan.ir.lower.whole import Turn
 from paraplan.ir.mesh import R, parse_layout
 from paraplan.ir.program import master_dtype
 from paraplan.ir.rank_program import Block, LocalValue, Step, StepKind
@@ -52,7 +55,8 @@ class SegmentSteps:
         plan = blocks.plan
         self.plan, self.program, self.lowered, self.group = plan, plan.program, blocks, group
         self.holding, self.evaluates = blocks.held[group], blocks.evaluates
-        self.m = plan.num_microbatches
+        self.m, self.micro = plan.num_microbatches, blocks.micro
+        self.turn: Turn | None = None
         self.extended = (self.m, *self.holding.mesh.shape)
         self.blocks: dict[str, Block] = {}
         self.steps: list[Step] = []
@@ -91,8 +95,8 @@ class SegmentSteps:
         }
 
     def parts(self, m: int) -> StageBlocks:
-        """What is run here for a microbatch."""
-        return self.lowered.route(m).parts[self.group]
+        """What is run here for a microbatch; the tail for all of them."""
+        return self.lowered.route(m % self.m).parts[self.group]
 
     def made(self, value: str) -> Given:
         """How a value that is made here lies; strides apart, the same for every microbatch."""
@@ -119,13 +123,20 @@ class SegmentSteps:
 
     def add(self, kind: StepKind, block: Block | None = None, **fields: object) -> None:
         """Write a step."""
+        if fields.get("microbatch") == self.m:  # of all of them
+            fields["microbatch"] = -1
         if block is not None:
             self.blocks[block.name] = block
             fields["block"] = block.name
         self.steps.append(Step(kind=kind, action=self.action, **fields))  # type: ignore[arg-type]
 
     def _at(self, value: str, m: int) -> str:
-        return value if value.startswith("buffer:") else f"{value}@{m}"
+        """The outer name of what a segment is given."""
+        if value.startswith("buffer:"):
+            return value
+        if m == self.m and value not in self.micro.after and value not in self.parts(0).wholes:
+            return f"{value}@0"  # every microbatch has the same
+        return f"{value}@{m}"
 
     def stored(self, name: str) -> str:
         """The outer name of a parameter as segments read it."""
@@ -197,13 +208,12 @@ class SegmentSteps:
             names[kind.seed] = f"seed:{index}"
         return names
 
-    def forward(self, stage: int, m: int) -> None:
-        """Run a stage's forward."""
-        held, forwards = self.plan.stages[stage], self.parts(m).forwards
-        order = range(held.first, held.stop)
+    def run_forward(self, order: range, m: int) -> None:
+        """Run some segments' forward."""
+        forwards = self.parts(m).forwards
         self.gathers.start([self._visit(index, forwards[index].early) for index in order])
         self.fetches.start([self._fetch(index, m, forwards[index].block) for index in order], self.action)
-        leaving = self._leaving(stage, m)
+        leaving = self._leaving(order, m)
         for index in order:
             segment, lowered = self.program.segments[index], forwards[index]
             self.waking.reach(index)
@@ -231,19 +241,18 @@ class SegmentSteps:
         self.copies.end()
         self.boundaries.end()
 
-    def _leaving(self, stage: int, m: int) -> dict[int, tuple[str, ...]]:
+    def _leaving(self, every: range, m: int) -> dict[int, tuple[str, ...]]:
         """Segment -> the boundary values that leave for a tier once it is through: those that a backward reads."""
-        held, parts, tiers = self.plan.stages[stage], self.parts(m), self.boundaries.tiers
+        parts, tiers = self.parts(m), self.boundaries.tiers
         if not tiers:
             return {}
-        every = range(held.first, held.stop)
         read = {name for index in every for half in ActionKind for name in self._read(parts, index, half)}
         last = {n: i for i in every for n in (*self.program.segments[i].outputs, *self.program.segments[i].inputs)}
         return {i: tuple(n for n in last if last[n] == i and n in tiers and n in read) for i in every}
 
     def _read(self, parts: StageBlocks, index: int, half: ActionKind) -> tuple[str, ...]:
         """The boundary values that a segment's backward, or half of it, reads."""
-        segment, inputs = self.program.segments[index], _half(parts, index, half).block.inputs
+        segment, inputs = self.program.segments[index], half_of(parts, index, half).block.inputs
         kind = self.program.kinds[segment.kind]
         named = zip((*kind.inputs, *kind.outputs), (*segment.inputs, *segment.outputs), strict=True)
         return tuple(outer for local, outer in named if local in inputs)
@@ -253,22 +262,22 @@ class SegmentSteps:
         while self.waits:
             self.waits.pop(0)()
 
-    def backward(
-        self, stage: int, m: int, half: ActionKind, final: dict[int, list[str]], ahead: Callable[[], None] | None = None
-    ) -> None:
-        """Run a stage's backward, or half of it.
+    def run_backward(
+        self, order: Sequence[int], m: int, half: ActionKind, final: dict[int, list[str]],
+        ahead: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Run some segments' backward, or half of it.
 
         Args:
-            stage, m: of which microbatch.
+            order, m: the segments, from the last on, and of which microbatch.
             half: B for all of it.
             final: segment -> the parameters whose gradients are complete once it is through.
             ahead: writes what is to be under way beside the last segment.
         """
-        held, parts = self.plan.stages[stage], self.parts(m)
-        order = tuple(reversed(range(held.first, held.stop)))
-        lowered_of = {index: _half(parts, index, half) for index in order}
+        parts = self.parts(m)
+        lowered_of = {index: half_of(parts, index, half) for index in order}
         self.gathers.start([self._visit(index, lowered_of[index].early) for index in order])
-        self.copies.start([CopyVisit(index, _returning(parts, index, half)) for index in order], m)
+        self.copies.start([CopyVisit(index, returning(parts, index, half)) for index in order], m)
         self.fetches.start([self._fetch(index, m, lowered_of[index].block) for index in order], self.action)
         self.boundaries.start([(index, self._read(parts, index, half)) for index in order], m)
         self.partials.start(max((self._partial_bytes(parts, index) for index in order), default=0))
@@ -283,15 +292,15 @@ class SegmentSteps:
                 ahead()
             names = self._sources(index, m, lowered.early)
             names |= {local: at(index, local, m) for local in parts.forwards[index].block.saved}
-            for value in _returning(parts, index, half):
+            for value in returning(parts, index, half):
                 names |= {each.base: at(index, each.base, m) for each in (value.back, value.there)}
             if half is ActionKind.W:
-                names |= {local: f"{index}^{local}@{m}" for local in _half(parts, index, ActionKind.I).block.saved}
+                names |= {local: f"{index}^{local}@{m}" for local in half_of(parts, index, ActionKind.I).block.saved}
             names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
             for tangent, local, out in zip(kind.tangents, kind.outputs, segment.outputs, strict=True):
                 if tangent is not None:
                     names[tangent] = self.tangent_of.get(out, f"d:{out}@{m}")
-                    if out in parts.zeros and _needs_zero(parts, index, half, tangent):
+                    if out in parts.zeros and needs_zero(parts, index, half, tangent):
                         self._zero(kind.graph.values[local], out, m, index)
             self._call_backward(index, m, lowered, names)
             self.partials.passed(final.get(index, ()))
@@ -304,9 +313,10 @@ class SegmentSteps:
             if action.kind not in (ActionKind.B, ActionKind.W):
                 continue
             stage, parts = self.plan.stages[action.stage], self.parts(action.microbatch)
-            for index in reversed(range(stage.first, stage.stop)):
+            begins = self.turn is not None and self.turn.begins(action.stage, action.microbatch, action.kind)
+            for index in reversed(range(stage.first, stage.stop if begins else min(stage.stop, self.micro.tail))):
                 params = self.program.segments[index].params
-                grads = _half(parts, index, action.kind).block.outputs[-len(params) :] if params else ()
+                grads = half_of(parts, index, action.kind).block.outputs[-len(params) :] if params else ()
                 last.update({n: (position, index) for n, grad in zip(params, grads, strict=True) if grad is not None})
         found: dict[int, dict[int, list[str]]] = {}
         for name in self.trained:
@@ -369,22 +379,3 @@ class SegmentSteps:
     def _accumulate(self, name: str, addend: str) -> None:
         self.begun.add(name)
         self.add(StepKind.ACCUMULATE, args=(f"acc:{name}", addend))
-
-
-def _half(parts: StageBlocks, index: int, half: ActionKind) -> LoweredBackward:
-    lowered = parts.backwards[index]
-    if lowered.parts is None or half is ActionKind.B:
-        return lowered
-    return lowered.parts[0 if half is ActionKind.I else 1]
-
-
-def _returning(parts: StageBlocks, index: int, half: ActionKind) -> tuple[AwayValue, ...]:
-    """What a segment's backward, or half of it, reads from tiers."""
-    inputs = _half(parts, index, half).block.inputs
-    return tuple(value for value in parts.forwards[index].away.values() if value.back.base in inputs)
-
-
-def _needs_zero(parts: StageBlocks, index: int, half: ActionKind, tangent: str) -> bool:
-    """Whether this half is the first that reads a tangent nobody gives."""
-    first = half is not ActionKind.W or tangent not in _half(parts, index, ActionKind.I).block.inputs
-    return first and tangent in _half(parts, index, half).block.inputs

@@ -13,7 +13,7 @@ from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, register, repl
 
 SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
 PRODUCTS = ("aten.mul.Tensor",)
-QUOTIENTS = ("aten.div.Tensor", "aten.div.Scalar", "aten.mul.Scalar", "aten.neg.default")
+QUOTIENTS = ("aten.div.Tensor", "aten.div.Scalar", "aten.mul.Scalar", "aten.neg.default", "aten._conj_physical.default")
 NONLINEAR = (
     "aten.pow.Tensor_Scalar",
     "aten.pow.Tensor_Tensor",
@@ -144,7 +144,7 @@ def where(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def casts(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """A cast to a wider float (or of counts) commutes with sums; to a narrower one it rounds: partial sums stop."""
     counts = inputs[0].dtype in ("int64", "int32")
-    wider = outputs[0].is_float and (counts or (inputs[0].is_float and outputs[0].nbytes >= inputs[0].nbytes))
+    wider = outputs[0].is_float and (counts or (inputs[0].is_float and outputs[0].real_bytes >= inputs[0].real_bytes))
     return _dims(inputs, outputs, ((0,),) if wider else ())
 
 

@@ -17,6 +17,11 @@ from paraplan.ir.trace.canonical import ops
 Grads = tuple[Tensor | None, ...]
 
 
+def _conjugate(x: Tensor) -> Tensor:
+    """What a factor's gradient is multiplied by: the other factor, of complex numbers its conjugate."""
+    return x.conj() if x.is_complex() else x
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -28,8 +33,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         (g,) = grads
         x, w = ctx.saved_tensors
-        gx = ops.linear_grad_input(g, w, ctx.transposed) if ctx.needs_input_grad[0] else None
-        gw = ops.linear_grad_weight(g, x, ctx.transposed) if ctx.needs_input_grad[1] else None
+        gx = ops.linear_grad_input(g, _conjugate(w), ctx.transposed) if ctx.needs_input_grad[0] else None
+        gw = ops.linear_grad_weight(g, _conjugate(x), ctx.transposed) if ctx.needs_input_grad[1] else None
         lead = list(range(g.dim() - 1))
         gb = (torch.ops.aten.sum.dim_IntList(g, lead) if lead else g) if ctx.needs_input_grad[2] else None
         return gx, gw, gb, None

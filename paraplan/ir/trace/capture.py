@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.program import BatchInput, Denominator, LossTerm, ParamSpec, Program, Segment, SegmentKind
-from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.tensor import COMPLEX, TensorSpec
 from paraplan.ir.trace.auxiliary import asides_of, make_outputs, plain, read_asides, wanted_outputs
 from paraplan.ir.trace.clean import clean, drop_idle_detach
-from paraplan.ir.trace.convert import spec_of
+from paraplan.ir.trace.convert import dtype_text
 from paraplan.ir.trace.cut import cut
 from paraplan.ir.trace.discover import attach_rules
 from paraplan.ir.trace.export import Exported, LossFn, export_loss
@@ -25,8 +25,10 @@ from paraplan.ir.trace.fingerprint import fingerprint
 from paraplan.ir.trace.flow import flows
 from paraplan.ir.trace.kinds import make_denominator, make_kind
 from paraplan.ir.trace.masks import simplify_masks
+from paraplan.ir.trace.mixing import tail_nodes
 from paraplan.ir.trace.outputs import LossChoice
-from paraplan.ir.trace.precision import lift_to_float64
+from paraplan.ir.trace.precision import lift_to_float64, widened
+from paraplan.ir.trace.quiet import quiet_torch
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
 from paraplan.ir.trace.substitute import substitute
@@ -37,6 +39,7 @@ from paraplan.ir.trace.user_functions import refuse_hooks
 
 
 @seldom_collected()
+@quiet_torch()
 def capture(
     model: nn.Module,
     example_inputs: dict[str, Tensor] | tuple[object, ...],
@@ -87,37 +90,50 @@ def _capture(
     positional = not isinstance(example_inputs, dict)
     exported = export_loss(copied, batch, positional, others, loss_fn, mode, loss_choice, keep_outputs, precision)
     params, buffers, first_names = _tensors_of(copied, precision)
+    paired = [name for name, param in params.items() if param.trainable and param.spec.dtype in COMPLEX]
+    if paired and precision == "fp16":
+        raise CaptureError(
+            f"parameter {paired[0]!r} is complex: torch's gradient scaler, which fp16 needs, takes no complex "
+            "gradients; choose precision='bf16' or 'fp32'"
+        )
     if not any(param.trainable for param in params.values()):
         raise CaptureError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
     forward, terms, extra = _rewrite(exported, params, first_names, precision, mode)
     wanted = wanted_outputs(forward, extra)
-    kinds, segments, values = _segment(forward, mode, read_asides(wanted))
-    denominators, loss = _loss(forward, terms, values, mode)
-    used = {param for segment in segments for param in segment.params}
     inputs = {
         key: BatchInput(spec=TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape)), batch_dim=dims[key])
         for key, x in batch.items()
     }
-    ruled, counted = attach_rules(kinds, denominators)
-    return Program(
-        name=name or type(model).__name__,
-        fingerprint=fingerprint(model, precision),
-        precision=precision,
-        batch_size=batch_size,
-        batch=inputs,
-        params=params,
-        buffers=buffers,
-        kinds=ruled,
-        segments=tuple(segments),
-        loss=tuple(loss),
-        denominators=counted,
-        buffer_updates={key: values[node] for key, node in exported.updates.items()},
-        outputs=make_outputs(forward, wanted, values, used, mode),
-    )
+    digest = fingerprint(model, precision)
+
+    def program(tail: frozenset[fx.Node]) -> Program:
+        kinds, segments, values = _segment(forward, mode, read_asides(wanted), tail)
+        denominators, loss = _loss(forward, terms, values, mode)
+        used = {param for segment in segments for param in segment.params}
+        ruled, counted = attach_rules(kinds, denominators)
+        return Program(
+            name=name or type(model).__name__,
+            fingerprint=digest,
+            precision=precision,
+            batch_size=batch_size,
+            batch=inputs,
+            params=params,
+            buffers=buffers,
+            kinds=ruled,
+            segments=tuple(segments),
+            loss=tuple(loss),
+            denominators=counted,
+            buffer_updates={key: values[node] for key, node in exported.updates.items()},
+            outputs=make_outputs(forward, wanted, values, used, mode),
+        )
+
+    made = program(frozenset())
+    tail = tail_nodes(forward, made, mode)
+    return program(tail) if tail else made
 
 
 def _lifted(x: Tensor, precision: str) -> str:
-    return "float64" if precision == "fp64" and x.is_floating_point() else spec_of(x).dtype
+    return dtype_text(widened(x.dtype) if precision == "fp64" else x.dtype)
 
 
 def _batch_dims(tensors: dict[str, Tensor], given: dict[str, int | None]) -> tuple[int, dict[str, int | None]]:
@@ -161,9 +177,7 @@ def _tensors_of(model: nn.Module, precision: str) -> tuple[dict[str, ParamSpec],
         return TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape))
 
     params = {
-        name: ParamSpec(
-            spec=lifted(x), trainable=x.requires_grad and x.is_floating_point(), aliases=tuple(aliases[name])
-        )
+        name: ParamSpec(spec=lifted(x), trainable=x.requires_grad, aliases=tuple(aliases[name]))
         for name, x in found.items()
     }
     return params, {name: lifted(x) for name, x in model.named_buffers()}, firsts
@@ -227,10 +241,10 @@ def _join_ties(graph: fx.Graph, names: dict[fx.Node, str], first_names: dict[str
 
 
 def _segment(
-    forward: Forward, mode: FakeTensorMode, read: Iterable[fx.Node]
+    forward: Forward, mode: FakeTensorMode, read: Iterable[fx.Node], tail: frozenset[fx.Node]
 ) -> tuple[list[SegmentKind], list[Segment], dict[fx.Node, str]]:
     """Kinds, segment instances, and the names of their outputs and asides; `read` are values some output reads."""
-    pieces = [make_piece(forward, main) for main in cut(forward)]
+    pieces = [make_piece(forward, main) for main in cut(forward, tail)]
     keys = [signature(forward, piece) for piece in pieces]
     exposed: dict[str, dict[int, None]] = {key: {} for key in keys}
     for node in read:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.graph import Arg, Graph, Op, Phase, encode_float
+from paraplan.ir.graph import Arg, Graph, Op, Phase, encode_number
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.joint import LABEL
 from paraplan.ir.trace.torch_private import OpOverload
@@ -105,8 +105,8 @@ class Writer:
             return None
         if value is None or isinstance(value, (bool, int)):
             return value
-        if isinstance(value, float):
-            return encode_float(value)
+        if isinstance(value, (float, complex)):
+            return encode_number(value)
         if isinstance(value, str):
             return ":" + value
         raise CaptureError(f"argument {value!r} of type {type(value).__name__} cannot be written in a program")
@@ -168,9 +168,13 @@ def write_constant(writer: Writer, node: fx.Node, value: Tensor, source: str) ->
             f"{source or 'unknown line'}: a tensor constant of {value.numel()} elements (limit "
             f"{MAX_CONSTANT_ELEMENTS}) is made in forward; register_buffer it in __init__"
         )
-    flat = tuple(writer.arg(item) for item in value.flatten().tolist())
-    spec = spec_of(value)
-    writer.env[node] = writer.one("paraplan.constant", (flat, ":" + spec.dtype, spec.shape), spec)
+    plain = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    flat = tuple(writer.arg(item) for item in plain.flatten().tolist())
+    spec = spec_of(plain)
+    made = writer.one("paraplan.constant", (flat, ":" + spec.dtype, spec.shape), spec)
+    if value.is_complex():
+        made = writer.one("aten.view_as_complex.default", ("%" + made,), spec_of(value))
+    writer.env[node] = made
 
 
 def finish(writer: Writer, inputs: Sequence[str], outputs: Sequence[str | None]) -> Graph:

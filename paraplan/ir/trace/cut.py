@@ -9,7 +9,7 @@ periodic run of pieces is found first, merging stays inside it, and what is left
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import pairwise
 
 from torch import Tensor, fx
@@ -27,9 +27,15 @@ _LIGHT = frozenset({"sort", "topk"})  # dear to clone, but no work
 FAR_WORK = 16  # more than lies between a value and its last reader within any one layer
 
 
-def cut(forward: Forward) -> list[list[fx.Node]]:
-    """Main nodes of each segment, in order."""
-    main = hoist_reductions([node for node in forward.graph.nodes if forward.is_main(node)], _is_work)
+def cut(forward: Forward, tail: Set[fx.Node] = frozenset()) -> list[list[fx.Node]]:
+    """Main nodes of each segment, in order; those of the tail are the last one."""
+    nodes = [node for node in forward.graph.nodes if forward.is_main(node)]
+    ends = [[node for node in nodes if node in tail]] if tail else []
+    return [*_cut_main(forward, [node for node in nodes if node not in tail]), *ends]
+
+
+def _cut_main(forward: Forward, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    main = hoist_reductions(nodes, _is_work)
     work = [0]
     for node in main:
         work.append(work[-1] + _is_work(node))

@@ -21,7 +21,7 @@ from paraplan.ir.rules.carried import rule_fault
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
 
-VERSION = 1
+VERSION = 2
 MAX_RULES = 4096
 
 

@@ -310,8 +310,8 @@ def find_linear(bench: Bench) -> tuple[tuple[int, ...], ...]:
     floats = [value for value, spec in enumerate(probe.specs) if spec.is_float]
     if not outs or not all(spec.is_float for spec in outs):
         return ()
-    narrowest = min(spec.nbytes // max(spec.numel, 1) for spec in outs)
-    floats = [v for v in floats if probe.specs[v].nbytes // max(probe.specs[v].numel, 1) <= narrowest]
+    narrowest = min(spec.real_bytes for spec in outs)
+    floats = [v for v in floats if probe.specs[v].real_bytes <= narrowest]
     found: list[tuple[int, ...]] = []
     counts = range(1, len(floats) + 1) if len(floats) <= 4 else (1, 2, len(floats))
     for count in counts:

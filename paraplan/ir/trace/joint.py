@@ -7,7 +7,7 @@ line of the forward node whose gradient is being computed (a hook on each autogr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,14 +83,20 @@ def _hook_gradients(result: object, labels: _Labels, source: str, seen: set[obje
         stack += [parent for parent, _ in grad_fn.next_functions if parent is not None]
 
 
+def line_of_node(node: fx.Node) -> str:
+    """The user's line a node comes from."""
+    return line_of_stack(node.meta.get("stack_trace"))
+
+
 def run_nodes(
-    nodes: Sequence[fx.Node], env: dict[fx.Node, object], seed: Tensor | None, labels: _Labels, hook: bool
-) -> None:
-    """Runs the nodes of a piece, results into `env`."""
+    nodes: Sequence[fx.Node], env: dict[fx.Node, object], seed: Tensor | None, labels: _Labels, hook: bool,
+    source_of: Callable[[fx.Node], str] = line_of_node,
+) -> None:  # fmt: skip
+    """Runs the nodes of a piece, results into `env`; `source_of` says what its ops are labelled with."""
     seen: set[object] = set()
     slot = 0
     for node in nodes:
-        source = line_of_stack(node.meta.get("stack_trace"))
+        source = source_of(node)
         labels.switch((Phase.FORWARD, source))
         args, kwargs = tree_map_only(fx.Node, lambda n: env[n], (node.args, node.kwargs))
         if node.target in autograd.RANDOM:
@@ -141,16 +147,18 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Se
     return Joint(module.graph, random, tangents, tuple(wanted[:count]), tuple(wanted[count:]))
 
 
-def trace_forward(forward: Forward, piece: Piece, mode: FakeTensorMode) -> fx.Graph:
-    """Records the forward alone of a piece without random ops; placeholders as in `trace_joint`."""
+def trace_forward(
+    forward: Forward, piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node
+) -> fx.Graph:
+    """Records the forward alone of a piece; placeholders as in `trace_joint`, the seed always among them."""
     outside = [*piece.params, *piece.inputs, *piece.constants]
     with mode:
-        args = [_fake_like(node, False) for node in outside]
+        args = [*(_fake_like(node, False) for node in outside), torch.empty((), dtype=torch.int64)]
 
     def run(*flat: Tensor) -> list[object]:
         labels = _Labels()
-        env: dict[fx.Node, object] = dict(zip(outside, flat, strict=True))
-        run_nodes(piece.nodes, env, None, labels, hook=False)
+        env: dict[fx.Node, object] = dict(zip(outside, flat, strict=False))
+        run_nodes(piece.nodes, env, flat[-1], labels, hook=False, source_of=source_of)
         labels.switch((Phase.FORWARD, ""))
         return [env[node] for node in piece.outputs]
 

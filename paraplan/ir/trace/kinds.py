@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
+from paraplan.ir.graph import Graph
 from paraplan.ir.program import Denominator, Output, SegmentKind
+from paraplan.ir.trace.complex_forms import COMPLEX_FORMS
 from paraplan.ir.trace.convert import Writer, finish, write_constant
 from paraplan.ir.trace.index_forms import INDEX_FORMS
-from paraplan.ir.trace.joint import trace_forward, trace_joint
+from paraplan.ir.trace.joint import line_of_node, trace_forward, trace_joint
 from paraplan.ir.trace.normal_forms import FORMS
 from paraplan.ir.trace.segments import Forward, Piece
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.torch_private import FakeTensorMode
 from paraplan.ir.trace.vision_forms import VISION_FORMS
 
-_FORMS = {**FORMS, **INDEX_FORMS, **VISION_FORMS}
+_FORMS = {**FORMS, **COMPLEX_FORMS, **INDEX_FORMS, **VISION_FORMS}
 
 
 def make_kind(
@@ -64,26 +66,34 @@ def make_kind(
 
 def make_denominator(forward: Forward, piece: Piece, mode: FakeTensorMode) -> Denominator:
     """A count of the batch as a graph of its own."""
-    graph = trace_forward(forward, piece, mode)
-    writer = Writer(_FORMS)
-    places = (node for node in graph.nodes if node.op == "placeholder")
-    inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.inputs))]
-    _write_constants(writer, places, forward, piece)
-    (output,) = (_plain(writer, node) for node in _write_body(writer, graph))
-    return Denominator(
-        graph=finish(writer, inputs, [output]), inputs=tuple(forward.names[node] for node in piece.inputs)
-    )
+    names = tuple(forward.names[node] for node in piece.inputs)
+    return Denominator(graph=_forward_graph(forward, piece, mode), inputs=names)
+
+
+def make_whole(forward: Forward, piece: Piece, mode: FakeTensorMode) -> Denominator:
+    """The forward alone of a piece, each op under the name of the node it comes from; parameters, then inputs."""
+    graph = _forward_graph(forward, piece, mode, str)
+    return Denominator(graph=graph, inputs=tuple(map(str, (*piece.params, *piece.inputs))))
 
 
 def make_output(forward: Forward, piece: Piece, names: Sequence[str], mode: FakeTensorMode) -> Output:
     """An auxiliary output as a graph of its own; `names` are the program's names of its parameters, then inputs."""
-    graph = trace_forward(forward, piece, mode)
+    return Output(graph=_forward_graph(forward, piece, mode), inputs=tuple(names))
+
+
+def _forward_graph(
+    forward: Forward, piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node
+) -> Graph:
+    """The forward alone of a piece; its inputs are the piece's parameters and inputs, and the seed where it is read."""
+    graph = trace_forward(forward, piece, mode, source_of)
     writer = Writer(_FORMS)
     places = (node for node in graph.nodes if node.op == "placeholder")
-    inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(names))]
+    inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.params) + len(piece.inputs))]
     _write_constants(writer, places, forward, piece)
-    (output,) = (_plain(writer, node) for node in _write_body(writer, graph))
-    return Output(graph=finish(writer, inputs, [output]), inputs=tuple(names))
+    seed = writer.add_input(next(places), "seed")
+    outputs = [_plain(writer, node) for node in _write_body(writer, graph)]
+    found = finish(writer, inputs, outputs)
+    return found if not any(seed in op.tensors for op in found.ops) else finish(writer, [*inputs, seed], outputs)
 
 
 def _write_constants(writer: Writer, places: Iterator[fx.Node], forward: Forward, piece: Piece) -> None:

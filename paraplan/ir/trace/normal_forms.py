@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from paraplan.ir.graph import Arg, encode_float
+from paraplan.ir.graph import Arg, encode_number
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.convert import Names, Writer, spec_of
 from paraplan.ir.trace.torch_private import OpOverload
@@ -98,7 +98,7 @@ def _cast(writer: Writer, node: fx.Node) -> Names:
 
 
 def _number(value: object) -> Arg:
-    return encode_float(value) if isinstance(value, float) else value
+    return encode_number(value) if isinstance(value, (float, complex)) else value
 
 
 def _full(pick: Callable[[fx.Node], object]) -> Form:
@@ -245,9 +245,9 @@ def _select_scatter(writer: Writer, node: fx.Node) -> Names:
 def _divided(writer: Writer, node: fx.Node) -> Names:
     """x / c -> x · (1/c) for floats."""
     divisor = node.args[1]
-    if isinstance(divisor, fx.Node) or node.kwargs or not divisor or not _spec(node.args[0]).is_float:
+    if not isinstance(divisor, (int, float, complex)) or node.kwargs or not divisor or not _spec(node.args[0]).is_float:
         return None
-    return writer.one("aten.mul.Tensor", (writer.ref(node.args[0]), _number(1.0 / float(divisor))), _spec(node))  # type: ignore[arg-type]
+    return writer.one("aten.mul.Tensor", (writer.ref(node.args[0]), _number(1.0 / divisor)), _spec(node))
 
 
 def _slice(writer: Writer, node: fx.Node) -> Names:
@@ -339,9 +339,7 @@ def _ones(node: fx.Node) -> object:
 
 
 FORMS: dict[str, Form] = {
-    **dict.fromkeys(
-        ("detach", "alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "view_as_real_copy"), _same
-    ),
+    **dict.fromkeys(("detach", "alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh"), _same),
     **dict.fromkeys(
         ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "_reshape_alias", "flatten", "view_copy"), _view
     ),

@@ -1,4 +1,4 @@
-"""fp64: every float of the captured forward becomes float64.
+"""fp64: every float of the captured forward becomes float64, every complex number complex128.
 
 The model is exported in float32, so no cast up to float32 exists in it; then the inputs, every float dtype written
 in the graph and the default dtype become float64 and all results are computed anew.
@@ -13,7 +13,16 @@ from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.rewrite import Rewriter
 from paraplan.ir.trace.source import line_of_stack
 
-NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
+WIDE = {
+    torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
+"""What becomes of narrower floats and complex numbers."""
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype under fp64."""
+    return WIDE.get(dtype, dtype)
 
 
 def lift_to_float64(graph: fx.Graph, rewriter: Rewriter, constants: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -40,7 +49,7 @@ def lift_to_float64(graph: fx.Graph, rewriter: Rewriter, constants: dict[str, Te
                 _check(node)
     finally:
         torch.set_default_dtype(saved)
-    return {name: value.double() if value.dtype in NARROW else value for name, value in constants.items()}
+    return {name: value.to(widened(value.dtype)) for name, value in constants.items()}
 
 
 def _evaluate(node: fx.Node, rewriter: Rewriter) -> None:
@@ -57,15 +66,15 @@ def _line(node: fx.Node) -> str:
 
 
 def _lift_tensor(value: Tensor, rewriter: Rewriter) -> Tensor:
-    if value.dtype not in NARROW:
+    if value.dtype not in WIDE:
         return value
     with rewriter.mode:
-        return torch.empty(value.shape, dtype=torch.float64, device="cpu")
+        return torch.empty(value.shape, dtype=widened(value.dtype), device="cpu")
 
 
 def _lift_literals(arg: object) -> object:  # type: ignore[no-untyped-def]
     if isinstance(arg, torch.dtype):
-        return torch.float64 if arg in NARROW else arg
+        return widened(arg)
     if isinstance(arg, (tuple, list)):
         return type(arg)(_lift_literals(item) for item in arg)
     if isinstance(arg, dict):
@@ -76,7 +85,7 @@ def _lift_literals(arg: object) -> object:  # type: ignore[no-untyped-def]
 def _check(node: fx.Node) -> None:
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     for value in values:
-        if isinstance(value, Tensor) and value.dtype in NARROW:
+        if isinstance(value, Tensor) and value.dtype in WIDE:
             raise CaptureError(
                 f"{_line(node)}: {node.target} stays {value.dtype} under precision='fp64'; use precision='fp32'"
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import UnsupportedOpError
-from paraplan.ir.graph import Arg, Graph, Op, Phase, decode_float
+from paraplan.ir.graph import Arg, Graph, Op, Phase, decode_number
 from paraplan.ir.program import Program, Segment, SegmentKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.trace import kernels
@@ -55,7 +55,7 @@ def decode(arg: Arg, env: Env) -> object:
     if arg.startswith("%"):
         return env[arg[1:]]
     if arg.startswith("~"):
-        return decode_float(arg)
+        return decode_number(arg)
     named = getattr(torch, arg[1:], None)
     return named if isinstance(named, torch.dtype) else arg[1:]  # ":tanh" is a mode, ":float32" a dtype
 

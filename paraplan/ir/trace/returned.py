@@ -18,6 +18,7 @@ from paraplan.ir.trace.export import explain
 from paraplan.ir.trace.fake import arguments, as_computed, fake_batch, fake_copy, name_inputs
 from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, named_tensors
+from paraplan.ir.trace.quiet import quiet_torch
 from paraplan.ir.trace.torch_private import fake_mode
 
 
@@ -40,6 +41,7 @@ class Returned:
         return loss if self.template is None else _filled(self.template, {self.name: loss})
 
 
+@quiet_torch()
 def returned_by(
     model: nn.Module, example_inputs: dict[str, Tensor] | tuple[object, ...], precision: str, loss: LossChoice = None
 ) -> Returned:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from paraplan.ir.graph import Arg, encode_float
+from paraplan.ir.graph import Arg, encode_number
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.convert import Names, Writer, spec_of
 from paraplan.ir.trace.flow import aten_name
@@ -202,14 +202,14 @@ def batch_norm(writer: Writer, node: fx.Node) -> Names:
     running = tuple(_ref(writer, found.get(name)) for name in ("running_mean", "running_var"))
     affine = tuple(_ref(writer, found[name]) for name in ("weight", "bias"))
     if not found.get("training", False):
-        rstd = _own(writer, "bn_rstd", (running[1], 1, encode_float(eps)), own.spec)
+        rstd = _own(writer, "bn_rstd", (running[1], 1, encode_number(eps)), own.spec)
         out = _own(writer, "bn_apply", (x, running[0], "%" + rstd, *affine), own.x)
         return (out, str(running[0])[1:], rstd)
     kwargs: dict[str, Arg] = {} if own.spec.dtype == own.x.dtype else {"dtype": ":" + own.spec.dtype}
     total = writer.one("aten.sum.dim_IntList", (x, own.dims, False), own.spec, kwargs)
     mean = writer.one("aten.mul.Tensor", ("%" + total, 1.0 / own.count), own.spec)
     squares = _own(writer, "bn_squares", (x, "%" + mean), own.spec)
-    rstd = _own(writer, "bn_rstd", ("%" + squares, own.count, encode_float(eps)), own.spec)
+    rstd = _own(writer, "bn_rstd", ("%" + squares, own.count, encode_number(eps)), own.spec)
     out = _own(writer, "bn_apply", (x, "%" + mean, "%" + rstd, *affine), own.x)
     if running[0] is None:
         return (out, mean, rstd)

@@ -16,7 +16,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.lower.bundle import SMALL_BYTES
 from paraplan.ir.lower.casts import CAST, SCALE
 from paraplan.ir.mesh import Layout, P, Partial, Placement, R, Shard, layout_text, pads_little
-from paraplan.ir.micro import ProgramMicro, program_micro
+from paraplan.ir.micro import ProgramMicro, program_micro, smallest_divisor
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, dims_of, mesh_choices
 from paraplan.planner.classes import ParamClass
@@ -201,11 +201,7 @@ def make_pins(
             )
         along = program_micro(program, m * split, in_space=True)
     elif tp >= 0:
-        along = program_micro(program, _smallest_divisor(program.batch_size), in_space=True)
+        along = program_micro(program, smallest_divisor(program.batch_size), in_space=True)
     sequence = sequence_keys(program, shape[cp], constraints.cp_mode) if cp >= 0 else ()
     experts = expert_axis(program, shape[ep]) if ep >= 0 else None
     return Pins(program, constraints, dp, tp, cp, ep, shape, along, sequence, experts)
-
-
-def _smallest_divisor(n: int) -> int:
-    return next((k for k in range(2, n + 1) if n % k == 0), 1)

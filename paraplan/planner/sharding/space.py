@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.graph import Op, Phase
 from paraplan.ir.lower.kind import extend
-from paraplan.ir.mesh import Layout, P, R
+from paraplan.ir.mesh import Layout, P, R, Shard, gathered, without
 from paraplan.ir.micro import KindMicro, ProgramMicro, dual, program_micro
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, op_signature, op_strategies
@@ -177,7 +177,8 @@ def build_space(
     classes, gradients = param_classes(job.program), grad_classes(job.program)
     for kind, _ in enumerate(job.program.kinds):
         micro = space.micro.segments[first_of[kind]]
-        _ops(job, space, kind, micro, counts[kind] * num_microbatches, num_microbatches, pins)
+        runs = counts[kind] * _runs(space, first_of[kind], num_microbatches)
+        _ops(job, space, kind, micro, runs, num_microbatches, pins)
     for cls in classes:
         _param(job, space, cls, num_microbatches, pins)
     for gradient in gradients:
@@ -189,8 +190,14 @@ def build_space(
         space.batch_decider[name] = space.decide(f"batch {name}", (prices.zero,) * len(options))
     whole = space.decide("whole", (prices.zero,))
     for kind, _ in enumerate(job.program.kinds):
-        _KindTransfers(job, space, kind, classes, gradients, counts[kind], num_microbatches, whole).add()
+        runs = _runs(space, first_of[kind], num_microbatches)
+        _KindTransfers(job, space, kind, classes, gradients, counts[kind], runs, num_microbatches, whole).add()
     return space
+
+
+def _runs(space: Space, segment: int, m: int) -> int:
+    """How often a step runs a segment."""
+    return m if segment < space.micro.tail else 1
 
 
 def _ops(job: Job, space: Space, index: int, micro: KindMicro, count: int, m: int, pins: Pins) -> None:
@@ -257,7 +264,7 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
 def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:
     kind, slot = cls.readers[0]
     segment = next(index for index, each in enumerate(job.program.segments) if each.kind == kind)
-    place = space.micro.segments[segment].placements[job.program.kinds[kind].inputs[slot]]
+    place = space.micro.values[job.program.segments[segment].inputs[slot]]
     options = grad_options(cls.spec, space.prices.extended, dual(place) if m > 1 else R)
     space.grad_options.append(options)
     space.grad_decider.append(space.decide("gradient", (space.prices.zero,) * len(options)))
@@ -267,17 +274,12 @@ class _KindTransfers:
     """Adds the transfers of one kind, and what its values hold at the loss."""
 
     def __init__(
-        self,
-        job: Job,
-        space: Space,
-        index: int,
-        classes: tuple[ParamClass, ...],
-        gradients: tuple[GradClass, ...],
-        count: int,
-        m: int,
-        whole: int,
-    ) -> None:
-        self.job, self.space, self.index, self.count, self.m, self.whole = job, space, index, count, m, whole
+        self, job: Job, space: Space, index: int, classes: tuple[ParamClass, ...], gradients: tuple[GradClass, ...],
+        count: int, runs: int, m: int, whole: int,
+    ) -> None:  # fmt: skip
+        self.job, self.space, self.index, self.count, self.m, self.whole = job, space, index, count, runs, whole
+        self.in_tail = runs < m
+        self.waits = m if space.micro.has_tail and not self.in_tail else 1  # microbatches that wait at the loss
         self.kind = job.program.kinds[index]
         self.class_of = {slot: c for c, cls in enumerate(classes) for slot in cls.slots}
         self.reader_of = {slot: g for g, cls in enumerate(gradients) for slot in cls.readers}
@@ -330,7 +332,16 @@ class _KindTransfers:
 
     def _grad_end(self, g: int, value: str) -> End:
         first = dual(self.micro.placements[value]) if self.m > 1 else R
-        return End(self.space.grad_decider[g], tuple((first, *layout) for layout in self.space.grad_options[g]))
+        options = self.space.grad_options[g]
+        if self.in_tail and value in self.kind.inputs:
+            options = tuple(without(layout, self._rows(self.kind.inputs.index(value))) for layout in options)
+        return End(self.space.grad_decider[g], tuple((first, *layout) for layout in options))
+
+    def _rows(self, slot: int) -> int | None:
+        """The dim of an input of the kind that microbatches cut."""
+        outer = next(s.inputs[slot] for s in self.job.program.segments if s.kind == self.index)
+        place = self.space.micro.values[outer]
+        return place.dim if isinstance(place, Shard) else None
 
     def _sources(self, name: str, made: dict[str, End]) -> list[tuple[End, int]]:
         """Where a value of the kind comes from: (end, instances fed so)."""
@@ -354,7 +365,13 @@ class _KindTransfers:
             for s in self.job.program.segments
             if s.kind == self.index
         )
-        return [(self._producer(source, name), count) for source, count in fed.items()]
+        return [(self._gathered(self._producer(source, name)), count) for source, count in fed.items()]
+
+    def _gathered(self, end: End) -> End:
+        """An end as the tail reads it; what brings it there is not priced."""
+        if not self.in_tail:
+            return end
+        return End(end.decider, tuple(gathered(layout) for layout in end.layouts))
 
     def _producer(self, source: str | tuple[int, int], name: str) -> End:
         if isinstance(source, tuple):
@@ -379,4 +396,4 @@ class _KindTransfers:
             end, spec = made[root], self.kind.graph.values[root]
             held = tuple(self.space.prices.nbytes(spec, layout) for layout in end.layouts)
             self.space.saved[self.index, root] = end.decider, held
-            self.space.at_loss.append((end.decider, tuple(nbytes * self.count for nbytes in held)))
+            self.space.at_loss.append((end.decider, tuple(nbytes * self.count * self.waits for nbytes in held)))

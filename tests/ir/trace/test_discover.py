@@ -177,7 +177,7 @@ def test_rules_are_kept_and_never_trusted_blindly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wrong = (
-        ("{", "is not used"), (text.replace('"version":1', '"version":2'), "is version 2"),
+        ("{", "is not used"), (text.replace('"version":2', '"version":3'), "is version 3"),
         (text.replace('"sizes":{"a":8', '"sizes":{"a":5'), "do not divide"),
         (text.replace('"source"', '"code":"import os","source"'), "unknown field"),
     )  # fmt: skip

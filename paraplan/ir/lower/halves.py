@@ -1,0 +1,27 @@
+"""Backwards that may be done in two parts: which block runs, and what it reads."""
+
+from __future__ import annotations
+
+from paraplan.ir.lower.away import AwayValue
+from paraplan.ir.lower.backward import LoweredBackward
+from paraplan.ir.lower.stage import StageBlocks
+from paraplan.ir.schedule import ActionKind
+
+
+def half_of(parts: StageBlocks, index: int, half: ActionKind) -> LoweredBackward:
+    lowered = parts.backwards[index]
+    if lowered.parts is None or half is ActionKind.B:
+        return lowered
+    return lowered.parts[0 if half is ActionKind.I else 1]
+
+
+def returning(parts: StageBlocks, index: int, half: ActionKind) -> tuple[AwayValue, ...]:
+    """What a segment's backward, or half of it, reads from tiers."""
+    inputs = half_of(parts, index, half).block.inputs
+    return tuple(value for value in parts.forwards[index].away.values() if value.back.base in inputs)
+
+
+def needs_zero(parts: StageBlocks, index: int, half: ActionKind, tangent: str) -> bool:
+    """Whether this half is the first that reads a tangent nobody gives."""
+    first = half is not ActionKind.W or tangent not in half_of(parts, index, ActionKind.I).block.inputs
+    return first and tangent in half_of(parts, index, half).block.inputs
