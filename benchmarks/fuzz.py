@@ -7,7 +7,7 @@ five steps, the others two, of SGD with momentum (under Adam, which divides by i
 but rounding noise tells of the noise). Held against the captured program on one device by the numerics contract's
 measure: the loss and every gradient of each step, every parameter and buffer after the last. The last step is recorded:
 what each rank did against the prediction, entry by entry; the measured peaks of live bytes against the predicted ones.
-`eager` is the user's model against the captured program, dropout off (1e-5 where it has fp32 islands). A plan that
+`eager` is the captured program against the user's model, dropout replayed (1e-5 where it has fp32 islands). A plan that
 crashes or breaks a bound is named by its seed under `failures`, and the others go on.
 
     python -m benchmarks.fuzz [--only "gpt2 8"] [--json FILE [--resume]]      PLANS=50 plans a model (environment)
@@ -34,7 +34,9 @@ from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import Captured, Eager, max_error, relative
+from paraplan.jobs.against_eager import AgainstEager
+from paraplan.jobs.check import Captured, max_error, relative
+from paraplan.jobs.eager import Call
 from paraplan.jobs.models import Made
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
@@ -99,11 +101,15 @@ class Subject:
 
     @cache  # noqa: B019
     def eager_error(self) -> float:
-        """The user's model against the captured program."""
-        eager = Eager(Made(self.small[0.0].model, None, self.small[0.0].loss_fn), self.program[0.0])
-        loss, grads = eager.step(self.small[0.0].batch, {name: p.detach() for name, p in eager.params.items()})
-        wanted = self.reference(0.0)
-        return max(relative(wanted.losses[0], loss), max_error(wanted.grads[0], grads)[0])
+        """The captured program against the user's model, which draws the same random numbers."""
+        small, program = self.small[0.1], self.program[0.1]
+        plan = random_plan(self.job(0.1, 2), 0)
+        device = Captured(plan, small.model, partial(torch.optim.SGD, lr=LR), 0)
+        against = AgainstEager(Call.of(Made(small.model, small.batch, small.loss_fn), program), program)
+        taken, seeds = partial(device.outcome, small.batch), device.seeds()
+        found = taken(program, seeds)
+        verdict = against.compare(small.batch, device.masters, device.buffers, seeds, found, taken)
+        return float("inf") if verdict.cannot else verdict.error
 
 
 @dataclass

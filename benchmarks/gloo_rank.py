@@ -23,8 +23,7 @@ SGD: dict[str, float] = {"lr": LR, "momentum": 0.9}
 
 
 def train(name: str, dropout: float, path: Path) -> tuple[Seen, float, str]:
-    """Five steps of a plan; on rank 0 what differs from one device, from the eager model where that can be said, and
-    from the prediction."""
+    """Five steps of a plan; on rank 0 what differs from one device, from the eager model and from the prediction."""
     loaded, small = pp.Plan.load(path), piped(name[9:]) if name.startswith("pipeline ") else build(name, dropout)
     plan, programs = loaded.data, loaded.programs
     trainer = make_trainer(plan, programs, small.model)
@@ -46,7 +45,7 @@ def train(name: str, dropout: float, path: Path) -> tuple[Seen, float, str]:
     errors, peaks = single.errors, loaded.prediction.peak_bytes
     ratios = [peaks[plan.schedule.rank_class[rank]] / peak for rank, peak in enumerate(result.measured_peak_bytes)]
     seen = Seen(errors.loss, errors.grad, errors.param, result.entries_equal, min(ratios), max(ratios))
-    return seen, errors.eager or 0.0, result.entries_difference
+    return seen, errors.eager, result.entries_difference
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import typer
 
 from paraplan import __version__
 from paraplan.ir.collecting import RARELY
-from paraplan.ir.errors import ConstraintError, ParaplanError, RuntimeFailure
+from paraplan.ir.errors import CheckError, ConstraintError, ParaplanError, RuntimeFailure
 from paraplan.ir.lazy import lazy
 from paraplan.terminal import clusters, profiles
 from paraplan.terminal.progress import Progress, out, print_fault
@@ -339,12 +339,8 @@ def run(
     result = _part("spawn")(path, loaded.data, sys.argv[1:], RESULT_ENV)
     if as_json:
         _print_json(result)
-    if failure := _part("check_failure")(loaded.data, result):
-        raise CheckFailed(failure)
-
-
-class CheckFailed(ParaplanError):
-    """The run differs from one device, or did not do what was predicted."""
+    if failure := _part("check_failure")(result):
+        raise CheckError(failure)
 
 
 def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
@@ -366,6 +362,8 @@ def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
         elif as_json:
             _print_json(found)
     _part("leave_job")()
+    if first and RESULT_ENV not in os.environ and (failure := _part("check_failure")(found)):
+        raise CheckError(failure)
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -386,7 +384,7 @@ def main() -> None:
             raise
         if os.environ.get("RANK", "0") == "0":
             print_fault(fault)
-        sys.exit(1 if isinstance(fault, CheckFailed) else 2)
+        sys.exit(1 if isinstance(fault, CheckError) else 2)
 
 
 if __name__ == "__main__":

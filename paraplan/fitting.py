@@ -28,7 +28,10 @@ from paraplan.ir.trace.fake import name_inputs
 from paraplan.ir.trace.outputs import LossChoice
 from paraplan.ir.trace.returned import Returned, returned_by
 from paraplan.jobs.detect import detect
+from paraplan.jobs.eager import Call
 from paraplan.jobs.files import decode_plan
+from paraplan.jobs.first_steps import FirstSteps
+from paraplan.jobs.models import Made
 from paraplan.planner.memory.plan import MemoryLimits
 from paraplan.planner.memory.problem import MemoryProblem, Tier
 from paraplan.planner.memory.whole import host_tiers, least_words, memory_problem, schedule_memory
@@ -48,7 +51,8 @@ def fit(
     loss_fn: Callable[..., Any] | None = None, loss: LossChoice = None, optimizer: str = "adamw",
     accumulate: bool = False, microbatches: int = 1, offload: bool = False,
     batch_dims: Mapping[str, int | None] | None = None, time_limit_s: float = 30.0,
-    cluster: ClusterSpec | str | None = None, seed: int | None = None, progress: Callable[[str], None] | None = None,
+    cluster: ClusterSpec | str | None = None, seed: int | None = None, check: bool | int = False,
+    progress: Callable[[str], None] | None = None,
 ) -> FittedModule:  # fmt: skip
     """The model, trained within a memory budget.
 
@@ -82,6 +86,10 @@ def fit(
         time_limit_s: for planning.
         cluster: one device whose rates decide what is cheap to execute again; the model's own, if left out.
         seed: of dropout; torch's generator decides if left out.
+        check: hold the first step, or so many, against the eager model before taking it: loss, gradients and buffers,
+            random numbers replayed; a difference raises CheckError. It leaves everything as it was, and costs per step
+            one planned step aside and one step of a copy of the model (two below float64, one of them in float64),
+            whose memory the budget does not count.
         progress: told what is being done.
     Raises:
         CaptureError: the model is outside what can be captured; names the user's line.
@@ -114,7 +122,11 @@ def fit(
     beside = sum(sizes.values()) * accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
     plan = _scheduled(whole, budget, beside, time_limit_s, host_tiers(spec) if offload else ())
     plan = replace(plan, data=msgspec.structs.replace(plan.data, cluster=spec), total_s=time.perf_counter() - started)
-    return _fitted(model, plan, fixed, returns, casts, seed)
+    fitted = _fitted(model, plan, fixed, returns, casts, seed)
+    if check:
+        call = Call.of(Made(model, inputs, loss_fn), plan.data.program, loss, casts)
+        fitted.check_first(FirstSteps(call, int(check), progress or (lambda text: None)))
+    return fitted
 
 
 def _fitted(

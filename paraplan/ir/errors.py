@@ -80,3 +80,7 @@ class CodegenError(ParaplanError):
 
 class RuntimeFailure(ParaplanError):
     """Running a plan failed; names the rank and the action."""
+
+
+class CheckError(ParaplanError):
+    """A step is not that of the user's eager model, of the program on one device, or not what was predicted."""

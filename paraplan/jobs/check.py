@@ -1,6 +1,7 @@
-"""The single-device check: the same steps of the captured program and of the user's eager model, and the measure.
+"""The single-device check: the same steps of the captured program and of the user's eager model.
 
-Per tensor: max|a − b| / max(max|b|, 1e-6 · the largest max|b| among its peers), as docs/design.md section 10 has it.
+The measure is that of `differences`, the eager model's part in `against_eager`. Held against both are the loss, every
+gradient, every parameter after the update and every buffer, whether or not the program writes it.
 
 A step is two functions, and each is held against one device on its own: the gradients at the parameters, and the
 parameters and optimizer states after the gradients. The single device has parameters and states of its own, which it
@@ -12,26 +13,32 @@ gradient in the step it is made in, and a wrong or lost update moves the run off
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from paraplan.ir.errors import CheckError
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import HALVES, Program, master_dtype, trained_params
-from paraplan.ir.seeds import segment_seed
-from paraplan.ir.trace.fake import taken
-from paraplan.ir.trace.reference import run_step
+from paraplan.ir.program import Program, master_dtype
+from paraplan.ir.trace.outputs import LossChoice
+from paraplan.jobs.against_eager import ROUNDING, AgainstEager, Fault, Verdict
+from paraplan.jobs.captured import Captured, MakeOptimizer, Outcome, Tensors, with_aliases
+from paraplan.jobs.differences import Difference, differences, max_error, relative
+from paraplan.jobs.eager import Call, Taken
 from paraplan.jobs.models import Made
-from paraplan.runtime.params import full_tensors
+from paraplan.jobs.replay import repeated
 
-Tensors = Mapping[str, Tensor]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-"""What the eager model is compared in."""
+__all__ = ["Captured", "Errors", "SingleDevice", "max_error", "relative"]
+
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1e-1, "fp16": 5e-2, "fp8": 3e-1}
+"""Largest errors of loss and tensors against the captured program, beside `ROUNDING` times those of the eager model;
+below fp64 they are noise of summing in another order."""
+
+UPDATED = {"fp64": 1e-9}
+"""Largest errors of parameters after an update with the same gradients; `UPDATED_NARROW` below fp64."""
+UPDATED_NARROW = 1e-5
 
 
 @dataclass
@@ -41,168 +48,69 @@ class Errors:
     Attributes:
         loss, grad: against the captured program on one device.
         param: likewise, after updates with the same gradients; written buffers count as parameters.
-        eager: losses and gradients against the user's eager model; None where dropout makes the comparison
-            meaningless.
+        eager: of loss, gradients, buffers and updated parameters against the user's eager model.
+        how: how the eager model was compared.
         worst: the tensor with the largest gradient or parameter error.
+        failure: what is beyond its limit, and what to do; "" where nothing is.
     """
 
     loss: float = 0.0
     grad: float = 0.0
     param: float = 0.0
-    eager: float | None = None
+    eager: float = 0.0
+    how: str = ""
     worst: str = ""
+    failure: str = ""
 
+    def raise_failure(self) -> None:
+        """Raises where something is beyond its limit.
 
-def max_error(found: Tensors, wanted: Tensors) -> tuple[float, str]:
-    """The largest error of any tensor, and its name; NaN counts as infinitely wrong.
-
-    Args:
-        found, wanted: tensors by name; each in `wanted` must be in `found`.
-    """
-    tops = {name: float(value.detach().abs().max()) if value.numel() else 0.0 for name, value in wanted.items()}
-    floor = 1e-6 * max(tops.values(), default=0.0)
-    worst, where = 0.0, ""
-    for name, value in wanted.items():
-        if not value.numel():
-            continue
-        off = float((found[name].detach().to(torch.float64) - value.detach().to(torch.float64)).abs().max())
-        scale = max(tops[name], floor)
-        error = 0.0 if off == 0 else (off / scale if scale and off == off else float("inf"))
-        if error > worst:
-            worst, where = error, name
-    return worst, where
-
-
-def relative(found: float, wanted: float) -> float:
-    """|a − b| / |b|; infinite where either is no number."""
-    if found == wanted:
-        return 0.0
-    error = abs(found - wanted) / max(abs(wanted), 1e-300)
-    return error if error == error else float("inf")
-
-
-class Captured:
-    """The captured program on one device, trained by the same optimizer.
-
-    Args:
-        plan: its program is run.
-        model: with values.
-        optimizer: makes it from parameters.
-        seed: of the run.
-    """
-
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: MakeOptimizer, seed: int) -> None:
-        self.plan, self.program, self.seed = plan, plan.program, seed
-        full = full_tensors(plan.program, model)
-        program = self.program
-        self.masters: dict[str, nn.Parameter | Tensor] = {}
-        trained = set(trained_params(program))
-        for name, spec in program.params.items():
-            dtype = master_dtype(program.precision, spec.spec.dtype) if name in trained else spec.spec.dtype
-            value = full[f"param:{name}"].detach().to("cpu", getattr(torch, dtype)).clone()
-            self.masters[name] = nn.Parameter(value) if name in trained else value
-        self.buffers = {
-            name: full[f"buffer:{name}"].to("cpu", getattr(torch, spec.dtype)) for name, spec in program.buffers.items()
-        }
-        self.trained = trained_params(program)
-        self.optimizer = optimizer([self.masters[name] for name in self.trained])  # type: ignore[misc]
-        self.scaler = torch.amp.GradScaler("cpu", enabled=program.precision == "fp16")
-        self.may_be_late = tuple(
-            name for name in self.trained if any(plan.is_late(x.params[name]) for x in plan.stages if name in x.params)
-        )
-        self.held: dict[str, Tensor] = {}
-        self.done = 0
-
-    def _late(self) -> tuple[str, ...]:
-        """What this step's gradients update one step late, as the plan's does (`ir.lower.late`)."""
-        after = self.plan.delayed_update
-        return () if after is None or self.done < after else self.may_be_late
-
-    def step(
-        self, batch: Tensors, clip: float | None, update_with: Tensors | None = None
-    ) -> tuple[float, dict[str, Tensor]]:
-        """One training step, in which what is updated late is updated with the gradients of the step before.
-
-        Args:
-            batch: the global batch.
-            clip: of the gradient norm.
-            update_with: gradients to update with in place of its own, before clipping.
-        Returns:
-            The loss and its own gradients before clipping.
+        Raises:
+            CheckError: says what.
         """
-        program = self.program
-        params = {
-            name: x.detach().to(getattr(torch, program.params[name].spec.dtype)) for name, x in self.masters.items()
-        }
-        seeds = [torch.tensor(segment_seed(self.seed, self.done, index)) for index in range(len(program.segments))]
-        cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in program.batch.items()}
-        scale = float(self.scaler.scale(torch.ones(())))
-        loss, grads, written = run_step(program, params, self.buffers, cast, seeds, scale)
-        self.buffers |= written
-        for name in self.trained:
-            self.masters[name].grad = _present(grads[name]).to(self.masters[name].dtype).clone()
-        self.scaler.unscale_(self.optimizer)
-        found = {name: _present(self.masters[name].grad).clone() for name in self.trained}
-        for name in self.trained if update_with is not None else ():
-            _present(self.masters[name].grad).copy_(update_with[name])  # type: ignore[index]
-        if clip is not None:
-            nn.utils.clip_grad_norm_([self.masters[name] for name in self.trained], clip)
-        late = self._late()
-        held = {name: _present(self.masters[name].grad) for name in late}
-        skips = program.precision == "fp16" and not all(bool(grad.isfinite().all()) for grad in found.values())
-        for name in late:
-            self.masters[name].grad = None
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        if self.held:
-            for name, grad in self.held.items():
-                self.masters[name].grad = grad
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.held = {} if skips else held
-        self.done += 1
-        return float(loss), found
+        if self.failure:
+            raise CheckError(f"check failed: {self.failure}")
 
 
-def _present(grad: Tensor | None) -> Tensor:
-    assert grad is not None, "a trained parameter has a gradient"
-    return grad
+class _Updates:
+    """The eager model's parameters under torch's own optimizer, given the gradients of the run."""
 
+    def __init__(self, against: AgainstEager, captured: Captured, optimizer: MakeOptimizer) -> None:
+        self._captured, program = captured, captured.program
+        self.params = {}
+        for name, param in against.own.params.items():
+            dtype = getattr(torch, master_dtype(program.precision, program.params[name].spec.dtype))
+            self.params[name] = nn.Parameter(param.detach().to(dtype, copy=True), param.requires_grad)
+        self._trained = against.own.trained
+        self._optimizer = optimizer([self.params[name] for name in self._trained])
+        self._held: dict[str, Tensor] = {}
 
-class Eager:
-    """The user's model on one device, by torch's autograd.
-
-    Each step starts from the captured program's parameters: what is compared is the model's meaning, not how far an
-    optimizer carries noise (Adam divides by it). The update itself is torch's own in every case.
-
-    Args:
-        made: the model and its loss.
-        program: gives precision and names.
-    """
-
-    def __init__(self, made: Made, program: Program) -> None:
-        self.program, self.loss_fn = program, made.loss_fn
-        self.model = copy.deepcopy(made.model).to("cpu", _DTYPES[program.precision])
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        self.params = {name: named[name] for name in trained_params(program)}
-
-    def step(self, batch: Tensors, params: Tensors) -> tuple[float, dict[str, Tensor]]:
-        """The loss and the gradients at some parameters."""
+    def step(self, taken: Taken, grads: Tensors, clip: float | None) -> dict[str, Tensor]:
+        """The parameters after an update, from where the captured program's are before it."""
         with torch.no_grad():
             for name, param in self.params.items():
-                param.copy_(params[name])
-                param.grad = None
-        cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in self.program.batch.items()}
-        output: Any = self.model(**(cast if self.loss_fn is None else taken(self.model, cast)))
-        if self.loss_fn is not None:
-            loss = self.loss_fn(output, cast)
-        else:
-            loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
-        loss.backward()
-        return float(loss.detach()), {
-            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.params.items()
-        }
+                param.copy_(self._captured.masters[name])
+                param.copy_(taken.params.get(name, param))
+        for name in self._trained:
+            own = taken.grads[name]
+            given = None if own is None else grads.get(name, own)
+            self.params[name].grad = None if given is None else given.to(self.params[name].dtype, copy=True)
+        present = {name: self.params[name].grad for name in self._trained}
+        fp16 = self._captured.program.precision == "fp16"
+        skips = fp16 and not all(grad is None or bool(grad.isfinite().all()) for grad in present.values())
+        if clip is not None:
+            nn.utils.clip_grad_norm_([self.params[name] for name in self._trained], clip)
+        held = {name: grad for name in self._captured.late() if (grad := self.params[name].grad) is not None}
+        for name in held:
+            self.params[name].grad = None
+        if not skips:
+            self._optimizer.step()
+        for grads_ in [self._held] if self._held else []:
+            for name in self._trained:
+                self.params[name].grad = grads_.get(name)
+            self._optimizer.step()
+        self._held = {} if skips else held
+        return {name: param.detach() for name, param in self.params.items()}
 
 
 class SingleDevice:
@@ -211,13 +119,15 @@ class SingleDevice:
     Args:
         plan, made, seed: of the run.
         optimizer: makes the run's optimizer from parameters.
+        choice: which of the model's losses are trained on; where left out, those of the program.
     """
 
-    def __init__(self, plan: Plan, made: Made, optimizer: MakeOptimizer, seed: int) -> None:
+    def __init__(self, plan: Plan, made: Made, optimizer: MakeOptimizer, seed: int, choice: LossChoice = None) -> None:
+        self.program, self.errors, self._step = plan.program, Errors(), 0
         self.captured = Captured(plan, made.model, optimizer, seed)
-        is_random = any(kind.seed is not None for kind in plan.program.kinds)
-        self.eager = None if is_random or plan.program.precision in HALVES else Eager(made, plan.program)
-        self.errors = Errors(eager=None if self.eager is None else 0.0)
+        self.eager = AgainstEager(Call.of(made, plan.program, choice), plan.program)
+        self._updates = _Updates(self.eager, self.captured, optimizer)
+        self.errors.failure = shared_numbers(plan.program)
 
     def compare(
         self, batch: Tensors, clip: float | None, loss: float, grads: Tensors, params: Tensors | None,
@@ -230,23 +140,112 @@ class SingleDevice:
             clip: of the gradient norm.
             loss, grads: of the plan's run, gradients whole and before clipping.
             params: after the update, whole; None where they are not looked at.
-            buffers: likewise, after the step; those the model writes are compared.
+            buffers: likewise, after the step; those left out are taken to be as they were.
         """
-        eager = None if self.eager is None else self.eager.step(batch, self.captured.masters)
-        wanted_loss, wanted = self.captured.step(batch, clip, update_with=grads)
-        errors = self.errors
-        errors.loss = max(errors.loss, relative(loss, wanted_loss))
-        self._note("grad", *max_error(grads, wanted), "gradient of")
-        if params is not None:
-            masters = {name: self.captured.masters[name] for name in self.captured.trained}
-            self._note("param", *max_error(params, masters), "parameter")
-        if buffers is not None:
-            written = {name: self.captured.buffers[name] for name in self.captured.program.buffer_updates}
-            self._note("param", *max_error(buffers, written), "buffer")
-        if eager is not None:
-            errors.eager = max(errors.eager or 0.0, relative(loss, eager[0]), max_error(grads, eager[1])[0])
+        captured, before = self.captured, dict(self.captured.buffers)
+        held = None if buffers is None else with_aliases({**before, **_named(buffers, before)}, captured.aliases)
+        seeds = captured.seeds()
+        found = Outcome(loss, grads, held)
+        verdict = self.eager.compare(batch, captured.masters, before, seeds, found, partial(captured.outcome, batch))
+        rereads = self.eager.rereads(batch, captured.masters, before, seeds)
+        taken = self.eager.last
+        updated = None if params is None or taken is None else self._updates.step(taken, grads, clip)
+        kept = {name: x.detach().clone() for name, x in captured.masters.items()} if updated is not None else {}
+        wanted_loss, wanted = captured.step(batch, clip, update_with=grads)
+        faults = self._against_captured(loss, grads, params, buffers, wanted_loss, wanted, before)
+        self._note(faults, verdict, rereads)
+        if updated is not None and params is not None:
+            self._note_updates(differences({**kept, **_named(params, kept)}, updated, dtypes=True))
+        self._step += 1
 
-    def _note(self, what: str, error: float, name: str, words: str) -> None:
-        if error > max(self.errors.grad, self.errors.param):
-            self.errors.worst = f"{words} {name}"
-        setattr(self.errors, what, max(getattr(self.errors, what), error))
+    def _against_captured(
+        self, loss: float, grads: Tensors, params: Tensors | None, buffers: Tensors | None, wanted_loss: float,
+        wanted: Tensors, before: Tensors,
+    ) -> list[Fault]:  # fmt: skip
+        captured, errors, noise = self.captured, self.errors, self.eager.noise
+        limit, updated = TOLERANCE[self.program.precision], UPDATED.get(self.program.precision, UPDATED_NARROW)
+        off = Difference("", relative(loss, wanted_loss), f"{loss:.9g}", f"{wanted_loss:.9g}")
+        faults = [Fault("loss", off, limit)]
+        errors.loss = max(errors.loss, off.error)
+        masters = {name: captured.masters[name] for name in captured.trained}
+        for kind, what, found, right in (
+            ("grad", "gradient of", grads, wanted), ("param", "parameter", params, masters),
+            ("param", "buffer", buffers, captured.buffers),
+        ):  # fmt: skip
+            if found is None:
+                continue
+            there = {name: found.get(name, before.get(name)) for name in right}
+            for name, each in differences(there, right, dtypes=what != "gradient of").items():
+                most = updated if what == "parameter" else limit + ROUNDING * noise.get(f"{what} {name}", 0.0)
+                faults.append(Fault(what, each, most))
+                if each.error > max(errors.grad, errors.param):
+                    errors.worst = f"{what} {name}"
+                setattr(errors, kind, max(getattr(errors, kind), each.error))
+        return faults
+
+    def _note(self, faults: list[Fault], verdict: Verdict, rereads: str) -> None:
+        errors = self.errors
+        errors.eager = max(errors.eager, float("inf") if verdict.cannot else verdict.error)
+        errors.how = verdict.how or errors.how
+        worst = max(faults, key=lambda fault: fault.ratio)
+        if errors.failure:
+            return
+        if not worst.ratio <= 1:
+            errors.failure = said(worst, self._step, "the captured program on one device", _PLAN_DIFFERS)
+        elif not verdict.holds:
+            errors.failure = eager_failure(verdict, self._step, rereads)
+        elif rereads:
+            errors.failure = f"step {self._step}: {rereads}"
+
+    def _note_updates(self, found: dict[str, Difference]) -> None:
+        limit = UPDATED.get(self.program.precision, UPDATED_NARROW)
+        worst = max((Fault("parameter", each, limit) for each in found.values()), key=lambda fault: fault.ratio)
+        self.errors.eager = max(self.errors.eager, worst.difference.error)
+        if not worst.ratio <= 1 and not self.errors.failure:
+            against = "torch's optimizer on the eager model's parameters"
+            self.errors.failure = said(worst, self._step, against, _PROGRAM_DIFFERS)
+
+
+_PLAN_DIFFERS = (
+    "The plan computes something else than the program it was made from: plan with fewer axes, microbatches or stages "
+    "to see which of them does it, and report it with the plan's file"
+)
+_PROGRAM_DIFFERS = (
+    "The captured step is not the model's: an edited plan, something that forward reads or changes and that is neither "
+    "parameter, buffer nor input, or an op captured wrongly; plan again, and train the eager model until this check "
+    "passes"
+)
+
+
+def said(fault: Fault, step: int, against: str, remedy: str) -> str:
+    """A difference, in words: the step, the tensor, both values, the limit and what to do."""
+    off = fault.difference
+    what = f"{fault.what} {off.name!r}" if off.name else f"the {fault.what}"
+    return (
+        f"step {step}: {what} is {off.found} where {against} has {off.wanted}{f' {off.at}' if off.at else ''} "
+        f"(error {off.error:.2e}, at most {fault.limit:.0e}). {remedy}"
+    )
+
+
+def eager_failure(verdict: Verdict, step: int, rereads: str = "") -> str:
+    """Why a step is not the eager model's."""
+    if verdict.cannot:
+        return f"step {step}: {verdict.cannot}, so the step cannot be held against it; make the model run on one device"
+    assert verdict.worst is not None
+    how = f" ({verdict.how})" if verdict.how else ""
+    return said(verdict.worst, step, f"{verdict.against}{how}", rereads or _PROGRAM_DIFFERS)
+
+
+def shared_numbers(program: Program) -> str:
+    """Which draw of a program has another's numbers; "" where none has."""
+    twice = repeated(program)
+    if twice is None:
+        return ""
+    return (
+        f"the random draw of {twice.rows} x {twice.columns} numbers in segment {twice.segment} has the numbers of "
+        "another one; the program was edited: plan again"
+    )
+
+
+def _named(found: Tensors, names: Tensors) -> dict[str, Tensor]:
+    return {name: found[name] for name in names if name in found}

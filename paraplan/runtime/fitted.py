@@ -60,11 +60,16 @@ class FittedModule(nn.Module):
         self.plan, self._model = plan, (model,)
         self._step, self._settings = step, Settings(model)
         self._fixed, self._returns, self._casts, self._remake = dict(fixed), returns, casts, remake
+        self._first: Callable[[FittedStep, Mapping[str, Tensor]], None] | None = None
 
     @property
     def unfitted(self) -> nn.Module:
         """The model that fit was given."""
         return self._model[0]
+
+    def check_first(self, check: Callable[[FittedStep, Mapping[str, Tensor]], None]) -> None:
+        """Have every step checked, with its batch, before it is taken; a copy of this module does not."""
+        self._first = check
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +89,10 @@ class FittedModule(nn.Module):
                 f"autocast is {casts or 'off'} here and was {self._casts or 'off'} when fit was called; call fit under "
                 "the same torch.autocast"
             )
-        return self._returns(self._step.loss(self._batch(args, kwargs)))
+        batch = self._batch(args, kwargs)
+        if self._first is not None:
+            self._first(self._step, batch)
+        return self._returns(self._step.loss(batch))
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The arguments by name, as captured."""

@@ -164,9 +164,13 @@ class FittedStep:
             found |= {f"batch:{name}@{m}": part.contiguous() for m, part in enumerate(parts)}
         return {name: x for name, x in found.items() if name in self.program.outer}
 
+    def draw(self) -> tuple[int, int]:
+        """The base of the next step's random seeds and its number; torch's generator is drawn from where no seed was
+        given."""
+        return (int(torch.randint(_SEEDS, ())), 0) if self.seed is None else (self.seed, self.steps_done)
+
     def _seed(self, executor: Executor) -> None:
-        base = self.seed if self.seed is not None else int(torch.randint(_SEEDS, ()))
-        step = self.steps_done if self.seed is not None else 0
+        base, step = self.draw()
         for name, value in self.program.outer.items():
             if value.role == "seed":
                 seed = segment_seed(base, step, int(value.source))

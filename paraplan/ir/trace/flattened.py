@@ -7,14 +7,18 @@ is moved below the ops that do not see it:
     op(reshape(x, merged)) = reshape(op(x), merged)   op is elementwise (its other operands merged alike, or scalars)
     f(reshape(x, merged)) = reshape(f(x), merged)     f acts on the last dim alone: linear, softmax, norms over it
     sum(reshape(x, merged)) = sum(x)                  and the mean, over all elements
+    permute(reshape(x, merged)) = reshape(permute(x), merged)
+    bmm(reshape(x, [b·h, m, k]), reshape(y, [b·h, k, n])) = reshape(matmul(x, y), [b·h, m, n])
 
 Reshapes that meet their inverse vanish when graphs are put into normal form.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -30,28 +34,25 @@ _ELEMENTWISE = frozenset({autograd.dropout, losses.mse, losses.l1, losses.smooth
 _ROWWISE = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
 
 
-def merged_groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, ...]] | None:
-    """The source dims that each target dim is made of; None where the reshape does not merely merge neighbours.
+def refined(source: Sequence[int], target: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+    """The dims that a reshape to `target` merges each of its dims of, once those of `source` are split.
 
-    >>> merged_groups((2, 3, 4), (6, 4))
-    [(2, 3), (4,)]
+    Dims of size one are left out of what is merged. None where splitting and merging do not make the reshape.
+
+    >>> refined((5, 4, 8), (5, 8, 4))
+    ((5,), (4, 2), (4,))
     """
-    groups: list[tuple[int, ...]] = []
-    at = 0
-    for size in target:
-        taken: list[int] = []
-        while at < len(source) and (not taken or math.prod(taken) < size):
-            taken.append(source[at])
-            at += 1
-        if math.prod(taken) != size:
-            return None
-        groups.append(tuple(taken))
-    rest = source[at:]
-    if math.prod(rest) != 1:
+    bounds = {math.prod(shape[index:]) for shape in (source, target) for index in range(len(shape) + 1)}
+    steps = sorted(bounds, reverse=True)
+    if 0 in bounds or any(above % below for above, below in itertools.pairwise(steps)):
         return None
-    if rest and groups:
-        groups[-1] += tuple(rest)
-    return groups
+    fine = [above // below for above, below in itertools.pairwise(steps)]
+    groups: list[tuple[int, ...]] = []
+    for size in target:
+        count = next(n for n in range(len(fine) + 1) if math.prod(fine[:n]) == size)
+        groups.append(tuple(fine[:count]) or (1,))
+        fine = fine[count:]
+    return tuple(groups)
 
 
 def sink_merges(graph: fx.Graph, rewriter: Rewriter) -> None:
@@ -60,9 +61,9 @@ def sink_merges(graph: fx.Graph, rewriter: Rewriter) -> None:
         if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
             continue
         if _is_total(node) and (found := _merge(node.args[0])) is not None:
-            node.replace_input_with(node.args[0], found[0])  # type: ignore[arg-type]
+            node.replace_input_with(node.args[0], found.source)  # type: ignore[arg-type]
             continue
-        made = _elementwise(rewriter, node) or _on_last_dim(rewriter, node)
+        made = next((made for rule in _RULES if (made := rule(rewriter, node)) is not None), None)
         if made is not None:
             merged = rewriter.call(node, aten.reshape.default, made, list(value_of(node).shape))
             rewriter.replace(node, merged)
@@ -74,16 +75,31 @@ def _is_total(node: fx.Node) -> bool:
     return node.target is losses.mean or (aten_name(node.target) in ("sum", "mean") and len(node.args) == 1)
 
 
-def _merge(node: object) -> tuple[fx.Node, list[tuple[int, ...]]] | None:
+class _Merge(NamedTuple):
+    """reshape(x, ...) that merges: x, and per dim of the result the dims it is made of once x's are split."""
+
+    source: fx.Node
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def fine(self) -> tuple[int, ...]:
+        return tuple(itertools.chain(*self.groups))
+
+    def shaped(self, rewriter: Rewriter, before: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """The source in a shape."""
+        if tuple(value_of(self.source).shape) == tuple(shape):
+            return self.source
+        return rewriter.call(before, aten.reshape.default, self.source, list(shape))
+
+
+def _merge(node: object) -> _Merge | None:
     """What a node merges, and how; None where it is no merge of dims larger than one."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or aten_name(node.target) not in VIEWS:
         return None
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    groups = merged_groups(tuple(value_of(source).shape), tuple(value_of(node).shape))
-    if groups is None or all(sum(size > 1 for size in group) < 2 for group in groups):
-        return None
-    return source, groups
+    groups = refined(tuple(value_of(source).shape), tuple(value_of(node).shape))
+    return None if groups is None or all(len(group) == 1 for group in groups) else _Merge(source, groups)
 
 
 def _elementwise(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -91,24 +107,20 @@ def _elementwise(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     if target not in _ELEMENTWISE and not (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags):
         return None
     operands = [x for x in node.all_input_nodes if value_of(x).dim()]
-    found = [_merge(x) for x in operands]
-    first = found[0] if found else None
-    if first is None or tuple(value_of(operands[0]).shape) != tuple(value_of(node).shape):
+    found = {x: _merge(x) for x in operands}
+    first = next(iter(found.values()), None)
+    if first is None or any(
+        each is None or each.groups != first.groups or value_of(x).shape != value_of(node).shape
+        for x, each in found.items()
+    ):
         return None
-    shape = value_of(first[0]).shape
-    alike = all(
-        each is not None and value_of(each[0]).shape == shape and value_of(x).shape == value_of(node).shape
-        for x, each in zip(operands, found, strict=True)
-    )
-    if not alike:
-        return None
-    sources = {x: each[0] for x, each in zip(operands, found, strict=True) if each is not None}
+    sources = {x: each.shaped(rewriter, node, first.fine) for x, each in found.items() if each is not None}
     args = fx.map_arg(node.args, lambda x: sources.get(x, x))
     kwargs = fx.map_arg(node.kwargs, lambda x: sources.get(x, x))
     if target is not autograd.dropout:
         return rewriter.call(node, target, *args, **kwargs)
     with rewriter.mode:
-        value = torch.empty(shape, dtype=value_of(node).dtype)
+        value = torch.empty(first.fine, dtype=value_of(node).dtype)
     return rewriter.call(node, target, *args, val=value, **kwargs)
 
 
@@ -116,13 +128,10 @@ def _on_last_dim(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     found = _merge(node.args[0]) if node.args and _sees_last_dim(node) else None
     if found is None:
         return None
-    source, groups = found
-    apart = [size for group in groups[:-1] for size in group]
-    if len(apart) == len(groups) - 1:
+    apart = [size for group in found.groups[:-1] for size in group]
+    if len(apart) == len(found.groups) - 1:
         return None  # it merges nothing but what the op needs merged
-    width = math.prod(groups[-1])
-    if tuple(value_of(source).shape) != (*apart, width):
-        source = rewriter.call(node, aten.reshape.default, source, [*apart, width])
+    source = found.shaped(rewriter, node, [*apart, math.prod(found.groups[-1])])
     rest = list(node.args[1:])
     if aten_name(node.target) in _ROWWISE:
         rest[0] = len(apart)
@@ -139,3 +148,34 @@ def _sees_last_dim(node: fx.Node) -> bool:
     if name == "layer_norm":
         return len(node.args[1]) == 1  # type: ignore[arg-type]
     return name in _ROWWISE and int(node.args[1]) % max(value_of(node).dim(), 1) == value_of(node).dim() - 1  # type: ignore[call-overload]
+
+
+def _permuted(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    name = aten_name(node.target)
+    found = _merge(node.args[0]) if name in ("permute", "transpose") else None
+    if found is None:
+        return None
+    groups = found.groups
+    order = list(range(len(groups)))
+    if name == "permute":
+        order = [int(dim) % len(order) for dim in node.args[1]]  # type: ignore[union-attr]
+    else:
+        a, b = (int(dim) % len(order) for dim in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    first = [sum(map(len, groups[:index])) for index in range(len(groups))]
+    dims = [first[index] + offset for index in order for offset in range(len(groups[index]))]
+    return rewriter.call(node, aten.permute.default, found.shaped(rewriter, node, found.fine), dims)
+
+
+def _batched(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    if aten_name(node.target) != "bmm":
+        return None
+    left, right = _merge(node.args[0]), _merge(node.args[1])
+    if left is None or right is None or left.groups[0] != right.groups[0] or len(left.groups[0]) == 1:
+        return None
+    pair = zip((left, right), node.args, strict=True)
+    apart = [each.shaped(rewriter, node, (*each.groups[0], *value_of(x).shape[1:])) for each, x in pair]
+    return rewriter.call(node, aten.matmul.default, *apart)
+
+
+_RULES = (_elementwise, _on_last_dim, _permuted, _batched)

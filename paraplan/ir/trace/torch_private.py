@@ -12,7 +12,13 @@ from typing import Any
 
 from torch import Tensor
 from torch import _scaled_mm as scaled_mm
-from torch._C import DispatchKey, DispatchKeySet, _dispatch_has_kernel_for_dispatch_key, _FunctionBase
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _current_graph_task_id,
+    _dispatch_has_kernel_for_dispatch_key,
+    _FunctionBase,
+)
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
@@ -24,8 +30,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode", "functions_applied_by",
-    "is_composite", "is_fake", "is_region", "lazy_module", "lazy_modules", "recording_graph", "run_function",
-    "scaled_mm", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
+    "in_backward", "is_composite", "is_fake", "is_region", "lazy_module", "lazy_modules", "recording_graph",
+    "run_function", "scaled_mm", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
 ]  # fmt: skip
 
 trace_ops = make_fx
@@ -39,6 +45,11 @@ def is_composite(op: OpOverload) -> bool:
 def is_region(target: object) -> bool:
     """Whether a call runs another graph (a no_grad region, a branch)."""
     return isinstance(target, HigherOrderOperator)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return bool(_current_graph_task_id() != -1)
 
 
 def fake_mode() -> FakeTensorMode:
