@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -344,6 +345,7 @@ def run(
 
 
 def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank has nothing to say of it, nor to do
     loaded, console = _part("Plan").load(path), out()
     first = os.environ["RANK"] == "0"
 
