@@ -317,6 +317,12 @@ def run(
     weights: Annotated[
         str | None, typer.Option(metavar="FILE|DIR", help="safetensors to start from; initialised from --seed without.")
     ] = None,
+    save: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write a checkpoint of the run's end: all it goes on from.")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Go on from a checkpoint, of this or another plan of the model.")
+    ] = None,
     record: Annotated[str | None, typer.Option(metavar="FILE", help="Times of its ops, for paraplan learn.")] = None,
     compile_blocks: Annotated[
         bool, typer.Option("--compile", help="Through torch.compile, each block checked against eager first.")
@@ -327,6 +333,7 @@ def run(
     options = {
         "steps": steps, "data": data, "lr": lr, "seed": seed, "check": check, "model": model, "clip": clip,
         "weights": weights, "compile": compile_blocks, "record": record,
+        "save": save, "resume": resume,
     }  # fmt: skip
     if "RANK" in os.environ:
         _run_rank(path, options, as_json)
@@ -350,9 +357,11 @@ def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
     first = os.environ["RANK"] == "0"
 
     every = max(1, options["steps"] // 20)
+    told: list[int] = []
 
     def tell(step: int, loss: float, seconds: float) -> None:
-        if first and (step % every == 0 or step == options["steps"] - 1):
+        told.append(step)
+        if first and ((len(told) - 1) % every == 0 or len(told) == options["steps"]):
             console.print(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s", highlight=False)
 
     result = _part("run")(loaded.data, loaded.programs, _part("RunOptions")(**options), tell)

@@ -27,7 +27,10 @@ class Holding:
         stage_of: segment -> its stage.
         params, batch: layouts of what its stages hold and read.
         buffers, written: those its segments read or write, and those they write.
-        trained: parameters that receive a gradient here, in the model's order.
+        trained: parameters that are updated here, in the model's order: those held here that receive a gradient
+            anywhere. A group that only reads one (detached) has states for it too, and gets its gradient from the
+            others, so that all copies stay equal.
+        graded: those of them that receive a gradient here.
     """
 
     mesh: Mesh
@@ -39,6 +42,7 @@ class Holding:
     buffers: tuple[str, ...]
     written: tuple[str, ...]
     trained: tuple[str, ...]
+    graded: tuple[str, ...]
 
 
 class Route(NamedTuple):
@@ -79,9 +83,12 @@ def _holding(plan: Plan, mesh: Mesh, stages: tuple[int, ...]) -> Holding:
     held = [(index, plan.stages[index]) for index in stages]
     stage_of = {segment: index for index, stage in held for segment in range(stage.first, stage.stop)}
     segments = tuple(sorted(stage_of))
-    trained = {name for _, stage in held for name in trained_params(program, stage.first, stage.stop)}
-    used = {name for segment in segments for name in program.segments[segment].inputs}
+    params = _agreed(held, "params")
+    graded = {name for _, stage in held for name in trained_params(program, stage.first, stage.stop)}
     made = {name for segment in segments for name in program.segments[segment].outputs}
+    counts = {term.denominator for term in program.loss if term.numerator in made and term.denominator is not None}
+    used = {name for segment in segments for name in program.segments[segment].inputs}
+    used |= {name for index in counts for name in program.denominators[index].inputs}
     buffers = tuple(
         name
         for name in program.buffers
@@ -89,8 +96,9 @@ def _holding(plan: Plan, mesh: Mesh, stages: tuple[int, ...]) -> Holding:
     )
     written = tuple(name for name in buffers if program.buffer_updates.get(name) in made)
     return Holding(
-        mesh, stages, segments, stage_of, _agreed(held, "params"), _agreed(held, "batch"), buffers, written,
-        tuple(name for name in program.params if name in trained),
+        mesh, stages, segments, stage_of, params, _agreed(held, "batch"), buffers, written,
+        trained=tuple(name for name in trained_params(program) if name in params),
+        graded=tuple(name for name in program.params if name in graded),
     )  # fmt: skip
 
 

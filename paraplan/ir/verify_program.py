@@ -133,16 +133,18 @@ def _verify_segment(segment: Segment, kind: SegmentKind, specs: dict[str, Tensor
 
 
 def _verify_denominators(program: Program) -> None:
-    """Counts are scalars made of the batch alone."""
+    """Counts are scalars made of the batch and buffers alone."""
+    given = {name: spec for name, spec in given_specs(program).items() if name not in program.params}
     for index, entry in enumerate(program.denominators):
         where = f"denominator {index}"
         verify_graph(entry.graph, where)
         if len(entry.inputs) != len(entry.graph.inputs) or len(entry.graph.outputs) != 1:
             raise InvalidPlanError(f"{where}: {len(entry.inputs)} inputs for {len(entry.graph.inputs)}, or no result")
         for outer, inner in zip(entry.inputs, entry.graph.inputs, strict=True):
-            name = outer.removeprefix("batch:")
-            if name not in program.batch or program.batch[name].spec != entry.graph.values[inner]:
-                raise InvalidPlanError(f"{where} reads {outer!r} as {entry.graph.values[inner]}, which the batch lacks")
+            if given.get(outer) != entry.graph.values[inner]:
+                raise InvalidPlanError(
+                    f"{where} reads {outer!r} as {entry.graph.values[inner]}, which batch and buffers lack"
+                )
 
 
 def _verify_outputs(program: Program, known: set[str]) -> None:

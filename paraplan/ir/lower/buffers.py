@@ -2,7 +2,8 @@
 
 A buffer becomes, whole on every rank, the sum of what the microbatches say where that is partial, else what each of
 them says. Where several groups of ranks write it (bidirectional pipelines), each has its own microbatches' sum: they
-send it to each other and add in the order of the groups, so that the copies stay equal to the bit.
+send it to each other, and to groups that only read it, and add in the order of the groups, so that the copies stay
+equal to the bit.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ if TYPE_CHECKING:
 
 
 def send_buffers(steps: RankSteps) -> list[tuple[Message, str]]:
-    """Write this group's shares of what others have a share of, and their sending.
+    """Write this group's shares of what others need a share of, and their sending.
 
     Returns:
         The others' messages, with the outer names of what they bring.
     """
     coming = []
     for name, value in steps.program.buffer_updates.items():
-        groups = _sharers(steps, value)
-        if steps.group not in groups:
-            continue
-        spec, given, micros = steps.program.buffers[name], steps.made(value), _micros(steps, value)
-        block = share_block(f"share.{name}", spec, given.layout, given.strides, len(micros), steps.extended)
-        sources = {f"new{i}": f"{value}@{m}" for i, m in enumerate(micros)}
-        share = f"new:{name}<{steps.group}"
-        steps.add(StepKind.CALL, block, args=tuple(sources[local] for local in block.inputs), outs=(share,))
-        for other in groups:
-            if other != steps.group:
-                steps.messages.send_now(_message(steps, name, steps.group, other), share, Given(_whole(steps)))
-                coming.append((_message(steps, name, other, steps.group), f"new:{name}<{other}"))
+        sources, targets = _exchanged(steps, name, value)
+        if steps.group in sources:
+            spec, (names, given) = steps.program.buffers[name], _news(steps, value)
+            block = share_block(f"share.{name}", spec, given.layout, given.strides, len(names), steps.extended)
+            new = {f"new{i}": each for i, each in enumerate(names)}
+            share = f"new:{name}<{steps.group}"
+            steps.add(StepKind.CALL, block, args=tuple(new[local] for local in block.inputs), outs=(share,))
+            for other in targets:
+                if other != steps.group:
+                    steps.messages.send_now(_message(steps, name, steps.group, other), share, Given(_whole(steps)))
+        if steps.group in targets:
+            others = [group for group in sources if group != steps.group]
+            coming += [(_message(steps, name, other, steps.group), f"new:{name}<{other}") for other in others]
     return coming
 
 
@@ -48,29 +50,41 @@ def write_buffers(steps: RankSteps) -> None:
     """Write the new values; shares of other groups are here."""
     made: dict[object, Block] = {}
     for name, value in steps.program.buffer_updates.items():
-        if steps.group not in steps.lowered.groups_of(steps.lowered.maker[value]):
+        if name not in steps.holding.buffers:
             continue
-        shared = _sharers(steps, value)
+        sources, targets = _exchanged(steps, name, value)
+        shared = sources if steps.group in targets else ()
         for group in shared:
             steps.add(StepKind.ACCUMULATE, args=(f"new:{name}", f"new:{name}<{group}"))
-        names = [f"new:{name}"] if shared else [f"{value}@{m}" for m in _micros(steps, value)]
-        spec, given = steps.program.buffers[name], Given(_whole(steps)) if shared else steps.made(value)
-        if isinstance(given.layout[0], Shard):  # a row per sample
-            names, given = [_gathered(steps, value)], whole_of(given)
+        names, given = ([f"new:{name}"], Given(_whole(steps))) if shared else _news(steps, value)
+        spec = steps.program.buffers[name]
         key = (spec, given, len(names))
         if key not in made:
             made[key] = buffer_block(
                 f"buffer.{len(made)}", spec, given.layout, given.strides, len(names), steps.extended
             )  # fmt: skip
-        sources = {"stored": f"buffer:{name}"} | {f"new{i}": each for i, each in enumerate(names)}
-        steps.add(StepKind.CALL, made[key], args=tuple(sources[local] for local in made[key].inputs), outs=())
+        new = {"stored": f"buffer:{name}"} | {f"new{i}": each for i, each in enumerate(names)}
+        steps.add(StepKind.CALL, made[key], args=tuple(new[local] for local in made[key].inputs), outs=())
 
 
-def _sharers(steps: RankSteps, value: str) -> tuple[int, ...]:
-    """The groups that have a share of a value, where several have."""
-    groups = steps.lowered.groups_of(steps.lowered.maker[value])
-    layout = steps.lowered.part(steps.lowered.maker[value], groups[0]).given[value].layout
-    return groups if len(groups) > 1 and isinstance(layout[0], Partial) else ()
+def _exchanged(steps: RankSteps, name: str, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The groups whose shares a buffer's new value is the sum of, and those that get them: where several groups write
+    it, each of their own microbatches, and where one only reads it. A group that knows it whole gets nothing."""
+    blocks = steps.lowered
+    groups = blocks.groups_of(blocks.maker[value])
+    layout = blocks.part(blocks.maker[value], groups[0]).given[value].layout
+    sources = groups if isinstance(layout[0], Partial) else groups[:1]
+    readers = [group for group, each in enumerate(blocks.held) if name in each.buffers and group not in groups]
+    targets = tuple(sorted({*sources, *readers}))
+    return (sources, targets) if len(targets) > 1 else ((), ())
+
+
+def _news(steps: RankSteps, value: str) -> tuple[list[str], Given]:
+    """The outer names of what a buffer becomes the sum of, as this group makes it, and how each lies."""
+    given = steps.made(value)
+    if isinstance(given.layout[0], Shard):  # a row per sample
+        return [_gathered(steps, value)], whole_of(given)
+    return [f"{value}@{m}" for m in _micros(steps, value)], given
 
 
 def _micros(steps: RankSteps, value: str) -> tuple[int, ...]:
@@ -91,10 +105,11 @@ def _gathered(steps: RankSteps, value: str) -> str:
     return steps.gather(value)
 
 
-def _whole(steps: RankSteps) -> Layout:
-    return (R,) * len(steps.extended)
+def _whole(steps: RankSteps, group: int | None = None) -> Layout:
+    held = steps.lowered.held[steps.group if group is None else group]
+    return (R,) * (1 + len(held.mesh.shape))
 
 
 def _message(steps: RankSteps, name: str, source: int, target: int) -> Message:
-    spec, whole = steps.program.buffers[name], _whole(steps)
-    return steps.lowered.message(f"buffer:{name}:{source}>{target}", spec, whole, source, target, whole)
+    spec, whole, there = steps.program.buffers[name], _whole(steps, source), _whole(steps, target)
+    return steps.lowered.message(f"buffer:{name}:{source}>{target}", spec, whole, source, target, there)

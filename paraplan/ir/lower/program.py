@@ -225,7 +225,7 @@ class RankSteps(LossSteps):
     def _leave(self, grads: dict[str, str]) -> dict[str, str]:
         """Gradients where their parameters are updated: those that were exchanged set out only now."""
         left = {
-            name: self.states.leave(name, grad, self.strides_of.get(self.reductions.grads[name]))
+            name: self.states.leave(name, grad, self.strides_of.get(self.reductions.grads.get(name, grad)))
             for name, grad in grads.items()
             if self.states.leaves(name) and name in self.tied
         }

@@ -1,8 +1,9 @@
 """What ranks of different stages exchange at the end of a step: gradients of parameters they share, and the loss.
 
-A parameter that several groups of ranks hold (tied weights, the stages of bidirectional pipelines) gets the sum of
-their gradients in all of them: each sends its own, once reduced to the layout of its optimizer, to the others, and all
-add them up in the order of the groups, so that the copies stay equal to the bit. Gradients go in bundles of the plan's
+A parameter that several groups of ranks hold (tied weights, the stages of bidirectional pipelines, a weight that one
+stage trains and another reads) gets the sum of their gradients in all of them: each that makes one sends it, once
+reduced to the layout of its optimizer, to the others, and all add them up in the order of the groups, so that the
+copies stay equal to the bit. Gradients go in bundles of the plan's
 size, of which two are under way, in the order of the parameters in the model: the first that has not arrived anywhere
 is waited for by nobody who has not sent it, so groups that share different parameters do not wait in a circle.
 """
@@ -31,22 +32,22 @@ def exchange_ends(steps: RankSteps, coming: Sequence[Coming] = ()) -> dict[str, 
     Returns:
         Parameter -> outer name of its whole gradient.
     """
-    grads = {name: steps.reductions.grads[name] for name in steps.trained}
-    ties = {name: groups for name in steps.trained if len(groups := _holders(steps, name)) > 1}
+    grads = {name: steps.reductions.grads[name] for name in steps.holding.graded}
+    ties = {name: _makers(steps, name) for name in steps.trained if len(_holders(steps, name)) > 1}
     before: list[str] = []
     for bundle in _bundles(steps, list(ties)):
         for name in bundle:
-            _send(steps, name, grads[name], ties[name])
+            _send(steps, name, grads.get(name))
         for name in bundle:
             for message, outer in _coming(steps, name, ties[name]):
                 steps.messages.receive(message, outer)
         for name in before:
             _arrive(steps, name, ties[name])
-            _add(steps, name, grads[name], ties[name])
+            _add(steps, name, grads.get(name), ties[name])
         before = bundle
     exchange_loss(steps, [*(each for name in before for each in _coming(steps, name, ties[name])), *coming])
     for name in before:
-        _add(steps, name, grads[name], ties[name])
+        _add(steps, name, grads.get(name), ties[name])
     return grads | {name: f"tied:{name}" for name in ties}
 
 
@@ -64,10 +65,12 @@ def _bundles(steps: RankSteps, names: Sequence[str]) -> list[list[str]]:
     return found
 
 
-def _send(steps: RankSteps, name: str, grad: str, groups: Sequence[int]) -> None:
+def _send(steps: RankSteps, name: str, grad: str | None) -> None:
+    if grad is None:
+        return
     strides = steps.strides_of.get(grad) if grad == f"acc:{name}" else None
     given = Given(_state(steps, name, steps.group), strides)
-    for target in groups:
+    for target in _holders(steps, name):
         if target != steps.group:
             steps.messages.send_now(_tie(steps, name, steps.group, target), grad, given)
 
@@ -79,16 +82,16 @@ def _coming(steps: RankSteps, name: str, groups: Sequence[int]) -> list[Coming]:
 
 
 def _arrive(steps: RankSteps, name: str, groups: Sequence[int]) -> None:
-    for target in groups:
+    for target in _holders(steps, name):
         if target != steps.group:
             steps.messages.sent(_tie(steps, name, steps.group, target))
     for message, outer in _coming(steps, name, groups):
         steps.messages.arrived(message, outer)
 
 
-def _add(steps: RankSteps, name: str, grad: str, groups: Sequence[int]) -> None:
+def _add(steps: RankSteps, name: str, grad: str | None, groups: Sequence[int]) -> None:
     for group in groups:
-        addend = grad if group == steps.group else f"grad:{name}<{group}"
+        addend = f"grad:{name}<{group}" if grad is None or group != steps.group else grad
         steps.add(StepKind.ACCUMULATE, args=(f"tied:{name}", addend))
 
 
@@ -114,6 +117,10 @@ def exchange_loss(steps: RankSteps, coming: Sequence[Coming] = ()) -> None:
 
 def _holders(steps: RankSteps, name: str) -> list[int]:
     return [group for group, holding in enumerate(steps.lowered.held) if name in holding.trained]
+
+
+def _makers(steps: RankSteps, name: str) -> list[int]:
+    return [group for group, holding in enumerate(steps.lowered.held) if name in holding.graded]
 
 
 def _state(steps: RankSteps, name: str, group: int) -> Layout:

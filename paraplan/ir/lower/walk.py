@@ -73,8 +73,9 @@ class SegmentSteps:
         holders = Counter(name for holding in blocks.held for name in holding.trained)
         self.tied = frozenset(name for name, count in holders.items() if count > 1)
         self.states = StateCopies(params, specs, shape, self._call)
+        made = {name: specs[name] for name in self.holding.graded}
         self.reductions = Reductions(
-            params, specs, shape, self.calls, plan.bundle_bytes, plan.reducing_bytes, self._reduced
+            params, made, shape, self.calls, plan.bundle_bytes, plan.reducing_bytes, self._reduced
         )
         self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
         self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
@@ -319,7 +320,7 @@ class SegmentSteps:
                 grads = half_of(parts, index, action.kind).block.outputs[-len(params) :] if params else ()
                 last.update({n: (position, index) for n, grad in zip(params, grads, strict=True) if grad is not None})
         found: dict[int, dict[int, list[str]]] = {}
-        for name in self.trained:
+        for name in self.holding.graded:
             position, index = last[name]
             found.setdefault(position, {}).setdefault(index, []).append(name)
         return found

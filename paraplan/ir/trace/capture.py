@@ -33,7 +33,7 @@ from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
 from paraplan.ir.trace.substitute import substitute
 from paraplan.ir.trace.substitute_float8 import convert_linears
-from paraplan.ir.trace.tail import Term, loss_terms
+from paraplan.ir.trace.tail import Term, loss_terms, own_numerators
 from paraplan.ir.trace.torch_private import FakeTensorMode, fake_mode
 from paraplan.ir.trace.user_functions import refuse_hooks
 
@@ -214,17 +214,29 @@ def _rewrite(
                 f"{which} does not depend on any trainable parameter (detached, or computed under no_grad)"
             )
         terms += loss_terms(loss, found, rewriter, name, weight)
-    ends = [term.numerator for term in terms] + [term.denominator for term in terms if term.denominator is not None]
     first = len(exported.losses)
     extra = [plain(node) for node in results[first : first + len(exported.outputs)]]
-    ends += updates.values()
-    graph.output_node().args = ((*ends, *extra),)
-    remove_dead(graph)
+    _end_in(graph, [*_ends(terms), *updates.values(), *extra])
+    terms = own_numerators(terms, {*updates.values(), *extra}, found, rewriter)
+    ends = [*_ends(terms), *updates.values()]
+    _end_in(graph, [*ends, *extra])
     idle = asides_of(graph, ends)
     extra = list(graph.output_node().args[0][len(ends) :])  # type: ignore[index]
     roots = tuple(dict.fromkeys((*(term.numerator for term in terms), *updates.values())))
-    forward = Forward(graph, names, constants, found, roots, idle)
+    numerators = frozenset(term.numerator for term in terms)
+    forward = Forward(graph, names, constants, found, roots, idle, numerators)
     return forward, terms, dict(zip(exported.outputs, extra, strict=True))
+
+
+def _ends(terms: Sequence[Term]) -> list[fx.Node]:
+    """What the loss is made of."""
+    return [term.numerator for term in terms] + [term.denominator for term in terms if term.denominator is not None]
+
+
+def _end_in(graph: fx.Graph, results: Sequence[fx.Node]) -> None:
+    """What the graph gives; other calls are removed."""
+    graph.output_node().args = (tuple(results),)
+    remove_dead(graph)
 
 
 def _join_ties(graph: fx.Graph, names: dict[fx.Node, str], first_names: dict[str, str]) -> None:

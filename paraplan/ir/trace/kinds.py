@@ -13,6 +13,7 @@ from paraplan.ir.trace.convert import Writer, finish, write_constant
 from paraplan.ir.trace.index_forms import INDEX_FORMS
 from paraplan.ir.trace.joint import line_of_node, trace_forward, trace_joint
 from paraplan.ir.trace.normal_forms import FORMS
+from paraplan.ir.trace.own import own_results
 from paraplan.ir.trace.segments import Forward, Piece
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.torch_private import FakeTensorMode
@@ -54,10 +55,12 @@ def make_kind(
     param_grads = [_grad(writer, next(results)) if want else None for want in joint.param_grads]
     input_grads = [_grad(writer, next(results)) if want else None for want in joint.input_grads]
     outside = [*params, *inputs, *([seed] if seed else []), *(t for t in tangents if t)]
-    graph = finish(writer, outside, [*outputs, *param_grads, *input_grads])
+    written = finish(writer, outside, [*outputs, *param_grads, *input_grads])
+    graph = own_results(written, [node in forward.numerators for node in piece.outputs])
     kept = {node: local for node, local in zip(asides, aside_names, strict=True) if local in graph.values}
     kind = SegmentKind(
-        name=name, graph=graph, params=tuple(params), inputs=tuple(inputs), seed=seed, outputs=tuple(outputs),
+        name=name, graph=graph, params=tuple(params), inputs=tuple(inputs), seed=seed,
+        outputs=tuple(str(name) for name in graph.outputs[: len(outputs)]),
         tangents=tuple(tangents), input_grads=tuple(input_grads), param_grads=tuple(param_grads),
         asides=tuple(kept.values()),
     )  # fmt: skip

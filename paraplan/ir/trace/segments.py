@@ -26,6 +26,7 @@ class Forward(NamedTuple):
         flows: flow of every node.
         roots: nodes the program ends in (numerators of the loss, new values of buffers).
         asides: nodes that only auxiliary outputs need; they belong to no segment.
+        numerators: the roots that are added up into the loss.
     """
 
     graph: fx.Graph
@@ -34,6 +35,7 @@ class Forward(NamedTuple):
     flows: dict[fx.Node, Flow]
     roots: tuple[fx.Node, ...]
     asides: frozenset[fx.Node] = frozenset()
+    numerators: frozenset[fx.Node] = frozenset()
 
     def is_main(self, node: fx.Node) -> bool:
         """Whether a node belongs to exactly one segment (side values are cloned into all that need them)."""
@@ -117,7 +119,8 @@ def signature(forward: Forward, piece: Piece) -> str:
             target = str(node.target)
         args = fx.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda n: _Ref(numbers[n]))
         lines.append(f"{target} {args!r} {_spec(node)}")
-    lines.append("out " + " ".join(numbers[node] for node in piece.outputs))
+    ends = (numbers[node] + "+" * (node in forward.numerators) for node in piece.outputs)
+    lines.append("out " + " ".join(ends))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -1,0 +1,135 @@
+"""Losses that are more than one mean: sums of themselves, functions of means, learned weights, counts in buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paraplan
+from paraplan.ir.plan import Plan
+from paraplan.ir.program import Program
+from paraplan.ir.trace import capture
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.search import search
+from tests.runtime.eager import eager_error, wide
+from tests.runtime.pipelines import cut, job_of, pipeline_of
+
+Shape = Callable[["Net", Tensor, Tensor, Tensor], object]
+
+
+class Net(nn.Module):
+    """Two layers and a head, with what losses like to have beside: a learned scale, class weights."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, 6))
+        self.shape = shape
+
+    def forward(self, x: Tensor, y: Tensor, t: Tensor) -> object:
+        h = torch.tanh(self.a(x))
+        return self.shape(self, self.c(h + torch.tanh(self.b(h))), y, t)
+
+
+def net(shape: Shape) -> Net:
+    torch.manual_seed(0)
+    return Net(shape).train()
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    y = torch.randint(0, 6, (4,), generator=generator)
+    y[1] = -100
+    return {"x": torch.randn(4, 8, generator=generator), "y": y, "t": torch.randn(4, 6, generator=generator)}
+
+
+def planned(program: Program, devices: int, **pins: int) -> Plan:
+    return search(job_of(program, devices, "momentum"), Constraints(**pins), certify=False).plan
+
+
+def loss_of(model: nn.Module, given: object) -> Tensor:
+    return model(**given)  # type: ignore[arg-type, no-any-return]
+
+
+LINEAR: dict[str, Shape] = {
+    "added to itself": lambda m, z, y, t: (lambda l: l + l)(F.cross_entropy(z, y)),
+    "three times": lambda m, z, y, t: (lambda l: l + l + l)(F.cross_entropy(z, y)),
+    "and its multiple": lambda m, z, y, t: (lambda l: 2 * l + l)(F.mse_loss(z, t)),
+    "and scaled by a parameter": lambda m, z, y, t: (lambda l: l + l * m.scale)(F.cross_entropy(z, y)),
+    "learned uncertainty": lambda m, z, y, t: F.cross_entropy(z, y) * torch.exp(-m.scale) + m.scale,
+    "less a constant": lambda m, z, y, t: 1 - F.cross_entropy(z, y) / 3,
+    "stacked": lambda m, z, y, t: torch.stack([F.cross_entropy(z, y), F.mse_loss(z, t)]).sum(),
+    "class weights": lambda m, z, y, t: F.cross_entropy(z, y, weight=m.weights),
+    "class weights computed": lambda m, z, y, t: F.cross_entropy(z, y, weight=torch.softmax(m.weights, 0)),
+}
+CURVED: dict[str, Shape] = {
+    "root": lambda m, z, y, t: F.mse_loss(z, t).sqrt(),
+    "square": lambda m, z, y, t: F.cross_entropy(z, y) ** 2,
+    "maximum": lambda m, z, y, t: torch.maximum(F.mse_loss(z, t), F.l1_loss(z, t)),
+    "logsumexp": lambda m, z, y, t: torch.logsumexp(torch.stack([F.mse_loss(z, t), F.l1_loss(z, t)]), 0),
+    "worst samples": lambda m, z, y, t: torch.topk((z - t).pow(2).mean(1), 2).values.mean(),
+    "over itself": lambda m, z, y, t: (lambda l: l / l.detach())(F.mse_loss(z, t)),
+    "and scaled by what is detached": lambda m, z, y, t: (lambda l: l + l * z.detach().abs().mean())(F.mse_loss(z, t)),
+    "quotient": lambda m, z, y, t: F.mse_loss(z, t) / F.l1_loss(z, t),
+}
+
+
+@pytest.mark.parametrize("name", [*LINEAR, *CURVED])
+def test_a_loss_equals_eager_on_one_device_and_under_data_parallel(name: str) -> None:
+    shape = (LINEAR | CURVED)[name]
+    program = capture(net(shape), batch(), precision="fp64")
+    for plan in (planned(program, 1, microbatches=1), planned(program, 2, dp=2, microbatches=1)):
+        assert eager_error(plan, net(shape), batch(), loss_of) <= 1e-9
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_linear_loss_equals_eager_over_microbatches_and_stages(name: str) -> None:
+    program = capture(net(LINEAR[name]), batch(), precision="fp64")
+    one = planned(program, 1, microbatches=2)
+    for plan in (one, pipeline_of(one, "1f1b", 2, cut(len(program.segments), 2))):
+        assert eager_error(plan, net(LINEAR[name]), batch(), loss_of) <= 1e-9
+
+
+NAMED: dict[str, tuple[Shape, dict[str, float]]] = {
+    "one loss twice": (lambda m, z, y, t: (lambda l: {"loss": l, "nll": l})(F.cross_entropy(z, y)), {}),
+    "weighted": (lambda m, z, y, t: (lambda l: {"a": l, "b": l})(F.mse_loss(z, t)), {"b": 0.5}),
+    "and its multiple": (lambda m, z, y, t: (lambda l: {"a": l, "b": -2 * l})(F.mse_loss(z, t)), {}),
+    "sum and parts": (
+        lambda m, z, y, t: (lambda l, k: {"a": l + k, "b": l, "c": k})(F.mse_loss(z, t), F.cross_entropy(z, y)),
+        {"a": 2.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_losses_that_are_one_node_are_each_counted(name: str) -> None:
+    shape, weights = NAMED[name]
+    names = list(net(shape)(**batch()))
+    choice = {each: weights.get(each, 1.0) for each in names}
+
+    def total(model: nn.Module, given: object) -> Tensor:
+        found = loss_of(model, given)
+        return sum(weight * found[each] for each, weight in choice.items())  # type: ignore[call-overload, no-any-return]
+
+    program = capture(net(shape), batch(), precision="fp64", loss=choice)
+    for plan in (planned(program, 1, microbatches=2), planned(program, 2, dp=2, microbatches=1)):
+        assert eager_error(plan, net(shape), batch(), total) <= 1e-9
+
+
+def test_fit_counts_a_loss_as_often_as_it_is_added() -> None:
+    model, free = net(LINEAR["added to itself"]).double(), net(LINEAR["added to itself"]).double()
+    fitted = paraplan.fit(model, wide(batch()), memory="1GiB", cluster="local:1", time_limit_s=2)
+    for each in (fitted, free):
+        each(**wide(batch())).backward()
+    torch.testing.assert_close(model.a.weight.grad, free.a.weight.grad, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", ["square", "worst samples", "and scaled by what is detached"])
+def test_a_function_of_a_mean_equals_eager_over_microbatches(name: str) -> None:
+    program = capture(net(CURVED[name]), batch(), precision="fp64")
+    assert eager_error(planned(program, 1, microbatches=2), net(CURVED[name]), batch(), loss_of) <= 1e-9
