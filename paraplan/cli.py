@@ -7,6 +7,7 @@ message on stderr and exit code 2; `--debug` shows where it came from. `--json` 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import signal
@@ -332,8 +333,7 @@ def run(
     """Train a plan for some steps, on local processes or under torchrun."""
     options = {
         "steps": steps, "data": data, "lr": lr, "seed": seed, "check": check, "model": model, "clip": clip,
-        "weights": weights, "compile": compile_blocks, "record": record,
-        "save": save, "resume": resume,
+        "weights": weights, "compile": compile_blocks, "record": record, "save": save, "resume": resume,
     }  # fmt: skip
     if "RANK" in os.environ:
         _run_rank(path, options, as_json)
@@ -354,14 +354,12 @@ def run(
 def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank has nothing to say of it, nor to do
     loaded, console = _part("Plan").load(path), out()
-    first = os.environ["RANK"] == "0"
-
+    first, told = os.environ["RANK"] == "0", itertools.count(1)
     every = max(1, options["steps"] // 20)
-    told: list[int] = []
 
     def tell(step: int, loss: float, seconds: float) -> None:
-        told.append(step)
-        if first and ((len(told) - 1) % every == 0 or len(told) == options["steps"]):
+        number = next(told)
+        if first and (number % every == 1 % every or number == options["steps"]):
             console.print(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s", highlight=False)
 
     result = _part("run")(loaded.data, loaded.programs, _part("RunOptions")(**options), tell)
