@@ -53,6 +53,7 @@ _PARTS = {
     "hf_batch": "paraplan.jobs.models",
     "model_ref": "paraplan.jobs.models",
     "make_trainer": "paraplan.jobs.trainers",
+    "rehearse": "paraplan.jobs.rehearse",
     "make_bucket_trainer": "paraplan.jobs.trainers",
     "check_buckets": "paraplan.runtime.buckets",
 }
@@ -190,6 +191,31 @@ class Plan:
             paced=paced,
         )
 
+    def check(
+        self, model: nn.Module, batches: Sequence[Mapping[str, Any]], *, loss_fn: Callable[..., Any] | None = None,
+        loss: str | Sequence[str] | Mapping[str, float] | None = None, seed: int = 0,
+    ) -> str:  # fmt: skip
+        """Take a step for every batch with all ranks in this process, on CPU, and hold each against the eager model.
+
+        What is compared: loss, every gradient, every parameter after the plan's optimizer, every buffer, against the
+        captured program on one device and against the model itself, whose random ops draw the program's numbers. It
+        takes the memory of all ranks and, below float64, that of the model in float64; use it on a small model.
+
+        Args:
+            model: the model the plan was made for, with values on cpu; it is not modified.
+            batches: global batches by name.
+            loss_fn, loss: as for `compile`.
+            seed: base of the random seeds.
+        Returns:
+            The largest error against the eager model, and how it was compared.
+        Raises:
+            CheckError: a step differs; names the tensor, both values and the step.
+            PlanMismatchError: another model, or batches that are not for the plan.
+        """
+        errors = _part("rehearse")(self.data, self.programs, model, batches, loss_fn, loss, seed)
+        how = f" ({errors.how})" if errors.how else ""
+        return f"{len(batches)} steps are the eager model's: largest error {errors.eager:.1e}{how}"
+
     def __str__(self) -> str:
         return summary(self.data, self._simulation)
 
@@ -257,8 +283,9 @@ def compile(
     cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
     pp: int | Literal["auto"] | None = None, schedule: str | None = None,
     stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1, compiled: bool = False,
-    microbatches: int | None = None, memory: int | str | None = None, memory_reserve: int | str = 0,
-    recompute: str | None = None, offload: str = "none", offload_states: str | None = None,
+    microbatches: int | None = None, per_microbatch: bool = False,
+    memory: int | str | None = None, memory_reserve: int | str = 0, recompute: str | None = None,
+    offload: str = "none", offload_states: str | None = None,
     delayed_update: bool | int | None = None, params: Mapping[str, str] | None = None,
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
     profile_any: bool = False,
@@ -279,6 +306,9 @@ def compile(
         batch, seq: size of the batch made for Hugging Face models.
         time_limit_s, progress: seconds for the solver, per mesh; told what is being done.
         mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned, see `Constraints`.
+        per_microbatch: each of `microbatches` is a batch by itself, as in eager gradient accumulation: ops that mix
+            samples (batch norm, in-batch losses) see one alone, buffers are written once a microbatch, and losses are
+            averaged. It changes what is computed; where labels are counted, by those of all microbatches.
         memory, memory_reserve: what a device may hold at most (else its memory) and leaves free; bytes or "12GiB".
         overlap: in how many pieces at most tensor parallelism's products go, beside their collectives; 1: none does.
         compiled: forward and backward blocks go through torch.compile, and are priced as it fuses them.
@@ -310,13 +340,24 @@ def compile(
     tell(f"capturing {type(model).__name__}")
     program, reference = _captured(
         model, example_inputs, batch, seq, loss_fn=loss_fn, precision=precision, loss=loss,
-        batch_dims=dict(batch_dims) if batch_dims else None,
+        batch_dims=dict(batch_dims) if batch_dims else None, per_microbatch=_apart(per_microbatch, microbatches),
     )  # fmt: skip
     job = _part("Job")(program, spec, keeper, reference, versions(), profile=times)
     found = _part("search")(job, constraints, time_limit_s, tell)
     data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))))
     programs = verify_plan(data)
     return Plan(with_reserved(data, programs), programs, found.solve_s, time.perf_counter() - started)
+
+
+def _apart(per_microbatch: bool, microbatches: int | None) -> int:
+    if not per_microbatch:
+        return 1
+    if microbatches is None:
+        raise ConstraintError(
+            "per_microbatch makes the number of microbatches part of what is computed, so it is yours to say: give "
+            "microbatches=4 (--microbatches 4) or another divisor of the batch"
+        )
+    return microbatches
 
 
 def _captured(

@@ -87,6 +87,13 @@ OffloadStates = Annotated[
 DelayedUpdate = Annotated[
     int | None, typer.Option(metavar="N", help="After N steps the host's updates may be one step late, if faster.")
 ]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")
+]
+PerMicrobatch = Annotated[
+    bool,
+    typer.Option("--per-microbatch", help="Each microbatch is a batch by itself (batch norm, in-batch losses)."),
+]
 ProfileAny = Annotated[bool, typer.Option("--profile-any", help="Take another device's or torch version's times too.")]
 Pipeline = Annotated[
     str | None,
@@ -130,9 +137,7 @@ def plan(
         str, typer.Argument(metavar="CLUSTER", help="A .yaml or .json file, a catalog name (8xH100:4), or local:4.")
     ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")
-    ] = None,
+    settings: Settings = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of the global batch (hf: models; default 8).")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (hf: models; default 128).")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="N,N", help="Logical mesh, e.g. 8,8.")] = None,
@@ -151,6 +156,7 @@ def plan(
     schedule: ScheduleName = None,
     stages: StageBounds = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
+    per_microbatch: PerMicrobatch = False,
     overlap: Overlap = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile; priced as fused.")] = False,
     recompute: Recompute = None,
@@ -169,6 +175,7 @@ def plan(
         "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
         "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap, "compiled": compiled,
+        "per_microbatch": per_microbatch,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")
@@ -271,9 +278,7 @@ def compare(
         typer.Option(metavar="SIZE|%", help="A budget, or a share of what is not always there."),
     ] = None,
     strategies: Annotated[str, typer.Option(help="Names joined by commas, or all.")] = "all",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")
-    ] = None,
+    settings: Settings = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of the global batch (hf: models; default 8).")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (hf: models; default 128).")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",

@@ -131,11 +131,11 @@ def predict(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation 
     peak = sum(
         group.nodes * group.devices_per_node * rate_of(group.device, dtype) for group in plan.cluster.groups
     )  # fmt: skip
-    tokens = math.prod(next(iter(program.batch.values())).spec.shape[:2]) if program.batch else 0
-    step = result.step_s
+    tokens = math.prod(next(iter(program.step_batch.values())).spec.shape[:2]) if program.batch else 0
+    step, flops = result.step_s, model_flops(program) * program.apart
     return Prediction(
         step_s=step, peak_bytes=result.peak_bytes, compute_s=result.compute_s, exposed_comm_s=result.exposed_comm_s,
-        tokens_per_s=tokens / step if step else 0.0, mfu=model_flops(program) / (step * peak) if step else 0.0,
+        tokens_per_s=tokens / step if step else 0.0, mfu=flops / (step * peak) if step else 0.0,
         tier_peak_bytes=result.tier_peak_bytes, exposed_copy_s=result.exposed_copy_s,
     )  # fmt: skip
 

@@ -24,7 +24,10 @@ from paraplan.ir.program import Program
 from paraplan.ir.rules.strategies import AxisChoice, axis_choices, dims_of
 from paraplan.ir.tensor import TensorSpec
 
-APART = ""
+APART = (
+    "; or let each microbatch be a batch by itself (compile's per_microbatch=True, --per-microbatch): this op then "
+    "sees one microbatch alone, as in eager gradient accumulation, which is another definition of what is computed"
+)
 
 
 class MixedSamples(ConstraintError):
@@ -91,6 +94,13 @@ def program_micro(program: Program, num_microbatches: int, in_space: bool = Fals
     Raises:
         ConstraintError: the batch does not divide, or an op mixes samples.
     """
+    if program.apart > 1 and not in_space:
+        if num_microbatches != program.apart:
+            raise ConstraintError(
+                f"{num_microbatches} microbatches, and the program was captured for {program.apart} that are batches "
+                "by themselves (per_microbatch); capture it again for another number"
+            )
+        num_microbatches = 1
     m = num_microbatches
     if m < 1 or program.batch_size % m:
         raise ConstraintError(

@@ -328,6 +328,11 @@ class Plan(Value, frozen=True, kw_only=True):
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def num_shares(self) -> int:
+        """Extent of the microbatch axis."""
+        return self.program.shares(self.num_microbatches)
+
     def is_late(self, layouts: ParamLayouts) -> bool:
         """Whether a trained parameter that lies so is updated one step late."""
         return self.delayed_update is not None and layouts.place == ON_HOST

@@ -133,6 +133,9 @@ class Program(Value, frozen=True, kw_only=True):
         denominators: counts the loss divides by.
         buffer_updates: per buffer the model writes, the program value it becomes after the step.
         outputs: what else the model returns, by name.
+        apart: how many microbatches a step takes, each of which is a batch of the program by itself: ops that mix
+            samples see one microbatch alone, buffers are written once a microbatch, and the loss is the mean over
+            microbatches. 1: the program's batch is the step's, however many microbatches share it.
     """
 
     name: str
@@ -148,6 +151,26 @@ class Program(Value, frozen=True, kw_only=True):
     denominators: tuple[Denominator, ...] = ()
     buffer_updates: dict[str, str] = {}
     outputs: dict[str, Output] = {}
+    apart: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Size of the batch dims of a step."""
+        return self.batch_size * self.apart
+
+    @property
+    def num_seeds(self) -> int:
+        """Random seeds of a step: of every segment, of one microbatch after another where they are apart."""
+        return len(self.segments) * self.apart
+
+    @property
+    def step_batch(self) -> dict[str, BatchInput]:
+        """The tensors of a step's batch."""
+        return {name: _times(entry, self.apart) for name, entry in self.batch.items()}
+
+    def shares(self, num_microbatches: int) -> int:
+        """Into how many microbatches the program's own batch is cut: the extent of the microbatch axis."""
+        return 1 if self.apart > 1 else num_microbatches
 
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
@@ -157,6 +180,11 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 def master_dtype(precision: str, dtype: str) -> str:
     """Dtype a parameter is updated (and its gradient accumulated) in: float32 master weights under `HALVES`."""
     return "float32" if (precision, dtype) in HALVES.items() else dtype
+
+
+def _times(entry: BatchInput, count: int) -> BatchInput:
+    shape = tuple(n * count if dim == entry.batch_dim else n for dim, n in enumerate(entry.spec.shape))
+    return BatchInput(spec=TensorSpec(entry.spec.dtype, shape), batch_dim=entry.batch_dim)
 
 
 def trained_params(program: Program, first: int = 0, stop: int | None = None) -> tuple[str, ...]:

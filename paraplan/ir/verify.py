@@ -33,9 +33,9 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
     except ClusterError as fault:
         raise InvalidPlanError(f"the plan's cluster: {fault}") from None
     verify_program(plan.program)
-    if plan.num_microbatches < 1 or plan.program.batch_size % plan.num_microbatches:
+    if plan.num_microbatches < 1 or plan.program.rows % plan.num_microbatches:
         raise InvalidPlanError(
-            f"a batch of {plan.program.batch_size} does not divide into {plan.num_microbatches} microbatches"
+            f"a batch of {plan.program.rows} does not divide into {plan.num_microbatches} microbatches"
         )
     if plan.bundle_bytes < 0:
         raise InvalidPlanError(f"bundle_bytes is {plan.bundle_bytes}: at least 0")

@@ -81,7 +81,7 @@ class Captured:
 
     def seeds(self) -> list[int]:
         """Of the segments, in the next step."""
-        return [segment_seed(self.seed, self.done, index) for index in range(len(self.program.segments))]
+        return [segment_seed(self.seed, self.done, index) for index in range(self.program.num_seeds)]
 
     def taken(self, batch: Tensors, program: Program, seeds: Sequence[int], scale: float = 1.0) -> Step:
         """A forward and backward from where it is, of this program or one with other draws; nothing is updated."""

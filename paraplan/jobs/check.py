@@ -25,7 +25,7 @@ from paraplan.ir.program import Program, master_dtype
 from paraplan.ir.trace.outputs import LossChoice
 from paraplan.jobs.against_eager import ROUNDING, AgainstEager, Fault, Verdict
 from paraplan.jobs.captured import Captured, MakeOptimizer, Outcome, Tensors, with_aliases
-from paraplan.jobs.differences import Difference, differences, max_error, relative
+from paraplan.jobs.differences import Difference, differences, floor_of, max_error, relative
 from paraplan.jobs.eager import Call, Taken
 from paraplan.jobs.models import Made
 from paraplan.jobs.replay import repeated
@@ -163,6 +163,7 @@ class SingleDevice:
         wanted: Tensors, before: Tensors,
     ) -> list[Fault]:  # fmt: skip
         captured, errors, noise = self.captured, self.errors, self.eager.noise
+        floor = floor_of(self.program.precision)
         limit, updated = TOLERANCE[self.program.precision], UPDATED.get(self.program.precision, UPDATED_NARROW)
         off = Difference("", relative(loss, wanted_loss), f"{loss:.9g}", f"{wanted_loss:.9g}")
         faults = [Fault("loss", off, limit)]
@@ -175,7 +176,7 @@ class SingleDevice:
             if found is None:
                 continue
             there = {name: found.get(name, before.get(name)) for name in right}
-            for name, each in differences(there, right, dtypes=what != "gradient of").items():
+            for name, each in differences(there, right, floor, dtypes=what != "gradient of").items():
                 most = updated if what == "parameter" else limit + ROUNDING * noise.get(f"{what} {name}", 0.0)
                 faults.append(Fault(what, each, most))
                 if each.error > max(errors.grad, errors.param):
@@ -232,8 +233,7 @@ def eager_failure(verdict: Verdict, step: int, rereads: str = "") -> str:
     if verdict.cannot:
         return f"step {step}: {verdict.cannot}, so the step cannot be held against it; make the model run on one device"
     assert verdict.worst is not None
-    how = f" ({verdict.how})" if verdict.how else ""
-    return said(verdict.worst, step, f"{verdict.against}{how}", rereads or _PROGRAM_DIFFERS)
+    return said(verdict.worst, step, verdict.against, rereads or _PROGRAM_DIFFERS)
 
 
 def shared_numbers(program: Program) -> str:

@@ -33,7 +33,7 @@ class RandomBatches:
     """
 
     def __init__(self, plan: Plan, made: Made, seed: int) -> None:
-        self.inputs, self.seed = plan.program.batch, seed
+        self.inputs, self.seed = plan.program.step_batch, seed
         config = getattr(made.model, "config", None)
         self.vocab = classes(config) if "input_ids" not in self.inputs else vocabulary(config)
         self.examples: Mapping[str, Any] = _named(plan, made.example_inputs)
@@ -78,7 +78,7 @@ class TextBatches:
     """
 
     def __init__(self, plan: Plan, made: Made, path: str, seed: int) -> None:
-        self.seed, self.inputs = seed, plan.program.batch
+        self.seed, self.inputs = seed, plan.program.step_batch
         vocab = getattr(getattr(made.model, "config", None), "vocab_size", None)
         if "input_ids" not in self.inputs or len(self.inputs["input_ids"].spec.shape) != 2:
             raise DataError(

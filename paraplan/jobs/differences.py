@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor | None]
-FLOOR = 1e-6
-"""A tensor counts as at least this much of its largest peer."""
+FLOOR, NARROW_FLOOR = 1e-6, 1e-3
+"""A tensor counts as at least this much of its largest peer: in float64, and in what is narrower, where a gradient that
+cancels to nothing is rounding noise of that size."""
+
+
+def floor_of(precision: str) -> float:
+    """The floor of a precision."""
+    return FLOOR if precision == "fp64" else NARROW_FLOOR
 
 
 class Difference(NamedTuple):

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from paraplan.ir.program import Program
 from paraplan.ir.trace.fake import arguments, as_computed, name_inputs
 from paraplan.ir.trace.outputs import LossChoice, choose_losses
+from paraplan.ir.trace.reference import loss_shares, microbatches
 from paraplan.ir.trace.torch_private import tree_leaves, tree_map_only
 from paraplan.jobs.models import Made
 from paraplan.jobs.replay import Replay
@@ -106,24 +107,26 @@ class Eager:
         """
         self._start(params, buffers)
         before = _attributes(self.model)
+        total = 0.0
         with self._running(numbers):
-            loss = self._loss(batch)
+            for loss in self._losses(batch):
+                loss.backward()
+                total += float(loss.detach())
             if numbers is not None:
                 numbers.finish()
-            loss.backward()
         after = _attributes(self.model)
         changed = {name: (before.get(name), x) for name, x in after.items() if not _same(before.get(name), x)}
         grads = {name: None if p.grad is None else _dense(p.grad) for name, p in self.params.items()}
         held = {name: x.detach().clone() for name, x in self.model.named_buffers(remove_duplicate=False)}
         written = {name: x.detach().clone() for name, x in self.params.items() if self._is_written(name, params)}
-        return Taken(float(loss.detach()), grads, held, written, changed)
+        return Taken(total, grads, held, written, changed)
 
     def loss_again(self, batch: Tensors, params: Tensors, buffers: Tensors, numbers: Replay | None) -> float:
         """The loss from the same start, with attributes as they are by now; leaves them so."""
         kept = {id(module): dict(vars(module)) for module in self.model.modules()}
         self._start(params, buffers)
         with self._running(numbers), torch.no_grad():
-            loss = float(self._loss(batch))
+            loss = sum(float(each) for each in self._losses(batch))
         for module in self.model.modules():
             vars(module).update(kept.get(id(module), {}))
         return loss
@@ -141,7 +144,13 @@ class Eager:
             stack.enter_context(numbers if numbers is not None else nullcontext())
             yield
 
-    def _loss(self, batch: Tensors) -> Tensor:
+    def _losses(self, batch: Tensors) -> Iterator[Tensor]:
+        """The loss; where microbatches are batches by themselves, each one's share of it."""
+        shares = loss_shares(self.program, batch)
+        for m, part in enumerate(microbatches(self.program, batch)):
+            yield self._loss(part, {name: each[m] for name, each in shares.items()})
+
+    def _loss(self, batch: Tensors, shares: Mapping[str, float]) -> Tensor:
         call, made, program = self.call, self.call.made, self.program
         given = {name: batch[name].detach() for name in program.batch}
         rounded = as_computed(given, program.precision)
@@ -153,7 +162,8 @@ class Eager:
             output = self.model(*args, **kwargs)
         losses = output if made.loss_fn is None else made.loss_fn(output, labels)
         chosen = choose_losses(losses, call.choice, made.loss_fn is not None)
-        return torch.stack([each.value * each.weight for each in chosen]).sum()
+        weights = [each.weight * shares.get(each.name, shares[self.program.loss[0].name]) for each in chosen]
+        return torch.stack([each.value * weight for each, weight in zip(chosen, weights, strict=True)]).sum()
 
     def _cast(self, x: Tensor) -> Tensor:
         """An input in this model's dtype, where that is wider than the program's or all of it is lifted."""

@@ -46,7 +46,8 @@ class Draw(NamedTuple):
 def draws_of(program: Program) -> tuple[Draw, ...]:
     """The random ops of a program, in order."""
     return tuple(
-        Draw(index, slot, is_mask, *rows_and_columns(shape))
+        Draw(m * len(program.segments) + index, slot, is_mask, *rows_and_columns(shape))
+        for m in range(program.apart)
         for index, segment in enumerate(program.segments)
         for slot, is_mask, shape in _slots(program.kinds[segment.kind])
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.lower.bundle import BUNDLE_BYTES
 from paraplan.ir.mesh import Mesh
-from paraplan.ir.micro import program_micro
+from paraplan.ir.micro import MixedSamples, ProgramMicro, program_micro, smallest_divisor
 from paraplan.ir.op_rule import DISCOVERED
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Split, Stage
 from paraplan.ir.profile import Profile
@@ -79,12 +81,12 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
         segment_choice=chosen, batch=decisions.batch,
         params={name: layouts[name] for name in program.params if name in layouts},
     )  # fmt: skip
-    kinds = job.cluster.device_kinds()
+    kinds, micro = job.cluster.device_kinds(), program_micro(program, decisions.num_microbatches)
     schedule = split_classes(
         accumulate(
             decisions.num_microbatches,
             decisions.mesh.size,
-            forwards_first=program_micro(program, decisions.num_microbatches).has_tail,
+            forwards_first=micro.has_tail,
         ),
         tuple(kinds[device] for device in decisions.mesh.devices),
     )
@@ -92,7 +94,7 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
         made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
         num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, bundle_bytes=decisions.bundle_bytes,
         stages=(stage,), schedule=schedule, profile=job.profile, compiled=job.compiled,
-        notes=(*_notes(program), *_routing(program, choices)),
+        notes=(*_notes(program), *_routing(program, choices), *_apart(program), *_once(micro)),
     )  # fmt: skip
 
 
@@ -102,6 +104,32 @@ def _routing(program: Program, choices: tuple[KindChoice, ...]) -> tuple[str, ..
     if not any(KEY in [part.split(">")[0] for part in key.split("|")] for key, op in pairs if op.target in ROUTED):
         return ()
     return ("tokens go to the ranks of their experts: time is that of even routing, memory that of the worst case",)
+
+
+def _once(micro: ProgramMicro) -> tuple[str, ...]:
+    """What runs on the whole batch though there are several microbatches."""
+    if not micro.has_tail:
+        return ()
+    first, last = micro.tail, len(micro.segments) - 1
+    segments = f"segment {first} runs" if first == last else f"segments {first} to {last} run"
+    return (f"{segments} once a step on the whole batch, after all forwards: {micro.mixes} mixes samples",)
+
+
+def _apart(program: Program) -> tuple[str, ...]:
+    """What is computed in another way where microbatches are batches by themselves."""
+    if program.apart == 1:
+        return ()
+    why = ""
+    try:
+        alone = msgspec.structs.replace(program, apart=1)
+        why = program_micro(alone, smallest_divisor(program.batch_size)).mixes
+    except MixedSamples as fault:
+        why = fault.op
+    seen = f"what mixes samples ({why}) sees one of them alone" if why else "no op mixes samples"
+    return (
+        f"each of {program.apart} microbatches of {program.batch_size} rows is a batch by itself, as per_microbatch "
+        f"allows and eager gradient accumulation has it: {seen}, buffers are written after each, losses averaged",
+    )
 
 
 def _choices(program: Program, decisions: Decisions) -> tuple[tuple[KindChoice, ...], tuple[int, ...]]:

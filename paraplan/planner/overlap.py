@@ -64,7 +64,7 @@ def _pieced(
     """The choice with its products in pieces."""
     program, micro = plan.program, micros[segment]
     kind, of = program.kinds[choice.kind], program.segments[segment]
-    graph, m = kind.graph, plan.num_microbatches
+    graph, m = kind.graph, plan.num_shares
     strategies = chosen_strategies(kind, choice, micro, stage.mesh.shape, m)
     home = {name: boundary[outer] for name, outer in zip(kind.inputs, of.inputs, strict=True) if outer in boundary}
     home |= {
@@ -141,7 +141,7 @@ def _boundary(plan: Plan, micros: tuple[KindMicro, ...]) -> dict[str, Layout]:
             micro = micros[stage.first + at]
             key = (stage.segment_choice[at], id(micro))
             if key not in known:
-                known[key] = chosen_strategies(kind, choice, micro, stage.mesh.shape, plan.num_microbatches)
+                known[key] = chosen_strategies(kind, choice, micro, stage.mesh.shape, plan.num_shares)
             made = {
                 out: layout
                 for op, strategy in zip(kind.graph.ops, known[key], strict=True)

@@ -47,10 +47,10 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bo
     rng = random.Random(seed)
     program, n = job.program, job.cluster.num_devices
     shape = rng.choice(_mesh_shapes(n))
-    counts = [m for m in range(1, max_microbatches + 1) if splittable(program, m)]
-    m = rng.choice(counts)
+    counts = [m for m in range(1, max(max_microbatches, program.apart) + 1) if splittable(program, m)]
+    count = rng.choice(counts)
     mesh = make_mesh(shape, tuple(f"axis{i}" for i in range(len(shape))))
-    micro = program_micro(program, m)
+    micro, m = program_micro(program, count), program.shares(count)
     along = {segment.kind: found.choices for segment, found in zip(program.segments, micro.segments, strict=True)}
     ops = []
     calm = rng.random()
@@ -62,8 +62,9 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bo
         first = micro.values[f"batch:{name}"]
         batch[name] = layout_text(_random_layout(rng, entry.spec.shape, shape, first, m, partial=False))
     decisions = Decisions(
-        mesh=mesh, num_microbatches=m, ops=tuple(ops), input_grads=_input_grads(rng, program, shape, m, micro.values),
-        params=_params(rng, program, shape), batch=batch,
+        mesh=mesh, num_microbatches=count, ops=tuple(ops),
+        input_grads=_input_grads(rng, program, shape, m, micro.values), params=_params(rng, program, shape),
+        batch=batch,
     )  # fmt: skip
     share = rng.choice((0.0, 0.0, 0.3, 1.0))
     fates = [
@@ -98,7 +99,7 @@ def _timed(plan: Plan, rng: random.Random) -> Plan:
 def _with_boundaries_away(plan: Plan, rng: random.Random, tiers: Sequence[str], share: float) -> Plan:
     """The plan with some of the values that segments hand on, and that lie dense, on a tier for the backward."""
     (stage,), program = plan.stages, plan.program
-    extended, (part,) = (plan.num_microbatches, *stage.mesh.shape), PlanBlocks(plan).routes[0].parts
+    extended, (part,) = (plan.num_shares, *stage.mesh.shape), PlanBlocks(plan).routes[0].parts
     choices: list[KindChoice] = []
     for index, chosen in enumerate(stage.segment_choice):
         kind, outputs = program.kinds[program.segments[index].kind], part.forwards[index].outputs
@@ -147,7 +148,7 @@ def _splits(
     """Of some kinds, a run of ops in chunks: any op, any letter of it."""
     if rng.random() < 0.5:
         return ()
-    shape, m = decisions.mesh.shape, decisions.num_microbatches
+    shape, m = decisions.mesh.shape, program.shares(decisions.num_microbatches)
     found: list[Split | None] = []
     for index, kind in enumerate(program.kinds):
         first = next(i for i, segment in enumerate(program.segments) if segment.kind == index)

@@ -77,6 +77,8 @@ def search(
     check_constraints(constraints, job.cluster.num_devices)
     _check_rates(job)
     job = replace(job, compiled=constraints.compiled)
+    if job.program.apart > 1 and constraints.microbatches is None:
+        constraints = msgspec.structs.replace(constraints, microbatches=job.program.apart)
     constraints, unpriced = _with_states(job, constraints)
     _check_tiers(job, constraints)
     if constraints.pp not in (None, 1):

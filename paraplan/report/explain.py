@@ -77,8 +77,9 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
     """What is planned, for what."""
     program = plan.program
     micro = f"{plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"
+    micro += ", each a batch by itself" if program.apart > 1 else ""
     pieces = f"{len(program.segments)} segments of {len(program.kinds)} kinds"
-    batch = ", ".join(f"{name} {entry.spec}" for name, entry in program.batch.items())
+    batch = ", ".join(f"{name} {entry.spec}" for name, entry in program.step_batch.items())
     cluster = plan.cluster
     return (
         ("model", f"{plan.model.display}: {show_count(num_params(program))} parameters, {pieces}"),

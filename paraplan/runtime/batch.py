@@ -35,12 +35,12 @@ def shard_batch(
     _check_names(plan, batch)
     batch = ragged.pad(plan, batch)
     _check_shapes(plan, batch)
-    found = ShardedBatch()
+    found, given = ShardedBatch(), plan.program.step_batch
     for name, text in stage.batch.items():
         layout: Layout = (_along(plan, name), *parse_layout(text))
         shape = (plan.num_microbatches, *stage.mesh.shape)
         dtype = getattr(torch, plan.program.batch[name].spec.dtype)
-        local = local_shape(plan.program.batch[name].spec.shape, layout, shape)
+        local = local_shape(given[name].spec.shape, layout, shape)
         parts = [pad(cut(batch[name], layout, shape, (m, *coordinates)), local) for m in range(plan.num_microbatches)]
         found[name] = torch.stack(parts).to(device, dtype)
     return found
@@ -66,7 +66,7 @@ def _check_names(plan: Plan, batch: Mapping[str, Tensor]) -> None:
 
 
 def _check_shapes(plan: Plan, batch: Mapping[str, Tensor]) -> None:
-    for name, entry in plan.program.batch.items():
+    for name, entry in plan.program.step_batch.items():
         shape = tuple(batch[name].shape)
         if shape != entry.spec.shape:
             raise PlanMismatchError(

@@ -46,7 +46,7 @@ def check_buckets(plans: Sequence[Plan]) -> None:
 
 def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Shapes of a plan's batch."""
-    return {name: entry.spec.shape for name, entry in plan.program.batch.items()}
+    return {name: entry.spec.shape for name, entry in plan.program.step_batch.items()}
 
 
 class BucketTrainer:

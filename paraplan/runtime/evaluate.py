@@ -132,7 +132,7 @@ def metrics_of(executor: Executor) -> Mapping[str, Tensor]:
 def missing_rows(plan: Plan, batch: Mapping[str, Tensor]) -> int | None:
     """Rows a smaller batch has; None where it has all."""
     rows = rows_of(plan.program, batch)
-    return None if rows == plan.program.batch_size else rows
+    return None if rows == plan.program.rows else rows
 
 
 def without_padding(plan: Plan, found: Evaluation, rows: int | None) -> Evaluation:

@@ -146,7 +146,7 @@ class FittedStep:
             )
         refuse_gradients(batch)
         batch, found = ragged.pad(self.plan, batch), {}
-        for name, entry in program.batch.items():
+        for name, entry in program.step_batch.items():
             given, dtype = batch[name], getattr(torch, entry.spec.dtype)
             if tuple(given.shape) != entry.spec.shape:
                 raise PlanMismatchError(

@@ -47,18 +47,18 @@ class Padding:
 def rows_of(program: Program, batch: Mapping[str, Tensor]) -> int:
     """Rows of a batch that differs from the plan's in nothing else; the plan's own number otherwise."""
     found = set()
-    for name, entry in program.batch.items():
+    for name, entry in program.step_batch.items():
         shape = tuple(batch[name].shape)
         dim = entry.batch_dim
         if dim is None:
             continue
         if len(shape) != len(entry.spec.shape):
-            return program.batch_size
+            return program.rows
         if shape[:dim] + shape[dim + 1 :] != entry.spec.shape[:dim] + entry.spec.shape[dim + 1 :]:
-            return program.batch_size
+            return program.rows
         found.add(shape[dim])
-    (rows,) = found if len(found) == 1 else (program.batch_size,)
-    return rows if 0 < rows < program.batch_size else program.batch_size
+    (rows,) = found if len(found) == 1 else (program.rows,)
+    return rows if 0 < rows < program.rows else program.rows
 
 
 def pad(plan: Plan, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -69,13 +69,13 @@ def pad(plan: Plan, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """
     program = plan.program
     rows = rows_of(program, batch)
-    missing = program.batch_size - rows
+    missing = program.rows - rows
     if not missing:
         return batch
     how = padding(_Key(plan))
     if how.reason:
         raise PlanMismatchError(
-            f"the batch has {rows} rows, the plan was made for {program.batch_size}, and it cannot be padded: "
+            f"the batch has {rows} rows, the plan was made for {program.rows}, and it cannot be padded: "
             f"{how.reason}. Drop the loader's last batch, or plan again for {rows} rows"
         )
     found = {}
@@ -111,6 +111,8 @@ class _Key:
 def padding(key: _Key) -> Padding:
     """How a plan's batch is padded, or why it cannot be."""
     program = key.plan.program
+    if program.apart > 1:
+        return Padding(reason=f"each of its {program.apart} microbatches is a batch by itself (per_microbatch)")
     try:
         micro = program_micro(program, program.batch_size)
     except ConstraintError as fault:

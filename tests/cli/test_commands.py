@@ -17,7 +17,8 @@ from paraplan.terminal.run import run_table
 
 PLAN_KEYS = ["step_s", "peak_bytes", "bound_s", "gap", "status", "solve_s", "total_s", "tokens_per_s", "mfu"]
 RUN_KEYS = {
-    "loss", "max_rel_err_loss", "max_rel_err_grad", "max_rel_err_param", "max_rel_err_eager", "predicted_peak_bytes",
+    "loss", "max_rel_err_loss", "max_rel_err_grad", "max_rel_err_param", "max_rel_err_eager", "eager_how",
+    "check_failure", "predicted_peak_bytes",
     "measured_peak_bytes", "step_s",
 }  # fmt: skip
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,18 @@ def test_a_run_is_saved_and_resumed_under_another_plan(plan_file: Path, command:
     assert "step    3" in rest.out
     refused = command("run", "one.json", "--resume", "c", "--check", *given)
     assert refused.code == 2 and "--check compares" in refused.err
+
+
+def test_a_run_that_is_not_the_eager_model_fails(here: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command("plan", "zoo:outside", "local:1", "-o", "plan.json").code == 0
+    again = ["run", "plan.json", "--steps", "2", "--model", "zoo:outside", "--check", "--json"]
+    passed = last_json(command(*again))
+    assert passed["check_failure"] == "" and passed["max_rel_err_eager"] < 1e-4
+    monkeypatch.setenv("ZOO_SCALE", "1.5")
+    failed = command(*again)
+    found = json.loads(failed.out.splitlines()[-1])
+    assert failed.code == 1 and found["max_rel_err_eager"] > 0.1 and found["max_rel_err_loss"] < 1e-6
+    assert "check failed: step 0" in failed.err and "the eager model" in failed.err and "the loss is" in failed.err
 
 
 @pytest.mark.parametrize("steps", [1, 2])

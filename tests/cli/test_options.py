@@ -16,6 +16,7 @@ OPTIONS = {
         "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
         "--memory", "--memory-reserve", "--tp",
         "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages", "--microbatches",
+        "--per-microbatch",
         "--overlap", "--compile", "--recompute", "--offload", "--offload-states",
         "--delayed-update",
         "--time-limit", "--profile", "--profile-any", "--json",

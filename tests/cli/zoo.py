@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -19,12 +21,24 @@ class Net(nn.Module):
         return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
 
 
+class Outside(Net):
+    """Reads a number that no plan knows of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(os.environ.get("ZOO_SCALE", "1"))
+
+
 def loss(output: Tensor, batch: Batch) -> Tensor:
     return (output - batch["x"]).pow(2).mean()
 
 
 def net():  # type: ignore[no-untyped-def]
     return Net(), {"x": torch.randn(8, 4, 8)}, loss
+
+
+def outside():  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    return Outside(), {"x": torch.randn(8, 4, 8)}, loss
 
 
 def wider():  # type: ignore[no-untyped-def]

@@ -3,7 +3,8 @@
 A buffer becomes, whole on every rank, the sum of what the microbatches say where that is partial, else what each of
 them says. Where several groups of ranks write it (bidirectional pipelines), each has its own microbatches' sum: they
 send it to each other, and to groups that only read it, and add in the order of the groups, so that the copies stay
-equal to the bit.
+equal to the bit. Where each microbatch is a batch by itself (`Program.apart`) buffers are written after each forward
+instead, as the next one reads them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from paraplan.ir.lower.updates import buffer_block, share_block
 from paraplan.ir.lower.whole import whole_of
 from paraplan.ir.mesh import Layout, Partial, R, Shard
 from paraplan.ir.rank_program import Block, StepKind
+from paraplan.ir.schedule import ActionKind, parse_action
 
 if TYPE_CHECKING:
     from paraplan.ir.lower.program import RankSteps
@@ -46,17 +48,22 @@ def send_buffers(steps: RankSteps) -> list[tuple[Message, str]]:
     return coming
 
 
-def write_buffers(steps: RankSteps) -> None:
-    """Write the new values; shares of other groups are here."""
+def write_buffers(steps: RankSteps, after: tuple[int, int] | None = None) -> None:
+    """Write the new values; shares of other groups are here.
+
+    `after`: only what this stage makes of this microbatch, where each is a batch by itself.
+    """
     made: dict[object, Block] = {}
     for name, value in steps.program.buffer_updates.items():
-        if name not in steps.holding.buffers:
+        if name not in steps.holding.buffers or (after is not None and steps.lowered.maker[value] != after[0]):
             continue
         sources, targets = _exchanged(steps, name, value)
         shared = sources if steps.group in targets else ()
         for group in shared:
             steps.add(StepKind.ACCUMULATE, args=(f"new:{name}", f"new:{name}<{group}"))
         names, given = ([f"new:{name}"], Given(_whole(steps))) if shared else _news(steps, value)
+        if after is not None:
+            names = [f"{value}@{after[1]}"]
         spec = steps.program.buffers[name]
         key = (spec, given, len(names))
         if key not in made:
@@ -65,6 +72,29 @@ def write_buffers(steps: RankSteps) -> None:
             )  # fmt: skip
         new = {"stored": f"buffer:{name}"} | {f"new{i}": each for i, each in enumerate(names)}
         steps.add(StepKind.CALL, made[key], args=tuple(new[local] for local in made[key].inputs), outs=())
+
+
+def check_apart(steps: RankSteps) -> None:
+    """Whether buffers may be written after each forward.
+
+    Raises:
+        InvalidPlanError: a backward reads what one held, or several groups of ranks read and write it.
+    """
+    written = {f"buffer:{name}" for name in steps.holding.written}
+    for name, value in steps.program.buffer_updates.items():
+        groups = {*steps.lowered.groups_of(steps.lowered.maker[value])}
+        groups |= {group for group, each in enumerate(steps.lowered.held) if name in each.buffers}
+        if len(groups) > 1:
+            raise InvalidPlanError(
+                f"buffer {name} is written once a microbatch, and {len(groups)} groups of ranks read or write it; use "
+                "a schedule that keeps a stage in one group (gpipe, 1f1b), and stages that keep the buffer in one"
+            )
+    for step in steps.steps:
+        if step.action and parse_action(step.action).kind is not ActionKind.F and not written.isdisjoint(step.args):
+            raise InvalidPlanError(
+                f"segment {step.segment}: the backward of a microbatch reads {min(written & set(step.args))} as it was "
+                "before later microbatches wrote it; plan without per_microbatch"
+            )
 
 
 def _exchanged(steps: RankSteps, name: str, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

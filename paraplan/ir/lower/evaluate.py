@@ -63,6 +63,12 @@ class _Evaluation(RankSteps):
 
     def __init__(self, blocks: PlanBlocks, group: int, actions: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__(blocks, group, actions)
+        if outputs and self.program.apart > 1:
+            raise ConstraintError(
+                "outputs of an evaluation are those of one batch, and the program was captured for "
+                f"{self.program.apart} microbatches that are batches by themselves (per_microbatch); ask for "
+                "the loss alone"
+            )
         self.wanted = {name: self.program.outputs[name] for name in outputs}
         self.places: dict[str, OutputPlace] = {}
 

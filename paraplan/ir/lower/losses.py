@@ -55,8 +55,9 @@ class LossSteps(TailSteps):
         for index, term in self.terms.items():
             spec, d = self.lowered.spec_of(term.numerator), term.denominator
             block = tangent_block(
-                f"tangent{index}", spec, None if d is None else layouts[d], self.extended, scaled=scaled
-            )
+                f"tangent{index}", spec, None if d is None else layouts[d], self.extended, scaled=scaled,
+                share=1.0 / self.program.apart,
+            )  # fmt: skip
             sources = {"count": f"den{d}", "scale": "loss_scale"}
             total = None if d is None else f"total{index}"
             ends.append(self.calls.begin(block, sources, (total, f"tangent{index}")))
@@ -93,7 +94,7 @@ class LossSteps(TailSteps):
             (R,) * len(self.extended) if f"num{i}" in came else self.made(term.numerator).layout
             for i, term in self.terms.items()
         )
-        block = loss_block("loss", terms, specs, layouts, self.extended)
+        block = loss_block("loss", terms, specs, layouts, self.extended, 1.0 / self.program.apart)
         while waits and block[0] is not None and any(name.startswith("denominator") for name in block[0].inputs):
             waits.pop(0)()
         names = {f"numerator{at}": came.get(f"num{i}", f"num{i}") for at, i in enumerate(indices)}

@@ -49,7 +49,7 @@ class Messages:
 
     def __init__(self, blocks: PlanBlocks, group: int, add: Add) -> None:
         self._blocks, self._group, self._add = blocks, group, add
-        self._m = blocks.plan.num_microbatches
+        self._m = blocks.plan.num_shares
         self.transfers: dict[str, Transfer] = {}
         self._made: dict[object, Block | None] = {}
         self._posted: dict[tuple[str, int], list[str]] = {}

@@ -10,7 +10,7 @@ import msgspec
 from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.mesh import Layout, R, is_view_of, layout_text, local_shape, parse_layout
-from paraplan.ir.program import master_dtype
+from paraplan.ir.program import Program, master_dtype
 from paraplan.ir.rank_program import OuterValue, Step, StepKind
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
@@ -48,7 +48,7 @@ def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> di
     for name, text in held.batch.items():
         entry = program.batch[name]
         extended = (blocks.micro.values[f"batch:{name}"], *parse_layout(text))
-        local = local_shape(entry.spec.shape, extended, (plan.num_microbatches, *shape))
+        local = local_shape(entry.spec.shape, extended, (plan.num_shares, *shape))
         for m in _microbatches(blocks, group, name):
             nbytes = math.prod(local) * DTYPE_BYTES[entry.spec.dtype]
             found[f"batch:{name}@{m}"] = OuterValue(
@@ -61,7 +61,10 @@ def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> di
         found["loss_scale"] = _value("scale", "", TensorSpec("float32", ()), whole, shape, True)
     for index in held.segments:
         if program.kinds[program.segments[index].kind].seed is not None:
-            found[f"seed:{index}"] = _value("seed", str(index), TensorSpec("int64", ()), whole, shape, True)
+            for m in range(program.apart):
+                source = str(m * len(program.segments) + index)
+                value = _value("seed", source, TensorSpec("int64", ()), whole, shape, True)
+                found[seed_name(program, index, m)] = value
     return found
 
 
@@ -91,6 +94,11 @@ def _value(
     return OuterValue(
         role=role, source=source, dtype=spec.dtype, shape=local, layout=layout_text(layout), nbytes=nbytes, tier=tier
     )
+
+
+def seed_name(program: Program, segment: int, m: int) -> str:
+    """The outer name of a segment's seed; microbatches that are batches by themselves have their own."""
+    return f"seed:{segment}@{m}" if program.apart > 1 else f"seed:{segment}"
 
 
 def late_name(name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower.buffers import send_buffers, write_buffers
+from paraplan.ir.lower.buffers import check_apart, send_buffers, write_buffers
 from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.losses import LossSteps
 from paraplan.ir.lower.messages import Messages
@@ -70,6 +70,8 @@ class RankSteps(LossSteps):
             self.action = text
             if action.kind is ActionKind.F:
                 self._forward(action)
+                if self.program.apart > 1:
+                    write_buffers(self, (action.stage, action.microbatch))
                 if index == last[ActionKind.F]:
                     end_loss = self.begin_loss(joined, self.waits)
                     if self.plan.cluster.num_devices == 1:  # nothing to wait for: it is known before its gradients
@@ -105,6 +107,8 @@ class RankSteps(LossSteps):
     def _write_buffers(self, at: int, action: str) -> None:
         """Buffers get their new values once the step is through; on one device with the loss, as a model itself writes
         them, unless the backward reads what they held before."""
+        if self.program.apart > 1:
+            return check_apart(self)
         first = len(self.steps)
         write_buffers(self)
         writes = self.steps[first:]

@@ -232,7 +232,7 @@ class PlanBlocks:
             wanted: of a value of the whole step, the layout the target is to have; None for values of microbatches,
                 which are taken as they arrive.
         """
-        meshes, m = (self.held[source].mesh, self.held[target].mesh), self.plan.num_microbatches
+        meshes, m = (self.held[source].mesh, self.held[target].mesh), self.plan.num_shares
         sent, received = crossing_layouts(spec, layout, *meshes, m if wanted is None else 1)
         of_microbatch = wanted is None
         return Message(name, source, target, spec, sent, received, wanted or received, of_microbatch)
@@ -259,14 +259,14 @@ class PlanBlocks:
             raise InvalidPlanError(
                 f"segment {index} reads {missing.args[0]!r}, which the plan gives no layout"
             ) from None
-        m = plan.num_microbatches if index < self.micro.tail else 1
+        m = plan.num_shares if index < self.micro.tail else 1
         return KindContext(
             num_microbatches=m, mesh_shape=held.mesh.shape, inputs=inputs,
             params=tuple(parse_layout(p.stored) for p in params),
             param_grads=tuple(parse_layout(p.grad) for p in params),
             grad_dtype="float32" if plan.program.precision in HALVES and plan.num_microbatches == 1 else "",
             fetched=tuple(bool(p.stored_tier) or p.ahead for p in params),
-            rows=tuple(map(self._rows, segment.inputs)) if m < plan.num_microbatches else (),
+            rows=tuple(map(self._rows, segment.inputs)) if m < plan.num_shares else (),
         )  # fmt: skip
 
     def _read(self, parts: StageBlocks, name: str, index: int) -> Given:

@@ -53,8 +53,10 @@ def total_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> 
     return emitter.finish((emitter.get("count", (R,) * len(extended)),), ())
 
 
-def tangent_block(name: str, spec: TensorSpec, layout: Layout | None, extended: Dims, scaled: bool) -> Parted:
-    """The whole denominator and the tangent 1/denominator; just the tangent 1 where there is none.
+def tangent_block(
+    name: str, spec: TensorSpec, layout: Layout | None, extended: Dims, scaled: bool, share: float = 1.0
+) -> Parted:
+    """The whole denominator and the tangent 1/denominator; just the tangent `share` where there is none.
 
     `scaled`: the tangent is multiplied by the float32 input `scale`.
     """
@@ -62,7 +64,7 @@ def tangent_block(name: str, spec: TensorSpec, layout: Layout | None, extended: 
     whole, dtype = (R,) * len(extended), spec.dtype
     total = None
     if layout is None:
-        tangent = emitter.local("aten.full.default", ((), 1.0), "tangent", dtype, (), {"dtype": ":" + dtype})
+        tangent = emitter.local("aten.full.default", ((), share), "tangent", dtype, (), {"dtype": ":" + dtype})
     else:
         emitter.give("count", spec, (R, *layout[1:]))
         total = emitter.get("count", whole)
@@ -95,9 +97,12 @@ def cast_block(name: str, value: LocalValue, dtype: str, extended: Dims) -> Bloc
 
 
 def loss_block(
-    name: str, terms: tuple[LossTerm, ...], specs: tuple[TensorSpec, ...], layouts: tuple[Layout, ...], extended: Dims
-) -> Parted:
+    name: str, terms: tuple[LossTerm, ...], specs: tuple[TensorSpec, ...], layouts: tuple[Layout, ...], extended: Dims,
+    share: float = 1.0,
+) -> Parted:  # fmt: skip
     """loss = sum of numerator/denominator, whole on every rank; inputs `numerator<i>` and `denominator<i>`.
+
+    Numerators without a denominator are multiplied by `share`.
 
     Where losses have names, each follows as a result of its own, without its weight.
     """
@@ -112,6 +117,8 @@ def loss_block(
             emitter.give(f"denominator{index}", spec, whole)
             below = emitter.get(f"denominator{index}", whole)
             local = emitter.local("aten.div.Tensor", ("%" + local, "%" + below), f"term{index}", spec.dtype, ())
+        elif share != 1.0:
+            local = emitter.local("aten.mul.Tensor", ("%" + local, share), f"term{index}", spec.dtype, ())
         parts.setdefault("", []).append(local)
         if term.name:
             parts.setdefault(term.name, []).append(local)

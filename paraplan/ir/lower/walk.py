@@ -1,7 +1,8 @@
 """The steps of one rank, part by part: running segments forward and backward.
 
 Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what the optimizer updates),
-`batch:<name>@<m>`, `buffer:<name>`, `seed:<segment>`, `<output>@<m>`, `d:<output>@<m>` (its gradient),
+`batch:<name>@<m>`, `buffer:<name>`, `seed:<segment>` (`seed:<segment>@<m>` where microbatches are batches by
+themselves), `<output>@<m>`, `d:<output>@<m>` (its gradient),
 `<segment>/<value>@<m>` (saved), `<segment>^<value>@<m>` (kept by the first part of a backward for the second),
 `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
 of ranks that hold it), `home:<param>` (where it waits beside states), `magnitude:<param>` (what is known of it then),
@@ -25,6 +26,7 @@ from paraplan.ir.lower.between import Boundaries, boundary_tiers
 from paraplan.ir.lower.fetch import Fetches, FetchVisit
 from paraplan.ir.lower.halves import half_of, needs_zero, returning
 from paraplan.ir.lower.kind import Given
+from paraplan.ir.lower.outer import seed_name
 from paraplan.ir.lower.parcels import Parcel, local_bytes
 from paraplan.ir.lower.parted import PartedCalls
 from paraplan.ir.lower.reduce import Partials, Reductions
@@ -57,7 +59,7 @@ class SegmentSteps:
         self.holding, self.evaluates = blocks.held[group], blocks.evaluates
         self.m, self.micro = plan.num_microbatches, blocks.micro
         self.turn: Turn | None = None
-        self.extended = (self.m, *self.holding.mesh.shape)
+        self.extended = (plan.num_shares, *self.holding.mesh.shape)
         self.blocks: dict[str, Block] = {}
         self.steps: list[Step] = []
         self.tangent_of: dict[str, str] = {}
@@ -206,7 +208,7 @@ class SegmentSteps:
         }
         names |= {local: self._at(outer, m) for local, outer in zip(kind.inputs, segment.inputs, strict=True)}
         if kind.seed is not None:
-            names[kind.seed] = f"seed:{index}"
+            names[kind.seed] = seed_name(self.program, index, m)
         return names
 
     def run_forward(self, order: range, m: int) -> None:

@@ -20,7 +20,7 @@ from paraplan.ir.trace.convert import dtype_text
 from paraplan.ir.trace.cut import cut
 from paraplan.ir.trace.discover import attach_rules
 from paraplan.ir.trace.export import Exported, LossFn, export_loss
-from paraplan.ir.trace.fake import fake_batch, fake_copy, name_inputs, traced_dtype
+from paraplan.ir.trace.fake import fake_batch, fake_copy, name_inputs, of_microbatch, traced_dtype
 from paraplan.ir.trace.fingerprint import fingerprint
 from paraplan.ir.trace.flow import flows
 from paraplan.ir.trace.kinds import make_denominator, make_kind
@@ -49,6 +49,7 @@ def capture(
     batch_dims: dict[str, int | None] | None = None,
     name: str | None = None,
     loss: LossChoice = None,
+    per_microbatch: int = 1,
 ) -> Program:
     """Captures a model's training step at one global batch.
 
@@ -61,13 +62,15 @@ def capture(
         batch_dims: the batch dim of each input, None for inputs equal on every microbatch; dim 0 by default.
         name: what to call the program.
         loss: which of several losses are trained on, with which weights; see `outputs.LossChoice`.
+        per_microbatch: so many microbatches are batches by themselves (`Program.apart`): the program is that of one.
     Raises:
         CaptureError: the model cannot be captured; names the user's line and the remedy.
     """
+    given = (model, example_inputs, loss_fn, precision, batch_dims or {}, name, loss, per_microbatch)
     try:
-        return _capture(model, example_inputs, loss_fn, precision, batch_dims or {}, name, loss, keep_outputs=True)
+        return _capture(*given, keep_outputs=True)
     except CaptureError:  # an output nobody trains on is no reason to refuse a model
-        return _capture(model, example_inputs, loss_fn, precision, batch_dims or {}, name, loss, keep_outputs=False)
+        return _capture(*given, keep_outputs=False)
 
 
 def _capture(
@@ -78,26 +81,21 @@ def _capture(
     batch_dims: dict[str, int | None],
     name: str | None,
     loss_choice: LossChoice,
+    apart: int,
     keep_outputs: bool,
 ) -> Program:
     traced_dtype(precision)
     refuse_hooks(model)
     tensors, others = name_inputs(model, example_inputs)
-    batch_size, dims = _batch_dims(tensors, batch_dims)
+    rows, dims = _batch_dims(tensors, batch_dims)
+    batch_size, tensors = of_microbatch(tensors, rows, dims, apart)
     mode = fake_mode()
     copied = fake_copy(model, precision, mode)
     batch = fake_batch(tensors, precision, mode)
     positional = not isinstance(example_inputs, dict)
     exported = export_loss(copied, batch, positional, others, loss_fn, mode, loss_choice, keep_outputs, precision)
     params, buffers, first_names = _tensors_of(copied, precision)
-    paired = [name for name, param in params.items() if param.trainable and param.spec.dtype in COMPLEX]
-    if paired and precision == "fp16":
-        raise CaptureError(
-            f"parameter {paired[0]!r} is complex: torch's gradient scaler, which fp16 needs, takes no complex "
-            "gradients; choose precision='bf16' or 'fp32'"
-        )
-    if not any(param.trainable for param in params.values()):
-        raise CaptureError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
+    _check_trained(params, precision, type(model).__name__)
     forward, terms, extra = _rewrite(exported, params, first_names, precision, mode)
     wanted = wanted_outputs(forward, extra)
     inputs = {
@@ -125,11 +123,24 @@ def _capture(
             denominators=counted,
             buffer_updates={key: values[node] for key, node in exported.updates.items()},
             outputs=make_outputs(forward, wanted, values, used, mode),
+            apart=apart,
         )
 
     made = program(frozenset())
     tail = tail_nodes(forward, made, mode)
     return program(tail) if tail else made
+
+
+def _check_trained(params: Mapping[str, ParamSpec], precision: str, name: str) -> None:
+    """Something trains, and what does can be scaled."""
+    paired = [key for key, param in params.items() if param.trainable and param.spec.dtype in COMPLEX]
+    if paired and precision == "fp16":
+        raise CaptureError(
+            f"parameter {paired[0]!r} is complex: torch's gradient scaler, which fp16 needs, takes no complex "
+            "gradients; choose precision='bf16' or 'fp32'"
+        )
+    if not any(param.trainable for param in params.values()):
+        raise CaptureError(f"{name} has no trainable parameter; set requires_grad on some")
 
 
 def _lifted(x: Tensor, precision: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +136,20 @@ def arguments(
     named = {**tensors, **others}
     order = [name for name in parameter_names(model, len(named)) if name in named]
     return tuple(named[name] for name in order), {}
+
+
+def of_microbatch(
+    tensors: dict[str, Tensor], rows: int, dims: Mapping[str, int | None], count: int
+) -> tuple[int, dict[str, Tensor]]:
+    """Rows and tensors of the first of so many microbatches.
+
+    Raises:
+        CaptureError: the batch does not divide.
+    """
+    if count < 1 or rows % count:
+        raise CaptureError(f"a batch of {rows} does not divide into {count} microbatches; use a divisor of it")
+    size = rows // count
+    return size, {name: x if dims[name] is None else x.narrow(dims[name] or 0, 0, size) for name, x in tensors.items()}
 
 
 def name_inputs(

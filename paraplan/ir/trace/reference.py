@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paraplan.ir.errors import UnsupportedOpError
+from paraplan.ir.errors import ConstraintError, UnsupportedOpError
 from paraplan.ir.graph import Arg, Graph, Op, Phase, decode_number
 from paraplan.ir.program import Program, Segment, SegmentKind
 from paraplan.ir.seeds import segment_seed
@@ -143,32 +143,88 @@ def run_step(
         program: a captured model.
         params: by the program's names, in its dtypes.
         buffers, batch: likewise.
-        seeds: one int64 scalar per segment, or a base seed.
+        seeds: one int64 scalar per segment (and microbatch, where those are apart), or a base seed.
         scale: of the gradients, as a gradient scaler has it.
     """
-    values: Env = {f"batch:{name}": x for name, x in batch.items()} | {
-        f"buffer:{name}": x for name, x in buffers.items()
-    }
+    parts = microbatches(program, batch)
     with torch.no_grad():
-        counts = [run_graph(d.graph, [values[name] for name in d.inputs])[0] for d in program.denominators]
-        envs = [
-            _forward(program.kinds[s.kind], s, params, values, _seed_of(seeds, index))
-            for index, s in enumerate(program.segments)
+        given = [{f"batch:{name}": x for name, x in part.items()} for part in parts]
+        counts = [
+            sum(_present(run_graph(d.graph, [values[name] for name in d.inputs])[0]) for values in given)
+            for d in program.denominators
         ]
-        loss = torch.zeros(())
-        grads: Env = {}
-        for term in program.loss:
-            numerator = values[term.numerator]
-            count = None if term.denominator is None else counts[term.denominator]
-            loss = loss + (numerator if count is None else numerator / count)
-            _add(
-                grads,
-                term.numerator,
-                torch.full_like(numerator, scale) if count is None else torch.full_like(numerator, scale) / count,
-            )
-        param_grads: Env = {}
-        for segment, env in zip(reversed(program.segments), reversed(envs), strict=True):
-            _backward(program.kinds[segment.kind], segment, env, grads, param_grads)
-            env.clear()
-    after = {name: values[value] for name, value in program.buffer_updates.items()}
+        loss, param_grads = torch.zeros(()), dict[str, Tensor]()
+        held = dict(buffers)
+        for m, values in enumerate(given):
+            values |= {f"buffer:{name}": x for name, x in held.items()}
+            loss = loss + _pass(program, params, values, seeds, m * len(program.segments), counts, scale, param_grads)
+            held |= {name: values[value] for name, value in program.buffer_updates.items()}
+    after = {name: held[name] for name in program.buffer_updates}
     return Step(loss, {name: param_grads.get(name) for name in program.params}, after)
+
+
+def microbatches(program: Program, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The batches that a step's batch is for the program: one, or its microbatches where they are apart."""
+    if program.apart == 1:
+        return [dict(batch)]
+    found: list[dict[str, Tensor]] = [{} for _ in range(program.apart)]
+    for name, x in batch.items():
+        dim = program.batch[name].batch_dim
+        for part, cut in zip(found, [x] * program.apart if dim is None else x.chunk(program.apart, dim), strict=True):
+            part[name] = cut
+    return found
+
+
+def loss_shares(program: Program, batch: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Per loss (by its name), what that of each microbatch counts in the step's: by its labels where it is a mean over
+    labels, else all alike.
+
+    Raises:
+        ConstraintError: terms of one loss count differently, so that one number does not say it.
+    """
+    parts = [{f"batch:{name}": x for name, x in part.items()} for part in microbatches(program, batch)]
+    found: dict[str, list[float]] = {}
+    for term in program.loss:
+        shares = [1 / len(parts)] * len(parts)
+        if term.denominator is not None and len(parts) > 1:
+            counted = program.denominators[term.denominator]
+            counts = [float(_present(run_graph(counted.graph, [part[n] for n in counted.inputs])[0])) for part in parts]
+            shares = [count / sum(counts) for count in counts]
+        if found.setdefault(term.name, shares) != shares:
+            raise ConstraintError(
+                f"microbatches of {program.apart} hold different numbers of labels, and the loss adds terms that count "
+                "them differently, so that eager microbatches do not add up to it; return the losses by name"
+            )
+    return found
+
+
+def _pass(
+    program: Program, params: Mapping[str, Tensor], values: Env, seeds: Sequence[Tensor] | int, first: int,
+    counts: Sequence[Tensor | int], scale: float, param_grads: Env,
+) -> Tensor:  # fmt: skip
+    """Forward and backward of one batch, what it makes into `values`, gradients added; its share of the loss.
+
+    Args:
+        program, params, values, seeds, scale: as of `run_step`; `first` is the first segment's number among the seeds.
+        counts: the denominators, of the whole step.
+        param_grads: added to.
+    """
+    envs = [
+        _forward(program.kinds[s.kind], s, params, values, _seed_of(seeds, first + index))
+        for index, s in enumerate(program.segments)
+    ]
+    loss, grads = torch.zeros(()), dict[str, Tensor]()
+    for term in program.loss:
+        numerator = values[term.numerator]
+        count = program.apart if term.denominator is None else counts[term.denominator]
+        loss = loss + numerator / count
+        _add(grads, term.numerator, torch.full_like(numerator, scale) / count)
+    for segment, env in zip(reversed(program.segments), reversed(envs), strict=True):
+        _backward(program.kinds[segment.kind], segment, env, grads, param_grads)
+        env.clear()
+    return loss
+
+
+def _present(value: Tensor | None) -> Tensor:
+    assert value is not None, "a denominator has a result"
+    return value

@@ -83,11 +83,11 @@ def split_where_it_peaks(decisions: Decisions, found: Fitted | Unfit) -> Decisio
 
 def finer(plan: Plan, kind: int, now: Split | None) -> Split | None:
     """A kind's run cut in twice as many chunks as now, or in two; None where nothing divides."""
-    (stage,), program, m = plan.stages, plan.program, plan.num_microbatches
+    (stage,), program, m = plan.stages, plan.program, plan.num_shares
     graph, extended = program.kinds[kind].graph, (m, *stage.mesh.shape)
     first = next(i for i, segment in enumerate(program.segments) if segment.kind == kind)
     choice = stage.choices[stage.segment_choice[first]]
-    micro = program_micro(program, m).segments[first]
+    micro = program_micro(program, plan.num_microbatches).segments[first]
     strategies = chosen_strategies(program.kinds[kind], choice, micro, stage.mesh.shape, m)
     op = _largest(plan, kind, strategies)
     chunks = 2 * now.chunks if now is not None else 2
@@ -104,7 +104,7 @@ def finer(plan: Plan, kind: int, now: Split | None) -> Split | None:
 
 def _largest(plan: Plan, kind: int, strategies: tuple[Strategy, ...]) -> int | None:
     """The op of a kind's forward that makes its largest value on a rank."""
-    graph, extended = plan.program.kinds[kind].graph, (plan.num_microbatches, *plan.stages[0].mesh.shape)
+    graph, extended = plan.program.kinds[kind].graph, (plan.num_shares, *plan.stages[0].mesh.shape)
     best: tuple[int, int] | None = None
     for index, (op, strategy) in enumerate(zip(graph.ops, strategies, strict=True)):
         for out, layout in zip(op.outs, strategy.computed, strict=True):

@@ -79,7 +79,7 @@ def options_of(
     """
     stage, program, costs = plan.stages[0], plan.program, plan_costs(plan)[0]
     forwards = PlanBlocks(plan).routes[0].parts[0].forwards
-    extended = (plan.num_microbatches, *stage.mesh.shape)
+    extended = (plan.num_shares, *stage.mesh.shape)
     found: list[tuple[RematOption, ...]] = []
     for index, kind in enumerate(program.kinds):
         first = next(i for i, segment in enumerate(program.segments) if segment.kind == index)

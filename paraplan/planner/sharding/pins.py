@@ -194,6 +194,7 @@ def make_pins(
     split = math.prod(shape[axis] for axis in (dp, ep) if axis >= 0)
     along = None
     if dp >= 0 or ep >= 0:
+        m = program.shares(m)
         if program.batch_size % (m * split):
             raise ConstraintError(
                 f"a batch of {program.batch_size} does not divide over {split} data-parallel ranks in "

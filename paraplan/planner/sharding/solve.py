@@ -109,7 +109,7 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
         InfeasibleError: what is pinned to the host does not fit there.
     """
     costs = Costs(job.cluster, mesh, job.profile, job.optimizer.name)
-    prices = Prices(costs, (num_microbatches, *mesh.shape), constraints.every_place)
+    prices = Prices(costs, (job.program.shares(num_microbatches), *mesh.shape), constraints.every_place)
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
     space = build_space(job, prices, num_microbatches, pins)
     need = sum(min(nbytes) for _, nbytes in space.away)

@@ -168,21 +168,22 @@ def build_space(
     Args:
         job: what is planned.
         prices: on the mesh (extended by the microbatch axis).
-        num_microbatches: extent of that axis.
+        num_microbatches: of a step.
         pins: what constraints leave over.
     """
     space = Space(prices, program_micro(job.program, num_microbatches))
+    shares = job.program.shares(num_microbatches)
     counts = Counter(segment.kind for segment in job.program.segments)
     first_of = {segment.kind: index for index, segment in reversed(list(enumerate(job.program.segments)))}
     classes, gradients = param_classes(job.program), grad_classes(job.program)
     for kind, _ in enumerate(job.program.kinds):
         micro = space.micro.segments[first_of[kind]]
         runs = counts[kind] * _runs(space, first_of[kind], num_microbatches)
-        _ops(job, space, kind, micro, runs, num_microbatches, pins)
+        _ops(job, space, kind, micro, runs, shares, pins)
     for cls in classes:
         _param(job, space, cls, num_microbatches, pins)
     for gradient in gradients:
-        _gradient(job, space, gradient, num_microbatches)
+        _gradient(job, space, gradient, shares)
     for name, entry in job.program.batch.items():
         first = space.micro.values[f"batch:{name}"]
         options = tuple(lay for lay in batch_options(entry, prices.extended, first) if pins.batch(name, lay))
@@ -278,7 +279,7 @@ class _KindTransfers:
         count: int, runs: int, m: int, whole: int,
     ) -> None:  # fmt: skip
         self.job, self.space, self.index, self.count, self.m, self.whole = job, space, index, count, runs, whole
-        self.in_tail = runs < m
+        self.in_tail, self.shares = runs < m, job.program.shares(runs)
         self.waits = m if space.micro.has_tail and not self.in_tail else 1  # microbatches that wait at the loss
         self.kind = job.program.kinds[index]
         self.class_of = {slot: c for c, cls in enumerate(classes) for slot in cls.slots}
@@ -318,7 +319,7 @@ class _KindTransfers:
 
     def _grad_readers(self, readers: dict[tuple[str, Phase], list[End]]) -> None:
         """Gradients leave the block in the layouts their classes decide."""
-        first = P if self.m > 1 else R
+        first = P if self.shares > 1 else R
         for slot, grad in enumerate(self.kind.param_grads):
             if grad is not None:
                 c = self.class_of[self.index, slot]
@@ -331,7 +332,7 @@ class _KindTransfers:
                 )
 
     def _grad_end(self, g: int, value: str) -> End:
-        first = dual(self.micro.placements[value]) if self.m > 1 else R
+        first = dual(self.micro.placements[value]) if self.shares > 1 else R
         options = self.space.grad_options[g]
         if self.in_tail and value in self.kind.inputs:
             options = tuple(without(layout, self._rows(self.kind.inputs.index(value))) for layout in options)
