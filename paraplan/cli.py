@@ -50,6 +50,7 @@ _PARTS = {
     "STRATEGIES": "paraplan.planner.compare",
     "check_names": "paraplan.planner.compare",
     "show_plan": "paraplan.terminal.show",
+    "plan_json": "paraplan.terminal.show",
     "show_summary": "paraplan.terminal.show",
     "show_simulation": "paraplan.terminal.show",
     "show_memory": "paraplan.terminal.memory",
@@ -190,22 +191,7 @@ def plan(
             found.save(output)
     _part("show_summary")(out(), found, output)
     if as_json:
-        _print_json(_plan_json(found))
-
-
-def _plan_json(found: Any) -> dict[str, Any]:
-    prediction, certificate = found.prediction, found.certificate
-    return {
-        "step_s": prediction.step_s,
-        "peak_bytes": max(prediction.peak_bytes),
-        "bound_s": certificate.bound_s,
-        "gap": certificate.gap,
-        "status": certificate.status,
-        "solve_s": found.solve_s,
-        "total_s": found.total_s,
-        "tokens_per_s": prediction.tokens_per_s,
-        "mfu": prediction.mfu,
-    }
+        _print_json(_part("plan_json")(found))
 
 
 def _check_batch(model: str, made: Any, batch: int | None, seq: int | None) -> None:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
@@ -162,11 +163,8 @@ def run(
     )
     scaler = trainer.scaler() if plan.program.precision == "fp16" else None
     cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]
-
-    def optimizer_of(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return cls(params, lr=options.lr, **extra)  # type: ignore[call-arg]
-
     optimizer = trainer.optimizer(cls, lr=options.lr, **extra)
+    optimizer_of = partial(cls, lr=options.lr, **extra)
     if options.resume is not None:
         trainer.resume(options.resume, optimizer, None, scaler)
     first = trainer.steps_done
