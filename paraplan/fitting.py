@@ -76,7 +76,7 @@ def fit(
         loss_fn: (model output, batch by name) -> scalar loss, where the model does not return its loss; the fitted
             module then returns the loss in training, and the model's own output under `no_grad` or in `eval()`.
             Inputs by name that forward does not take (labels) are given to it alone.
-        loss: which of the scalars a model returns is trained on, where none is named "loss": its name, or its place
+        loss: which of several scalars a model returns is trained on, where none is named "loss": its name, or place
             in a tuple (`loss="1"` of `logits, loss`); the sum of several, or weighted by name, is then returned alone.
         optimizer: whose states count: sgd, momentum, adam, adamw.
         accumulate: gradients are accumulated over several backwards: the sum so far counts too.

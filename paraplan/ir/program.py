@@ -196,3 +196,14 @@ def trained_params(program: Program, first: int = 0, stop: int | None = None) ->
         if grad is not None
     }
     return tuple(name for name in program.params if name in found)
+
+
+def producers(program: Program) -> dict[str, str | tuple[int, int]]:
+    """Value -> the kind that makes it and which of its outputs it is; of an input handed on, where that comes from."""
+    found: dict[str, str | tuple[int, int]] = {}
+    for segment in program.segments:
+        kind = program.kinds[segment.kind]
+        for index, (local, out) in enumerate(zip(kind.outputs, segment.outputs, strict=True)):
+            given = segment.inputs[kind.inputs.index(local)] if local in kind.inputs else None
+            found[out] = (segment.kind, index) if given is None else found.get(given, given)
+    return found

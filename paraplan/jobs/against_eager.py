@@ -266,7 +266,9 @@ def _compared(
     noise = noise or {}
     off = Difference("", relative(found.loss, wanted.loss), f"{found.loss:.9g}", f"{wanted.loss:.9g}")
     faults = [Fault("loss", off, base[0] + ROUNDING * noise.get("loss", 0.0))]
-    parts = [("gradient of", differences(found.grads, wanted.grads, floor))]
+    parts = []
+    if found.grads is not None and wanted.grads is not None:
+        parts.append(("gradient of", differences(found.grads, wanted.grads, floor)))
     if found.buffers is not None and wanted.buffers is not None:
         parts.append(("buffer", differences(found.buffers, wanted.buffers, floor)))
         parts.append(("buffer", _kinds(found.buffers, (kinds or wanted).buffers or {})))

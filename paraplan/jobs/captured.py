@@ -19,10 +19,10 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Outcome(NamedTuple):
-    """What a step gave: its loss, gradients (None: none), and all buffers after it (None: not looked at)."""
+    """What a step gave: its loss, gradients (of a name None: none), and all buffers after it; None: not looked at."""
 
     loss: float
-    grads: Mapping[str, Tensor | None]
+    grads: Mapping[str, Tensor | None] | None
     buffers: Tensors | None
 
 
@@ -44,6 +44,11 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 def with_aliases(buffers: Tensors, aliases: dict[str, str]) -> dict[str, Tensor]:
     """Buffers under all of their names."""
     return {**buffers, **{name: buffers[own] for name, own in aliases.items() if own in buffers}}
+
+
+def overflows(program: Program, grads: Mapping[str, Tensor | None]) -> bool:
+    """Whether a scaler skips the update with these gradients, being too large for fp16."""
+    return program.precision == "fp16" and not all(x is None or bool(x.isfinite().all()) for x in grads.values())
 
 
 class Captured:
@@ -115,17 +120,16 @@ class Captured:
         scale = float(self.scaler.scale(torch.ones(())))
         loss, grads, written = self.taken(batch, self.program, self.seeds(), scale)
         self.buffers |= written
-        for name in self.trained:
-            self.masters[name].grad = _present(grads[name]).to(self.masters[name].dtype).clone()
+        found = {name: _present(grads[name]).to(self.masters[name].dtype) / scale for name in self.trained}
+        given = found if update_with is None else update_with
+        for name in self.trained:  # what overflows, and so is skipped, is told by the gradients that are updated with
+            self.masters[name].grad = given[name].to(self.masters[name].dtype) * scale
         self.scaler.unscale_(self.optimizer)
-        found = {name: _present(self.masters[name].grad).clone() for name in self.trained}
-        for name in self.trained if update_with is not None else ():
-            _present(self.masters[name].grad).copy_(update_with[name])  # type: ignore[index]
         if clip is not None:
             nn.utils.clip_grad_norm_([self.masters[name] for name in self.trained], clip)
         late = self.late()
         held = {name: _present(self.masters[name].grad) for name in late}
-        skips = self.program.precision == "fp16" and not all(bool(grad.isfinite().all()) for grad in found.values())
+        skips = overflows(self.program, given)
         for name in late:
             self.masters[name].grad = None
         self.scaler.step(self.optimizer)

@@ -13,6 +13,7 @@ gradient in the step it is made in, and a wrong or lost update moves the run off
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +25,7 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program, master_dtype
 from paraplan.ir.trace.outputs import LossChoice
 from paraplan.jobs.against_eager import ROUNDING, AgainstEager, Fault, Verdict
-from paraplan.jobs.captured import Captured, MakeOptimizer, Outcome, Tensors, with_aliases
+from paraplan.jobs.captured import Captured, MakeOptimizer, Outcome, Tensors, overflows, with_aliases
 from paraplan.jobs.differences import Difference, differences, floor_of, max_error, relative
 from paraplan.jobs.eager import Call, Taken
 from paraplan.jobs.models import Made
@@ -96,8 +97,7 @@ class _Updates:
             given = None if own is None else grads.get(name, own)
             self.params[name].grad = None if given is None else given.to(self.params[name].dtype, copy=True)
         present = {name: self.params[name].grad for name in self._trained}
-        fp16 = self._captured.program.precision == "fp16"
-        skips = fp16 and not all(grad is None or bool(grad.isfinite().all()) for grad in present.values())
+        skips = overflows(self._captured.program, present)
         if clip is not None:
             nn.utils.clip_grad_norm_([self.params[name] for name in self._trained], clip)
         held = {name: grad for name in self._captured.late() if (grad := self.params[name].grad) is not None}
@@ -145,22 +145,25 @@ class SingleDevice:
         captured, before = self.captured, dict(self.captured.buffers)
         held = None if buffers is None else with_aliases({**before, **_named(buffers, before)}, captured.aliases)
         seeds = captured.seeds()
-        found = Outcome(loss, grads, held)
+        overflown = overflows(self.program, grads)
+        found = Outcome(loss, None if overflown else grads, held)
         verdict = self.eager.compare(batch, captured.masters, before, seeds, found, partial(captured.outcome, batch))
         rereads = self.eager.rereads(batch, captured.masters, before, seeds)
         taken = self.eager.last
         updated = None if params is None or taken is None else self._updates.step(taken, grads, clip)
         kept = {name: x.detach().clone() for name, x in captured.masters.items()} if updated is not None else {}
         wanted_loss, wanted = captured.step(batch, clip, update_with=grads)
-        faults = self._against_captured(loss, grads, params, buffers, wanted_loss, wanted, before)
+        faults = self._against_captured(loss, found.grads, params, buffers, wanted_loss, wanted, before)
+        if overflown:
+            verdict.how += f", gradients of step {self._step} left out: they overflow, so its update is skipped"
         self._note(faults, verdict, rereads)
         if updated is not None and params is not None:
             self._note_updates(differences({**kept, **_named(params, kept)}, updated, dtypes=True))
         self._step += 1
 
     def _against_captured(
-        self, loss: float, grads: Tensors, params: Tensors | None, buffers: Tensors | None, wanted_loss: float,
-        wanted: Tensors, before: Tensors,
+        self, loss: float, grads: Mapping[str, Tensor | None] | None, params: Tensors | None, buffers: Tensors | None,
+        wanted_loss: float, wanted: Tensors, before: Tensors,
     ) -> list[Fault]:  # fmt: skip
         captured, errors, noise = self.captured, self.errors, self.eager.noise
         floor = floor_of(self.program.precision)

@@ -72,16 +72,18 @@ class Run:
         inputs: by step.
         seed: of the run; the check's is 0.
         loss_fn, choice: how the model is trained.
+        scaled: with a gradient scaler.
     """
 
     def __init__(
         self, plan: Plan, model: nn.Module, inputs: Callable[[int], Tensors] = batch, seed: int = 0,
-        loss_fn: Any = None, choice: Any = None,
+        loss_fn: Any = None, choice: Any = None, scaled: bool = False,
     ) -> None:  # fmt: skip
         programs = verify_plan(plan)
         modules = [build_modules(each) for each in programs]
         self.trainer = InProcessTrainer(plan, programs, modules, model, seed)
         self.trainer.record, self.inputs = False, inputs
+        self.scaler = self.trainer.scaler() if scaled else None
         made = Made(model, inputs(0), loss_fn)
         self.single = SingleDevice(plan, made, lambda params: torch.optim.AdamW(params, lr=1e-2), 0, choice)
 
@@ -96,8 +98,9 @@ class Run:
             loss = float(trainer.step(self.inputs(step)))
             if before is not None:
                 before(trainer)
-            grads = trainer.grads()
-            trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+            scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+            grads = {name: grad / scale for name, grad in trainer.grads().items()}
+            trainer.apply_optimizer(torch.optim.AdamW, scaler=self.scaler, lr=1e-2)
             if after is not None:
                 after(trainer)
             tensors = {**trainer.params(), **trainer.buffers()}

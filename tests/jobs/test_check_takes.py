@@ -187,3 +187,18 @@ def test_the_measure() -> None:
     assert max_error({"a": torch.zeros(0)}, {"a": torch.zeros(0)})[0] == 0.0
     (found,) = differences({"a": torch.tensor([[1.0, 2.0]])}, {"a": torch.tensor([[1.0, 4.0]])}).values()
     assert (found.error, found.found, found.wanted, found.at) == (0.5, "2", "4", "at [0, 1]")
+
+
+def test_a_step_that_overflows_in_fp16_is_skipped_everywhere() -> None:
+    class Steep(Base):
+        def middle(self, h: Tensor) -> Tensor:
+            return h * 8
+
+    class Summed(Steep):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.last(self.middle(torch.tanh(self.first(x)))), y, reduction="sum")
+
+    plan = planned(captured(Summed(), batch(0, torch.float32), "fp16"), dp=2, microbatches=1)
+    run = Run(plan, Summed(), lambda step: batch(step, torch.float32), scaled=True)
+    assert run.steps(1).failure == "" and "overflow" in run.single.errors.how
+    assert run.steps(4).failure == ""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paraplan
+from paraplan.ir.errors import CaptureError
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program
 from paraplan.ir.trace import capture
@@ -133,3 +134,68 @@ def test_fit_counts_a_loss_as_often_as_it_is_added() -> None:
 def test_a_function_of_a_mean_equals_eager_over_microbatches(name: str) -> None:
     program = capture(net(CURVED[name]), batch(), precision="fp64")
     assert eager_error(planned(program, 1, microbatches=2), net(CURVED[name]), batch(), loss_of) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda m, z, y, t: {"nll": F.cross_entropy(z, y), "logits": z},
+        lambda m, z, y, t: (z, F.cross_entropy(z, y)),
+    ],
+)
+def test_the_only_scalar_of_an_output_is_the_loss(shape: Shape) -> None:
+    model, free = net(shape).double(), net(shape).double()
+    fitted = paraplan.fit(model, wide(batch()), memory="1GiB", cluster="local:1", time_limit_s=2)
+    for each in (fitted, free):
+        result = each(**wide(batch()))
+        loss = result["nll"] if isinstance(result, dict) else result[1]
+        loss.backward()
+    torch.testing.assert_close(model.a.weight.grad, free.a.weight.grad, rtol=1e-9, atol=0)
+
+
+class Reversal(torch.autograd.Function):
+    """Hands its input on, and a gradient of the other sign back (Ganin et al. 2016)."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return -grad
+
+
+class Adversarial(nn.Module):
+    """Two heads of one encoder, one behind a gradient reversal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.label, self.domain = nn.Linear(8, 6), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+        h = self.encoder(x)
+        back = Reversal.apply(h)  # type: ignore[no-untyped-call]
+        return F.cross_entropy(self.label(h), y) + F.mse_loss(self.domain(back), t)
+
+
+def test_a_segment_that_hands_its_input_on_is_planned() -> None:
+    torch.manual_seed(0)
+    model = Adversarial()
+    program = capture(model, batch(), precision="fp64")
+    handed = [o for s in program.segments for o in program.kinds[s.kind].outputs if o in program.kinds[s.kind].inputs]
+    assert handed
+    for plan in (planned(program, 1, microbatches=2), planned(program, 2, dp=2, zero=3)):
+        assert eager_error(plan, model, batch(), loss_of) <= 1e-9
+
+
+def test_a_loss_function_with_parameters_of_its_own_is_refused_by_its_line() -> None:
+    scale = nn.Parameter(torch.tensor(2.0))
+    head = nn.Linear(8, 6)
+    with pytest.raises(CaptureError, match=r"test_loss_terms.py.*shape \(\) that requires a gradient is no parameter"):
+        capture(head, {"input": torch.randn(4, 8)}, loss_fn=lambda out, given: (out * scale).pow(2).mean())
+    loss_fn = nn.MSELoss()
+    captured = capture(
+        head, {"input": torch.randn(4, 8)}, loss_fn=lambda out, given: loss_fn(out, 2 * scale.detach() + out.detach())
+    )
+    assert list(captured.params) == ["weight", "bias"]

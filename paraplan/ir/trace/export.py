@@ -20,7 +20,7 @@ from paraplan.ir.trace.recurrent import unrolled
 from paraplan.ir.trace.source import line_of_error
 from paraplan.ir.trace.state import assignments_written
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, lazy_modules
-from paraplan.ir.trace.user_functions import no_outside_numbers, recorded_functions
+from paraplan.ir.trace.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 
 LossFn = Callable[[object, dict[str, Tensor]], Tensor | dict[str, Tensor] | tuple[Tensor, ...]]
 _PREFIX = "model."
@@ -70,7 +70,8 @@ class _WithLoss(nn.Module):
     ):
         super().__init__()
         self.model = model
-        self._names, self._positional, self._others, self._loss_fn = names, positional, others, loss_fn
+        self._names, self._positional, self._others = names, positional, others
+        self._loss_of = () if loss_fn is None else (loss_fn,)  # in a tuple, lest a module becomes part of the model
         self._choose, self._precision = choose, precision
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
@@ -78,13 +79,13 @@ class _WithLoss(nn.Module):
         batch = dict(zip(self._names, tensors, strict=True))
         with assignments_written(self.model):
             output = self._call(batch)
-        if self._loss_fn is None:
-            return self._choose(output, output, False)
-        return self._choose(self._loss_fn(output, batch), output, True)
+        for loss_fn in self._loss_of:
+            return self._choose(loss_fn(output, batch), output, True)
+        return self._choose(output, output, False)
 
     def _call(self, batch: dict[str, Tensor]) -> object:
         taken = as_computed(batch, self._precision)
-        args, kwargs = arguments(self.model, taken, self._others, self._positional, self._loss_fn is not None)
+        args, kwargs = arguments(self.model, taken, self._others, self._positional, bool(self._loss_of))
         return self.model(*args, **kwargs)
 
 
@@ -131,7 +132,7 @@ def export_loss(
     wrapped.training = model.training  # its own alone: parts of a model may be in another mode
     with mode, eager_masks(batch), lazy_modules(), recorded_functions() as functions:
         try:
-            with no_outside_numbers():
+            with no_outside_numbers(), NoOutsideGradients():
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             _keep_no_grad(program.graph_module)
             program = functional(program) or program.run_decompositions(unrolled())

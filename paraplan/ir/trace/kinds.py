@@ -56,7 +56,8 @@ def make_kind(
     input_grads = [_grad(writer, next(results)) if want else None for want in joint.input_grads]
     outside = [*params, *inputs, *([seed] if seed else []), *(t for t in tangents if t)]
     written = finish(writer, outside, [*outputs, *param_grads, *input_grads])
-    graph = own_results(written, [node in forward.numerators for node in piece.outputs])
+    own = [node in forward.numerators or name in params for node, name in zip(piece.outputs, outputs, strict=True)]
+    graph = own_results(written, own)
     kept = {node: local for node, local in zip(asides, aside_names, strict=True) if local in graph.values}
     kind = SegmentKind(
         name=name, graph=graph, params=tuple(params), inputs=tuple(inputs), seed=seed,

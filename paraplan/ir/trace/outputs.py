@@ -15,8 +15,8 @@ from torch import Tensor
 from paraplan.ir.errors import CaptureError
 
 LossChoice = str | Sequence[str] | Mapping[str, float] | None
-"""None: the tensor returned, or the entry "loss". A name, names, or weights by name: their weighted sum. "sum": the
-sum of every scalar float returned."""
+"""None: the tensor returned, the entry "loss", or the only scalar. A name, names, or weights by name: their weighted
+sum. "sum": the sum of every scalar float returned."""
 
 
 class Chosen(NamedTuple):
@@ -59,7 +59,9 @@ def choose_losses(output: object, choice: LossChoice, from_loss_fn: bool) -> lis
     """
     whose = "loss_fn" if from_loss_fn else "the model"
     if choice is None:
-        return [Chosen("output" if isinstance(output, Tensor) else "loss", "", 1.0, _scalar(_one_loss(output), whose))]
+        source = loss_name(output)
+        named = dict(named_tensors(output))
+        return [Chosen(source, "", 1.0, _scalar(named.get(source, getattr(output, source, None)), whose))]
     found = dict(named_tensors(output))
     scalars = [name for name, x in found.items() if x.numel() == 1 and x.is_floating_point()]
     if isinstance(choice, str) and not (choice == "sum" and "sum" not in found):
@@ -82,18 +84,25 @@ def choose_losses(output: object, choice: LossChoice, from_loss_fn: bool) -> lis
     ]
 
 
-def _one_loss(output: object) -> object:
+def loss_name(output: object) -> str:
+    """The name of the loss in what a model returned, where none is chosen: a bare tensor, "loss", or the only scalar.
+
+    Raises:
+        CaptureError: there is none, or there are several scalars.
+    """
     if isinstance(output, Tensor):
-        return output
+        return "output"
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(found, Tensor):
-        scalars = [name for name, x in named_tensors(output) if x.numel() == 1 and x.is_floating_point()]
-        several = f"; it has the scalars {', '.join(scalars)}: choose with loss={scalars} or loss='sum'"
-        raise CaptureError(
-            f"no loss: the model returned {type(output).__name__} without one; pass labels among example_inputs, "
-            f"or loss_fn=lambda outputs, batch: ...{several if scalars else ''}"
-        )
-    return found
+    if isinstance(found, Tensor):
+        return "loss"
+    scalars = [name for name, x in named_tensors(output) if x.numel() == 1 and x.is_floating_point()]
+    if len(scalars) == 1:
+        return scalars[0]
+    several = f"; it has the scalars {', '.join(scalars)}: choose with loss={scalars} or loss='sum'"
+    raise CaptureError(
+        f"no loss: the model returned {type(output).__name__} without one; pass labels among example_inputs, "
+        f"or loss_fn=lambda outputs, batch: ...{several if scalars else ''}"
+    )
 
 
 def _scalar(found: object, whose: str) -> Tensor:

@@ -17,7 +17,7 @@ from paraplan.ir.errors import ParaplanError
 from paraplan.ir.trace.export import explain
 from paraplan.ir.trace.fake import arguments, as_computed, fake_batch, fake_copy, name_inputs
 from paraplan.ir.trace.hf import eager_masks
-from paraplan.ir.trace.outputs import LossChoice, named_tensors
+from paraplan.ir.trace.outputs import LossChoice, loss_name, named_tensors
 from paraplan.ir.trace.quiet import quiet_torch
 from paraplan.ir.trace.torch_private import fake_mode
 
@@ -63,8 +63,10 @@ def returned_by(
         raise
     except Exception as fault:
         raise explain(fault) from fault
-    name: str | None = "output" if isinstance(output, Tensor) else "loss"
-    if loss is not None:
+    name: str | None
+    if loss is None:
+        name = loss_name(output)
+    else:
         name = _only(loss, {name for name, _ in named_tensors(output)})
     return Returned() if name is None else Returned(_template(output, ""), name)
 

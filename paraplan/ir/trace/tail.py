@@ -112,10 +112,16 @@ def _copied(node: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter) -> fx
 
 
 def _cast(node: fx.Node, loss: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter) -> fx.Node:
-    """A node in the dtype of the loss, where an addition has widened it."""
-    if value_of(node).dtype == value_of(loss).dtype:
+    """A node in the dtype of the loss, where an addition has widened it.
+
+    Never in a narrower one: a half holds no count, and a sum over shards is no sum once it is rounded.
+    """
+    own = value_of(node).dtype
+    wide = torch.promote_types(own, value_of(loss).dtype)
+    wanted = wide if own.is_floating_point else torch.promote_types(wide, torch.float32)
+    if own == wanted:
         return node
-    made = rewriter.call(_behind(node, rewriter), aten._to_copy.default, node, dtype=value_of(loss).dtype)
+    made = rewriter.call(_behind(node, rewriter), aten._to_copy.default, node, dtype=wanted)
     flows[made] = flows[node]
     return made
 

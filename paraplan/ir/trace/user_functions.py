@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.canonical import define
-from paraplan.ir.trace.torch_private import functions_applied_by, run_function, tree_map_only
+from paraplan.ir.trace.torch_private import functions_applied_by, is_fake, run_function, tree_leaves, tree_map_only
 
 _AS_WRITTEN = (CheckpointFunction,)
 _HOOKED = "write what the hook does to the gradient as a torch.autograd.Function; a hook is no part of a captured graph"
@@ -168,6 +169,28 @@ def no_outside_numbers() -> Iterator[None]:
             f"the forward draws from {drawn}, whose numbers would be constants, the same in every step; draw with "
             "torch.rand and choose with torch.where, or pass them as an input"
         )
+
+
+class NoOutsideGradients(TorchFunctionMode):
+    """Under it, no tensor from outside of the model is read that asks for a gradient: it would be a constant.
+
+    Raises:
+        RuntimeError: one is.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and see whether a gradient would flow to such a tensor."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.requires_grad:
+            for each in tree_leaves((args, kwargs)):
+                if type(each) in (Tensor, nn.Parameter) and each.requires_grad and not is_fake(each):
+                    raise RuntimeError(
+                        f"a tensor of shape {tuple(each.shape)} that requires a gradient is no parameter of the model "
+                        "(it is of a loss_fn with parameters of its own, or kept in a list), so that it would not be "
+                        "trained; make it, or the module it belongs to, part of the model (self.criterion = ...), or "
+                        "call requires_grad_(False) on it"
+                    )
+        return result
 
 
 def refuse_hooks(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from paraplan.ir.graph import Op, Phase
 from paraplan.ir.lower.kind import extend
 from paraplan.ir.mesh import Layout, P, R, Shard, gathered, without
 from paraplan.ir.micro import KindMicro, ProgramMicro, dual, program_micro
-from paraplan.ir.program import SegmentKind
+from paraplan.ir.program import SegmentKind, producers
 from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, op_signature, op_strategies
 from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.assemble import Job
@@ -287,9 +287,7 @@ class _KindTransfers:
         self.maker_of = {slot: g for g, cls in enumerate(gradients) for slot in cls.makers}
         segment = next(i for i, s in enumerate(job.program.segments) if s.kind == index)
         self.micro = space.micro.segments[segment]
-        self.producers: dict[str, tuple[int, int]] = {
-            out: (s.kind, i) for s in job.program.segments for i, out in enumerate(s.outputs)
-        }
+        self.producers = producers(job.program)
 
     def add(self) -> None:
         readers: dict[tuple[str, Phase], list[End]] = {}
@@ -391,8 +389,9 @@ class _KindTransfers:
             reader = self.job.program.kinds[segment.kind]
             reads = backward_reads(reader)
             for local, outer in zip(reader.inputs, segment.inputs, strict=True):
-                if local in reads and self.producers.get(outer, (-1, 0))[0] == self.index:
-                    later.add(self.kind.outputs[self.producers[outer][1]])
+                made_by = self.producers.get(outer)
+                if local in reads and isinstance(made_by, tuple) and made_by[0] == self.index:
+                    later.add(self.kind.outputs[made_by[1]])
         for root in saved_roots(self.kind, frozenset(later)):
             end, spec = made[root], self.kind.graph.values[root]
             held = tuple(self.space.prices.nbytes(spec, layout) for layout in end.layouts)
