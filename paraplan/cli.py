@@ -112,6 +112,9 @@ ScheduleName = Annotated[
 StageBounds = Annotated[
     str | None, typer.Option(metavar="A:B,B:C", help="With --pp: segments of the stages; cut evenly if not given.")
 ]
+Dynamic = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Attribute that training changes (tau): an input; repeatable.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
@@ -160,6 +163,7 @@ def plan(
     per_microbatch: PerMicrobatch = False,
     overlap: Overlap = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile; priced as fused.")] = False,
+    dynamic: Dynamic = None,
     recompute: Recompute = None,
     offload: Offload = "none",
     offload_states: OffloadStates = None,
@@ -173,10 +177,10 @@ def plan(
     gc.set_threshold(*RARELY)  # the imports of torch and transformers too
     pins = {
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
-        "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "microbatches": microbatches,
-        "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "offload": offload,
-        "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap, "compiled": compiled,
-        "per_microbatch": per_microbatch,
+        "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "dynamic": dynamic or (),
+        "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "microbatches": microbatches,
+        "offload": offload, "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap,
+        "compiled": compiled, "per_microbatch": per_microbatch,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")

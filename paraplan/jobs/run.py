@@ -23,12 +23,14 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.trace.dynamic import with_attributes
 from paraplan.jobs.check import Errors, SingleDevice
 from paraplan.jobs.data import RandomBatches, TextBatches
+from paraplan.jobs.identity import check_model
 from paraplan.jobs.models import Made, plan_model
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 from paraplan.jobs.record import check_recordable, write_run
-from paraplan.jobs.trainers import check_devices, check_model, make_trainer
+from paraplan.jobs.trainers import check_devices, make_trainer
 from paraplan.runtime.params import pad
 from paraplan.runtime.scaling import Scaler
 from paraplan.runtime.trainer import Trainer
@@ -112,7 +114,7 @@ def check_run(plan: Plan, options: RunOptions) -> None:
     if options.record is not None:
         check_recordable(plan, options.compile or plan.compiled)
     made = plan_model(plan, options.model, meta=True)
-    check_model(plan, made.model)
+    check_model(plan, made.model, made.loss_fn)
     if options.weights is not None:
         values_of(plan.program, made.model, options.weights)
     _batches(plan, made, options)
@@ -159,8 +161,9 @@ def run(
     made = _skeleton(plan, options)
     batches = _batches(plan, made, options)
     trainer = make_trainer(
-        plan, programs, made.model, seed=options.seed, compile_blocks=options.compile, weights=options.weights
-    )
+        plan, programs, made.model, seed=options.seed, compile_blocks=options.compile, weights=options.weights,
+        loss_fn=made.loss_fn,
+    )  # fmt: skip
     scaler = trainer.scaler() if plan.program.precision == "fp16" else None
     cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]
     optimizer = trainer.optimizer(cls, lr=options.lr, **extra)
@@ -176,7 +179,7 @@ def run(
     result = RunResult(predicted_peak_bytes=max(peaks))
     times = []
     for step in range(options.steps):
-        batch = batches(first + step)
+        batch = with_attributes(plan.program, made.model, batches(first + step))
         started = time.perf_counter()
         trainer.record = step == recorded
         loss = float(trainer.step(batch))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.plan import Plan
+from paraplan.ir.program import given_inputs
 from paraplan.runtime.evaluate import Evaluation, Wanted
 from paraplan.runtime.optim import GroupMaker
 from paraplan.runtime.scaling import Scaler
@@ -45,8 +46,8 @@ def check_buckets(plans: Sequence[Plan]) -> None:
 
 
 def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Shapes of a plan's batch."""
-    return {name: entry.spec.shape for name, entry in plan.program.step_batch.items()}
+    """Shapes of what a plan's batch is given."""
+    return {name: entry.spec.shape for name, entry in given_inputs(plan.program).items()}
 
 
 class BucketTrainer:

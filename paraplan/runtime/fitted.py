@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.trace.autocast import ambient_autocast
+from paraplan.ir.trace.dynamic import with_attributes
 from paraplan.ir.trace.fake import parameter_names, taken
+from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.returned import Returned
 from paraplan.runtime.checkpoint import is_like
 from paraplan.runtime.fitted_step import FittedStep
@@ -45,6 +47,7 @@ class FittedModule(nn.Module):
         casts: what autocast cast to when the model was captured; None: it was off.
         remake: makes this module again, of a copy of the model: (model, fixed, returns, casts, plan as JSON, seed,
             steps done); so it is copied and pickled.
+        reads: what forward read while it was captured, where that was in this process.
 
     Attributes:
         plan: what runs.
@@ -52,13 +55,13 @@ class FittedModule(nn.Module):
 
     def __init__(
         self, model: nn.Module, plan: Any, step: FittedStep, fixed: Mapping[str, Any], returns: Returned,
-        casts: torch.dtype | None, remake: Callable[..., FittedModule],
+        casts: torch.dtype | None, remake: Callable[..., FittedModule], reads: Reads | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
         self.plan, self._model = plan, (model,)
-        self._step, self._settings = step, Settings(model)
+        self._step, self._settings = step, Settings(model, step.plan.program, reads)
         self._fixed, self._returns, self._casts, self._remake = dict(fixed), returns, casts, remake
         self._first: Callable[[FittedStep, Mapping[str, Tensor]], None] | None = None
 
@@ -89,7 +92,7 @@ class FittedModule(nn.Module):
                 f"autocast is {casts or 'off'} here and was {self._casts or 'off'} when fit was called; call fit under "
                 "the same torch.autocast"
             )
-        batch = self._batch(args, kwargs)
+        batch = with_attributes(self._step.plan.program, model, self._batch(args, kwargs))
         if self._first is not None:
             self._first(self._step, batch)
         return self._returns(self._step.loss(batch))

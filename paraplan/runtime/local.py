@@ -15,6 +15,7 @@ from paraplan.ir.holding import counted_here, holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
+from paraplan.runtime.attributes import Attributes
 from paraplan.runtime.batch import shard_batch
 from paraplan.runtime.evaluate import (
     Build,
@@ -60,6 +61,7 @@ class InProcessTrainer:
         build: Build | None = None, weights: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.held = plan, holdings(plan)
+        self.attributes = Attributes(plan, model)
         self.transport, executors = make_executors(
             [holding.mesh for holding in self.held], programs, plan.schedule.rank_class, modules,
             source_lines(plan.program),
@@ -77,7 +79,8 @@ class InProcessTrainer:
     ) -> Evaluation:
         """As `Trainer.eval_step`, recorded; `evaluators` are the executors it ran on."""
         key = self._evaluations.names(outputs, names)
-        self.evaluators = []
+        self.attributes.check(evaluating=True)
+        self.evaluators, batch = [], self.attributes.fill(batch)
         for index, rank in enumerate(self.ranks):
             program, modules = self._evaluations.get(key, self.plan.schedule.rank_class[rank.executor.rank])
             here = rank.executor
@@ -112,6 +115,8 @@ class InProcessTrainer:
             self._together(lambda rank: rank.restoring)
             for rank in self.ranks:
                 rank.settled()
+        self.attributes.check()
+        batch = self.attributes.fill(batch)
         for index, rank in enumerate(self.ranks):
             rank.start(shard_batch(self.plan, rank.stage, rank.executor.coordinates, batch))
             rank.executor.noting = self.record

@@ -25,8 +25,10 @@ from paraplan.ir.holding import counted_here, holding_of, holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
+from paraplan.ir.trace.reading import Reads
 from paraplan.runtime import compiled as compiling
-from paraplan.runtime.batch import ShardedBatch, shard_batch, shard_loader
+from paraplan.runtime.attributes import Attributes
+from paraplan.runtime.batch import ShardedBatch, shard_batch
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.evaluate import (
@@ -70,6 +72,7 @@ class Trainer(TrainingStates):
             initialised from the seed (see `weights`).
         share: another plan's trainer of this rank, whose parameters, states and buffers become this one's too.
         copier: makes copies to and from the host and the disk; left out, one that makes them beside the program.
+        reads: what forward read while it was captured, where that was in this process.
 
     Attributes:
         rank: this process' rank.
@@ -80,7 +83,7 @@ class Trainer(TrainingStates):
         transport: DistributedTransport, *, seed: int = 0, record: bool = False, compile_phases: Sequence[str] = (),
         compile_backend: str = "inductor",
         build: Build | None = None, weights: str | Path | None = None,
-        share: Trainer | None = None, copier: Copier | None = None,
+        share: Trainer | None = None, copier: Copier | None = None, reads: Reads | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.transport, self.rank, self.record = plan, transport, transport.rank, record
         self.held = holdings(plan)
@@ -93,6 +96,7 @@ class Trainer(TrainingStates):
         executor = Executor(
             program, modules, coordinates, transport, self.rank, source_lines(plan.program), copier=copier
         )
+        self.attributes = Attributes(plan, model, reads)
         values = values_of(plan.program, model, weights, seed) if share is None else share.state
         self.state = Rank(plan, executor, values, seed, transport.device)
         if len(self.held) > 1:
@@ -110,10 +114,12 @@ class Trainer(TrainingStates):
         Returns:
             The loss of the whole batch (0-dim), the same on every rank.
         Raises:
-            PlanMismatchError: the batch is not the one the plan was made for.
+            PlanMismatchError: the batch is not the one the plan was made for, or what the plan has as a constant of the
+                model was changed.
             RuntimeFailure: a step failed; names rank, action, op and source line.
         """
-        mine = batch if isinstance(batch, ShardedBatch) else self.cut(batch)
+        self.attributes.check()
+        mine = self.attributes.refill(batch) if isinstance(batch, ShardedBatch) else self.cut(batch)
         if self.state.has_begun:  # the optimizer's step was skipped
             self.flush()
         self.state.start(mine)
@@ -154,9 +160,11 @@ class Trainer(TrainingStates):
                 copier=self.state.executor.copier,
             )  # fmt: skip
         executor = self._evaluators[key]
-        rows = None if isinstance(batch, ShardedBatch) else missing_rows(self.plan, batch)
+        self.attributes.check(evaluating=True)
+        whole = not isinstance(batch, ShardedBatch)
+        rows = missing_rows(self.plan, self.attributes.fill(batch)) if whole else None
         self._restore()
-        bind(executor, self.state, batch if isinstance(batch, ShardedBatch) else self.cut(batch))
+        bind(executor, self.state, self.cut(batch) if whole else self.attributes.refill(batch))  # type: ignore[arg-type]
         if self.record:
             self.state.account(executor, self._optimizers)
         self._take(executor.program.steps, executor)
@@ -192,6 +200,7 @@ class Trainer(TrainingStates):
 
     def cut(self, batch: Mapping[str, Tensor]) -> ShardedBatch:
         """This rank's part of a global batch."""
+        batch = self.attributes.fill(batch)
         return shard_batch(self.plan, self.stage, self.state.executor.coordinates, batch, self.transport.device)
 
     def takes(self, batch: Mapping[str, Tensor]) -> bool:
@@ -204,7 +213,7 @@ class Trainer(TrainingStates):
 
     def shard(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[ShardedBatch]:
         """This rank's part of every global batch of a loader, the same loader on every rank."""
-        return shard_loader(self.plan, self.stage, self.state.executor.coordinates, loader, self.transport.device)
+        return map(self.cut, loader)
 
     def optimizer(
         self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
