@@ -79,10 +79,8 @@ class BucketTrainer:
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """`Trainer.step` under the plan for the batch's shape; takes whole global batches."""
-        trainer, done = self.pick(batch), self.last.state.steps_done
-        self.last = trainer
-        trainer.state.steps_done = done
-        return trainer.step(batch)
+        self.last = self.pick(batch)
+        return self.last.step(batch)
 
     def eval_step(
         self, batch: Mapping[str, Tensor], outputs: Wanted = None, names: Sequence[str] | None = None
