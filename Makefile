@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-BENCHMARKS = $(filter-out fuzz published,$(basename $(notdir $(shell grep -l "^    raise SystemExit(" benchmarks/*.py))))
+BENCHMARKS = $(filter-out fuzz model_fuzz published,$(basename $(notdir $(shell grep -l "^    raise SystemExit(" benchmarks/*.py))))
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint format bench fuzz
@@ -35,3 +35,4 @@ bench: $(VENV)/.stamp
 
 fuzz: $(VENV)/.stamp
 	$(PY) -m benchmarks.fuzz
+	$(PY) -m benchmarks.model_fuzz

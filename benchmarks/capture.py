@@ -24,9 +24,9 @@ import torch
 from benchmarks.table import Row, main
 
 LAYERS = (16, 126)
-COLUMNS = ("case", "segments", "kinds", "build_s", "export_s", "capture_s", "cpu_s", "rss_gib")
+COLUMNS = ("case", "segments", "kinds", "build_s", "trace_s", "capture_s", "cpu_s", "rss_gib")
 STEPS = {
-    "copy_s": "fake_copy", "export_s": "export_loss", "rewrite_s": "_rewrite", "kinds_s": "_segment",
+    "trace_s": "trace_model", "rewrite_s": "_rewrite", "kinds_s": "_segment",
     "loss_s": "_loss", "rules_s": "attach_rules", "outputs_s": "make_outputs", "fingerprint_s": "fingerprint",
 }  # fmt: skip
 """Functions that `paraplan.ir.trace.capture` calls one after another."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +29,7 @@ from paraplan.ir.schedule import split_classes
 from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.files import profile_for, read_plan, write_plan
+from paraplan.jobs.versions import library_versions
 from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
 from paraplan.report.memory import MemoryTold, memory_told
@@ -39,13 +39,14 @@ from paraplan.report.units import show_bytes, show_seconds
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from paraplan.ir.trace.reading import Reads
     from paraplan.runtime.buckets import BucketTrainer
     from paraplan.runtime.trainer import Trainer
 
 Progress = Callable[[str], None]
 
 _PARTS = {
-    "capture": "paraplan.ir.trace",
+    "capture_with_reads": "paraplan.ir.trace.capture",
     "search": "paraplan.planner.search",
     "Job": "paraplan.planner.assemble",
     "Constraints": "paraplan.planner.constraints",
@@ -56,9 +57,9 @@ _PARTS = {
     "rehearse": "paraplan.jobs.rehearse",
     "make_bucket_trainer": "paraplan.jobs.trainers",
     "check_buckets": "paraplan.runtime.buckets",
+    "attributes_set": "paraplan.ir.trace.dynamic",
 }
 _part = lazy(_PARTS)
-_LIBRARIES = ("torch", "transformers", "ortools", "pulp")
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,14 @@ class Plan:
         data: the plan itself, a frozen value.
         programs: what each class of ranks executes.
         solve_s, total_s: how long it took to make; None for a loaded plan (files hold no timings).
+        reads: what forward read of this process while it was captured; None for a loaded plan.
     """
 
     data: ir_plan.Plan
     programs: tuple[RankProgram, ...] = field(repr=False)
     solve_s: float | None = field(default=None, compare=False)
     total_s: float | None = field(default=None, compare=False)
+    reads: Reads | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -160,6 +163,7 @@ class Plan:
     def executable(
         self, model: nn.Module, *, weights: str | Path | None = None, seed: int = 0, record: bool = False,
         compile: bool | str = False, offload_folder: str | Path | None = None, paced: bool = False,
+        loss_fn: Callable[..., Any] | None = None,
     ) -> Trainer:  # fmt: skip
         """This rank's trainer; joins torchrun's job if this process is part of one.
 
@@ -176,20 +180,15 @@ class Plan:
             offload_folder: where tensors that wait on disk have their files, removed as they go; left out, the
                 system's folder for temporary files.
             paced: CPU processes only: copies to and from host and disk take the time the plan's cluster says.
+            loss_fn: compared with the one the plan was made with, if given; what runs is the plan's.
         Raises:
-            PlanMismatchError: another model, or another number of processes or kind of device than the plan's.
+            PlanMismatchError: another model (structure, what forward reads, its code), another loss function, or
+                another number of processes or kind of device than the plan's.
         """
         return _part("make_trainer")(  # type: ignore[no-any-return]
-            self.data,
-            self.programs,
-            model,
-            seed=seed,
-            record=record,
-            compile_blocks=compile,
-            weights=weights,
-            offload_folder=offload_folder,
-            paced=paced,
-        )
+            self.data, self.programs, model, seed=seed, record=record, compile_blocks=compile, weights=weights,
+            offload_folder=offload_folder, paced=paced, loss_fn=loss_fn, reads=self.reads,
+        )  # fmt: skip
 
     def check(
         self, model: nn.Module, batches: Sequence[Mapping[str, Any]], *, loss_fn: Callable[..., Any] | None = None,
@@ -230,12 +229,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Buckets:
-    """One plan per shape of the batch, for models trained on several (sequence lengths, say).
+    """One plan per shape of the batch or value of the model's `attributes`, for models trained on several.
 
-    All keep every parameter in the same layouts, so they share parameters and optimizer states.
-    """
+    All keep every parameter in the same layouts: they share parameters and optimizer states."""
 
     plans: tuple[Plan, ...]
+    attributes: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def compile(
@@ -246,26 +245,32 @@ class Buckets:
         Args:
             model, cluster: as for `compile`.
             buckets: per shape, what of `compile`'s options differs: {"seq": 128}, {"example_inputs": ...}. The one
-                that matters most comes first.
+                that matters most comes first; {"attributes": {"encoder.k": 3}} is taken while that is the value.
             options: the rest of them.
         """
         if not buckets:
             raise ConstraintError("buckets is empty: give one mapping of options per shape, e.g. [{'seq': 128}]")
-        first = compile(model, cluster, **{**options, **buckets[0]})
+        attributes = tuple(dict(each.get("attributes", {})) for each in buckets)
+
+        def plan(index: int, **more: Any) -> Plan:
+            own = {name: value for name, value in buckets[index].items() if name != "attributes"}
+            with _part("attributes_set")((model,), attributes[index]):
+                return compile(model, cluster, **{**options, **more, **own})
+
+        first = plan(0)
         stage = first.data.stages[0]
         pins = {name: at.text for name, at in stage.params.items()}
         degrees = ("dp", "tp", "sp", "cp", "cp_mode", "ep", "zero", "mesh")
         pinned = any(options.get(name) is not None for name in degrees)
         mesh = {} if pinned else {"mesh": stage.mesh.shape}
-        others = [compile(model, cluster, **{**options, **mesh, "params": pins, **each}) for each in buckets[1:]]
-        plans = (first, *others)
+        plans = (first, *(plan(index, **mesh, params=pins) for index in range(1, len(buckets))))
         _part("check_buckets")([plan.data for plan in plans])
-        return cls(plans)
+        return cls(plans, attributes)
 
     def executable(self, model: nn.Module, **options: Any) -> BucketTrainer:
         """This rank's trainer for all shapes; `options` as for `Plan.executable`."""
         return _part("make_bucket_trainer")(  # type: ignore[no-any-return]
-            [(plan.data, plan.programs) for plan in self.plans], model, **options
+            [(plan.data, plan.programs, plan.reads) for plan in self.plans], model, self.attributes, **options
         )
 
 
@@ -285,8 +290,8 @@ def compile(
     stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1, compiled: bool = False,
     microbatches: int | None = None, per_microbatch: bool = False,
     memory: int | str | None = None, memory_reserve: int | str = 0, recompute: str | None = None,
-    offload: str = "none", offload_states: str | None = None,
-    delayed_update: bool | int | None = None, params: Mapping[str, str] | None = None,
+    offload: str = "none", offload_states: str | None = None, delayed_update: bool | int | None = None,
+    params: Mapping[str, str] | None = None, dynamic: Sequence[str] = (),
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
     profile_any: bool = False,
 ) -> Plan:  # fmt: skip
@@ -322,6 +327,7 @@ def compile(
         loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
             (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
         profile, profile_any: measured times (`paraplan profile`); another device's or torch's too, said in the plan.
+        dynamic: attributes that the training loop changes ("tau", "encoder.tau"): inputs; others must not be changed.
     Raises:
         CaptureError, ConstraintError: the model cannot be captured; choices contradict each other, batch or cluster.
         InfeasibleError, SolverLimitError, ProfileError: proved that no plan fits; out of time; no times that fit.
@@ -338,15 +344,16 @@ def compile(
     keeper = _optimizer(optimizer)
     times, warning = (None, "") if profile is None else profile_for(profile, spec, versions()["torch"], profile_any)
     tell(f"capturing {type(model).__name__}")
-    program, reference = _captured(
+    program, reads, reference = _captured(
         model, example_inputs, batch, seq, loss_fn=loss_fn, precision=precision, loss=loss,
-        batch_dims=dict(batch_dims) if batch_dims else None, per_microbatch=_apart(per_microbatch, microbatches),
+        batch_dims=dict(batch_dims) if batch_dims else None, dynamic=tuple(dynamic),
+        per_microbatch=_apart(per_microbatch, microbatches),
     )  # fmt: skip
     job = _part("Job")(program, spec, keeper, reference, versions(), profile=times)
     found = _part("search")(job, constraints, time_limit_s, tell)
     data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))))
     programs = verify_plan(data)
-    return Plan(with_reserved(data, programs), programs, found.solve_s, time.perf_counter() - started)
+    return Plan(with_reserved(data, programs), programs, found.solve_s, time.perf_counter() - started, reads)
 
 
 def _apart(per_microbatch: bool, microbatches: int | None) -> int:
@@ -362,12 +369,14 @@ def _apart(per_microbatch: bool, microbatches: int | None) -> int:
 
 def _captured(
     model: nn.Module, example_inputs: Mapping[str, Tensor] | Sequence[object] | None, batch: int, seq: int, **how: Any
-) -> tuple[Program, ir_plan.ModelRef]:
-    """The captured program and which model it is of; `how` goes to `capture`."""
+) -> tuple[Program, Reads, ir_plan.ModelRef]:
+    """The captured program, what it read, and which model it is of; `how` goes to `capture`."""
     inputs = example_inputs if example_inputs is not None else _part("hf_batch")(model, batch, seq)
-    program = _part("capture")(model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), **how)
+    program, reads = _part("capture_with_reads")(
+        model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), **how
+    )
     made_here = example_inputs is None and how["loss_fn"] is how["loss"] is None
-    return program, _part("model_ref")(model, program, made_here=made_here)
+    return program, reads, _part("model_ref")(model, program, made_here=made_here)
 
 
 def as_cluster(cluster: ClusterSpec | str) -> ClusterSpec:
@@ -388,10 +397,4 @@ def _optimizer(name: str) -> ir_plan.Optimizer:
 
 def versions() -> dict[str, str]:
     """Of paraplan and the libraries that shape a plan, as far as they are installed."""
-    found = {"paraplan": __version__}
-    for name in _LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"paraplan": __version__, **library_versions()}

@@ -20,16 +20,18 @@ from paraplan.api import Plan, as_cluster
 from paraplan.api import compile as compile_plan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import predict
+from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import ConstraintError, NoPlanError
+from paraplan.ir.errors import ConstraintError, InvalidPlanError, NoPlanError
 from paraplan.ir.sizes import parse_bytes
+from paraplan.ir.struct import from_json
 from paraplan.ir.trace.autocast import ambient_autocast, forward_under
 from paraplan.ir.trace.fake import name_inputs
 from paraplan.ir.trace.outputs import LossChoice
 from paraplan.ir.trace.returned import Returned, returned_by
+from paraplan.ir.verify import verify_plan
 from paraplan.jobs.detect import detect
 from paraplan.jobs.eager import Call
-from paraplan.jobs.files import decode_plan
 from paraplan.jobs.first_steps import FirstSteps
 from paraplan.jobs.models import Made
 from paraplan.planner.memory.plan import MemoryLimits
@@ -50,7 +52,7 @@ def fit(
     model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[object] | Tensor, memory: int | str, *,
     loss_fn: Callable[..., Any] | None = None, loss: LossChoice = None, optimizer: str = "adamw",
     accumulate: bool = False, microbatches: int = 1, offload: bool = False,
-    batch_dims: Mapping[str, int | None] | None = None, time_limit_s: float = 30.0,
+    batch_dims: Mapping[str, int | None] | None = None, dynamic: Sequence[str] = (), time_limit_s: float = 30.0,
     cluster: ClusterSpec | str | None = None, seed: int | None = None, check: bool | int = False,
     progress: Callable[[str], None] | None = None,
 ) -> FittedModule:  # fmt: skip
@@ -65,9 +67,10 @@ def fit(
     checkpoints are the model's. `plan` of the result says what is executed again and what that costs. Called under
     `torch.autocast`, it plans the model as it runs there, and is to be called there.
 
-    A step is captured with the modes of its modules, their hooks, options and arguments that are no tensors as they are
-    now; where one differs later, an error says so. Inputs get no gradients, and gradients have none themselves. What
-    forward does besides (prints, lists it appends to) it does while it is captured. Fitting what was fitted plans anew.
+    A step is captured with the modes of its modules, their hooks, options, arguments that are no tensors and whatever
+    Python values forward reads as they are now; where one differs later, an error says so (see `dynamic`). Inputs get
+    no gradients, and gradients have none themselves. What forward does besides (prints, lists it appends to) it does
+    while it is captured. Fitting what was fitted plans anew.
 
     Args:
         model: any nn.Module in training mode, float32 or float64, on one device; it is not modified.
@@ -83,6 +86,7 @@ def fit(
         microbatches: how many parts a batch is worked on in, one after another.
         offload: whether tensors may wait in the host's memory, where copying them costs less than making them again.
         batch_dims: the batch dim of each input; dim 0 by default.
+        dynamic: attributes that the training loop changes ("tau", "encoder.tau": numbers or tensors): inputs of a step.
         time_limit_s: for planning.
         cluster: one device whose rates decide what is cheap to execute again; the model's own, if left out.
         seed: of dropout; torch's generator decides if left out.
@@ -117,11 +121,13 @@ def fit(
         whole = compile_plan(
             model, _roomy(spec), example_inputs=inputs, loss_fn=loss_fn, loss=loss, optimizer=optimizer,
             precision=precision, batch_dims=batch_dims, recompute="none", microbatches=microbatches, progress=progress,
+            dynamic=dynamic,
         )  # fmt: skip
     sizes = {name: whole.programs[0].outer[f"param:{name}"].nbytes for name in whole.programs[0].grads}
     beside = sum(sizes.values()) * accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
     plan = _scheduled(whole, budget, beside, time_limit_s, host_tiers(spec) if offload else ())
     plan = replace(plan, data=msgspec.structs.replace(plan.data, cluster=spec), total_s=time.perf_counter() - started)
+    plan = replace(plan, reads=whole.reads)
     fitted = _fitted(model, plan, fixed, returns, casts, seed)
     if check:
         call = Call.of(Made(model, inputs, loss_fn), plan.data.program, loss, casts)
@@ -136,14 +142,15 @@ def _fitted(
     (program,) = plan.programs
     modules = build_modules(program, device=plan.data.cluster.groups[0].device.backend)
     step = FittedStep(model, plan.data, program, modules, seed, steps_done)
-    return FittedModule(model, plan, step, fixed, returns, casts, _remade)
+    return FittedModule(model, plan, step, fixed, returns, casts, _remade, plan.reads)
 
 
 def _remade(
     model: nn.Module, fixed: Mapping[str, Any], returns: Returned, casts: torch.dtype | None, plan: bytes,
     seed: int | None, steps_done: int,
 ) -> FittedModule:  # fmt: skip
-    return _fitted(model, Plan(*decode_plan(plan, "the plan")), fixed, returns, casts, seed, steps_done)
+    data = from_json(plan, ir_plan.Plan, "the plan", InvalidPlanError)
+    return _fitted(model, Plan(data, verify_plan(data)), fixed, returns, casts, seed, steps_done)
 
 
 def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tuple[Tier, ...]) -> Plan:

@@ -200,7 +200,7 @@ def graph_micro(
     choices = []
     pending = dict(duals)
     for op in graph.ops:
-        for tangent in [t for t in op.tensors if t in pending]:
+        for tangent in [t for t in dict.fromkeys(op.tensors) if t in pending]:
             placements[tangent] = dual(placements[pending.pop(tangent)]) if m > 1 else R
             if not graph.values[tangent].shape:
                 placements[tangent] = R

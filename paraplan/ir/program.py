@@ -68,10 +68,18 @@ class ParamSpec(Value, frozen=True, kw_only=True):
 
 
 class BatchInput(Value, frozen=True, kw_only=True):
-    """One tensor of the global batch; `batch_dim` None means the same on every microbatch."""
+    """One tensor of the global batch.
+
+    Attributes:
+        spec: of the whole.
+        batch_dim: None where it is the same on every microbatch.
+        attribute: the model's attribute it is read from before every step ("encoder.tau", declared dynamic); "" where
+            the caller gives it.
+    """
 
     spec: TensorSpec
     batch_dim: int | None = 0
+    attribute: str = ""
 
 
 class LossTerm(Value, frozen=True, kw_only=True):
@@ -133,6 +141,9 @@ class Program(Value, frozen=True, kw_only=True):
         denominators: counts the loss divides by.
         buffer_updates: per buffer the model writes, the program value it becomes after the step.
         outputs: what else the model returns, by name.
+        settings: what forward read of Python and the graphs hold as constants, as text: "<module>:<attribute>", where a
+            number in a module's name is `*` if all of them have the same, or "global <module>:<name>".
+        code: digests of the user's functions that forward and loss function call, by name.
         apart: how many microbatches a step takes, each of which is a batch of the program by itself: ops that mix
             samples see one microbatch alone, buffers are written once a microbatch, and the loss is the mean over
             microbatches. 1: the program's batch is the step's, however many microbatches share it.
@@ -151,6 +162,8 @@ class Program(Value, frozen=True, kw_only=True):
     denominators: tuple[Denominator, ...] = ()
     buffer_updates: dict[str, str] = {}
     outputs: dict[str, Output] = {}
+    settings: dict[str, str] = {}
+    code: dict[str, str] = {}
     apart: int = 1
 
     @property
@@ -182,9 +195,16 @@ def master_dtype(precision: str, dtype: str) -> str:
     return "float32" if (precision, dtype) in HALVES.items() else dtype
 
 
+def given_inputs(program: Program) -> dict[str, BatchInput]:
+    """The inputs of a step's batch that the caller gives: those that are no attributes of the model."""
+    return {name: entry for name, entry in program.step_batch.items() if not entry.attribute}
+
+
 def _times(entry: BatchInput, count: int) -> BatchInput:
     shape = tuple(n * count if dim == entry.batch_dim else n for dim, n in enumerate(entry.spec.shape))
-    return BatchInput(spec=TensorSpec(entry.spec.dtype, shape), batch_dim=entry.batch_dim)
+    return BatchInput(
+        spec=TensorSpec(entry.spec.dtype, shape), batch_dim=entry.batch_dim, attribute=entry.attribute
+    )  # fmt: skip
 
 
 def trained_params(program: Program, first: int = 0, stop: int | None = None) -> tuple[str, ...]:

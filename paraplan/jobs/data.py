@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import BatchInput
+from paraplan.ir.program import BatchInput, given_inputs
 from paraplan.jobs.inputs import classes, vocabulary
 from paraplan.jobs.models import Made
 
@@ -33,7 +33,7 @@ class RandomBatches:
     """
 
     def __init__(self, plan: Plan, made: Made, seed: int) -> None:
-        self.inputs, self.seed = plan.program.step_batch, seed
+        self.inputs, self.seed = given_inputs(plan.program), seed
         config = getattr(made.model, "config", None)
         self.vocab = classes(config) if "input_ids" not in self.inputs else vocabulary(config)
         self.examples: Mapping[str, Any] = _named(plan, made.example_inputs)
@@ -78,7 +78,7 @@ class TextBatches:
     """
 
     def __init__(self, plan: Plan, made: Made, path: str, seed: int) -> None:
-        self.seed, self.inputs = seed, plan.program.step_batch
+        self.seed, self.inputs = seed, given_inputs(plan.program)
         vocab = getattr(getattr(made.model, "config", None), "vocab_size", None)
         if "input_ids" not in self.inputs or len(self.inputs["input_ids"].spec.shape) != 2:
             raise DataError(
@@ -140,5 +140,5 @@ def _named(plan: Plan, examples: object) -> Mapping[str, Any]:
     if isinstance(examples, dict):
         return examples
     if isinstance(examples, tuple):
-        return dict(zip(plan.program.batch, [x for x in examples if isinstance(x, Tensor)], strict=False))
+        return dict(zip(given_inputs(plan.program), [x for x in examples if isinstance(x, Tensor)], strict=False))
     return {}

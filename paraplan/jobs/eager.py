@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from paraplan.ir.program import Program
+from paraplan.ir.program import Program, given_inputs
 from paraplan.ir.trace.fake import arguments, as_computed, name_inputs
 from paraplan.ir.trace.outputs import LossChoice, choose_losses
 from paraplan.ir.trace.reference import loss_shares, microbatches
@@ -152,7 +152,7 @@ class Eager:
 
     def _loss(self, batch: Tensors, shares: Mapping[str, float]) -> Tensor:
         call, made, program = self.call, self.call.made, self.program
-        given = {name: batch[name].detach() for name in program.batch}
+        given = {name: batch[name].detach() for name in given_inputs(program)}
         rounded = as_computed(given, program.precision)
         inputs, labels = ({name: self._cast(x) for name, x in each.items()} for each in (rounded, given))
         args, kwargs = arguments(self.model, inputs, call.others, call.positional, made.loss_fn is not None)

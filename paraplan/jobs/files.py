@@ -11,6 +11,7 @@ import msgspec
 from paraplan.cost_models.profile_file import choose_profile, read_profiles
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
+from paraplan.ir.identity import program_digest
 from paraplan.ir.plan import PLAN_VERSION, Plan
 from paraplan.ir.profile import Profile
 from paraplan.ir.rank_program import RankProgram
@@ -23,6 +24,12 @@ class _Head(msgspec.Struct):
 
     version: int
     made_with: dict[str, str] = {}
+
+
+class _Filed(Plan, frozen=True, kw_only=True):
+    """A plan as its file has it. The digest finds what was changed by accident; it is no signature."""
+
+    program_digest: str
 
 
 def read_plan(path: str | Path) -> tuple[Plan, tuple[RankProgram, ...]]:
@@ -44,18 +51,37 @@ def decode_plan(data: bytes, what: str) -> tuple[Plan, tuple[RankProgram, ...]]:
         raise InvalidPlanError(f"{what} is no plan file: {fault}") from None
     except msgspec.DecodeError as fault:
         raise InvalidPlanError(f"{what} is truncated or no JSON: {fault}") from None
+    if head.version < PLAN_VERSION:
+        made = head.made_with.get("paraplan", "an older paraplan")
+        raise PlanMismatchError(
+            f"{what}: plan version {head.version}, made by paraplan {made}; this one reads version {PLAN_VERSION}, "
+            "whose plans say which Python values and code their program was captured of. Plan again with this version"
+        )
     if head.version > PLAN_VERSION:
         made = head.made_with.get("paraplan", "a newer paraplan")
         raise PlanMismatchError(
             f"{what}: plan version {head.version}, made by a newer paraplan ({made}); "
-            f"this one reads up to version {PLAN_VERSION}. "
+            f"this one reads version {PLAN_VERSION}. "
             "Upgrade paraplan, or plan again with this version"
         )
-    plan = from_json(data, Plan, what, InvalidPlanError)
+    filed = from_json(data, _Filed, what, InvalidPlanError)
+    plan = Plan(**{name: getattr(filed, name) for name in Plan.__struct_fields__})
     try:
-        return plan, verify_plan(plan)
+        programs = verify_plan(plan)
     except InvalidPlanError as fault:
         raise InvalidPlanError(f"{what}: {fault}") from None
+    if program_digest(plan.program) != filed.program_digest:
+        raise InvalidPlanError(
+            f"{what}: its program is not the one that was saved (program_digest differs): the file was edited or "
+            "damaged. Take the file as it was saved, or plan again"
+        )
+    return plan, programs
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """A plan as the bytes of its file: canonical JSON with a digest of its program."""
+    fields = {name: getattr(plan, name) for name in Plan.__struct_fields__}
+    return to_json(_Filed(**fields, program_digest=program_digest(plan.program)))
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
@@ -64,7 +90,7 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     Raises:
         InvalidPlanError: the file cannot be written.
     """
-    write_bytes(path, to_json(plan), "plan file", InvalidPlanError)
+    write_bytes(path, encode_plan(plan), "plan file", InvalidPlanError)
 
 
 def profile_for(path: str | Path, cluster: ClusterSpec, torch: str, any_machine: bool = False) -> tuple[Profile, str]:

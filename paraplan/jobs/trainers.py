@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.holding import holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
-from paraplan.ir.trace import fingerprint
+from paraplan.ir.trace.dynamic import attributes_set
+from paraplan.ir.trace.reading import Reads
+from paraplan.jobs.identity import check_model
 from paraplan.runtime.buckets import BucketTrainer
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
@@ -29,10 +31,10 @@ from paraplan.runtime.trainer import Trainer
 def make_trainer(
     plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False,
     compile_blocks: bool | str = False, weights: str | Path | None = None, share: Trainer | None = None,
-    offload_folder: str | Path | None = None, paced: bool = False,
+    offload_folder: str | Path | None = None, paced: bool = False, loss_fn: object = None, reads: Reads | None = None,
 ) -> Trainer:  # fmt: skip
-    """This rank's trainer; see `Plan.executable`."""
-    check_model(plan, model)
+    """This rank's trainer; see `Plan.executable`. `reads` is what was read while capturing, if that was done here."""
+    check_model(plan, model, loss_fn)
     check_devices(plan.cluster)
     backend = plan.cluster.groups[0].device.backend
     if "RANK" in os.environ and not dist.is_initialized():
@@ -50,53 +52,22 @@ def make_trainer(
     return Trainer(
         plan, programs, modules, model, transport, seed=seed, record=record, build=build, compile_phases=phases,
         compile_backend=compile_blocks if isinstance(compile_blocks, str) else "inductor",
-        weights=weights, share=share, copier=copier,
+        weights=weights, share=share, copier=copier, reads=reads,
     )  # fmt: skip
 
 
 def make_bucket_trainer(
-    plans: Sequence[tuple[Plan, Sequence[RankProgram]]], model: nn.Module, **options: Any
-) -> BucketTrainer:
+    plans: Sequence[tuple[Plan, Sequence[RankProgram], Reads | None]], model: nn.Module,
+    attributes: Sequence[Mapping[str, Any]] = (), **options: Any,
+) -> BucketTrainer:  # fmt: skip
     """This rank's trainer for the shapes of several plans; see `Buckets.executable`."""
     options["compile_blocks"] = options.pop("compile", False)
     trainers: list[Trainer] = []
-    for plan, programs in plans:
+    for index, (plan, programs, reads) in enumerate(plans):
         share = trainers[0] if trainers else None
-        trainers.append(make_trainer(plan, programs, model, share=share, **options))
+        with attributes_set((model,), attributes[index] if attributes else {}):
+            trainers.append(make_trainer(plan, programs, model, share=share, reads=reads, **options))
     return BucketTrainer(trainers)
-
-
-def check_model(plan: Plan, model: nn.Module) -> None:
-    """Refuse another model.
-
-    Raises:
-        PlanMismatchError: class, configuration, parameters, buffers or mode differ; says what where it is known.
-    """
-    if fingerprint(model, plan.program.precision) == plan.program.fingerprint:
-        return
-    raise PlanMismatchError(
-        f"the plan is for another model: it was made for {plan.model.display}, this is {type(model).__name__} with "
-        f"{_difference(plan, model)}. Give the model the plan was made for, or plan again"
-    )
-
-
-def _difference(plan: Plan, model: nn.Module) -> str:
-    wanted = {name: spec.spec.shape for name, spec in plan.program.params.items()}
-    wanted |= {alias: spec.spec.shape for spec in plan.program.params.values() for alias in spec.aliases}
-    found = {name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)}
-    for name, shape in wanted.items():
-        if name not in found:
-            return f"no parameter {name} {shape}"
-        if found[name] != shape:
-            return f"parameter {name} of shape {found[name]} where the plan has {shape}"
-    extra = [name for name in found if name not in wanted]
-    if extra:
-        return f"a parameter {extra[0]} that the plan does not know"
-    mode = "training" if model.training else "evaluation"
-    return (
-        "the same parameters but another class, configuration (dropout too), frozen or tied parameters, buffers "
-        f"or mode (it is in {mode} mode)"
-    )
 
 
 def check_devices(cluster: ClusterSpec) -> None:

@@ -6,8 +6,7 @@ stage's layout: the microbatch index is the outermost axis.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.holding import Holding
 from paraplan.ir.mesh import Layout, R, S, local_shape, parse_layout
 from paraplan.ir.plan import Plan
+from paraplan.ir.program import given_inputs
 from paraplan.runtime import ragged
 from paraplan.runtime.params import Dims, cut, pad
 
@@ -55,13 +55,13 @@ def _check_names(plan: Plan, batch: Mapping[str, Tensor]) -> None:
     if not isinstance(batch, Mapping):
         raise PlanMismatchError(
             f"a batch is a mapping from input name to tensor, not {type(batch).__name__}; "
-            f"inputs: {', '.join(plan.program.batch)}"
+            f"inputs: {', '.join(given_inputs(plan.program))}"
         )
     missing = [name for name in plan.program.batch if name not in batch]
     unknown = [name for name in batch if name not in plan.program.batch]
     if missing or unknown:
         raise PlanMismatchError(
-            f"batch inputs missing: {missing}, unknown: {unknown}; the plan reads {list(plan.program.batch)}"
+            f"batch inputs missing: {missing}, unknown: {unknown}; the plan reads {list(given_inputs(plan.program))}"
         )
 
 
@@ -92,11 +92,3 @@ def microbatches(plan: Plan, stage: Holding, batch: ShardedBatch, outer: Contain
             if f"batch:{name}@{m}" in outer:
                 found[f"batch:{name}@{m}"] = parts[m].clone(memory_format=torch.contiguous_format)
     return found
-
-
-def shard_loader(
-    plan: Plan, stage: Holding, coordinates: Dims, loader: Iterable[Mapping[str, Any]], device: str
-) -> Iterator[ShardedBatch]:
-    """The rank's part of every batch of a loader."""
-    for batch in loader:
-        yield shard_batch(plan, stage, coordinates, batch, device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
 from paraplan.ir.plan import Plan
+from paraplan.ir.program import given_inputs
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.sources import source_lines
@@ -142,12 +143,14 @@ class FittedStep:
         unknown = [name for name in batch if name not in program.batch]
         if missing or unknown:
             raise PlanMismatchError(
-                f"inputs missing: {missing}, unknown: {unknown}; the step was captured with {list(program.batch)}"
+                f"inputs missing: {missing}, unknown: {unknown}; the step was captured with "
+                f"{list(given_inputs(program))}"
             )
         refuse_gradients(batch)
         batch, found = ragged.pad(self.plan, batch), {}
         for name, entry in program.step_batch.items():
             given, dtype = batch[name], getattr(torch, entry.spec.dtype)
+            given = given.to(self.device) if entry.attribute else given
             if tuple(given.shape) != entry.spec.shape:
                 raise PlanMismatchError(
                     f"input {name} has shape {tuple(given.shape)}, the step was captured with "

@@ -25,9 +25,10 @@ from paraplan.ir.holding import counted_here, holding_of, holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
+from paraplan.ir.trace.reading import Reads
 from paraplan.runtime import compiled as compiling
-from paraplan.runtime.batch import ShardedBatch, shard_batch, shard_loader
-from paraplan.runtime.checkpoint import Checkpointing
+from paraplan.runtime.attributes import Attributes
+from paraplan.runtime.batch import ShardedBatch, shard_batch
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.evaluate import (
@@ -48,10 +49,12 @@ from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, message_pairs
 from paraplan.runtime.scaling import SCALE, Scaler
 from paraplan.runtime.staged import Staging
+from paraplan.runtime.training_state import TrainingStates
+from paraplan.runtime.updates import make_optimizer
 from paraplan.runtime.weights import values_of
 
 
-class Trainer(Checkpointing):
+class Trainer(TrainingStates):
     """One rank of a plan.
 
     Args:
@@ -69,6 +72,7 @@ class Trainer(Checkpointing):
             initialised from the seed (see `weights`).
         share: another plan's trainer of this rank, whose parameters, states and buffers become this one's too.
         copier: makes copies to and from the host and the disk; left out, one that makes them beside the program.
+        reads: what forward read while it was captured, where that was in this process.
 
     Attributes:
         rank: this process' rank.
@@ -79,7 +83,7 @@ class Trainer(Checkpointing):
         transport: DistributedTransport, *, seed: int = 0, record: bool = False, compile_phases: Sequence[str] = (),
         compile_backend: str = "inductor",
         build: Build | None = None, weights: str | Path | None = None,
-        share: Trainer | None = None, copier: Copier | None = None,
+        share: Trainer | None = None, copier: Copier | None = None, reads: Reads | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.transport, self.rank, self.record = plan, transport, transport.rank, record
         self.held = holdings(plan)
@@ -92,6 +96,7 @@ class Trainer(Checkpointing):
         executor = Executor(
             program, modules, coordinates, transport, self.rank, source_lines(plan.program), copier=copier
         )
+        self.attributes = Attributes(plan, model, reads)
         values = values_of(plan.program, model, weights, seed) if share is None else share.state
         self.state = Rank(plan, executor, values, seed, transport.device)
         if len(self.held) > 1:
@@ -109,16 +114,16 @@ class Trainer(Checkpointing):
         Returns:
             The loss of the whole batch (0-dim), the same on every rank.
         Raises:
-            PlanMismatchError: the batch is not the one the plan was made for.
+            PlanMismatchError: the batch is not the one the plan was made for, or what the plan has as a constant of the
+                model was changed.
             RuntimeFailure: a step failed; names rank, action, op and source line.
         """
-        mine = batch if isinstance(batch, ShardedBatch) else self.cut(batch)
+        self.attributes.check()
+        mine = self.attributes.refill(batch) if isinstance(batch, ShardedBatch) else self.cut(batch)
         if self.state.has_begun:  # the optimizer's step was skipped
             self.flush()
         self.state.start(mine)
-        if self.state.torn:
-            self.state.executor.run(self.state.restoring)
-            self.state.torn = False
+        self._restore()
         if self.record:
             self.state.begin_account(self._optimizers)
         self._take(self.state.before)
@@ -155,8 +160,11 @@ class Trainer(Checkpointing):
                 copier=self.state.executor.copier,
             )  # fmt: skip
         executor = self._evaluators[key]
-        rows = None if isinstance(batch, ShardedBatch) else missing_rows(self.plan, batch)
-        bind(executor, self.state, batch if isinstance(batch, ShardedBatch) else self.cut(batch))
+        self.attributes.check(evaluating=True)
+        whole = not isinstance(batch, ShardedBatch)
+        rows = missing_rows(self.plan, self.attributes.fill(batch)) if whole else None
+        self._restore()
+        bind(executor, self.state, self.cut(batch) if whole else self.attributes.refill(batch))  # type: ignore[arg-type]
         if self.record:
             self.state.account(executor, self._optimizers)
         self._take(executor.program.steps, executor)
@@ -164,6 +172,12 @@ class Trainer(Checkpointing):
             [executor], outputs, lambda shape, layout, parts: join_over(shape, layout, parts[0], self.transport.gather)
         )
         return found if outputs != "global" else without_padding(self.plan, found, rows)
+
+    def _restore(self) -> None:
+        """Bring to stored parameters what was written into the optimizer's since its step (clamped weights, say)."""
+        if self.state.is_stale:
+            self.state.executor.run(self.state.restoring)
+            self.state.settled()
 
     def _take(self, steps: Iterable[Step], executor: Executor | None = None) -> None:
         executor = executor or self.state.executor
@@ -186,6 +200,7 @@ class Trainer(Checkpointing):
 
     def cut(self, batch: Mapping[str, Tensor]) -> ShardedBatch:
         """This rank's part of a global batch."""
+        batch = self.attributes.fill(batch)
         return shard_batch(self.plan, self.stage, self.state.executor.coordinates, batch, self.transport.device)
 
     def takes(self, batch: Mapping[str, Tensor]) -> bool:
@@ -198,7 +213,7 @@ class Trainer(Checkpointing):
 
     def shard(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[ShardedBatch]:
         """This rank's part of every global batch of a loader, the same loader on every rank."""
-        return shard_loader(self.plan, self.stage, self.state.executor.coordinates, loader, self.transport.device)
+        return map(self.cut, loader)
 
     def optimizer(
         self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
@@ -210,13 +225,16 @@ class Trainer(Checkpointing):
         parameters, and brings in what it has updated meanwhile with those of the step before.
 
         Args:
-            cls: any torch optimizer that updates elements independently (the layouts are not told to it).
+            cls: a torch optimizer. One that updates elements by others (norms, statistics of rows, orthogonalised
+                updates) is found out and refused where the plan shards what it would take whole.
             groups: `{"match": regex, **options}`; the first whose pattern is found in a parameter's name takes it.
             params: makes the param groups from the shards by name; excludes `groups`.
             after: runs after its step, instead of `finish_update`.
             options: for cls.
+        Raises:
+            PlanMismatchError: a pattern matches nothing, or the optimizer is another one on shards (see `coupling`).
         """
-        made = cls(self.state.param_groups(groups, params), **options)
+        made = make_optimizer(self.state, cls, groups, params, options)
         staging = Staging(self.state, made, self.transport.tracker) if self.state.staged else None
         trainer = weakref.ref(self)
         if self.state.late:
@@ -263,7 +281,7 @@ class Trainer(Checkpointing):
                     param.grad = None
         self.state.torn = True
         self._take(self.state.tail())
-        self.state.torn = False
+        self.state.settled()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch's, over all shards of all gradients: every element counts once.

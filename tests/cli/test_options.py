@@ -17,7 +17,7 @@ OPTIONS = {
         "--memory", "--memory-reserve", "--tp",
         "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages", "--microbatches",
         "--per-microbatch",
-        "--overlap", "--compile", "--recompute", "--offload", "--offload-states",
+        "--overlap", "--compile", "--dynamic", "--recompute", "--offload", "--offload-states",
         "--delayed-update",
         "--time-limit", "--profile", "--profile-any", "--json",
     ],
@@ -39,7 +39,7 @@ OPTIONS = {
     "cluster detect": ["--output -o", "--processes", "--json"],
     "run": [
         *("PLAN", "--steps", "--data", "--lr", "--seed", "--check", "--model", "--clip", "--weights"),
-        *("--record", "--compile", "--json"),
+        *("--save", "--resume", "--record", "--compile", "--json"),
     ],
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ CHOICE = (*STAGE, "choices", 0)
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("version",), 2, "plan version 2"),
+        (("version",), 3, "plan version 3"),
         (("num_microbatches",), 3, "does not divide into 3"),
         (("num_microbatches",), 0, "does not divide into 0"),
         (("num_microbatches",), 4, "only 2 of 4 backwards are done"),

@@ -21,8 +21,9 @@ from paraplan.ir.trace.clean import clean, drop_idle_detach
 from paraplan.ir.trace.convert import dtype_text
 from paraplan.ir.trace.cut import cut
 from paraplan.ir.trace.discover import attach_rules
-from paraplan.ir.trace.export import Exported, LossFn, export_loss
-from paraplan.ir.trace.fake import fake_batch, fake_copy, name_inputs, of_microbatch, traced_dtype
+from paraplan.ir.trace.dynamic import Attribute, find_attributes
+from paraplan.ir.trace.export import Exported, LossFn
+from paraplan.ir.trace.fake import name_inputs, of_microbatch, traced_dtype
 from paraplan.ir.trace.fingerprint import fingerprint
 from paraplan.ir.trace.flow import flows, value_of
 from paraplan.ir.trace.kinds import make_denominator, make_kind
@@ -31,17 +32,20 @@ from paraplan.ir.trace.mixing import tail_nodes
 from paraplan.ir.trace.outputs import LossChoice
 from paraplan.ir.trace.precision import lift_to_float64, widened
 from paraplan.ir.trace.quiet import quiet_torch
+from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
+from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.substitute import substitute
 from paraplan.ir.trace.substitute_float8 import convert_linears
 from paraplan.ir.trace.tail import Term, loss_terms, own_numerators
 from paraplan.ir.trace.torch_private import FakeTensorMode, fake_mode
+from paraplan.ir.trace.traced import blaming_attributes, trace_model
 from paraplan.ir.trace.user_functions import refuse_hooks
 
+aten = torch.ops.aten
 
-@seldom_collected()
-@quiet_torch()
+
 def capture(
     model: nn.Module,
     example_inputs: dict[str, Tensor] | tuple[object, ...],
@@ -51,6 +55,7 @@ def capture(
     batch_dims: dict[str, int | None] | None = None,
     name: str | None = None,
     loss: LossChoice = None,
+    dynamic: Sequence[str] = (),
     per_microbatch: int = 1,
 ) -> Program:
     """Captures a model's training step at one global batch.
@@ -64,15 +69,34 @@ def capture(
         batch_dims: the batch dim of each input, None for inputs equal on every microbatch; dim 0 by default.
         name: what to call the program.
         loss: which of several losses are trained on, with which weights; see `outputs.LossChoice`.
+        dynamic: attributes of the model ("encoder.tau") that are inputs of the program instead of constants.
         per_microbatch: so many microbatches are batches by themselves (`Program.apart`): the program is that of one.
     Raises:
         CaptureError: the model cannot be captured; names the user's line and the remedy.
     """
-    given = (model, example_inputs, loss_fn, precision, batch_dims or {}, name, loss, per_microbatch)
+    return capture_with_reads(
+        model, example_inputs, loss_fn=loss_fn, precision=precision, batch_dims=batch_dims, name=name, loss=loss,
+        dynamic=dynamic, per_microbatch=per_microbatch,
+    )[0]  # fmt: skip
+
+
+@seldom_collected()
+@quiet_torch()
+def capture_with_reads(
+    model: nn.Module, example_inputs: dict[str, Tensor] | tuple[object, ...], *, loss_fn: LossFn | None = None,
+    precision: str = "fp32", batch_dims: dict[str, int | None] | None = None, name: str | None = None,
+    loss: LossChoice = None, dynamic: Sequence[str] = (), per_microbatch: int = 1,
+) -> tuple[Program, Reads]:  # fmt: skip
+    """As `capture`, and what was read of objects of this process that no program names (closures, the loss function's
+    modules)."""
+    how = (loss_fn, precision, batch_dims or {}, name, loss, per_microbatch)
+    attributes = find_attributes(model, dynamic)
     try:
-        return _capture(*given, keep_outputs=True)
+        return _capture(model, example_inputs, *how, attributes, keep_outputs=True)
     except CaptureError:  # an output nobody trains on is no reason to refuse a model
-        return _capture(*given, keep_outputs=False)
+        return blaming_attributes(
+            lambda given: _capture(model, example_inputs, *how, given, keep_outputs=False), attributes
+        )
 
 
 def _capture(
@@ -84,26 +108,25 @@ def _capture(
     name: str | None,
     loss_choice: LossChoice,
     apart: int,
+    attributes: tuple[Attribute, ...],
     keep_outputs: bool,
-) -> Program:
+) -> tuple[Program, Reads]:
     traced_dtype(precision)
     refuse_hooks(model)
     tensors, others = name_inputs(model, example_inputs)
     rows, dims = _batch_dims(tensors, batch_dims)
     batch_size, tensors = of_microbatch(tensors, rows, dims, apart)
-    mode = fake_mode()
-    copied = fake_copy(model, precision, mode)
-    batch = fake_batch(tensors, precision, mode)
-    positional = not isinstance(example_inputs, dict)
-    exported = export_loss(copied, batch, positional, others, loss_fn, mode, loss_choice, keep_outputs, precision)
+    dims |= {each.name: None for each in attributes}
+    mode, positional = fake_mode(), not isinstance(example_inputs, dict)
+    copied, batch, exported, reads = trace_model(
+        model, (tensors, others), positional, loss_fn=loss_fn, mode=mode, choice=loss_choice,
+        keep_outputs=keep_outputs, precision=precision, attributes=attributes,
+    )  # fmt: skip
     params, buffers, first_names = _tensors_of(copied, precision)
     _check_trained(params, precision, type(model).__name__)
     forward, terms, extra = _rewrite(exported, params, first_names, precision, mode)
     wanted = wanted_outputs(forward, extra)
-    inputs = {
-        key: BatchInput(spec=TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape)), batch_dim=dims[key])
-        for key, x in batch.items()
-    }
+    inputs = _inputs_of(batch, dims, attributes, precision)
     digest = fingerprint(model, precision)
 
     def program(tail: frozenset[fx.Node]) -> Program:
@@ -125,12 +148,29 @@ def _capture(
             denominators=counted,
             buffer_updates={key: values[node] for key, node in exported.updates.items()},
             outputs=make_outputs(forward, wanted, values, used, mode),
+            settings=reads.settings,
+            code=reads.code,
             apart=apart,
         )
 
     made = program(frozenset())
     tail = tail_nodes(forward, made, mode)
-    return program(tail) if tail else made
+    return (program(tail) if tail else made), reads
+
+
+def _inputs_of(
+    batch: Mapping[str, Tensor], dims: Mapping[str, int | None], attributes: Sequence[Attribute], precision: str
+) -> dict[str, BatchInput]:
+    """The batch as a program says it, attributes that are inputs last."""
+    declared = {each.name: each.path for each in attributes}
+    return {
+        key: BatchInput(
+            spec=TensorSpec(dtype=_lifted(x, precision), shape=tuple(x.shape)),
+            batch_dim=dims[key],
+            attribute=declared.get(key, ""),
+        )
+        for key, x in batch.items()
+    }
 
 
 def _check_trained(params: Mapping[str, ParamSpec], precision: str, name: str) -> None:
@@ -237,9 +277,24 @@ def _rewrite(
     idle = asides_of(graph, ends)
     extra = list(graph.output_node().args[0][len(ends) :])  # type: ignore[index]
     roots = tuple(dict.fromkeys((*(term.numerator for term in terms), *updates.values())))
+    _refuse_numbers(graph)
     numerators = frozenset(term.numerator for term in terms)
     forward = Forward(graph, names, constants, found, roots, idle, numerators)
     return forward, terms, dict(zip(exported.outputs, extra, strict=True))
+
+
+def _refuse_numbers(graph: fx.Graph) -> None:
+    """Numbers that are read out of tensors, which no graph has.
+
+    Raises:
+        CaptureError: there is one; names the line.
+    """
+    for node in graph.nodes:
+        if node.target in (aten._local_scalar_dense.default, aten.item.default):
+            raise CaptureError(
+                f"{line_of_stack(node.meta.get('stack_trace')) or 'somewhere in the forward'}: a Python number or a "
+                "shape depends on tensor data; keep values as tensors instead of .item(), and sizes fixed"
+            )
 
 
 def _ends(terms: Sequence[Term]) -> list[fx.Node]:

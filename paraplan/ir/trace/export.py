@@ -16,8 +16,9 @@ from paraplan.ir.trace.fake import arguments, as_computed
 from paraplan.ir.trace.functional import functional
 from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
+from paraplan.ir.trace.reading import Reading
 from paraplan.ir.trace.recurrent import unrolled
-from paraplan.ir.trace.source import line_of_error
+from paraplan.ir.trace.source import line_of_error, line_of_stack, stack_of
 from paraplan.ir.trace.state import assignments_written
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, lazy_modules
 from paraplan.ir.trace.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
@@ -67,21 +68,24 @@ class _WithLoss(nn.Module):
         loss_fn: LossFn | None,
         choose: Callable[[object, _Returned, bool], list[Tensor]],
         precision: str,
+        reading: Reading,
     ):
         super().__init__()
         self.model = model
         self._names, self._positional, self._others = names, positional, others
         self._loss_of = () if loss_fn is None else (loss_fn,)  # in a tuple, lest a module becomes part of the model
-        self._choose, self._precision = choose, precision
+        self._choose, self._precision, self._reading = choose, precision, reading
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        """The losses, then the auxiliary outputs."""
-        batch = dict(zip(self._names, tensors, strict=True))
-        with assignments_written(self.model):
+        """The losses, the auxiliary outputs, then what forward left in attributes that it read."""
+        batch, attributes = self._reading.parted(dict(zip(self._names, tensors, strict=True)))
+        with assignments_written(self.model), self._reading.of(as_computed(attributes, self._precision)):
             output = self._call(batch)
+        losses = output
         for loss_fn in self._loss_of:
-            return self._choose(loss_fn(output, batch), output, True)
-        return self._choose(output, output, False)
+            with self._reading.of(attributes):
+                losses = loss_fn(output, batch)
+        return [*self._choose(losses, output, bool(self._loss_of)), *self._reading.left()]
 
     def _call(self, batch: dict[str, Tensor]) -> object:
         taken = as_computed(batch, self._precision)
@@ -113,6 +117,7 @@ def export_loss(
     choice: LossChoice = None,
     keep_outputs: bool = True,
     precision: str = "fp32",
+    reading: Reading | None = None,
 ) -> Exported:
     """Exports the losses of a fake model on a fake batch, and its other outputs.
 
@@ -123,16 +128,18 @@ def export_loss(
         choice: which of the scalars returned are trained on.
         keep_outputs: whether what else the model returns is kept.
         precision: what the forward computes in; its float inputs are cast to a half one.
+        reading: takes note of what is read of Python; made here if left out.
     Raises:
         CaptureError: the forward cannot be traced; names the user's line and the remedy.
     """
+    reading = reading or Reading(model, loss_fn)
     returned = _Returned()
     choose = _chooser(returned, choice, keep_outputs)
-    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose, precision)
+    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose, precision, reading)
     wrapped.training = model.training  # its own alone: parts of a model may be in another mode
     with mode, eager_masks(batch), lazy_modules(), recorded_functions() as functions:
         try:
-            with no_outside_numbers(), NoOutsideGradients():
+            with no_outside_numbers(), NoOutsideGradients(), reading.watching():
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             _keep_no_grad(program.graph_module)
             program = functional(program) or program.run_decompositions(unrolled())
@@ -141,8 +148,20 @@ def export_loss(
         except Exception as fault:
             raise explain(fault) from fault
     functions.restore(program.graph_module.graph)
+    _say_loss(program.graph_module.graph, loss_fn)
     _reject_mutation(program)
-    return _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
+    flat = _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
+    reading.settle(flat.graph, flat.names, len(returned.losses) + len(returned.outputs))
+    return flat
+
+
+def _say_loss(graph: fx.Graph, loss_fn: LossFn | None) -> None:
+    """Ops of the loss function come from its first line: torch keeps lines of functions called forward alone."""
+    head = stack_of(loss_fn)
+    for node in graph.nodes:
+        stack = node.meta.get("stack_trace")
+        if node.op == "call_function" and stack and not line_of_stack(stack):
+            node.meta["stack_trace"] = f"{stack.rstrip()}\n{head}"
 
 
 def _keep_no_grad(module: fx.GraphModule) -> None:

@@ -10,6 +10,7 @@ import copy
 import difflib
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +39,19 @@ def _buffer_dtype(model: nn.Module, module: nn.Module, name: str, dtype: torch.d
     return torch.float32 if hasattr(model, "config") and name in module._non_persistent_buffers_set else dtype
 
 
-def fake_copy(model: nn.Module, precision: str, mode: FakeTensorMode) -> nn.Module:
+def fake_copy(model: nn.Module, precision: str, mode: FakeTensorMode, memo: dict[int, Any] | None = None) -> nn.Module:
     """The model with fake CPU parameters and buffers in the precision's traced dtype.
 
+    Args:
+        model: is not modified.
+        precision: what it will compute in.
+        mode: of the fake tensors.
+        memo: takes what `copy.deepcopy` notes: the copy of every object by the object's id.
     Raises:
         CaptureError: the module cannot be copied.
     """
     dtype = traced_dtype(precision)
-    memo: dict[int, object] = {}
+    memo = {} if memo is None else memo
     with mode:
         for module in model.modules():
             for param in module._parameters.values():

@@ -23,7 +23,7 @@ def fingerprint(model: nn.Module, precision: str) -> str:
         model: on any device, meta included.
         precision: what the captured program computes in.
     """
-    lines = [f"{type(model).__module__}.{type(model).__qualname__}", repr(model), f"precision {precision}"]
+    lines = [type(model).__qualname__, repr(model), f"precision {precision}"]
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         lines.append(json.dumps(_stable(config.to_dict()), sort_keys=True, default=str))

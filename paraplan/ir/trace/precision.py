@@ -40,12 +40,13 @@ def lift_to_float64(graph: fx.Graph, rewriter: Rewriter, constants: dict[str, Te
     saved = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        for node in graph.nodes:
+        for node in list(graph.nodes):
             if node.op == "placeholder":
                 node.meta["val"] = _lift_tensor(node.meta["val"], rewriter)
             elif node.op == "call_function":
                 node.args, node.kwargs = _lift_literals(node.args), _lift_literals(node.kwargs)
                 _evaluate(node, rewriter)
+                _pin_dtype(node, rewriter)
                 _check(node)
     finally:
         torch.set_default_dtype(saved)
@@ -59,6 +60,27 @@ def _evaluate(node: fx.Node, rewriter: Rewriter) -> None:
         raise CaptureError(
             f"{_line(node)}: {node.target} does not take float64 ({str(fault).splitlines()[0]}); use precision='fp32'"
         ) from fault
+
+
+def _pin_dtype(node: fx.Node, rewriter: Rewriter) -> None:
+    """Has a float made of nothing (linspace) or of integers alone (a count's inverse) say that it is one: else the
+    default dtype where the program runs, which need not be float64, would decide."""
+    made, sources = node.meta["val"], node.all_input_nodes
+    values = [source.meta["val"] for source in sources]
+    if not (isinstance(made, Tensor) and made.is_floating_point()) or node.kwargs.get("dtype") is not None:
+        return
+    if any(not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() for x in values):
+        return
+    before = node.args, node.kwargs
+    if not sources:
+        node.kwargs = {**node.kwargs, "dtype": made.dtype}
+    for source in sources:
+        cast = rewriter.call(node, torch.ops.aten._to_copy.default, source, dtype=made.dtype)
+        node.replace_input_with(source, cast)
+    try:
+        node.meta["val"] = rewriter.evaluate(node)
+    except Exception:  # noqa: BLE001  (it takes integers only: a condition, an index; or no dtype)
+        node.args, node.kwargs = before
 
 
 def _line(node: fx.Node) -> str:

@@ -1,0 +1,154 @@
+"""One export's reading of Python: the recorder, the declared attributes, and what forward left in its attributes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.carried import Changed, is_constant, tensors_in
+from paraplan.ir.trace.code import Outside, Reached
+from paraplan.ir.trace.dynamic import Attribute, attributes_set
+from paraplan.ir.trace.places import outside_value, value_at
+from paraplan.ir.trace.reads import Read, Recorder, declared_of, settings_of
+from paraplan.ir.trace.values import ABSENT, CONTAINERS, text_of
+
+
+class Reads(NamedTuple):
+    """What was read.
+
+    Attributes:
+        settings, code: as a `Program` keeps them.
+        live: of objects of this process that no program names, with what was read as text.
+        outside: globals and closures, as this process has them, likewise.
+        links: (owner, attribute) that hold objects whose attributes were read.
+    """
+
+    settings: dict[str, str] = {}
+    code: dict[str, str] = {}
+    live: tuple[tuple[Read, str], ...] = ()
+    outside: tuple[tuple[Outside, str], ...] = ()
+    links: tuple[tuple[Any, str], ...] = ()
+
+
+LOSS_FN, ARGUMENT, LOSS = "loss_fn", "argument ", "loss"
+"""Keys of settings beside attributes and globals: the loss function, arguments that are no tensors, the choice."""
+
+
+def code_of(model: nn.Module, loss_fn: object) -> dict[str, str]:
+    """Digests of the user's functions that a forward and a loss function call."""
+    loss = Reached([loss_fn]).digests() if loss_fn is not None else {}
+    return {**Reached([model]).digests(), **{f"{LOSS_FN} {name}": text for name, text in loss.items()}}
+
+
+def loss_text(loss_fn: object) -> str:
+    """What a program calls its loss function."""
+    return repr(loss_fn) if isinstance(loss_fn, nn.Module) else text_of(loss_fn)
+
+
+class Reading:
+    """What one export reads.
+
+    Args:
+        model: the fake copy.
+        loss_fn: or None.
+        memo: `copy.deepcopy`'s, of the copy.
+        source: the model it is a copy of.
+        attributes: those declared dynamic.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: object, memo: Mapping[int, Any] | None = None,
+        source: nn.Module | None = None, attributes: Sequence[Attribute] = (),
+    ) -> None:  # fmt: skip
+        self.models = (model,) if source is None else (model, source)
+        self.attributes = tuple(attributes)
+        originals = {id(memo[id(each)]): each for each in (memo or {}).get(id(memo), ()) if id(each) in (memo or {})}
+        declared = declared_of(self.models, [each.path for each in attributes])
+        self.recorder = Recorder(model, lambda each: originals.get(id(each)), loss_fn, declared)
+        self._left: list[tuple[Any, object]] = []
+        self.changes: list[Changed] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Under it, attributes are looked up through the recorder."""
+        with self.recorder.watching():
+            yield
+
+    def reads(self, loss_fn: object, others: Mapping[str, object], choice: object) -> Reads:
+        """All of it; `others` are arguments that are no tensors, `choice` which loss is trained on."""
+        found, outside = self.recorder.reads(), self.recorder.outside()
+        model = self.models[-1]
+        settings, unnamed = settings_of(model, found, outside)
+        settings |= {f"{ARGUMENT}{name}": text_of(value) for name, value in others.items()}
+        settings |= {LOSS: repr(choice)} if choice is not None else {}
+        settings |= {LOSS_FN: loss_text(loss_fn)} if loss_fn is not None else {}
+        live = tuple((each, text_of(each.value())) for each in unnamed)
+        around = tuple((each, text_of(outside_value(each))) for each in outside)
+        return Reads(settings, code_of(model, loss_fn), live, around, self.recorder.linked())
+
+    def parted(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The inputs that the caller gives, and the declared attributes by path."""
+        names = {each.name: each.path for each in self.attributes}
+        given = {name: x for name, x in batch.items() if name not in names}
+        return given, {path: batch[name] for name, path in names.items()}
+
+    @contextmanager
+    def of(self, attributes: Mapping[str, Tensor]) -> Iterator[None]:
+        """Under it, reads are noted, and declared attributes are the given tensors."""
+        with attributes_set(self.models, attributes):
+            self.recorder.active = True
+            try:
+                yield
+            finally:
+                self.recorder.active = False
+
+    def left(self) -> list[Tensor]:
+        """The tensors in what forward changed after reading it."""
+        changed = self.recorder.changed()
+        self._left = [(each, _kept(value_at(each.owner, each.name, each.item))) for each in changed]
+        return [x.detach() for _, now in self._left for x in tensors_in(now)]
+
+    def settle(self, graph: fx.Graph, names: Mapping[fx.Node, str], first: int) -> None:
+        """Takes the results of `left` from a graph's outputs, the first of them being number `first`.
+
+        Raises:
+            CaptureError: forward changed a global.
+        """
+        output = graph.output_node()
+        results = list(output.args[0])  # type: ignore[arg-type]
+        at = first
+        for each, now in self._left:
+            nodes = results[at : at + len(tensors_in(now))]
+            at += len(nodes)
+            constant = all(not isinstance(node, fx.Node) or is_constant(node, names) for node in nodes)
+            owner = self.recorder.original(each.owner)
+            where = Read(owner, each.name, each.item, self.recorder.place_of(each), each.line).where
+            self.changes.append(Changed(owner, each.name, each.item, each.was, now, where, constant))
+        output.args = ((*results[:first], *results[at:]),)
+        outside = self.recorder.outside_changed()
+        if outside:
+            raise CaptureError(
+                f"forward changes {outside[0].where}, which a captured step would have as it was; keep what goes from "
+                "step to step in a buffer (register_buffer)"
+            )
+
+
+def set_values(memo: Mapping[int, Any], changes: Sequence[Changed], values: Mapping[int, object]) -> None:
+    """Give attributes of a copy other values, by the index of the change that names them."""
+    for index, value in values.items():
+        each = changes[index]
+        owner = memo[id(each.owner)]
+        if each.item:
+            getattr(owner, each.name)[each.item[0]] = value
+        elif value is not ABSENT:
+            setattr(owner, each.name, value)
+
+
+def _kept(value: object) -> object:
+    """A value as it is now; tensors stay themselves."""
+    return copy.copy(value) if isinstance(value, CONTAINERS) else value

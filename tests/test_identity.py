@@ -1,0 +1,180 @@
+"""A plan, its file and its model belong together: another model or loss function, an edited program are refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paraplan
+from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
+from paraplan.ir.identity import model_fingerprint, refuse_other_model
+from paraplan.ir.plan import Plan
+from paraplan.ir.trace import capture
+from paraplan.jobs.files import encode_plan
+from paraplan.jobs.identity import check_model
+
+SOURCE = '''
+"""A model of one attention layer."""
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+SCALE = 1.0
+
+
+def activate(x):
+    """What follows the projection."""
+    return F.relu(x)
+
+
+class Net(nn.Module):
+    drop = 0.0
+
+    def __init__(self, heads=2, eps=1e-5):
+        super().__init__()
+        self.heads, self.eps, self.offset = heads, eps, torch.tensor([0.1, 0.2])
+        self.project, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        """A loss."""
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        hidden = activate(self.out(mixed)) * SCALE + self.offset.sum()
+        hidden = self.norm(hidden.flatten(0, 1))
+        return (hidden / (hidden.pow(2).mean() + self.eps)).mean() * 0.3
+'''
+GIVEN = {"x": torch.randn(4, 3, 8)}
+
+
+def _load(folder: Path, source: str = SOURCE, name: str = "made") -> Any:
+    """A module of some source, as another process would have it."""
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Of the source as it is."""
+    model = _load(tmp_path_factory.mktemp("made")).Net()
+    return paraplan.compile(model, "local:1", example_inputs=GIVEN).data
+
+
+def _replaced(old: str, new: str) -> str:
+    assert old in SOURCE
+    return SOURCE.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "words"),
+    [
+        (SOURCE, {"heads": 4}, r"heads of Net 4 where the plan has 2"),
+        (SOURCE, {"eps": 1e-3}, r"eps of Net 0.001 where the plan has 1e-05"),
+        (_replaced("F.relu", "F.gelu"), {}, r"other code of activate"),
+        (_replaced("* 0.3", "* 0.4"), {}, r"other code of Net.forward"),
+        (_replaced("[0.1, 0.2]", "[0.1, 0.3]"), {}, r"offset of Net tensor float32\[2\]"),
+        (_replaced("nn.Linear(8, 8)", "nn.Linear(8, 8, bias=False)"), {}, "no parameter out.bias"),
+    ],
+)
+def test_another_model_is_refused_by_what_differs(
+    plan: Plan, tmp_path: Path, source: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PlanMismatchError, match=words):
+        check_model(plan, _load(tmp_path, source).Net(**options))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SOURCE,
+        _replaced("mixed", "attended"),
+        _replaced('"""A loss."""', '"""The loss of a batch."""  # said better'),
+        _replaced("    drop = 0.0\n", "    drop = 0.0\n\n    def generate(self, x):\n        return self(x) + 1\n"),
+        _replaced("    return F.relu(x)", "    y = F.relu(x)\n    return y"),
+    ],
+)
+def test_the_same_model_written_elsewhere_or_otherwise_is_taken(plan: Plan, tmp_path: Path, source: str) -> None:
+    check_model(plan, _load(tmp_path, source, "elsewhere").Net())
+
+
+def test_values_dtypes_and_devices_are_no_other_model(plan: Plan, tmp_path: Path) -> None:
+    module = _load(tmp_path)
+    trained = module.Net()
+    trained(**GIVEN).backward()
+    torch.optim.SGD(trained.parameters(), lr=0.1).step()
+    loaded = module.Net()
+    loaded.load_state_dict(trained.state_dict())
+    with torch.device("meta"):
+        empty = module.Net()
+    for model in (trained, loaded, module.Net().double(), module.Net().bfloat16(), empty):
+        check_model(plan, model)
+    with pytest.raises(PlanMismatchError, match="mode"):
+        check_model(plan, module.Net().eval())
+
+
+def _made_loss(factor: float) -> Callable[..., Any]:
+    return lambda out, batch: out.mean() * factor
+
+
+def test_another_loss_function_is_refused() -> None:
+    model, given = nn.Linear(4, 4), {"input": torch.randn(8, 4)}
+    plan = paraplan.compile(model, "local:1", example_inputs=given, loss_fn=_made_loss(1.0))
+    trainer_of = plan.executable
+    trainer_of(model)
+    trainer_of(model, loss_fn=_made_loss(1.0))
+    for other, words in (
+        (lambda out, batch: out.sum(), "loss function"),
+        (nn.MSELoss(), r"loss function MSELoss\(\)"),
+    ):
+        with pytest.raises(PlanMismatchError, match=words):
+            trainer_of(model, loss_fn=other)
+
+
+def test_an_edited_program_is_refused(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(encode_plan(plan))
+    assert paraplan.Plan.load(path).data == plan
+    text = path.read_text()
+    edited = text.replace(",0.3]", ",0.4]")
+    assert edited != text
+    path.write_text(edited)
+    with pytest.raises(InvalidPlanError, match=r"plan.json: its program is not the one that was saved"):
+        paraplan.Plan.load(path)
+    found = json.loads(text)
+    for change, error, words in (
+        ({"version": 1}, PlanMismatchError, "plan version 1, .* Plan again"),
+        ({"program_digest": "0"}, InvalidPlanError, "program_digest differs"),
+    ):
+        path.write_text(json.dumps({**found, **change}))
+        with pytest.raises(error, match=words):
+            paraplan.Plan.load(path)
+    del found["program_digest"]
+    path.write_text(json.dumps(found))
+    with pytest.raises(InvalidPlanError, match="program_digest"):
+        paraplan.Plan.load(path)
+
+
+def test_the_fingerprint_of_a_checkpoint(plan: Plan, tmp_path: Path) -> None:
+    saved = json.loads(json.dumps(model_fingerprint(plan.program)))
+    module = _load(tmp_path)
+    for model, precision, rows in ((module.Net(), "fp64", 8), (module.Net().bfloat16(), "bf16", 4)):
+        refuse_other_model(saved, capture(model, {"x": torch.randn(rows, 3, 8)}, precision=precision))
+    for other, words in (
+        (module.Net(heads=4), r"differ in :heads \(2 there, 4 here\)"),
+        (_load(tmp_path, _replaced("F.relu", "F.gelu"), "other").Net(), "differ in code of activate"),
+        (_load(tmp_path, _replaced("nn.Linear(8, 24)", "nn.Linear(8, 24, bias=False)"), "o").Net(), "parameters and"),
+    ):
+        with pytest.raises(PlanMismatchError, match=words):
+            refuse_other_model(saved, capture(other, GIVEN))

@@ -1,0 +1,436 @@
+"""What forward reads of Python is a constant of a captured step: a change is refused by name, or declared dynamic."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paraplan
+from paraplan.api import Buckets
+from paraplan.codegen import build_modules
+from paraplan.ir.errors import CaptureError, PlanMismatchError
+from paraplan.ir.plan import Plan
+from paraplan.ir.trace.capture import capture_with_reads
+from paraplan.ir.trace.reading import Reads
+from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.settings import Settings
+
+FACTOR = 1.0
+SHARED = {"tau": 1.0, "seen": 0}
+
+
+@dataclasses.dataclass
+class Options:
+    """A configuration object."""
+
+    k: float = 1.0
+    seen: int = 0
+
+
+class Schedule:
+    """An object whose method forward calls."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def scale(self) -> float:
+        """Reads an attribute of its own."""
+        return self.value
+
+
+OPTIONS = Options()
+
+
+class Reader(nn.Module):
+    """A linear layer times what a function reads of the module."""
+
+    level: float = 1.0
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.read, self.act = nn.Linear(4, 4), read, nn.ReLU()
+        self.tau, self._hidden, self.mode, self.unused = 1.0, 1.0, "a", 0
+        self.options, self.schedule, self.nested = Options(), Schedule(), {"a": [Options()]}
+        self.table, self.weights, self.tensor = {"tau": 1.0, "seen": 0}, [1.0, 2.0], torch.ones(4)
+        self.function = torch.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        return (self.layer(x) * self.read(self)).mean()
+
+
+def _closure() -> tuple[Callable[[Any], float], Callable[[Any], None]]:
+    value = 1.0
+
+    def read(model: Any) -> float:
+        return value
+
+    def change(model: Any) -> None:
+        nonlocal value
+        value = 0.5
+
+    return read, change
+
+
+def _set_global(model: Any) -> None:
+    globals()["FACTOR"] = 0.5
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "number": (lambda m: m.tau, lambda m: setattr(m, "tau", 0.5), r"tau of Reader was captured with tau=1.0 and has"),
+    "private": (lambda m: m._hidden, lambda m: setattr(m, "_hidden", 0.5), r"_hidden of Reader"),
+    "text": (lambda m: 1.0 if m.mode == "a" else 0.5, lambda m: setattr(m, "mode", "b"), r"mode='a' and has mode='b'"),
+    "class": (lambda m: m.level, lambda m: setattr(m, "level", 0.5), r"level of Reader"),
+    "config": (lambda m: m.options.k, lambda m: setattr(m.options, "k", 0.5), r"k of Options \(options.k\)"),
+    "new config": (lambda m: m.options.k, lambda m: setattr(m, "options", Options(0.5)), r"options.k.* was 1.0"),
+    "asdict": (lambda m: dataclasses.asdict(m.options)["k"], lambda m: setattr(m.options, "k", 0.5), "k of Options"),
+    "method": (lambda m: m.schedule.scale(), lambda m: setattr(m.schedule, "value", 0.5), "value of Schedule"),
+    "nested": (lambda m: m.nested["a"][0].k, lambda m: setattr(m.nested["a"][0], "k", 0.5), r"nested\['a'\]\[0\].k"),
+    "dict": (lambda m: m.table["tau"], lambda m: m.table.update(tau=0.5), r"table\['tau'\] of Reader"),
+    "list": (lambda m: sum(m.weights), lambda m: m.weights.append(1.0), r"weights=\[1.0, 2.0\] and has"),
+    "getattr": (lambda m: getattr(m, "t" + "au"), lambda m: setattr(m, "tau", 0.5), "tau of Reader"),
+    "vars": (lambda m: vars(m)["tau"], lambda m: setattr(m, "tau", 0.5), "tau of Reader"),
+    "hasattr": (lambda m: 0.5 if hasattr(m, "new") else 1.0, lambda m: setattr(m, "new", 1), "new of Reader"),
+    "tensor in place": (lambda m: m.tensor, lambda m: m.tensor.mul_(0.5), "tensor of Reader"),
+    "new tensor": (lambda m: m.tensor, lambda m: setattr(m, "tensor", m.tensor * 0.5), "tensor of Reader"),
+    "function": (lambda m: m.function(m.tensor), lambda m: setattr(m, "function", torch.sigmoid), "function of Reader"),
+    "module": (lambda m: m.act(m.tensor), lambda m: setattr(m, "act", nn.Sigmoid()), "another module 'act'"),
+    "global": (lambda m: FACTOR, _set_global, r"global FACTOR of test_settings.py was 1.0 .* is 0.5 now"),
+    "global dict": (lambda m: SHARED["tau"], lambda m: SHARED.update(tau=0.5), r"global SHARED\['tau'\]"),
+    "global object": (lambda m: OPTIONS.k, lambda m: setattr(OPTIONS, "k", 0.5), "k of Options|global OPTIONS.k"),
+    "closure": (*_closure(), "variable value around _closure"),
+}
+UNREAD: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "attribute": (lambda m: m.tau, lambda m: setattr(m, "unused", 1)),
+    "item": (lambda m: m.table["tau"], lambda m: m.table.update(seen=1)),
+    "field": (lambda m: m.options.k, lambda m: setattr(m.options, "seen", 1)),
+    "equal config": (lambda m: m.options.k, lambda m: setattr(m, "options", Options(1.0, 5))),
+    "global item": (lambda m: SHARED["tau"], lambda m: SHARED.update(seen=1)),
+    "a new one": (lambda m: m.tau, lambda m: setattr(m, "logged", [1])),
+}
+
+
+@pytest.fixture(autouse=True)
+def _globals() -> Any:
+    yield
+    globals()["FACTOR"] = 1.0
+    SHARED.update(tau=1.0, seen=0)
+    OPTIONS.k = 1.0
+
+
+def _settings(read: Callable[[Any], Any]) -> tuple[Reader, Settings]:
+    model = Reader(read)
+    program, reads = capture_with_reads(model, {"x": torch.randn(8, 4)})
+    return model, Settings(model, program, reads)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_what_forward_reads_is_refused(what: str) -> None:
+    read, change, words = CHANGES[what]
+    model, settings = _settings(read)
+    settings.check()
+    change(model)
+    with pytest.raises(PlanMismatchError, match=words):
+        settings.check()
+
+
+@pytest.mark.parametrize("what", UNREAD)
+def test_a_change_of_what_forward_does_not_read_is_none(what: str) -> None:
+    read, change = UNREAD[what]
+    model, settings = _settings(read)
+    change(model)
+    settings.check()
+
+
+def test_a_loaded_plan_knows_what_was_read() -> None:
+    model = Reader(lambda m: m.options.k * m.table["tau"] * FACTOR)
+    program, _ = capture_with_reads(model, {"x": torch.randn(8, 4)})
+    for change in (lambda m: setattr(m.options, "k", 0.5), lambda m: m.table.update(tau=0.5), _set_global):
+        twin = Reader(model.read)
+        settings = Settings(twin, program, Reads())
+        settings.check()
+        change(twin)
+        with pytest.raises(PlanMismatchError, match=r"1\.0 .*0\.5 now"):
+            settings.check()
+
+
+def test_a_loss_function_reads_too() -> None:
+    model, beta, scale = nn.Linear(4, 4), [1.0], Schedule()
+    program, reads = capture_with_reads(
+        model, {"input": torch.randn(8, 4)}, loss_fn=lambda out, batch: out.mean() * beta[0] * scale.scale()
+    )
+    for change, words in (
+        (lambda x: beta.__setitem__(0, x), r"beta\[0\]"),
+        (lambda x: setattr(scale, "value", x), "value of Schedule"),
+    ):
+        settings = Settings(model, program, reads)
+        settings.check()
+        change(0.5)
+        with pytest.raises(PlanMismatchError, match=words):
+            settings.check()
+        with pytest.raises(PlanMismatchError, match=words):  # changed between capture and the first step
+            Settings(model, program, reads)
+        change(1.0)
+
+
+def test_fit_and_a_trainer_compare_before_every_step() -> None:
+    given = {"x": torch.randn(8, 4)}
+    for make in (lambda m: paraplan.fit(m, given, "1GiB"), lambda m: _trainer(m, given)):
+        model = Reader(lambda m: m.tau)
+        made = make(model)
+        step = made if isinstance(made, nn.Module) else made.step
+        assert float(step(**given) if step is made else step(given)) == pytest.approx(float(model(**given)), rel=1e-5)
+        model.tau = 0.5
+        with pytest.raises(PlanMismatchError, match=r"dynamic=\['tau'\]"):
+            step(**given) if step is made else step(given)
+
+
+def _trainer(model: nn.Module, given: dict[str, Tensor], cluster: str = "local:1", **pins: Any) -> InProcessTrainer:
+    plan = paraplan.compile(model, cluster, example_inputs=given, **pins)
+    return InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], model)
+
+
+class Carries(nn.Module):
+    """Leaves something in itself."""
+
+    def __init__(self, how: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.how, self.steps, self.cache, self.log = nn.Linear(4, 4), how, 0, None, []
+        self.state: Any = torch.ones(4)
+        self.table: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        return self.how(self, self.layer(x)).mean()
+
+
+def _count(self: Any, h: Tensor) -> Tensor:
+    self.steps += 1
+    return h
+
+
+def _use(self: Any, h: Tensor) -> Tensor:
+    self.steps += 1
+    return h * self.steps
+
+
+def _branch(self: Any, h: Tensor) -> Tensor:
+    self.steps += 1
+    return h if self.steps > 5 else h * 2
+
+
+def _double(self: Any, h: Tensor) -> Tensor:
+    self.state = self.state * 2
+    return h * self.state
+
+
+def _remember(self: Any, h: Tensor) -> Tensor:
+    before = self.cache
+    self.cache = h.detach()
+    return h if before is None else h + before
+
+
+def _collect(self: Any, h: Tensor) -> Tensor:
+    self.log.append(h.mean())
+    return h
+
+
+def _recall(self: Any, h: Tensor) -> Tensor:
+    self.log.append(h.mean())
+    return h * len(self.log)
+
+
+def _mask(self: Any, h: Tensor) -> Tensor:
+    if self.cache is None:
+        self.cache = torch.arange(4.0)
+    return h * self.cache
+
+
+def _masks(self: Any, h: Tensor) -> Tensor:
+    if "m" not in self.table:
+        self.table["m"] = torch.arange(4.0)
+    return h * self.table["m"]
+
+
+def _leave(self: Any, h: Tensor) -> Tensor:
+    self.last = h
+    return h
+
+
+def _settle(self: Any, h: Tensor) -> Tensor:
+    self.steps = max(self.steps, h.shape[0])
+    return h
+
+
+@pytest.mark.parametrize(
+    ("how", "name"), [(_use, "steps"), (_branch, "steps"), (_double, "state"), (_remember, "cache"), (_recall, "log")]
+)
+def test_what_is_carried_from_step_to_step_is_refused(how: Callable[[Any, Tensor], Tensor], name: str) -> None:
+    with pytest.raises(CaptureError, match=rf"test_settings.py:.*forward changes {name} of Carries.*register_buffer"):
+        capture_with_reads(Carries(how), {"x": torch.randn(8, 4)})
+
+
+@pytest.mark.parametrize("how", [_count, _collect, _settle])
+def test_what_is_only_counted_or_steady_is_warned_of(how: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.warns(UserWarning, match="nothing in a step depends on that"):
+        capture_with_reads(Carries(how), {"x": torch.randn(8, 4)})
+
+
+@pytest.mark.parametrize("how", [_mask, _masks, _leave])
+def test_caches_of_constants_and_what_is_only_left_pass(how: Callable[[Any, Tensor], Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "forward changes")
+        capture_with_reads(Carries(how), {"x": torch.randn(8, 4)})
+
+
+class Annealed(nn.Module):
+    """Numbers and a tensor that a training loop changes, in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(4))
+        self.head, self.tau, self.power, self.mask = nn.Linear(4, 4), 0.5, 2, torch.ones(4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """A loss."""
+        for layer in self.layers:
+            x = layer(x)
+        out = self.head(x) * self.mask
+        return (out - y).pow(2).mean() * self.tau + (out.abs() ** self.power).mean() * (1 - self.tau)
+
+
+class Scaled(nn.Module):
+    """A layer with a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape."""
+        return torch.tanh(self.layer(x) / self.temperature)
+
+
+DYNAMIC = ("tau", "layers.1.temperature", "power", "mask")
+
+
+def _anneal(model: Any, step: int) -> None:
+    model.tau, model.power = 0.5 * 0.7**step, 2 + step
+    model.layers[1].temperature = 1 + step / 3
+    model.mask = torch.tensor([1.0, step, 2.0, 3.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"dp": 2}, {"tp": 2, "microbatches": 2}, {"pp": 2, "microbatches": 4}, {"dp": 2, "zero": 3}]
+)
+def test_dynamic_attributes_are_read_before_every_step(pins: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, twin = Annealed().double(), Annealed().double()
+    twin.load_state_dict(model.state_dict())
+    given = {"x": torch.randn(8, 4).double(), "y": torch.randn(8, 4).double()}
+    trainer = _trainer(model, given, "local:2", precision="fp64", dynamic=DYNAMIC, **pins)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(3):
+        for each in (model, twin):
+            _anneal(each, step)
+        found, wanted = trainer.step(given), twin(**given)
+        trainer.apply_optimizer(torch.optim.SGD, lr=0.1)
+        wanted.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(found) == pytest.approx(float(wanted), rel=1e-9)
+    for name, param in twin.named_parameters():
+        torch.testing.assert_close(trainer.params()[name], param.detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_dynamic_attributes_of_a_fitted_model() -> None:
+    torch.manual_seed(0)
+    model, twin = Annealed().double(), Annealed().double()
+    twin.load_state_dict(model.state_dict())
+    given = {"x": torch.randn(8, 4).double(), "y": torch.randn(8, 4).double()}
+    trained = paraplan.fit(model, given, "1GiB", dynamic=DYNAMIC)
+    for step in range(3):
+        for each in (model, twin):
+            _anneal(each, step)
+            each.zero_grad()
+        trained(**given).backward()
+        twin(**given).backward()
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+    model.layers[0].temperature = 2.0
+    with pytest.raises(
+        PlanMismatchError, match=r"temperature of Scaled 'layers.0'.*dynamic=\['layers.0.temperature'\]"
+    ):
+        trained(**given)
+    model.layers[0].temperature, model.tau = 1.0, "warm"
+    with pytest.raises(PlanMismatchError, match=r"self.tau is an input of the step .* is str 'warm' now"):
+        trained(**given)
+
+
+class Branching(nn.Module):
+    """Needs a number's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.k, self.tau, self.name = nn.Linear(4, 4), 2, 0.5, "a"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        return self.layer(x)[:, : self.k].mean() * self.tau
+
+
+def test_dynamic_says_what_it_cannot_take() -> None:
+    given = {"x": torch.randn(8, 4)}
+    for name, words in (
+        ("nothing", "dynamic names 'nothing', and Branching has no such attribute"),
+        ("name", "dynamic names 'name', which is a str"),
+        ("layer.weight", "dynamic names 'layer.weight', a parameter or buffer"),
+        (
+            "k",
+            r"self.k is declared dynamic, .* its number is needed: test_settings.py:.*self.layer\(x\)\[:, : self.k\]",
+        ),
+    ):
+        with pytest.raises(CaptureError, match=words):
+            capture_with_reads(Branching(), given, dynamic=["tau", name])
+
+
+def test_the_plan_keeps_what_was_read(tmp_path: Any) -> None:
+    model = Annealed()
+    given = {"x": torch.randn(8, 4), "y": torch.randn(8, 4)}
+    plan = paraplan.compile(model, "local:1", example_inputs=given, dynamic=["tau"])
+    plan.save(tmp_path / "plan.json")
+    loaded: Plan = paraplan.Plan.load(tmp_path / "plan.json").data
+    assert loaded == plan.data
+    assert loaded.program.settings["layers.*:temperature"] == "1.0" and ":tau" not in loaded.program.settings
+    assert loaded.program.batch["self.tau"].attribute == "tau"
+
+
+def test_buckets_of_one_shape_for_several_values() -> None:
+    torch.manual_seed(0)
+    model, twin = Branching().double(), Branching().double()
+    twin.load_state_dict(model.state_dict())
+    given = {"x": torch.randn(8, 4).double()}
+    buckets = Buckets.compile(
+        model, "local:1", [{"attributes": {"k": 2}}, {"attributes": {"k": 3}}], example_inputs=given, precision="fp64",
+        dynamic=["tau"],
+    )  # fmt: skip
+    trainer = buckets.executable(model)
+    optimizer, others = trainer.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step, k in enumerate((2, 3, 2, 3)):
+        for each in (model, twin):
+            each.k, each.tau = k, 0.5 * 0.5**step
+        found, wanted = trainer.step(given), twin(**given)
+        wanted.backward()
+        for each in (optimizer, others):
+            each.step()
+            each.zero_grad()
+        assert float(found) == pytest.approx(float(wanted), rel=1e-9)
+    model.k = 4
+    with pytest.raises(PlanMismatchError, match="k of Branching was captured with k=2 and has k=4 now"):
+        trainer.step(given)
