@@ -325,8 +325,9 @@ class BlockEmitter(LayoutMoves):
 def _fresh_strides(how: str, index: int, shape: Dims, inputs: list[LocalValue]) -> Dims:
     """How the index-th fresh output lies; attention keeps heads last in all but a mask's gradient (the fourth)."""
     lie = [(value.shape, value.strides) for value in inputs]
-    if how in ("elementwise", "elementwise_reversed"):
-        return elementwise_strides(shape, lie if how == "elementwise" else lie[::-1])
+    orders = {"elementwise": lie, "elementwise_reversed": lie[::-1], "elementwise_second": [*lie[1:], *lie[:1]]}
+    if how in orders:
+        return elementwise_strides(shape, orders[how])
     if how == "joined":
         return joined_strides(shape, lie)
     if how == "attention" and len(shape) == 4 and index < 3:

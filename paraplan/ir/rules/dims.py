@@ -121,7 +121,8 @@ class OpDef:
         dims: (op, input specs, output specs) -> its named dims.
         localise: (args, context) -> arguments with local sizes; None keeps them.
         strides: how fresh outputs lie: "contiguous", "elementwise", "elementwise_reversed" (the last input
-            decides first), "joined" (channels last if all inputs are), "attention"; "view" for views.
+            decides first), "elementwise_second" (the second does), "joined" (channels last if all inputs are),
+            "attention"; "view" for views.
         workspace: (input local specs, output local specs, args) -> bytes allocated and dropped inside.
         expand: (op, context, axis of the extended mesh) -> the local ops and exchanges (`ring.EXCHANGES`) that
             its strategy of several instructions along that axis consists of, as a graph of local shapes: its inputs are
@@ -167,6 +168,11 @@ def replicated(inputs: Specs, outputs: tuple[TensorSpec | None, ...]) -> OpDims:
         outputs=tuple(None if spec is None else (WHOLE,) * len(spec.shape) for spec in outputs),
         sizes={},
     )
+
+
+def place_of_dim(dim: Any, shape: tuple[int, ...]) -> int:
+    """A dim counted from the front; 0 of a scalar, which torch lets have one."""
+    return int(dim) % max(len(shape), 1)
 
 
 def letters(count: int, skip: str = "") -> Letters:

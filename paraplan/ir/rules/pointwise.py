@@ -154,6 +154,24 @@ def mse_loss_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return replicated(inputs, outputs) if op.args[3] == 1 else _dims(inputs, outputs, ())
 
 
+@register("aten.binary_cross_entropy.default", strides="elementwise")
+def binary_cross_entropy(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """Elementwise (capture writes sums and means out); refuses padding, which may be no probability."""
+    whole = len(inputs) > 2 or _reduction(op, 3)
+    return replicated(inputs, outputs) if whole else replace(_dims(inputs, outputs, ()), uneven=frozenset())
+
+
+@register("aten.binary_cross_entropy_backward.default", strides="elementwise_second")
+def binary_cross_entropy_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """Likewise, and linear in the gradient; torch lays the result out after the probabilities."""
+    return replicated(inputs, outputs) if len(inputs) > 3 or _reduction(op, 4) else _dims(inputs, outputs, ((0,),))
+
+
+def _reduction(op: Op, place: int) -> bool:
+    """Whether a loss reduces; by default it takes the mean."""
+    return op.kwargs.get("reduction", op.args[place] if len(op.args) > place else 1) != 0
+
+
 @register(*ROW_MAJOR)
 @register(*NONLINEAR, strides="elementwise")
 def nonlinear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:

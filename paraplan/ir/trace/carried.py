@@ -27,6 +27,10 @@ _WAY_OUT = (
 )
 
 
+_DERIVED = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""Of torch's recurrent layers: lists of their own parameters, made again whenever one is set."""
+
+
 class Changed(NamedTuple):
     """An attribute, or an item of one, that was read and then changed.
 
@@ -74,7 +78,7 @@ def refuse_carried(changes: Sequence[Changed], graph: str, again: Export) -> Non
     Raises:
         CaptureError: names attribute, line and way out.
     """
-    carried = {index: each for index, each in enumerate(changes) if not each.is_cache}
+    carried = {index: each for index, each in enumerate(changes) if not each.is_cache and each.name not in _DERIVED}
     if not carried:
         return
     line = ""

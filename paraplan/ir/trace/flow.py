@@ -81,7 +81,7 @@ def is_heavy(target: object) -> bool:
     return (
         target in autograd.HEAVY
         or target in autograd.RANDOM
-        or target in losses.SUMS
+        or target in losses.HEAVY
         or target in contractions.HEAVY
         or aten_name(target) in _HEAVY_ATEN
         or (isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", "paraplan"))

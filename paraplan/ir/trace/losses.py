@@ -11,24 +11,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def smoothed_cross_entropy_sum(
+def cross_entropy_rows(
     logits: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
 ) -> Tensor:
-    """Sum of (weighted, label-smoothed) cross-entropies; logits [..., v], labels [...].
+    """(Weighted, label-smoothed) cross-entropies; logits [..., v], labels [...].
 
     per row: (1 − ε) · w[y] · (−log p_y) + ε/v · Σ_c w_c · (−log p_c), zero where y is ignored.
     """
     logp = F.log_softmax(logits, -1)
+    rows = likelihood_rows(logp, labels, weight, ignore_index)
+    if not smoothing:
+        return rows
+    everywhere = -logp if weight is None else -logp * weight
+    spread = torch.where(labels != ignore_index, everywhere.sum(-1) * (smoothing / logits.shape[-1]), 0.0)
+    return (1 - smoothing) * rows + spread
+
+
+def likelihood_rows(logp: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """−w[y] · log p_y, zero where y is ignored; logp [..., v], labels [...]."""
     valid = labels != ignore_index
     index = torch.where(valid, labels, 0)
     rows = -logp.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    everywhere = -logp
-    if weight is not None:
-        rows = rows * weight[index]
-        everywhere = everywhere * weight
-    if smoothing:
-        rows = (1 - smoothing) * rows + everywhere.sum(-1) * (smoothing / logits.shape[-1])
-    return torch.where(valid, rows, 0.0).sum()
+    return torch.where(valid, rows if weight is None else rows * weight[index], 0.0)
+
+
+def soft_cross_entropy(logits: Tensor, shares: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
+    """Σ_c −w_c · s_c · log p_c of targets that are probabilities; both [..., v]."""
+    each = -F.log_softmax(logits, -1) * (shares * (1 - smoothing) + smoothing / logits.shape[-1])
+    return (each if weight is None else each * weight).sum(-1)
 
 
 def count_valid(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -83,4 +93,5 @@ def rms_norm(x: Tensor, dims: int, weight: Tensor | None, eps: float) -> Tensor:
     return (normal if weight is None else normal * weight).to(x.dtype)
 
 
-SUMS = frozenset({smoothed_cross_entropy_sum})
+HEAVY = frozenset({cross_entropy_rows, soft_cross_entropy})
+"""Worth storing the result of."""

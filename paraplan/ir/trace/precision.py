@@ -47,7 +47,7 @@ def lift_to_float64(graph: fx.Graph, rewriter: Rewriter, constants: dict[str, Te
             elif node.op == "call_function":
                 node.args, node.kwargs = _lift_literals(node.args), _lift_literals(node.kwargs)
                 _evaluate(node, rewriter)
-                _promote(node, rewriter)
+                _pin_dtype(node, rewriter)
                 _check(node)
     return {name: value.to(widened(value.dtype)) for name, value in constants.items()}
 
@@ -72,23 +72,25 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(saved)
 
 
-def _promote(node: fx.Node, rewriter: Rewriter) -> None:
-    """Integers that a float is made of (arange · 0.1, n / 2) are cast to it: made by promotion, its dtype would be the
-    default of whoever runs the op."""
-    made, sources = node.meta["val"], [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
-    if not isinstance(made, Tensor) or made.dtype != torch.float64 or node.kwargs.get("dtype") is not None:
+def _pin_dtype(node: fx.Node, rewriter: Rewriter) -> None:
+    """Has a float made of nothing (linspace) or of integers alone (a count's inverse) say that it is one: else the
+    default dtype where the program runs, which need not be float64, would decide."""
+    made, sources = node.meta["val"], node.all_input_nodes
+    values = [source.meta["val"] for source in sources]
+    if not (isinstance(made, Tensor) and made.is_floating_point()) or node.kwargs.get("dtype") is not None:
         return
-    if not sources or any(x.meta["val"].dtype.is_floating_point or x.meta["val"].is_complex() for x in sources):
+    if any(not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() for x in values):
         return
-    args, kwargs = node.args, node.kwargs
-    casts = {x: rewriter.call(node, torch.ops.aten._to_copy.default, x, dtype=made.dtype) for x in sources}
-    node.args, node.kwargs = fx.map_arg((args, kwargs), lambda x: casts.get(x, x))  # type: ignore[assignment]
+    before = node.args, node.kwargs
+    if not sources:
+        node.kwargs = {**node.kwargs, "dtype": made.dtype}
+    for source in sources:
+        cast = rewriter.call(node, torch.ops.aten._to_copy.default, source, dtype=made.dtype)
+        node.replace_input_with(source, cast)
     try:
-        again = rewriter.evaluate(node)
-    except Exception:  # noqa: BLE001  (the op wants integers: its dtype is no matter of promotion)
-        again = None
-    if again is None or (again.dtype, again.shape) != (made.dtype, made.shape):
-        node.args, node.kwargs = args, kwargs
+        node.meta["val"] = rewriter.evaluate(node)
+    except Exception:  # noqa: BLE001  (it takes integers only: a condition, an index; or no dtype)
+        node.args, node.kwargs = before
 
 
 def _line(node: fx.Node) -> str:

@@ -15,7 +15,7 @@ from paraplan.ir.trace.float8_kernels import ALIGNED
 from paraplan.ir.trace.flow import is_heavy, value_of
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 
-_NO_PRODUCTS = frozenset({autograd.cross_entropy_sum, autograd.dropout, autograd.uniform, *losses.SUMS})
+_NO_PRODUCTS = frozenset({autograd.cross_entropy_sum, autograd.dropout, autograd.uniform, *losses.HEAVY})
 
 
 def convert_linears(graph: fx.Graph, names: dict[fx.Node, str], rewriter: Rewriter) -> None:

@@ -149,6 +149,12 @@ def pointwise_cases() -> dict[str, list[Case]]:
         case([randn(), randn(4, 6), randn(4, 6)], "%a", "%b", "%c", 1),
         case([randn(), randn(4, 6), randn(4, 6)], "%a", "%b", "%c", 2),
     ]
+    shares = (positive(4, 6) - 0.4) / 1.2
+    found["aten.binary_cross_entropy.default"] = [case([shares, bools(4, 6).double()], "%a", "%b", None, 0)]
+    found["aten.binary_cross_entropy_backward.default"] = [
+        case([randn(4, 6), shares, positive(4, 6)], "%a", "%b", "%c", None, 0),
+        case([randn(), shares, positive(4, 6)], "%a", "%b", "%c", None, 1),
+    ]
     for name in ("maximum", "minimum"):
         found[f"aten.{name}.default"] = _binary()
     found["aten.atan2.default"] = _binary()

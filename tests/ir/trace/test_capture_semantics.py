@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.graph import Phase
+from paraplan.ir.micro import splittable
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.trace import capture
 
@@ -143,6 +144,61 @@ def test_elementwise_losses_become_sums(name: str) -> None:
 
     program, _ = check(Model(), X, loss_fn)
     assert not any(name in op.target for kind in program.kinds for op in kind.graph.ops)
+
+
+ROWS = torch.arange(1.0, 7.0, dtype=torch.float64)
+CLASSES = torch.arange(1.0, 9.0, dtype=torch.float64)
+CLASS_LOSSES = {
+    "per sample": lambda z, y: (F.cross_entropy(z, y, reduction="none") * ROWS).mean(),
+    "focal": lambda z, y: ((1 - torch.exp(-F.cross_entropy(z, y, reduction="none"))) ** 2).sum(),
+    "smoothed": lambda z, y: F.cross_entropy(z, y, reduction="none", label_smoothing=0.2).square().mean(),
+    "shares": lambda z, y: F.cross_entropy(z, z.detach().softmax(-1), label_smoothing=0.1),
+    "weighted shares": lambda z, y: F.cross_entropy(z, z.detach().softmax(-1), CLASSES.to(z.dtype)),
+    "likelihood": lambda z, y: F.nll_loss(z.log_softmax(-1), y, ignore_index=2),
+    "weighted likelihood": lambda z, y: F.nll_loss(z.log_softmax(-1), y, CLASSES.to(z.dtype), reduction="sum"),
+    "likelihood of rows": lambda z, y: (
+        F.nll_loss(z.view(2, 3, 8).log_softmax(-1).transpose(1, 2), y.view(2, 3), reduction="none").square().mean()
+    ),
+    "binary": lambda z, y: F.binary_cross_entropy(z.sigmoid(), (z.detach() > 0).to(z.dtype)),
+    "weighted binary": lambda z, y: F.binary_cross_entropy(
+        z.sigmoid(), z.detach().cos().square(), CLASSES.to(z.dtype), reduction="sum"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLASS_LOSSES)
+def test_losses_of_classes_split_over_the_batch(name: str) -> None:
+    class Model(Base):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return CLASS_LOSSES[name](self.b(self.a(x)), y)
+
+    program, _ = check(Model(), {**X, "y": torch.tensor([0, 1, 2, 3, 4, 5])})
+    assert splittable(program, 2) and splittable(program, 3)
+
+
+def test_floats_made_of_integers_are_float64() -> None:
+    """A count the user takes the inverse of, positions and their frequencies, a mask times a number."""
+
+    class Model(Base):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            angle = torch.arange(8) / 10.0 ** (torch.arange(8) / 7)
+            keep = y >= 0
+            rows = (
+                (self.a(x) * angle.cos() * torch.linspace(-1, 1, 8) + torch.sqrt(y.clamp(min=0) + 1)[:, None])
+                .square()
+                .sum(-1)
+            )
+            return (rows * (keep * 0.3)).sum() / keep.sum()
+
+    model, batch = Model(), {**X, "y": torch.tensor([1, 2, 3, -1, -1, 6])}
+    loss, grads = run(capture(model, batch, precision="fp64"), model, batch)
+    torch.set_default_dtype(torch.float64)
+    try:
+        wanted_loss, wanted = eager(model, batch, "fp64", None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-14)
+    assert worst_error(grads, wanted) <= 1e-14
 
 
 def test_loss_of_several_terms() -> None:
