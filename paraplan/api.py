@@ -57,6 +57,7 @@ _PARTS = {
     "rehearse": "paraplan.jobs.rehearse",
     "make_bucket_trainer": "paraplan.jobs.trainers",
     "check_buckets": "paraplan.runtime.buckets",
+    "attributes_set": "paraplan.ir.trace.dynamic",
 }
 _part = lazy(_PARTS)
 
@@ -228,12 +229,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Buckets:
-    """One plan per shape of the batch, for models trained on several (sequence lengths, say).
+    """One plan per shape of the batch or value of the model's `attributes`, for models trained on several.
 
-    All keep every parameter in the same layouts, so they share parameters and optimizer states.
-    """
+    All keep every parameter in the same layouts: they share parameters and optimizer states."""
 
     plans: tuple[Plan, ...]
+    attributes: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def compile(
@@ -244,26 +245,32 @@ class Buckets:
         Args:
             model, cluster: as for `compile`.
             buckets: per shape, what of `compile`'s options differs: {"seq": 128}, {"example_inputs": ...}. The one
-                that matters most comes first.
+                that matters most comes first; {"attributes": {"encoder.k": 3}} is taken while that is the value.
             options: the rest of them.
         """
         if not buckets:
             raise ConstraintError("buckets is empty: give one mapping of options per shape, e.g. [{'seq': 128}]")
-        first = compile(model, cluster, **{**options, **buckets[0]})
+        attributes = tuple(dict(each.get("attributes", {})) for each in buckets)
+
+        def plan(index: int, **more: Any) -> Plan:
+            own = {name: value for name, value in buckets[index].items() if name != "attributes"}
+            with _part("attributes_set")((model,), attributes[index]):
+                return compile(model, cluster, **{**options, **more, **own})
+
+        first = plan(0)
         stage = first.data.stages[0]
         pins = {name: at.text for name, at in stage.params.items()}
         degrees = ("dp", "tp", "sp", "cp", "cp_mode", "ep", "zero", "mesh")
         pinned = any(options.get(name) is not None for name in degrees)
         mesh = {} if pinned else {"mesh": stage.mesh.shape}
-        others = [compile(model, cluster, **{**options, **mesh, "params": pins, **each}) for each in buckets[1:]]
-        plans = (first, *others)
+        plans = (first, *(plan(index, **mesh, params=pins) for index in range(1, len(buckets))))
         _part("check_buckets")([plan.data for plan in plans])
-        return cls(plans)
+        return cls(plans, attributes)
 
     def executable(self, model: nn.Module, **options: Any) -> BucketTrainer:
         """This rank's trainer for all shapes; `options` as for `Plan.executable`."""
         return _part("make_bucket_trainer")(  # type: ignore[no-any-return]
-            [(plan.data, plan.programs, plan.reads) for plan in self.plans], model, **options
+            [(plan.data, plan.programs, plan.reads) for plan in self.plans], model, self.attributes, **options
         )
 
 

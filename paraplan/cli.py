@@ -7,8 +7,10 @@ message on stderr and exit code 2; `--debug` shows where it came from. `--json` 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -48,6 +50,7 @@ _PARTS = {
     "STRATEGIES": "paraplan.planner.compare",
     "check_names": "paraplan.planner.compare",
     "show_plan": "paraplan.terminal.show",
+    "plan_json": "paraplan.terminal.show",
     "show_summary": "paraplan.terminal.show",
     "show_simulation": "paraplan.terminal.show",
     "show_memory": "paraplan.terminal.memory",
@@ -192,22 +195,7 @@ def plan(
             found.save(output)
     _part("show_summary")(out(), found, output)
     if as_json:
-        _print_json(_plan_json(found))
-
-
-def _plan_json(found: Any) -> dict[str, Any]:
-    prediction, certificate = found.prediction, found.certificate
-    return {
-        "step_s": prediction.step_s,
-        "peak_bytes": max(prediction.peak_bytes),
-        "bound_s": certificate.bound_s,
-        "gap": certificate.gap,
-        "status": certificate.status,
-        "solve_s": found.solve_s,
-        "total_s": found.total_s,
-        "tokens_per_s": prediction.tokens_per_s,
-        "mfu": prediction.mfu,
-    }
+        _print_json(_part("plan_json")(found))
 
 
 def _check_batch(model: str, made: Any, batch: int | None, seq: int | None) -> None:
@@ -325,6 +313,12 @@ def run(
     weights: Annotated[
         str | None, typer.Option(metavar="FILE|DIR", help="safetensors to start from; initialised from --seed without.")
     ] = None,
+    save: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write a checkpoint of the run's end: all it goes on from.")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Go on from a checkpoint, of this or another plan of the model.")
+    ] = None,
     record: Annotated[str | None, typer.Option(metavar="FILE", help="Times of its ops, for paraplan learn.")] = None,
     compile_blocks: Annotated[
         bool, typer.Option("--compile", help="Through torch.compile, each block checked against eager first.")
@@ -334,7 +328,7 @@ def run(
     """Train a plan for some steps, on local processes or under torchrun."""
     options = {
         "steps": steps, "data": data, "lr": lr, "seed": seed, "check": check, "model": model, "clip": clip,
-        "weights": weights, "compile": compile_blocks, "record": record,
+        "weights": weights, "compile": compile_blocks, "record": record, "save": save, "resume": resume,
     }  # fmt: skip
     if "RANK" in os.environ:
         _run_rank(path, options, as_json)
@@ -353,13 +347,14 @@ def run(
 
 
 def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank has nothing to say of it, nor to do
     loaded, console = _part("Plan").load(path), out()
-    first = os.environ["RANK"] == "0"
-
+    first, told = os.environ["RANK"] == "0", itertools.count(1)
     every = max(1, options["steps"] // 20)
 
     def tell(step: int, loss: float, seconds: float) -> None:
-        if first and (step % every == 0 or step == options["steps"] - 1):
+        number = next(told)
+        if first and (number % every == 1 % every or number == options["steps"]):
             console.print(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s", highlight=False)
 
     result = _part("run")(loaded.data, loaded.programs, _part("RunOptions")(**options), tell)

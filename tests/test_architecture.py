@@ -7,8 +7,10 @@ feeds each one a module that breaks it.
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -282,3 +284,16 @@ def test_public_names() -> None:
 
 def test_version_is_the_package_metadata_s() -> None:
     assert f'version = "{paraplan.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_clone_in_the_current_folder_hides_nothing(tmp_path: Path) -> None:
+    """An editable install is a folder on the path: a finder of modules comes after the folder `paraplan` of a clone,
+    which has no `__init__.py` and is then taken for a package of that name."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["package-dir"] == {"": "."}
+    (tmp_path / "paraplan" / "paraplan").mkdir(parents=True)
+    code = f"import sys; sys.path.append({str(ROOT)!r}); import paraplan; print(paraplan.__version__, paraplan.compile)"
+    asked = [sys.executable, "-c", code]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    told = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert told.returncode == 0 and paraplan.__version__ in told.stdout, told.stderr

@@ -30,6 +30,7 @@ from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
 from tests.numerics import relative_error
+from tests.told import assert_told
 
 torch.set_num_threads(1)
 KEY = {"gather": "s", "alltoall": "h", "ring": "ring"}
@@ -92,6 +93,7 @@ def test_a_sharded_sequence(name: str, dropout: float, ranks: int, pins: dict[st
     axis = plan.stages[0].mesh.axes.index("cp")
     assert {key.split("|")[axis] for key in attention_keys(plan)} == {KEY[pins["cp_mode"]]}  # type: ignore[index]
     assert {layout.split(",")[axis] for layout in plan.stages[0].batch.values()} == {"S1"}
+    assert_told(plan, programs)
     trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
     assert float(abs(trainer.step(small.batch) - expected.loss) / abs(expected.loss)) <= 1e-12
     assert relative_error(trainer.grads(), expected.grads) <= 1e-9

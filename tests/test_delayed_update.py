@@ -218,7 +218,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_the_one_that_wrote_it() -> 
         other.optimizer_state_dict(theirs, create=True)
         other.load_state_dict(model)
         other.load_optimizer_state_dict(theirs, states)
-        other.steps_done = trainer.steps_done
+        assert other.steps_done == trainer.steps_done
         wanted, found = go_on(trainer, optimizer, 3), go_on(other, theirs, 3)
         assert all(torch.equal(x, found[name]) for name, x in wanted.items())
 

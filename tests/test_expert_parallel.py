@@ -40,6 +40,7 @@ from paraplan.planner.sharding import pins
 from paraplan.runtime.launch import spawn_local
 from paraplan.runtime.local import InProcessTrainer
 from tests.numerics import relative_error
+from tests.told import assert_told
 
 torch.set_num_threads(1)
 PRODUCTS = ("aten.bmm.default", "paraplan.experts", "paraplan.experts_grad")
@@ -87,6 +88,7 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(name: str, plan: Plan, programs: tuple[RankProgram, ...]) -> None:
     """Loss, gradients and two updates against one device; records against the prediction."""
     small, _, expected = captured(name)
+    assert_told(plan, programs)
     trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
     assert float(abs(trainer.step(small.batch) - expected.loss) / abs(expected.loss)) <= 1e-12
     assert relative_error(trainer.grads(), expected.grads) <= 1e-9

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import paraplan
+from paraplan.api import Buckets
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import CaptureError, PlanMismatchError
 from paraplan.ir.plan import Plan
@@ -408,3 +409,28 @@ def test_the_plan_keeps_what_was_read(tmp_path: Any) -> None:
     assert loaded == plan.data
     assert loaded.program.settings["layers.*:temperature"] == "1.0" and ":tau" not in loaded.program.settings
     assert loaded.program.batch["self.tau"].attribute == "tau"
+
+
+def test_buckets_of_one_shape_for_several_values() -> None:
+    torch.manual_seed(0)
+    model, twin = Branching().double(), Branching().double()
+    twin.load_state_dict(model.state_dict())
+    given = {"x": torch.randn(8, 4).double()}
+    buckets = Buckets.compile(
+        model, "local:1", [{"attributes": {"k": 2}}, {"attributes": {"k": 3}}], example_inputs=given, precision="fp64",
+        dynamic=["tau"],
+    )  # fmt: skip
+    trainer = buckets.executable(model)
+    optimizer, others = trainer.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step, k in enumerate((2, 3, 2, 3)):
+        for each in (model, twin):
+            each.k, each.tau = k, 0.5 * 0.5**step
+        found, wanted = trainer.step(given), twin(**given)
+        wanted.backward()
+        for each in (optimizer, others):
+            each.step()
+            each.zero_grad()
+        assert float(found) == pytest.approx(float(wanted), rel=1e-9)
+    model.k = 4
+    with pytest.raises(PlanMismatchError, match="k of Branching was captured with k=2 and has k=4 now"):
+        trainer.step(given)

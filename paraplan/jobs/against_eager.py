@@ -30,6 +30,7 @@ Tensors = Mapping[str, Tensor]
 ROUNDING = 8.0
 """A step's rounding errors against those of the eager model: both sum in orders of their own."""
 
+CAPTURED = "the captured program on one device"
 ISLANDS = 1e-5
 """What a float64 step may be off by from a model that computes partly in float32."""
 
@@ -140,7 +141,7 @@ class AgainstEager:
             other = self._judge(captured(shared, same), again, words)
             other.against += ", all random draws of a shape alike,"
             own = _compared(found, captured(self.program, seeds), self._base(), self.noise, self._floor)
-            own.against = "the captured program on one device"
+            own.against = CAPTURED
             if not own.holds:  # what the captured program does says nothing of the step
                 return own
             if runs.unmatched or other.holds:

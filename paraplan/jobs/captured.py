@@ -72,7 +72,8 @@ class Captured:
             value = full[f"param:{name}"].detach().to("cpu", getattr(torch, dtype)).clone()
             self.masters[name] = nn.Parameter(value) if name in trained else value
         self.buffers = {
-            name: full[f"buffer:{name}"].to("cpu", getattr(torch, spec.dtype)) for name, spec in program.buffers.items()
+            name: full[f"buffer:{name}"].to("cpu", getattr(torch, spec.dtype), copy=True)
+            for name, spec in program.buffers.items()
         }
         self.trained = trained_params(program)
         self.optimizer = optimizer([self.masters[name] for name in self.trained])  # type: ignore[misc]

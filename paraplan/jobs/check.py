@@ -24,7 +24,7 @@ from paraplan.ir.errors import CheckError
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program, master_dtype
 from paraplan.ir.trace.outputs import LossChoice
-from paraplan.jobs.against_eager import ROUNDING, AgainstEager, Fault, Verdict
+from paraplan.jobs.against_eager import CAPTURED, ROUNDING, AgainstEager, Fault, Verdict
 from paraplan.jobs.captured import Captured, MakeOptimizer, Outcome, Tensors, overflows, with_aliases
 from paraplan.jobs.differences import Difference, differences, floor_of, max_error, relative
 from paraplan.jobs.eager import Call, Taken
@@ -195,7 +195,7 @@ class SingleDevice:
         if errors.failure:
             return
         if not worst.ratio <= 1:
-            errors.failure = said(worst, self._step, "the captured program on one device", _PLAN_DIFFERS)
+            errors.failure = said(worst, self._step, CAPTURED, _PLAN_DIFFERS)
         elif not verdict.holds:
             errors.failure = eager_failure(verdict, self._step, rereads)
         elif rereads:
@@ -236,7 +236,8 @@ def eager_failure(verdict: Verdict, step: int, rereads: str = "") -> str:
     if verdict.cannot:
         return f"step {step}: {verdict.cannot}, so the step cannot be held against it; make the model run on one device"
     assert verdict.worst is not None
-    return said(verdict.worst, step, verdict.against, rereads or _PROGRAM_DIFFERS)
+    remedy = _PLAN_DIFFERS if verdict.against == CAPTURED else rereads or _PROGRAM_DIFFERS
+    return said(verdict.worst, step, verdict.against, remedy)
 
 
 def shared_numbers(program: Program) -> str:

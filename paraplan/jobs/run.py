@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
@@ -52,6 +53,8 @@ class RunOptions:
         clip: largest gradient norm; None for no clipping.
         weights: safetensors files to start from; None for initialisation from the seed.
         compile: run forward and backward blocks through torch.compile.
+        save: folder for a checkpoint of the run's end.
+        resume: folder of a checkpoint to go on from, of any plan of the model.
         record: file that the times of its ops go to, from STEPS_RECORDED steps more.
     """
 
@@ -65,6 +68,8 @@ class RunOptions:
     weights: str | None = None
     compile: bool = False
     record: str | None = None
+    save: str | None = None
+    resume: str | None = None
 
 
 @dataclass
@@ -100,6 +105,11 @@ def check_run(plan: Plan, options: RunOptions) -> None:
     """
     if options.steps < 1:
         raise ConstraintError(f"--steps {options.steps}: at least 1")
+    if options.check and options.resume is not None:
+        raise ConstraintError(
+            "--check compares with a single device from its first step on, which has no states to --resume from; give "
+            "one of them"
+        )
     check_devices(plan.cluster)
     if options.record is not None:
         check_recordable(plan, options.compile or plan.compiled)
@@ -156,11 +166,11 @@ def run(
     )  # fmt: skip
     scaler = trainer.scaler() if plan.program.precision == "fp16" else None
     cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]
-
-    def optimizer_of(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return cls(params, lr=options.lr, **extra)  # type: ignore[call-arg]
-
     optimizer = trainer.optimizer(cls, lr=options.lr, **extra)
+    optimizer_of = partial(cls, lr=options.lr, **extra)
+    if options.resume is not None:
+        trainer.resume(options.resume, optimizer, None, scaler)
+    first = trainer.steps_done
     if options.check and trainer.rank == 0:
         fill(plan.program, made.model, values_of(plan.program, made.model, options.weights, options.seed))
     single = SingleDevice(plan, made, optimizer_of, options.seed) if options.check and trainer.rank == 0 else None
@@ -169,7 +179,7 @@ def run(
     result = RunResult(predicted_peak_bytes=max(peaks))
     times = []
     for step in range(options.steps):
-        batch = with_attributes(plan.program, made.model, batches(step))
+        batch = with_attributes(plan.program, made.model, batches(first + step))
         started = time.perf_counter()
         trainer.record = step == recorded
         loss = float(trainer.step(batch))
@@ -186,13 +196,15 @@ def run(
             if single is not None:
                 single.compare(batch, options.clip, loss, grads, params, params)
         result.loss.append(loss)
-        tell(step, loss, times[-1])
+        tell(first + step, loss, times[-1])
     trainer.flush()
+    if options.save is not None:
+        trainer.save(options.save, optimizer, None, scaler)
     usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
     result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
     result.compiled = trainer.compiled
     if options.record is not None:
-        seconds = _seconds(trainer, lambda step: batches(options.steps + step), optimizer, options.clip, scaler)
+        seconds = _seconds(trainer, lambda step: batches(first + options.steps + step), optimizer, options.clip, scaler)
         write_run(Path(options.record), plan, trainer.state.executor.program, seconds, usual)
     return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.holding import holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.trace.dynamic import attributes_set
 from paraplan.ir.trace.reading import Reads
 from paraplan.jobs.identity import check_model
 from paraplan.runtime.buckets import BucketTrainer
@@ -56,14 +57,16 @@ def make_trainer(
 
 
 def make_bucket_trainer(
-    plans: Sequence[tuple[Plan, Sequence[RankProgram], Reads | None]], model: nn.Module, **options: Any
-) -> BucketTrainer:
+    plans: Sequence[tuple[Plan, Sequence[RankProgram], Reads | None]], model: nn.Module,
+    attributes: Sequence[Mapping[str, Any]] = (), **options: Any,
+) -> BucketTrainer:  # fmt: skip
     """This rank's trainer for the shapes of several plans; see `Buckets.executable`."""
     options["compile_blocks"] = options.pop("compile", False)
     trainers: list[Trainer] = []
-    for plan, programs, reads in plans:
+    for index, (plan, programs, reads) in enumerate(plans):
         share = trainers[0] if trainers else None
-        trainers.append(make_trainer(plan, programs, model, share=share, reads=reads, **options))
+        with attributes_set((model,), attributes[index] if attributes else {}):
+            trainers.append(make_trainer(plan, programs, model, share=share, reads=reads, **options))
     return BucketTrainer(trainers)
 
 

@@ -11,13 +11,13 @@ from collections import Counter
 
 import msgspec
 
-from paraplan.ir.graph import Graph, Op, Phase
+from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable, remat_of
 from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, local_shape, parse_layout
 from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.dims import op_def
-from paraplan.ir.rules.strategies import AxisChoice, dims_of, mesh_choices
+from paraplan.ir.rules.strategies import choices_named
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
 
@@ -114,12 +114,6 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
     return " and ".join(words)
 
 
-def axis_parts(op: Op, graph: Graph, key: str) -> tuple[AxisChoice, ...]:
-    """What an op does along every axis, from its strategy's key."""
-    options = {choice.key: choice for choice in mesh_choices(dims_of(op, graph.values))}
-    return tuple(options[part.split(">")[0]] for part in key.split("|")) if key else ()
-
-
 def used_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:
     """For every value the forward reads, the layout its first reader wants; what is cast to float8 is its cast's."""
     found: dict[str, Layout] = {}
@@ -130,7 +124,7 @@ def used_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:
         if op.target == "paraplan.float8_cast" and op.outs[0] is not None:
             casts[op.tensors[0]] = op.outs[0]
             continue
-        parts = axis_parts(op, graph, key)
+        parts = choices_named(op, graph.values, key)
         for position, name in enumerate(op.tensors):
             found.setdefault(name, tuple(part.inputs[position] for part in parts))
     return {name: found[cast] for name, cast in casts.items() if cast in found} | found
@@ -150,7 +144,7 @@ def made_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:
     """For every value an op makes, how it lies afterwards."""
     found: dict[str, Layout] = {}
     for op, key in zip(graph.ops, choice.ops, strict=True):
-        parts, texts = axis_parts(op, graph, key), key.split("|")
+        parts, texts = choices_named(op, graph.values, key), key.split("|")
         for position, name in enumerate(op.outs):
             if name is not None:
                 found[name] = tuple(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.plan import Plan
 from paraplan.ir.trace.dynamic import attribute_now, with_attributes
 from paraplan.ir.trace.reading import Reads
@@ -37,6 +38,14 @@ class Attributes:
             PlanMismatchError: names what was changed, from what to what.
         """
         self._settings.check(evaluating)
+
+    def holds(self) -> bool:
+        """Whether the model's constants are those of the plan."""
+        try:
+            self._settings.check()
+        except PlanMismatchError:
+            return False
+        return True
 
     def fill(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A global batch with the attributes that are inputs, as they are now."""

@@ -41,7 +41,8 @@ def check_buckets(plans: Sequence[Plan]) -> None:
                 f"the plan for {shapes} keeps {other or 'its parameters'} elsewhere than that for {seen[0]}: pin "
                 "params={name: 'stored/grad/state'} to the first plan's, as Buckets.compile does"
             )
-    if any(shapes in seen[:index] for index, shapes in enumerate(seen)):
+    keys = [(shapes, plan.program.settings) for shapes, plan in zip(seen, plans, strict=True)]
+    if any(key in keys[:index] for index, key in enumerate(keys)):
         raise PlanMismatchError(f"two of the plans are for one shape of the batch: {seen}")
 
 
@@ -69,21 +70,17 @@ class BucketTrainer:
             PlanMismatchError: no plan is for that shape.
         """
         given = {name: tuple(x.shape) for name, x in batch.items()}
-        for trainer in self.trainers:
-            if shapes_of(trainer.plan) == given:
-                return trainer
-        for trainer in self.trainers:
-            if trainer.takes(batch):
-                return trainer
+        fitting = [trainer for trainer in self.trainers if shapes_of(trainer.plan) == given]
+        fitting = fitting or [trainer for trainer in self.trainers if trainer.takes(batch)]
+        if fitting:  # where no plan is for the model's attributes as they are, the first one's error says which
+            return next((trainer for trainer in fitting if trainer.attributes.holds()), fitting[0])
         known = "; ".join(str(shapes_of(trainer.plan)) for trainer in self.trainers)
         raise PlanMismatchError(f"no plan is for a batch of {given}; there are plans for {known}")
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """`Trainer.step` under the plan for the batch's shape; takes whole global batches."""
-        trainer, done = self.pick(batch), self.last.state.steps_done
-        self.last = trainer
-        trainer.state.steps_done = done
-        return trainer.step(batch)
+        self.last = self.pick(batch)
+        return self.last.step(batch)
 
     def eval_step(
         self, batch: Mapping[str, Tensor], outputs: Wanted = None, names: Sequence[str] | None = None

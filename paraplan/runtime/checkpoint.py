@@ -7,7 +7,7 @@ copies follow from it. `state_dict` holds DTensors that share storage with the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.params import join_over
+from paraplan.runtime.progress import groups_of, matched, pack, take_groups, unpack
 from paraplan.runtime.rank import Rank
 
 
@@ -46,10 +47,8 @@ class Checkpointing:
 
     @property
     def steps_done(self) -> int:
-        """Steps taken, which the seeds of dropout and the end of `delayed_update`'s first steps follow.
-
-        No checkpoint has it: set it in a run that goes on from one.
-        """
+        """Steps taken, which the seeds of dropout and the end of `delayed_update`'s first steps follow; training states
+        have it."""
         return self.state.steps_done
 
     @steps_done.setter
@@ -158,15 +157,44 @@ class Checkpointing:
         buffers = {f"buffer:{name}": full[name] for name in self._written if name in full}
         self.state.load({f"param:{name}": full[name] for name in self.state.stage.params} | buffers)
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, create: bool = False) -> dict[str, dict[str, Any]]:
-        """Parameter name -> slot -> value; slots of a parameter's shape as DTensors sharing storage.
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, create: bool = False) -> dict[str, Any]:
+        """What an optimizer goes on from: {"state": parameter name -> slot -> value, "about": bytes}.
 
-        Schedulers and a scaler keep numbers that are the same on every rank: save their own state dicts beside this.
+        Slots of a parameter's shape are DTensors that share storage; `about` has the options of param groups by the
+        names of their parameters, steps taken and the seed. Schedulers and a scaler have states of their own;
+        `training_state` has everything.
 
         Args:
             optimizer: of this trainer.
             create: make the slots where there are none yet, so that a checkpoint can be loaded into them.
         """
+        about = {
+            "groups": groups_of([optimizer], self.state.params, self.transport.everyones),
+            "steps_done": self.steps_done, "seed": self.state.seed,
+        }  # fmt: skip
+        return {"state": self.slots(optimizer, create), "about": pack(about)}
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """The inverse, from DTensors laid out as `optimizer_state_dict` gives them; steps taken and the seed too.
+
+        Raises:
+            PlanMismatchError: it has no groups, or not those of this optimizer.
+        """
+        if set(state) != {"state", "about"}:
+            raise PlanMismatchError(
+                "these are an optimizer's states without its groups' options (learning rate, decay) and the steps "
+                "taken, as an earlier version gave them; to go on with the options it has now, give {'state': them, "
+                "'about': trainer.optimizer_state_dict(optimizer)['about']}"
+            )
+        about = unpack(state["about"])
+        groups = groups_of([optimizer], self.state.params, self.transport.everyones)
+        match = matched(groups, about["groups"])
+        self.load_slots(optimizer, state["state"])
+        take_groups([optimizer], about["groups"], match)
+        self.steps_done, self.state.seed = about["steps_done"], about["seed"]
+
+    def slots(self, optimizer: torch.optim.Optimizer, create: bool = False) -> dict[str, dict[str, Any]]:
+        """Parameter name -> slot -> value; those of a parameter's shape as DTensors that share storage."""
         self.flush()
         if create:
             self._create_slots(optimizer)
@@ -174,37 +202,43 @@ class Checkpointing:
         self.state.executor.copier.settle()
         return {
             name: {
-                slot: self._dtensor(name, value, self.state.layouts[name]) if _like(value, param) else value
+                slot: self._dtensor(name, value, self.state.layouts[name]) if is_like(value, param.shape) else value
                 for slot, value in optimizer.state[param].items()
             }
             for name, param in self.state.params.items()
             if param in optimizer.state
         }
 
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """The inverse, from DTensors laid out as `optimizer_state_dict` gives them."""
+    def load_slots(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """The inverse; parameters of no group of the optimizer are left out, and those without slots have none then."""
         self.flush()
+        mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for name, param in self.state.params.items():
+            if id(param) in mine and name not in state:
+                optimizer.state.pop(param, None)
         for name, slots in state.items():
             param = self.state.params[self._known(name)]
+            if id(param) not in mine:
+                continue
             kept = {slot: value.to_local() if isinstance(value, DTensor) else value for slot, value in slots.items()}
             optimizer.state[param] = {
-                slot: v.to(param.device if _like(v, param) else v.device, copy=True) if isinstance(v, Tensor) else v
+                slot: v.to(param.device if is_like(v, param.shape) else v.device, copy=True)
+                if isinstance(v, Tensor) else v
                 for slot, v in kept.items()
-            }
+            }  # fmt: skip
 
     def _create_slots(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of learning rate zero on zero gradients, for parameters without state."""
-        rates = [group["lr"] for group in optimizer.param_groups]
-        grads = {param: param.grad for param in self.state.params.values()}
+        """One step of learning rate zero on zero gradients, for parameters without state; values and options stay."""
+        mine = [param for group in optimizer.param_groups for param in group["params"]]
+        before = [(group, dict(group)) for group in optimizer.param_groups]
+        grads = {param: param.grad for param in mine}
         for param in grads:
             param.grad = None if param in optimizer.state else torch.zeros_like(param)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
+        for group in (each for each in optimizer.param_groups if "lr" in each):
+            group["lr"] = group["lr"] * 0
         optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, options in before:
+            group.update({key: value for key, value in options.items() if key != "params"})
         for param, grad in grads.items():
             param.grad = grad
 
@@ -234,6 +268,7 @@ class Checkpointing:
     def _refresh(self) -> None:
         self.state.executor.copier.forget()
         self.state.executor.run(self.state.restoring)
+        self.state.settled()
 
     def _forget(self) -> None:
         """Gradients that wait are of parameters that are no more."""
@@ -245,5 +280,6 @@ def _placement(placement: ir_mesh.Placement) -> Placement:
     return Shard(placement.dim) if isinstance(placement, ir_mesh.Shard) else Replicate()
 
 
-def _like(value: object, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0
+def is_like(value: object, shape: Sequence[int]) -> bool:
+    """Whether an optimizer's state has an element for each of a parameter's."""
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0

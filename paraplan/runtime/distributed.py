@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -190,6 +191,14 @@ class DistributedTransport:
             x = ops.fresh(x)  # as in `gather`
             dist.broadcast(ops.as_sent(x), source)
         return x
+
+    def everyones(self, value: Any) -> list[Any]:
+        """A small value of every rank of all meshes, in order of the ranks."""
+        if not dist.is_initialized():
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
 
     def gather(self, x: Tensor, axis: int) -> list[Tensor]:
         """x of every rank along a mesh axis, in order of the coordinate, at once."""

@@ -12,6 +12,7 @@ backward per forward.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,9 +27,12 @@ from paraplan.ir.trace.dynamic import with_attributes
 from paraplan.ir.trace.fake import parameter_names, taken
 from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.returned import Returned
+from paraplan.runtime.checkpoint import is_like
 from paraplan.runtime.fitted_step import FittedStep
+from paraplan.runtime.progress import Optimizers, groups_of, listed, pack, unpack
 from paraplan.runtime.settings import Settings
 from paraplan.runtime.torch_private import in_transform
+from paraplan.runtime.training_state import ABOUT, about_run, give_numbers, read_numbers
 
 
 class FittedModule(nn.Module):
@@ -124,6 +128,59 @@ class FittedModule(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own."""
         return self._model[0].load_state_dict(*args, **kwargs)
+
+    def training_state(self, optimizer: Optimizers = None, scheduler: Any = None, scaler: Any = None) -> dict[str, Any]:
+        """Everything the run goes on from, whole, here or under any plan; as `Trainer.full_training_state`.
+
+        Args:
+            optimizer: over `parameters()`, or several.
+            scheduler: torch's, or several.
+            scaler: torch's.
+        """
+        model, program = self._model[0], self._step.plan.program
+        params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        kept = {name: x.detach().cpu().clone() for name, x in model.named_parameters(remove_duplicate=False)}
+        kept |= {name: buffers[name].detach().cpu().clone() for name in program.buffer_updates}
+        optimizers = listed(optimizer)
+        slots = {
+            name: {key: x.detach().cpu() if isinstance(x, Tensor) else x for key, x in each.state[param].items()}
+            for each in optimizers
+            for name, param in params.items()
+            if param in each.state
+        }
+        about = about_run(program, optimizers, params, scheduler, scaler, self._step.steps_done, self._step.seed)
+        about = unpack(pack(about))
+        optimized = {"state": copy.deepcopy(slots), "param_groups": about.pop("groups")}
+        return {"model": kept, "optimizer": optimized, ABOUT: about}
+
+    def load_training_state(
+        self, full: Mapping[str, Any], optimizer: Optimizers = None, scheduler: Any = None, scaler: Any = None
+    ) -> None:
+        """Take in what `training_state`, or a trainer's `full_training_state`, gave.
+
+        Raises:
+            PlanMismatchError: it is of another model, or its groups, schedules or scaler are not those given.
+        """
+        model, optimizers, program = self._model[0], listed(optimizer), self._step.plan.program
+        params = dict(model.named_parameters())
+        numbers = read_numbers(program, full, optimizers, groups_of(optimizers, params), scheduler, scaler)
+        own = {**params, **{name: x for name, x in model.named_buffers() if name in program.buffer_updates}}
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if name in full["model"]:
+                    tensor.copy_(full["model"][name])
+        for each in optimizers:
+            for param in (param for group in each.param_groups for param in group["params"]):
+                each.state.pop(param, None)
+            for name, slots in full["optimizer"]["state"].items():
+                if any(params[name] is param for group in each.param_groups for param in group["params"]):
+                    place, shape = params[name].device, params[name].shape
+                    each.state[params[name]] = {
+                        key: x.to(place if is_like(x, shape) else x.device, copy=True) if isinstance(x, Tensor) else x
+                        for key, x in slots.items()
+                    }
+        give_numbers(numbers, optimizers, scheduler, scaler)
+        self._step.steps_done, self._step.seed = numbers["steps_done"], numbers["seed"]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Made again of the model and its plan: what runs them holds functions and handles."""

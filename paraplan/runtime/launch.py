@@ -23,7 +23,8 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,11 @@ PRELOADED = (
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals the agent takes over while a job runs, where it runs in the main thread."""
 
-_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+_LOGGERS = (
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.multiprocessing.spawn",
+)
 
 
 def init_distributed(backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:
@@ -155,10 +160,25 @@ def prepare_ranks() -> str:
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     given = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    multiprocessing.forkserver.ensure_running()
+    with _without_interrupts():
+        multiprocessing.forkserver.ensure_running()
     if given is None:
         del os.environ["OMP_NUM_THREADS"]
     return "forkserver"
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes started here ignore Ctrl-C, which a terminal sends to all of its processes: who started them ends
+    them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None) -> int:
@@ -224,6 +244,7 @@ def _reasons(folder: Path) -> str:
 
 def run_rank(module: str, args: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run a module or file as the main program of a rank that the agent has started."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
     os.environ.update(environment)  # a server's environment is that of the first job
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     # nobody's stderr but rank 0's is shown

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paraplan.ir.entry import Entry
 from paraplan.ir.holding import counted_here, holdings
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
 from paraplan.runtime.attributes import Attributes
 from paraplan.runtime.batch import shard_batch
@@ -36,6 +36,7 @@ from paraplan.runtime.rank import Rank
 from paraplan.runtime.scaling import SCALE, Scaler
 from paraplan.runtime.staged import Staging
 from paraplan.runtime.stepping import make_executors, step_together
+from paraplan.runtime.updates import make_optimizer
 from paraplan.runtime.weights import values_of
 
 
@@ -110,6 +111,10 @@ class InProcessTrainer:
         """
         if any(rank.has_begun for rank in self.ranks):  # the optimizer's step was skipped
             self.flush()
+        if any(rank.is_stale for rank in self.ranks):
+            self._together(lambda rank: rank.restoring)
+            for rank in self.ranks:
+                rank.settled()
         self.attributes.check()
         batch = self.attributes.fill(batch)
         for index, rank in enumerate(self.ranks):
@@ -122,12 +127,16 @@ class InProcessTrainer:
 
     def flush(self) -> None:
         """As `Trainer.flush`."""
-        due = [rank for rank in self.ranks if rank.is_due]
-        before = [rank.executor.noting for rank in due]
-        for rank in due:
+        if any(rank.is_due for rank in self.ranks):
+            self._together(lambda rank: rank.flushing() if rank.is_due else ())
+
+    def _together(self, steps: Callable[[Rank], Sequence[Step]]) -> None:
+        """Steps of every rank beside a training step, of which no account is kept."""
+        before = [rank.executor.noting for rank in self.ranks]
+        for rank in self.ranks:
             rank.executor.noting = False
-        step_together(self.transport, [rank.executor for rank in due], [rank.flushing() for rank in due])
-        for rank, noting in zip(due, before, strict=True):
+        step_together(self.transport, [rank.executor for rank in self.ranks], [steps(rank) for rank in self.ranks])
+        for rank, noting in zip(self.ranks, before, strict=True):
             rank.executor.noting = noting
 
     def losses(self) -> list[Tensor]:
@@ -209,7 +218,7 @@ class InProcessTrainer:
         With a scaler, an update that finds an infinite gradient is skipped.
         """
         if not self.optimizers:
-            self.optimizers = [cls(rank.param_groups(groups, params), **options) for rank in self.ranks]
+            self.optimizers = [make_optimizer(rank, cls, groups, params, options) for rank in self.ranks]
             self._staging = [
                 Staging(rank, optimizer, self.transport.tracker)
                 for rank, optimizer in zip(self.ranks, self.optimizers, strict=True)
@@ -228,6 +237,8 @@ class InProcessTrainer:
             scaler.update()
         if all(stepped):
             step_together(self.transport, [rank.executor for rank in self.ranks], [rank.tail() for rank in self.ranks])
+            for rank in self.ranks:
+                rank.settled()
         for rank in self.ranks:
             for param in rank.params.values():
                 param.grad = None

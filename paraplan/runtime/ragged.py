@@ -1,13 +1,15 @@
 """A batch with fewer rows than the plan was made for: padded with rows that count for nothing.
 
-That is exact where every term of the loss is a sum of cross-entropies over a count of valid labels, and no op mixes
-samples: padding rows repeat the first row, with ignored labels, so they add zero to both. Any other loss (a plain
-mean, whose divisor is written in the program) is refused.
+Padding rows repeat the first row, but for inputs that say what counts (labels, masks, weights of samples), which hold a
+number there with which the row counts for nothing. Which inputs and numbers do that is tried: `padded` says of each try
+whether all numerators and denominators of the loss, and so all gradients, are those of the other rows. Where none does
+(a plain mean, whose divisor is written in the program), and where an op mixes samples, the batch is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -15,13 +17,16 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
-from paraplan.ir.graph import Op, Phase
+from paraplan.ir.graph import Phase
 from paraplan.ir.mesh import Shard
-from paraplan.ir.micro import graph_micro, program_micro
+from paraplan.ir.micro import ProgramMicro, graph_micro, program_micro
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import LossTerm, Program
+from paraplan.ir.program import Program
+from paraplan.runtime.padded import Rows
 
-_SCALINGS = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.neg.default")
+MAX_TRIES = 400
+_COMPARISONS = tuple(f"aten.{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+_MOVES = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar", "aten.rsub.Scalar")
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,12 @@ class Padding:
     """How a program's batch is padded.
 
     Attributes:
-        labels: batch input -> the label that is ignored.
+        labels: batch input -> the number with which a row counts for nothing.
         reason: why it cannot be; "" where it can.
         row_dims: output -> its batch dim.
     """
 
-    labels: dict[str, int] = field(default_factory=dict)
+    labels: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     row_dims: dict[str, int] = field(default_factory=dict)
 
@@ -116,20 +121,9 @@ def padding(key: _Key) -> Padding:
         return Padding(reason=f"{micro.mixes} mixes samples, so that padding would count in it")
     if program.buffer_updates:
         return Padding(reason=f"the model keeps statistics of the batch ({next(iter(program.buffer_updates))})")
-    labels: dict[str, int] = {}
-    for term in program.loss:
-        ignored = _ignored(program, term)
-        if ignored is None:
-            return Padding(
-                reason=f"the loss{f' {term.name!r}' if term.name else ''} is no sum of cross-entropies over the number "
-                "of valid labels, so that padding would count in it"
-            )
-        for source in program.denominators[term.denominator or 0].inputs:
-            if not source.startswith("batch:"):
-                continue
-            name = source.removeprefix("batch:")
-            if labels.setdefault(name, ignored) != ignored:
-                return Padding(reason=f"{name} is ignored at {labels[name]} by one loss and at {ignored} by another")
+    labels, fault = _fills(program, micro)
+    if fault:
+        return Padding(reason=fault)
     values = dict(micro.values)
     for segment, found in zip(program.segments, micro.segments, strict=True):
         kind = program.kinds[segment.kind]
@@ -148,32 +142,59 @@ def padding(key: _Key) -> Padding:
     return Padding(labels=labels, row_dims=row_dims)
 
 
-def _ignored(program: Program, term: LossTerm) -> int | None:
-    """The label a term ignores, where its numerator sums cross-entropies and its denominator counts valid labels."""
-    if term.denominator is None:
-        return None
-    denominator = program.denominators[term.denominator]
-    compared = [op.args[1] for op in denominator.graph.ops if op.target == "aten.ne.Scalar"]
-    integers = all(
-        source.startswith("batch:") and denominator.graph.values[local].dtype in ("int64", "int32")
-        for local, source in zip(denominator.graph.inputs, denominator.inputs, strict=True)
-    )
-    if len(set(compared)) != 1 or not integers:
-        return None
-    op = _maker(program, term.numerator)
-    if op is not None and op.target == "paraplan.ce_loss" and op.args[-1] == compared[0]:
-        return int(compared[0])
-    return None
+def _fills(program: Program, micro: ProgramMicro) -> tuple[dict[str, float], str]:
+    """What padding rows hold so that they count for nothing; and, where nothing does, why."""
+    fault = "no input says which rows count in the loss"
+    for index, tried in enumerate(itertools.islice(_tries(program), MAX_TRIES)):
+        found = Rows(program, micro, tried).fault()
+        if not found:
+            return tried, ""
+        fault = fault if index else found
+    return {}, fault
 
 
-def _maker(program: Program, value: str) -> Op | None:
-    """The op behind a numerator, scalings by numbers left out."""
-    for segment in program.segments:
-        if value in segment.outputs:
-            kind = program.kinds[segment.kind]
-            made = {out: op for op in kind.graph.ops if op.phase is Phase.FORWARD for out in op.outs if out}
-            op = made.get(kind.outputs[segment.outputs.index(value)])
-            while op is not None and op.target in _SCALINGS and len(op.tensors) == 1:
-                op = made.get(op.tensors[0])
-            return op
-    return None
+def _tries(program: Program) -> Iterator[dict[str, float]]:
+    """Inputs that may say what counts, with the numbers they are compared with and around them: fewest inputs first,
+    and those that a denominator counts."""
+    counted = {source for each in program.denominators for source in each.inputs}
+    last = {source for term in program.loss for source in _beside(program, term.numerator)}
+    names = [
+        name
+        for name, entry in program.batch.items()
+        if entry.batch_dim is not None and f"batch:{name}" in {*counted, *last}
+    ]
+    names.sort(key=lambda name: f"batch:{name}" not in counted)
+    numbers = _numbers(program)
+    for count in range(1, min(len(names), 3) + 1):
+        for chosen in itertools.combinations(names, count):
+            for values in itertools.product(*(_fitting(program, name, numbers) for name in chosen)):
+                yield dict(zip(chosen, values, strict=True))
+
+
+def _beside(program: Program, numerator: str) -> tuple[str, ...]:
+    return next((segment.inputs for segment in program.segments if numerator in segment.outputs), ())
+
+
+def _numbers(program: Program) -> list[float]:
+    """Numbers that labels are compared with, and what becomes one of them by adding or subtracting another."""
+    graphs = [each.graph for each in program.denominators] + [
+        program.kinds[segment.kind].graph
+        for segment in program.segments
+        if any(term.numerator in segment.outputs for term in program.loss)
+    ]
+    ops = [op for graph in graphs for op in graph.ops if op.phase is Phase.FORWARD]
+    written = {x for op in ops for x in op.args[1:] if isinstance(x, (int, float)) and not isinstance(x, bool)}
+    compared = {op.args[-1] for op in ops if op.target.startswith("paraplan.ce_loss")}
+    compared |= {op.args[4] for op in ops if op.target.startswith("aten.nll_loss")}
+    compared |= {op.args[1] for op in ops if op.target in _COMPARISONS and op.args[1] in written}
+    moved = {op.args[1] for op in ops if op.target in _MOVES and op.args[1] in written}
+    around = [x + sign * by for x in sorted(compared) for by in sorted(moved) for sign in (-1, 1)]
+    return list(dict.fromkeys([*sorted(compared), 0, *around, 1, *sorted(x for x in written if abs(x) < 1e6)]))
+
+
+def _fitting(program: Program, name: str, numbers: list[float]) -> list[float]:
+    """Of these, what an input can hold."""
+    dtype = program.batch[name].spec.dtype
+    if dtype == "bool":
+        return [0, 1]
+    return numbers if dtype.startswith(("float", "bfloat")) else [x for x in numbers if x == int(x)]

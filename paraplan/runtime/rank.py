@@ -7,6 +7,7 @@ state tensors, and the rest (copies back into the stored parameters, drops) foll
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,14 @@ class Updates(Protocol):
         """Let go of what is due."""
 
 
+@dataclass
+class Clock:
+    """What random numbers follow: the base of seeds and the steps taken."""
+
+    seed: int
+    steps_done: int = 0
+
+
 class Rank:
     """A rank's tensors around an executor.
 
@@ -65,6 +74,7 @@ class Rank:
         flush: the steps that apply what is due.
         waiting: the gradients that wait beside states.
         torn: whether an update failed on its way, so that stored copies are to be written from their states again.
+        has_optimizer: whether one was made over its parameters.
     """
 
     def __init__(self, plan: Plan, executor: Executor, values: Values | Rank, seed: int, device: str = "cpu") -> None:
@@ -75,9 +85,9 @@ class Rank:
         self._steps = {phase: split_steps(in_phase(self.program, phase).steps) for phase in Phase}
         self.phase, self.flush = Phase.STEADY, flush_steps(self.program)
         self.updates: Updates | None = None
-        self.torn = False
-        self.seed, self.steps_done = seed, 0
+        self.torn = self.has_optimizer = False
         shared = values if isinstance(values, Rank) else None
+        self.clock = Clock(seed) if shared is None else shared.clock
         source: Values = Nothing() if isinstance(values, Rank) else values
         held = {} if shared is None else {name: x for name, x in shared.tensors.items() if name in self.program.outer}
         self.tensors: dict[str, Tensor] = local_tensors(
@@ -100,6 +110,7 @@ class Rank:
             if home_name(name) in self.tensors
         }
         self.waiting = WaitingGrads(self.params, homes) if shared is None else shared.waiting
+        self._written = self._versions()
 
     def _optimized(self, name: str, state: Tensor) -> Tensor:
         """What an optimizer's parameter is made of: the state, or where its gradient is on another device than it
@@ -117,6 +128,24 @@ class Rank:
         return param_groups(self.params, groups, params, self.tiers, everywhere)
 
     @property
+    def seed(self) -> int:
+        """Base of the random seeds."""
+        return self.clock.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self.clock.seed = seed
+
+    @property
+    def steps_done(self) -> int:
+        """Steps taken, by all plans that share parameters."""
+        return self.clock.steps_done
+
+    @steps_done.setter
+    def steps_done(self, count: int) -> None:
+        self.clock.steps_done = count
+
+    @property
     def before(self) -> tuple[Step, ...]:
         """The steps before the optimizer."""
         return self._steps[self.phase][0]
@@ -131,6 +160,20 @@ class Rank:
         """The calls that write states into stored copies."""
         calls = (step for step in self._steps[Phase.STEADY][1] if step.kind is StepKind.CALL)
         return *self._early, *(step for step in calls if not step.block.startswith("recall"))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether stored copies are to be written again: an update failed, or parameters were written after it."""
+        return self.torn or self._written != self._versions()
+
+    def settled(self) -> None:
+        """Stored copies are as their states are."""
+        self.torn, self._written = False, self._versions()
+
+    def _versions(self) -> list[int]:
+        """How often each parameter was written, of those whose values stay where they are."""
+        apart = self.staged | self.late
+        return [param._version for name, param in self.params.items() if name not in apart]
 
     @property
     def delays(self) -> bool:

@@ -173,7 +173,7 @@ class _Owner:
                 return True
             if now != self._values or list(map(type, now)) != self._types:
                 return True
-        return any(not now_is(value_at(owner, name, item)) for name, item, now_is, _ in self._slow)
+        return bool(self._slow) and any(not now_is(value_at(owner, name, item)) for name, item, now_is, _ in self._slow)
 
     def difference(self, but: tuple[str, ...]) -> tuple[str, tuple[Any, ...], _Said, str, str] | None:
         """The first that is: name, item, what it is called, what it was and is; None where only those of `but` are."""
@@ -216,6 +216,7 @@ class _Module:
         self.where = f"{type(module).__name__} {name!r}" if name else type(module).__name__
         self._ref = weakref.ref(module)
         self._hooks = self._hooks_of(module)
+        self._has_hooks = any(self._hooks)
         self._children = [(key, _reference(child)) for key, child in module._modules.items()]
 
     @staticmethod
@@ -228,18 +229,27 @@ class _Module:
         module = self._ref()
         if module is None:
             return ""
-        if self._hooks_of(module) != self._hooks:
+        held = module.__dict__
+        if (self._has_hooks or _any_hook(held)) and self._hooks_of(module) != self._hooks:
             return (
                 "has other hooks than when the step was captured, and a captured step runs those of then; register "
                 "them before, and"
             )
-        held = module._modules
-        if len(held) != len(self._children):
+        children = held["_modules"]
+        if not children and not self._children:
+            return ""
+        if len(children) != len(self._children):
             return "has other modules than when the step was captured; put them back, or"
         for key, child in self._children:
-            if held.get(key) is not child():
+            if children.get(key) is not child():
                 return f"has another module {key!r} than when the step was captured; put that back, or"
         return ""
+
+
+def _any_hook(held: dict[str, Any]) -> bool:
+    return bool(
+        held["_forward_hooks"] or held["_forward_pre_hooks"] or held["_backward_hooks"] or held["_backward_pre_hooks"]
+    )
 
 
 def _reference(owner: Any) -> Callable[[], Any]:

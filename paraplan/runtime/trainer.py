@@ -29,7 +29,6 @@ from paraplan.ir.trace.reading import Reads
 from paraplan.runtime import compiled as compiling
 from paraplan.runtime.attributes import Attributes
 from paraplan.runtime.batch import ShardedBatch, shard_batch
-from paraplan.runtime.checkpoint import Checkpointing
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.evaluate import (
@@ -50,10 +49,12 @@ from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, message_pairs
 from paraplan.runtime.scaling import SCALE, Scaler
 from paraplan.runtime.staged import Staging
+from paraplan.runtime.training_state import TrainingStates
+from paraplan.runtime.updates import make_optimizer
 from paraplan.runtime.weights import values_of
 
 
-class Trainer(Checkpointing):
+class Trainer(TrainingStates):
     """One rank of a plan.
 
     Args:
@@ -122,9 +123,7 @@ class Trainer(Checkpointing):
         if self.state.has_begun:  # the optimizer's step was skipped
             self.flush()
         self.state.start(mine)
-        if self.state.torn:
-            self.state.executor.run(self.state.restoring)
-            self.state.torn = False
+        self._restore()
         if self.record:
             self.state.begin_account(self._optimizers)
         self._take(self.state.before)
@@ -164,6 +163,7 @@ class Trainer(Checkpointing):
         self.attributes.check(evaluating=True)
         whole = not isinstance(batch, ShardedBatch)
         rows = missing_rows(self.plan, self.attributes.fill(batch)) if whole else None
+        self._restore()
         bind(executor, self.state, self.cut(batch) if whole else self.attributes.refill(batch))  # type: ignore[arg-type]
         if self.record:
             self.state.account(executor, self._optimizers)
@@ -172,6 +172,12 @@ class Trainer(Checkpointing):
             [executor], outputs, lambda shape, layout, parts: join_over(shape, layout, parts[0], self.transport.gather)
         )
         return found if outputs != "global" else without_padding(self.plan, found, rows)
+
+    def _restore(self) -> None:
+        """Bring to stored parameters what was written into the optimizer's since its step (clamped weights, say)."""
+        if self.state.is_stale:
+            self.state.executor.run(self.state.restoring)
+            self.state.settled()
 
     def _take(self, steps: Iterable[Step], executor: Executor | None = None) -> None:
         executor = executor or self.state.executor
@@ -219,13 +225,16 @@ class Trainer(Checkpointing):
         parameters, and brings in what it has updated meanwhile with those of the step before.
 
         Args:
-            cls: any torch optimizer that updates elements independently (the layouts are not told to it).
+            cls: a torch optimizer. One that updates elements by others (norms, statistics of rows, orthogonalised
+                updates) is found out and refused where the plan shards what it would take whole.
             groups: `{"match": regex, **options}`; the first whose pattern is found in a parameter's name takes it.
             params: makes the param groups from the shards by name; excludes `groups`.
             after: runs after its step, instead of `finish_update`.
             options: for cls.
+        Raises:
+            PlanMismatchError: a pattern matches nothing, or the optimizer is another one on shards (see `coupling`).
         """
-        made = cls(self.state.param_groups(groups, params), **options)
+        made = make_optimizer(self.state, cls, groups, params, options)
         staging = Staging(self.state, made, self.transport.tracker) if self.state.staged else None
         trainer = weakref.ref(self)
         if self.state.late:
@@ -272,7 +281,7 @@ class Trainer(Checkpointing):
                     param.grad = None
         self.state.torn = True
         self._take(self.state.tail())
-        self.state.torn = False
+        self.state.settled()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch's, over all shards of all gradients: every element counts once.

@@ -154,3 +154,19 @@ def _memory(told: Explanation) -> Table:
         table.add_row(row.what, show_bytes(row.nbytes), show_share(row.nbytes, whole))
     table.add_row("[bold]peak[/bold]", f"[bold]{show_bytes(whole)}[/bold]", "")
     return table
+
+
+def plan_json(found: Any) -> dict[str, Any]:
+    """A plan as the JSON object of `plan --json`."""
+    prediction, certificate = found.prediction, found.certificate
+    return {
+        "step_s": prediction.step_s,
+        "peak_bytes": max(prediction.peak_bytes),
+        "bound_s": certificate.bound_s,
+        "gap": certificate.gap,
+        "status": certificate.status,
+        "solve_s": found.solve_s,
+        "total_s": found.total_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "mfu": prediction.mfu,
+    }

@@ -108,6 +108,19 @@ def test_run_on_two_processes_equals_one_device(plan_file: Path, command: Any) -
     assert found["measured_peak_bytes"] <= found["predicted_peak_bytes"] <= 1.02 * found["measured_peak_bytes"]
 
 
+def test_a_run_is_saved_and_resumed_under_another_plan(plan_file: Path, command: Any) -> None:
+    alone = command("plan", "zoo:net", "local:1", "--precision", "fp64", "-o", "one.json")
+    assert alone.code == 0, alone.err
+    given = ("--model", "zoo:net", "--json")
+    whole = last_json(command("run", "one.json", "--steps", "4", *given))["loss"]
+    begun = last_json(command("run", "plan.json", "--steps", "2", "--save", "c", *given))["loss"]
+    rest = command("run", "one.json", "--steps", "2", "--resume", "c", *given)
+    assert begun + last_json(rest)["loss"] == pytest.approx(whole, rel=1e-9)
+    assert "step    3" in rest.out
+    refused = command("run", "one.json", "--resume", "c", "--check", *given)
+    assert refused.code == 2 and "--check compares" in refused.err
+
+
 def test_a_run_that_is_not_the_eager_model_fails(here: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("plan", "zoo:outside", "local:1", "-o", "plan.json").code == 0
     again = ["run", "plan.json", "--steps", "2", "--model", "zoo:outside", "--check", "--json"]

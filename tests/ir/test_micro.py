@@ -131,3 +131,12 @@ def test_instances_with_equal_inputs_share_their_analysis(tiny_stacks) -> None: 
         for j, second in enumerate(kinds):
             if first == second:
                 assert micro.segments[i] is micro.segments[j]
+
+
+def test_a_loss_function_that_mixes_samples_is_named_by_its_line() -> None:
+    def far_from_the_next(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (torch.tanh(output - output.roll(1, 0)) * output).sum().exp()
+
+    captured = capture(nn.Linear(6, 6), {"input": torch.randn(4, 6)}, loss_fn=far_from_the_next, precision="fp64")
+    sources = [kind.graph.source_of(op) for kind in captured.kinds for op in kind.graph.ops if "roll" in op.target]
+    assert sources and all("test_micro.py" in source and "far_from_the_next" in source for source in sources)

@@ -21,6 +21,7 @@ from paraplan.planner.sharding.lagrangian import evaluate, scalarised
 from paraplan.planner.sharding.messages import Messages, groupings
 from paraplan.planner.sharding.network import Factor, Network, Row
 from paraplan.planner.sharding.optimise import least_activity, optimise
+from paraplan.planner.sharding.solve import Limits
 
 STREAMS = 2
 
@@ -224,3 +225,24 @@ def test_a_cutoff_ends_the_search_only_where_all_choices_cost_more() -> None:
             assert beaten.objective == pytest.approx(least, rel=1e-6)
         assert optimise(network, small=0, cutoff=least * 1.01).objective == pytest.approx(least, rel=1e-6)
     assert ended
+
+
+def test_a_deadline_is_looked_at_inside_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of time, what there is is given back: a bound that holds, and choices that are possible."""
+    visited: list[int] = []
+    visit = Messages._visit
+    monkeypatch.setattr(Messages, "_visit", lambda self, at, step: (visited.append(at), visit(self, at, step))[1])
+    network = random_network(3, blocked=0.0)
+    late = evaluate(network, np.ones(STREAMS), np.zeros(0), -math.inf)
+    assert not visited
+    best = min(float(work.sum()) for _, work in every_choice(network))
+    assert late.bound <= best <= float(network.work(late.choices).sum()) < math.inf
+    assert evaluate(network, np.ones(STREAMS), np.zeros(0), math.inf).bound >= late.bound
+    assert visited
+    answer = optimise(network, time_limit_s=-1.0)
+    assert answer.choices is not None and answer.bound <= best
+
+
+def test_tries_on_a_mesh_share_its_time() -> None:
+    limits = Limits(time_s=4.0, memory_bytes=1.0)
+    assert [limits.left_s(taken) for taken in (0.0, 1.5, 4.0, 9.0)] == [4.0, 2.5, 0.4, 0.4]

@@ -23,6 +23,7 @@ from paraplan.planner.overlap import in_pieces, piece_counts
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
 from tests.numerics import relative_error
+from tests.told import assert_told
 
 
 def keys_of(plan: Plan) -> set[str]:
@@ -55,6 +56,7 @@ def test_pieces_give_the_single_devices_numbers(
     found = {key.split(".")[0] for key in keys_of(plan) if "." in key}
     assert found == {"gather", "scatter"}
     programs = verify_plan(plan)
+    assert_told(plan, programs)
     trainer = InProcessTrainer(plan, programs, [build_modules(each) for each in programs], model)
     tensors = dict(model.named_parameters(remove_duplicate=False))
     params = {key: tensors[key].detach().clone() for key in program.params}

@@ -91,7 +91,7 @@ def updated_late(folder: Path) -> None:
     dcp.load(state, checkpoint_id=folder / "late")
     other.load_state_dict(state["model"])
     other.load_optimizer_state_dict(theirs, state["optimizer"])
-    other.steps_done = trainer.steps_done
+    assert other.steps_done == trainer.steps_done
     for number in range(5, 8):
         for each in ((trainer, optimizer), (other, theirs)):
             step(*each, number)

@@ -37,6 +37,19 @@ def test_the_guard_is_named_before_anything_starts(name: str, tmp_path: Path) ->
         assert 'if __name__ == "__main__":' in done.stderr
 
 
+def test_what_ranks_are_forked_from_ignores_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends Ctrl-C to all of its processes; that one would end with a traceback, and take the job along."""
+    asked: list[object] = []
+    note = lambda: asked.append(signal.getsignal(signal.SIGINT))  # noqa: E731
+    monkeypatch.setattr(launch.multiprocessing.forkserver, "ensure_running", note)
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(launch, "check_guard", lambda: None)
+    before = signal.getsignal(signal.SIGINT)
+    assert launch.prepare_ranks() == "forkserver"
+    assert asked == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_child_that_runs_the_script_again_says_so(tmp_path: Path) -> None:
     """The script looks at its name, but starts processes outside of that."""
     path = tmp_path / "script.py"

@@ -65,6 +65,7 @@ LINEAR: dict[str, Shape] = {
     "learned uncertainty": lambda m, z, y, t: F.cross_entropy(z, y) * torch.exp(-m.scale) + m.scale,
     "less a constant": lambda m, z, y, t: 1 - F.cross_entropy(z, y) / 3,
     "stacked": lambda m, z, y, t: torch.stack([F.cross_entropy(z, y), F.mse_loss(z, t)]).sum(),
+    "each sample's": lambda m, z, y, t: (F.cross_entropy(z, y, reduction="none") * t.mean(1)).mean(),
     "class weights": lambda m, z, y, t: F.cross_entropy(z, y, weight=m.weights),
     "class weights computed": lambda m, z, y, t: F.cross_entropy(z, y, weight=torch.softmax(m.weights, 0)),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_a_loss_that_padding_would_change_is_refused() -> None:
             return F.mse_loss(self.head(x), y)
 
     captured = capture(Mean(), {"x": torch.zeros(8, 8), "y": torch.zeros(8, 4)})
-    with pytest.raises(PlanMismatchError, match=r"has 3 rows, the plan was made for 8, .* no sum of cross-entropies"):
+    with pytest.raises(PlanMismatchError, match=r"has 3 rows, the plan was made for 8, .* divided by no count"):
         pad(plan_of(captured, 0), {"x": torch.zeros(3, 8), "y": torch.zeros(3, 4)})
 
     class Mixing(Net):
@@ -207,3 +208,85 @@ def test_a_choice_of_loss_that_is_not_there() -> None:
         capture(model, batch(), loss={"kind": 0.0, "box": 1.0})
     with pytest.raises(pp.ParaplanError, match=r"not a scalar float"):
         capture(model, batch(), loss="boxes")
+
+
+class Lossy(nn.Module):
+    """A loss of one's own over logits, labels and weights of samples."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.body, self.head, self.loss = nn.Linear(8, 8), nn.Linear(8, 6), loss
+
+    def forward(self, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        return self.loss(self, self.head(torch.tanh(self.body(x))), y, m)
+
+
+def squares(z: Tensor) -> Tensor:
+    return (z.sum(-1) - 1).square()
+
+
+PADDED: dict[str, tuple[Callable[..., Tensor], dict[str, float]]] = {
+    "shifted": (lambda s, z, y, m: F.cross_entropy(z, y + 1), {"y": -101}),
+    "from one": (lambda s, z, y, m: F.cross_entropy(z, y - 1, ignore_index=-1), {"y": 0}),
+    "chosen": (lambda s, z, y, m: F.cross_entropy(z, torch.where(y == 4, -100, y)), {"y": -100}),
+    "smoothed, weighted": (
+        lambda s, z, y, m: F.cross_entropy(z, y, weight=torch.arange(1, 7).to(z), label_smoothing=0.1),
+        {"y": -100},
+    ),
+    "weights of samples": (lambda s, z, y, m: (squares(z) * m).sum() / m.sum(), {"m": 0}),
+    "one minus a mask": (lambda s, z, y, m: (squares(z) * (1 - m)).sum() / (1 - m).sum(), {"m": 1}),
+    "a choice": (
+        lambda s, z, y, m: torch.where(y >= 2, squares(z), 0.0).sum() / (y >= 2).sum().to(z.dtype),
+        {"y": 0},
+    ),
+    "two inputs": (lambda s, z, y, m: (squares(z) * m).sum() / (y >= 0).sum().to(z.dtype), {"m": 0, "y": -1}),
+    "with decay": (lambda s, z, y, m: F.cross_entropy(z, y) + 0.1 * s.body.weight.square().sum(), {"y": -100}),
+}
+REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "clamped": (lambda s, z, y, m: F.cross_entropy(z, y.clamp(min=0)), "sums what rows would count in"),
+    "two terms": (lambda s, z, y, m: F.cross_entropy(z, y) + F.mse_loss(z.sum(-1), m), "divided by no count"),
+    "times rows": (lambda s, z, y, m: z.shape[0] * F.cross_entropy(z, y), "8.0, which may be how many rows"),
+    "labels of two": (
+        lambda s, z, y, m: F.cross_entropy(z, y) + F.cross_entropy(2 * z, y.clamp(min=0)),
+        "sums what rows would count in",
+    ),
+    "divided by nothing": (
+        lambda s, z, y, m: (squares(z) / m * (m != 0)).sum() / (m != 0).sum(),
+        "cannot have|rows would count",
+    ),
+}
+
+
+def lossy(loss: Callable[..., Tensor]) -> tuple[Plan, Lossy, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    model = Lossy(loss)
+    m = torch.tensor([1.0, 0.5, 0.0, 2.0, 0.25, 1.0, 0.0, 3.0])
+    given = {"x": torch.randn(8, 8), "y": torch.tensor([1, 2, 4, 3, 2, 1, 2, 4]), "m": m}
+    plan = plan_of(capture(model, given, precision="fp64"), 0)
+    return plan, model.double(), {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_follows_what_becomes_of_labels_and_weights(name: str) -> None:
+    loss, fills = PADDED[name]
+    plan, model, whole = lossy(loss)
+    padded = pad(plan, {key: x[:5] for key, x in whole.items()})
+    assert {key: float(padded[key][-1]) for key in fills} == fills
+    trainer = trainer_of(plan, model)
+    for rows in (5, 2):
+        given = {key: x[:rows] for key, x in whole.items()}
+        model.zero_grad()
+        wanted = model(**given)
+        wanted.backward()
+        torch.testing.assert_close(trainer.step(given), wanted.detach(), rtol=1e-12, atol=0)
+        named = dict(model.named_parameters())
+        for key, found in trainer.grads().items():
+            torch.testing.assert_close(found, named[key].grad, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_padding_that_would_count_is_refused(name: str) -> None:
+    loss, words = REFUSED[name]
+    plan, _, whole = lossy(loss)
+    with pytest.raises(PlanMismatchError, match=words):
+        pad(plan, {key: x[:5] for key, x in whole.items()})

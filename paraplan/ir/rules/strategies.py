@@ -131,6 +131,22 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
     return tuple(found.values())
 
 
+def choices_named(op: Op, values: dict[str, TensorSpec], key: str) -> tuple[AxisChoice, ...]:
+    """What an op does along every axis, from a strategy's key: letters, rings, routes and pieces alike.
+
+    Raises:
+        KeyError: the op has no such strategy.
+    """
+    dims, found = dims_of(op, values), []
+    named = {choice.key: choice for choice in mesh_choices(dims)}
+    for part in (part.split(">")[0] for part in key.split("|") if part):
+        choice = named.get(part) or pieces_choice(op, dims, part, 1)
+        if choice is None:
+            raise KeyError(f"{op.target} has no strategy {part!r}; it has {', '.join(named)}")
+        found.append(choice)
+    return tuple(found)
+
+
 def _in_pieces(op: Op, dims: OpDims, keys: frozenset[str] | None, size: int) -> tuple[AxisChoice, ...]:
     """The products in pieces among some keys."""
     found = (pieces_choice(op, dims, key, size) for key in sorted(keys or ()))
@@ -309,6 +325,7 @@ __all__ = [
     "GraphKey",
     "Strategy",
     "axis_choices",
+    "choices_named",
     "dims_of",
     "fits_letter",
     "graph_strategies",

@@ -7,6 +7,7 @@ allocated and no kernel runs, so a model on meta of any size is captured in seco
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,7 +25,7 @@ from paraplan.ir.trace.dynamic import Attribute, find_attributes
 from paraplan.ir.trace.export import Exported, LossFn
 from paraplan.ir.trace.fake import name_inputs, of_microbatch, traced_dtype
 from paraplan.ir.trace.fingerprint import fingerprint
-from paraplan.ir.trace.flow import flows
+from paraplan.ir.trace.flow import flows, value_of
 from paraplan.ir.trace.kinds import make_denominator, make_kind
 from paraplan.ir.trace.masks import simplify_masks
 from paraplan.ir.trace.mixing import tail_nodes
@@ -258,6 +259,7 @@ def _rewrite(
     drop_idle_detach(graph, {node for node, flow in found.items() if flow.carries or node in written})
     found = flows(graph, names, trainable)
     results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
+    widest = reduce(torch.promote_types, (value_of(loss).dtype for loss in results[: len(exported.losses)]))
     terms: list[Term] = []
     for loss, (name, weight) in zip(results, exported.losses, strict=False):
         if not found[loss].carries:
@@ -265,7 +267,7 @@ def _rewrite(
             raise CaptureError(
                 f"{which} does not depend on any trainable parameter (detached, or computed under no_grad)"
             )
-        terms += loss_terms(loss, found, rewriter, name, weight)
+        terms += loss_terms(loss, found, rewriter, widest, name, weight)
     first = len(exported.losses)
     extra = [plain(node) for node in results[first : first + len(exported.outputs)]]
     _end_in(graph, [*_ends(terms), *updates.values(), *extra])

@@ -18,7 +18,7 @@ from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
 from paraplan.ir.trace.reading import Reading
 from paraplan.ir.trace.recurrent import unrolled
-from paraplan.ir.trace.source import line_of_error
+from paraplan.ir.trace.source import line_of_error, line_of_stack, stack_of
 from paraplan.ir.trace.state import assignments_written
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, lazy_modules
 from paraplan.ir.trace.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
@@ -148,10 +148,20 @@ def export_loss(
         except Exception as fault:
             raise explain(fault) from fault
     functions.restore(program.graph_module.graph)
+    _say_loss(program.graph_module.graph, loss_fn)
     _reject_mutation(program)
     flat = _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
     reading.settle(flat.graph, flat.names, len(returned.losses) + len(returned.outputs))
     return flat
+
+
+def _say_loss(graph: fx.Graph, loss_fn: LossFn | None) -> None:
+    """Ops of the loss function come from its first line: torch keeps lines of functions called forward alone."""
+    head = stack_of(loss_fn)
+    for node in graph.nodes:
+        stack = node.meta.get("stack_trace")
+        if node.op == "call_function" and stack and not line_of_stack(stack):
+            node.meta["stack_trace"] = f"{stack.rstrip()}\n{head}"
 
 
 def _keep_no_grad(module: fx.GraphModule) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import linecache
 import re
 import traceback
@@ -36,6 +38,17 @@ def line_of_stack(stack: str | None) -> str:
     found = _FRAME.finditer(stack or "")
     frames = [(m["file"], _spell(m["file"], m["line"], m["function"], m["code"] or "")) for m in found]
     return _pick(frames)
+
+
+def stack_of(function: object) -> str:
+    """What a traceback says of the first line of a function of the user's; "" where it has no Python code."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if code is None:
+        return ""
+    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n    {line}\n'
 
 
 def line_of_error(fault: BaseException) -> str:

@@ -56,14 +56,16 @@ class _Addend(NamedTuple):
 
 
 def loss_terms(
-    loss: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter, name: str = "", weight: float = 1.0
-) -> list[Term]:
+    loss: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter, dtype: torch.dtype, name: str = "",
+    weight: float = 1.0,
+) -> list[Term]:  # fmt: skip
     """Takes the loss apart; factors are moved into the numerators as new nodes.
 
     Args:
         loss: the scalar loss.
         flows: flow of every node; new nodes are added to it.
         rewriter: places the new nodes.
+        dtype: of what is added up, the widest of all losses.
         name, weight: of the loss, where there are several.
     """
     found = _Found(loss, flows)
@@ -73,9 +75,9 @@ def loss_terms(
     for addend, factor in found.factors.items():
         if addend.numerator is None and not factor:
             continue
-        numerator = _cast(_numerator(addend, factor, loss, order, flows, rewriter), loss, flows, rewriter)
+        numerator = _cast(_numerator(addend, factor, loss, order, flows, rewriter), dtype, flows, rewriter)
         count = addend.denominator
-        terms.append(Term(numerator, count and _cast(count, loss, flows, rewriter), name, weight))
+        terms.append(Term(numerator, count and _cast(count, dtype, flows, rewriter), name, weight))
     return terms
 
 
@@ -111,13 +113,13 @@ def _copied(node: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter) -> fx
     return made
 
 
-def _cast(node: fx.Node, loss: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter) -> fx.Node:
-    """A node in the dtype of the loss, where an addition has widened it.
+def _cast(node: fx.Node, dtype: torch.dtype, flows: dict[fx.Node, Flow], rewriter: Rewriter) -> fx.Node:
+    """A node in the dtype of the losses, where an addition widens it.
 
     Never in a narrower one: a half holds no count, and a sum over shards is no sum once it is rounded.
     """
     own = value_of(node).dtype
-    wide = torch.promote_types(own, value_of(loss).dtype)
+    wide = torch.promote_types(own, dtype)
     wanted = wide if own.is_floating_point else torch.promote_types(wide, torch.float32)
     if own == wanted:
         return node

@@ -60,7 +60,7 @@ def solve_with_recomputation(
     closest: tuple[Decisions, Unfit] | None = None
     for attempt in range(ROUNDS):
         problem = with_rows(network, (*rows, *tier_rows(space)))
-        found = optimise(problem, limits.time_s, limits.relative_gap, limits.backend)
+        found = optimise(problem, limits.left_s(solve_s), limits.relative_gap, limits.backend)
         solve_s += found.solve_s
         if found.choices is None:
             if found.status is Status.INFEASIBLE and attempt == 0:
@@ -82,7 +82,8 @@ def solve_with_recomputation(
     started = time.perf_counter()
     bound_s = 0.0
     if limits.certify:
-        bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], limits.time_s)
+        left_s = limits.left_s(solve_s)
+        bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], left_s)
     solve_s += time.perf_counter() - started
     return Candidate(
         fitted.plan, fitted.simulation, float(work.sum()) + fitted.extra_s, bound_s, "feasible", solve_s, True

@@ -105,16 +105,18 @@ def evaluate(
     best: tuple[float, list[int]] | None = None
     bound = last = -np.inf
     for count in range(SWEEPS):
-        messages.sweep()
-        if count % 4 != 3 and not (warm is not None and count == 1):
+        late = not messages.sweep(stop)
+        if not late and count % 4 != 3 and not (warm is not None and count == 1):
             continue
         bound = messages.bound()
         scale = max(abs(bound if best is None else min(best[0], abs(bound))), 1e-300)
         to_do = max(enough + offset - bound, 0.0)
         stalled = bound - last <= max(0.1 * gap * scale, 1e-5 * scale, 0.01 * to_do if np.isfinite(to_do) else 0.0)
-        ends = stalled or to_do <= 0.0 or time.perf_counter() > stop or count + 1 == SWEEPS
+        ends = late or stalled or to_do <= 0.0 or time.perf_counter() > stop or count + 1 == SWEEPS
+        if late and best is not None:
+            break
         if ends or bound - last <= DECODED * scale or count == 1:
-            choices = messages.decode()
+            choices = messages.decode(stop)
             cost = messages.cost(choices)
             if best is None or cost < best[0]:
                 best = cost, choices

@@ -19,6 +19,7 @@ Source: sequential reweighted message passing, Kolmogorov 2015 (TRW-S for pairs:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
@@ -220,12 +221,21 @@ class Messages:
                 present, side = factor.present[place], min(place, 1)
                 mine[present] = theirs[np.searchsorted(known.numbers[side], factor.numbers[side][present])]
 
-    def sweep(self) -> None:
-        """Visit every variable once; the next sweep goes the other way."""
+    def sweep(self, stop: float = np.inf) -> bool:
+        """Visit every variable once; the next sweep goes the other way.
+
+        Args:
+            stop: `time.perf_counter()` at which to visit no more; messages give a bound wherever a sweep ends.
+        Returns:
+            Whether all were visited.
+        """
         step = 1 if self._forward else -1
         for variable in range(len(self.costs))[::step]:
+            if time.perf_counter() > stop:
+                return False
             self._visit(variable, step)
         self._forward = not self._forward
+        return True
 
     def _visit(self, variable: int, step: int) -> None:
         costs = self.costs[variable]
@@ -260,22 +270,25 @@ class Messages:
             found.append(gathered + rest)
         return found
 
-    def decode(self) -> list[int]:
-        """Choices read off the messages: variable by variable, the best given those before it."""
+    def decode(self, stop: float = np.inf) -> list[int]:
+        """Choices read off the messages: variable by variable, the best given those before it; polished until `stop`
+        (`time.perf_counter()`)."""
         fixed: list[int | None] = [None] * len(self.unary)
         for variable in range(len(fixed)):
             costs = self.unary[variable].copy()
             for factor, place in self.touching[variable]:
                 costs += self._given(factor, place, fixed)[factor.layouts[place]]
             fixed[variable] = int(np.argmin(costs))
-        return self.polished([choice for choice in fixed if choice is not None])
+        return self.polished([choice for choice in fixed if choice is not None], stop=stop)
 
-    def polished(self, choices: list[int], rounds: int = 3) -> list[int]:
-        """Choices no single change of which costs less (or that many rounds of such changes)."""
+    def polished(self, choices: list[int], rounds: int = 3, stop: float = np.inf) -> list[int]:
+        """Choices no single change of which costs less (or that many rounds of such changes, or what there is then)."""
         choices = list(choices)
         for _ in range(rounds):
             changed = False
             for variable in range(len(choices)):
+                if time.perf_counter() > stop:
+                    return choices
                 costs = self.unary[variable].copy()
                 for factor, place in self.touching[variable]:
                     costs += self._given(factor, place, choices)[factor.layouts[place]]

@@ -143,6 +143,8 @@ class _Search:
                 zeros = np.zeros(len(self.network.rows))
                 return Optimum(Status.INFEASIBLE, None, np.inf, np.inf, 0.0, zeros, "messages")
             self._offer_fitting(least.choices)
+            if self.best is not None and time.perf_counter() > self.stop:
+                break
         return None
 
     def _offer_fitting(self, choices: Sequence[int] | None) -> float:
@@ -181,6 +183,8 @@ class _Search:
 
     def _milp(self, kept: Sequence[Ints], time_limit_s: float) -> float:
         """Solve with only some options as a MILP; its bound."""
+        if self.best is not None and time.perf_counter() > self.stop:
+            return -np.inf  # even to write it down takes time
         again = consistent(self.network.restricted(kept))
         if again is None:
             return np.inf

@@ -48,7 +48,7 @@ class Limits:
     """Bounds on the search.
 
     Attributes:
-        time_s: of solver time.
+        time_s: of solver time, for all tries on one mesh.
         memory_bytes: per device.
         relative_gap: of the objective, at which to stop proving.
         backend: who solves what messages leave open.
@@ -61,6 +61,10 @@ class Limits:
     relative_gap: float = 2e-3
     backend: str = "mathopt-highs"
     certify: bool = True
+
+    def left_s(self, taken_s: float) -> float:
+        """What is left of the time once so much was taken; a tenth at least, without which a next try finds nothing."""
+        return max(self.time_s - taken_s, 0.1 * self.time_s)
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ def solve_mesh(
     closest: Realised | None = None
     for _ in range(ROUNDS):
         network = with_rows(problem.network, (*rows, *tier_rows(space, over), *instants.values()))
-        found = optimise(network, limits.time_s, limits.relative_gap, limits.backend, cutoff=cutoff_s)
+        found = optimise(network, limits.left_s(solve_s), limits.relative_gap, limits.backend, cutoff=cutoff_s)
         solve_s += found.solve_s
         if found.choices is None and cutoff_s <= found.bound < np.inf:
             return Skipped(mesh, found.bound)
@@ -178,12 +182,13 @@ def solve_mesh(
     started = time.perf_counter()
     bound_s = 0.0
     if limits.certify:
-        bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], limits.time_s)
+        left_s = limits.left_s(solve_s)
+        bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], left_s)
     solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
     binds = bool(instants) or rows is not base or any(multiplier > 0 for multiplier in found.multipliers)
     if not binds and found.via == "milp":  # which tells no multipliers
-        loose = optimise(problem.network, limits.time_s, limits.relative_gap, limits.backend)
+        loose = optimise(problem.network, limits.left_s(solve_s), limits.relative_gap, limits.backend)
         binds = loose.objective < found.objective * (1 - limits.relative_gap)
     return Candidate(made.plan, made.simulation, float(work.sum()), bound_s, status, solve_s, binds)
 

@@ -1,0 +1,133 @@
+"""The user's optimizer over a rank's shards, or its refusal where it updates them otherwise than whole tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.holding import Holding, holdings
+from paraplan.ir.mesh import Shard, parse_layout
+from paraplan.runtime.coupling import Coupling, coupling
+from paraplan.runtime.optim import GroupMaker
+from paraplan.runtime.rank import Rank
+
+_ALONE = "or use an optimizer that updates every element by itself (SGD, Adam, AdamW, RMSprop, Adagrad ...)"
+
+
+def make_optimizer(
+    rank: Rank, cls: Any, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None,
+    options: Mapping[str, Any],
+) -> torch.optim.Optimizer:  # fmt: skip
+    """An optimizer of a class over a rank's parameters.
+
+    Args:
+        rank: whose.
+        cls: of the optimizer, or what makes one of param groups and options.
+        groups, params: see `optim.param_groups`.
+        options: for cls.
+    Raises:
+        PlanMismatchError: it is no torch optimizer, or on this plan's shards it is another optimizer than on whole
+            tensors.
+    """
+    if rank.has_optimizer and (rank.staged or rank.late):
+        raise PlanMismatchError(
+            "the trainer has an optimizer already, and states that are brought to their update, or updated one step "
+            "late, follow one; give all parameters to one optimizer (groups=), or plan without offload_states"
+        )
+    made = cls(rank.param_groups(groups, params), **options)
+    name = type(made).__name__
+    if not isinstance(made, torch.optim.Optimizer) or not hasattr(made, "_optimizer_step_post_hooks"):
+        raise PlanMismatchError(
+            f"{name} is no torch.optim.Optimizer whose __init__ has run (super().__init__(params, defaults)), so "
+            "nothing tells the plan that its step has ended and parameters are to be gathered; derive it from torch's"
+        )
+    rank.has_optimizer = True
+    if _wants_closure(made):
+        made.register_step_pre_hook(lambda _, args, kwargs: _check_closure(name, args[1:], kwargs))
+    held = holdings(rank.plan)
+    own = {id(param) for group in made.param_groups for param in group["params"]}
+    names = {name for name, param in rank.params.items() if params is None or id(param) in own}
+    trained = names if params is not None else {each for holding in held for each in holding.trained}
+    if sum(holding.mesh.size for holding in held) > 1 or any(rank.tiers.values()) or rank.staged:
+        dims = {len(rank.plan.program.params[each].spec.shape) for each in trained}
+        like = next((x.detach() for group in made.param_groups for x in group["params"]), None)
+        if like is not None:
+            asked = _Asked(cls, options, made.param_groups, dims, torch.empty(0, dtype=like.dtype, device=like.device))
+            _refuse_coupled(rank, name, _coupling(asked), trained)
+    return made
+
+
+class _Asked:
+    """What an optimizer is tried with; equal where it says the same."""
+
+    def __init__(
+        self, cls: Any, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], dims: set[int], like: Tensor
+    ) -> None:
+        self.cls, self.options, self.dims, self.like = cls, options, dims, like
+        self.groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._key = repr((options, self.groups, sorted(dims), like))
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self.cls is other.cls and self._key == other._key
+
+
+@lru_cache(maxsize=32)
+def _coupling(asked: _Asked) -> Coupling:
+    return coupling(lambda given: asked.cls(given, **asked.options), asked.groups, asked.dims, asked.like)
+
+
+def _refuse_coupled(rank: Rank, name: str, found: Coupling, names: set[str]) -> None:
+    """Refuse an optimizer whose updates depend on more of the parameters than it is given at once."""
+    held = holdings(rank.plan)
+    sharded = [(each, holding) for holding in held for each in holding.trained if each in names and _cut(each, holding)]
+    several = sum(holding.mesh.size for holding in held) > 1
+    if found.draws and several:
+        raise PlanMismatchError(
+            f"{name} draws random numbers in its update, and ranks that share a parameter or have its shards would "
+            "draw others; train on one device, or use an optimizer that draws none"
+        )
+    if found.within and sharded:
+        first, holding = sharded[0]
+        whole = "/".join(",".join(each * len(holding.mesh.shape)) for each in "RPR")
+        raise PlanMismatchError(
+            f"{name} updates elements of a parameter by others of the same parameter ({found.within}), and the plan "
+            f"updates {first} in shards ({holding.params[first].state} on a mesh of {holding.mesh.shape}, as "
+            f"{len(sharded)} in all): each rank would take its shard for all of it. Plan with whole states: zero=0, no "
+            f"tp, or params={{{first!r}: {whole!r}, ...}}; {_ALONE}"
+        )
+    parts = "the stages of a pipeline" if len(held) > 1 else "shards" if sharded else ""
+    parts = parts or ("places of their own (host, disk)" if any(rank.tiers.values()) or rank.staged else "")
+    if found.across and parts:
+        raise PlanMismatchError(
+            f"{name} updates parameters by other parameters ({found.across}), and under this plan it has them in "
+            f"{parts}, never all of them whole at once. Plan with whole states in one place (zero=0, no tp, pp or "
+            f"offload_states), {_ALONE}"
+        )
+
+
+def _cut(name: str, holding: Holding) -> bool:
+    """Whether a parameter is updated in shards."""
+    layout = parse_layout(holding.params[name].state)
+    return any(isinstance(at, Shard) and size > 1 for at, size in zip(layout, holding.mesh.shape, strict=True))
+
+
+def _wants_closure(optimizer: torch.optim.Optimizer) -> bool:
+    step = inspect.signature(type(optimizer).step).parameters
+    return "closure" in step and step["closure"].default is inspect.Parameter.empty
+
+
+def _check_closure(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if not args and "closure" not in kwargs:
+        raise PlanMismatchError(
+            f"{name} computes the loss again in its step: call optimizer.step(closure) with a function that does "
+            "optimizer.zero_grad() and returns trainer.step(batch)"
+        )

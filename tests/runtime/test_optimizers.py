@@ -1,0 +1,194 @@
+"""Optimizers on shards: equal to one device, or refused by name with the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paraplan.codegen import build_modules
+from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.lower import lower
+from paraplan.ir.plan import Plan
+from paraplan.runtime.coupling import coupling
+from paraplan.runtime.local import InProcessTrainer
+
+from .plans import batch, net, planned
+
+
+class Lamb(torch.optim.Optimizer):
+    """A step of Adam's kind as long as the parameter (You et al. 2020)."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (each for each in group["params"] if each.grad is not None):
+                kept = self.state[param].setdefault("m", torch.zeros_like(param))
+                kept.lerp_(param.grad, 0.1)
+                param.add_(kept, alpha=-group["lr"] * float(param.norm() / kept.norm().clamp(min=1e-12)))
+
+
+class Sm3(Lamb):
+    """The smallest of the largest squares of a row and of a column (Anil et al. 2019)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (each for each in group["params"] if each.grad is not None):
+                squares = torch.full_like(param, torch.inf)
+                for dim in range(param.dim()):
+                    squares = torch.minimum(squares, param.grad.square().amax(dim, keepdim=True).expand_as(squares))
+                param.sub_(param.grad / (squares.sqrt() + 1e-8), alpha=group["lr"])
+
+
+class Clipped(torch.optim.SGD):
+    """Clips by the norm of all of its gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        nn.utils.clip_grad_norm_(every, 1e-3)
+        super().step(closure)
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(torch.randn_like(param), alpha=0.01)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every second step goes half the way (Zhang et al. 2019), around another optimizer."""
+
+    def __init__(self, params: Any, inner: Any, **options: Any) -> None:
+        self.inner = inner(params, **options)
+        super().__init__(self.inner.param_groups, {})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        slow = {p: self.state[p].setdefault("slow", p.clone()) for group in self.param_groups for p in group["params"]}
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for param, kept in slow.items():
+                param.copy_(kept.lerp_(param, 0.5))
+
+
+class NoHooks:
+    """Not one of torch's."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.param_groups = list(params)
+
+
+def trainer_of(shard: bool) -> InProcessTrainer:
+    """A random plan on two ranks whose states are all whole, or all in shards."""
+    plan, _ = planned(0)
+    (stage,) = plan.stages
+    params = {}
+    for name, layouts in stage.params.items():
+        state = ",".join("S0" if index == 0 else "R" for index in range(len(stage.mesh.shape)))
+        whole = ",".join("R" * len(stage.mesh.shape))
+        layouts = msgspec.structs.replace(layouts, stored=whole, grad=whole, state=state if shard else whole)
+        params[name] = msgspec.structs.replace(layouts, ahead=False)
+    made: Plan = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
+    programs = lower(made)
+    return InProcessTrainer(made, programs, [build_modules(each) for each in programs], net())
+
+
+def eager(cls: Any, **options: Any) -> dict[str, Tensor]:
+    model = net()
+    optimizer = cls([p for p in model.parameters() if p.requires_grad], **options)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(**batch(step)).backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+FINE = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adam, {"amsgrad": True, "foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.RMSprop, {"centered": True}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.NAdam, {}),
+    (Lookahead, {"inner": torch.optim.AdamW, "lr": 1e-2}),
+]
+WITHIN = [(torch.optim.Adafactor, {"lr": 1e-2}), (Lamb, {}), (Sm3, {}), (Lookahead, {"inner": Lamb})]
+
+
+@pytest.mark.parametrize(("cls", "options"), FINE + WITHIN, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_update_is_that_of_one_device_or_refused(cls: Any, options: dict[str, Any], shard: bool) -> None:
+    trainer = trainer_of(shard)
+    trainer.step(batch(0))
+    if shard and (cls, options) in WITHIN:
+        with pytest.raises(PlanMismatchError, match=rf"{cls.__name__} updates elements .* in shards \(S0.*zero=0"):
+            trainer.apply_optimizer(cls, **options)
+        return
+    trainer.apply_optimizer(cls, **options)
+    for step in range(1, 4):
+        trainer.step(batch(step))
+        trainer.apply_optimizer(cls, **options)
+    wanted = eager(cls, **options)
+    for name, found in trainer.params().items():
+        torch.testing.assert_close(found, wanted[name].detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_what_mixes_parameters_or_draws_numbers_is_refused() -> None:
+    trainer = trainer_of(True)
+    trainer.step(batch())
+    for cls, words in (
+        (Clipped, "Clipped updates elements of a parameter by others"),
+        (Langevin, "Langevin draws random numbers"),
+        (torch.optim.LBFGS, "LBFGS updates elements of a parameter by others"),
+        (NoHooks, "NoHooks is no torch.optim.Optimizer"),
+    ):
+        with pytest.raises(PlanMismatchError, match=words):
+            trainer.apply_optimizer(cls)
+    whole = trainer_of(False)
+    whole.step(batch())
+    with pytest.raises(PlanMismatchError, match=r"LBFGS computes the loss again in its step: .*closure"):
+        whole.apply_optimizer(torch.optim.LBFGS)
+
+
+def test_what_an_update_depends_on() -> None:
+    def of(cls: Any, **options: Any) -> Any:
+        made = cls([nn.Parameter(torch.zeros(2, 2))], **options)
+        return coupling(lambda groups: cls(groups, **options), made.param_groups, {1, 2}, torch.zeros(1))
+
+    assert not any(vars(of(torch.optim.AdamW, lr=0.0)).values())
+    assert of(Lamb, lr=0.0).within  # a warm-up begins at nothing
+    assert of(torch.optim.Muon).within
+    assert not of(torch.optim.Muon).across
+    assert of(Clipped).across
+    assert of(torch.optim.LBFGS).closure
+    assert of(Langevin).draws
+
+
+def test_weights_written_after_an_update_are_those_of_the_next_step() -> None:
+    """A Wasserstein critic's clamp, where stored copies and the optimizer's are two."""
+    trainer, model = trainer_of(True), net()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        wanted = model(**batch(step))
+        wanted.backward()
+        torch.testing.assert_close(trainer.step(batch(step)), wanted.detach(), rtol=1e-12, atol=0)
+        optimizer.step()
+        trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+        with torch.no_grad():
+            for param in (*optimizer.param_groups[0]["params"], *(x for r in trainer.ranks for x in r.params.values())):
+                param.clamp_(-0.1, 0.1)
