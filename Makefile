@@ -2,10 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-BENCHMARKS = $(filter-out fuzz model_fuzz published,$(basename $(notdir $(shell grep -l "^    raise SystemExit(" benchmarks/*.py))))
+BENCHMARKS = $(filter-out fuzz model_fuzz ops published,$(basename $(notdir $(shell grep -l "^    raise SystemExit(" benchmarks/*.py))))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format bench fuzz
+.PHONY: demo test lint format bench fuzz ops
 .DELETE_ON_ERROR:
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
@@ -36,3 +36,6 @@ bench: $(VENV)/.stamp
 fuzz: $(VENV)/.stamp
 	$(PY) -m benchmarks.fuzz
 	$(PY) -m benchmarks.model_fuzz
+
+ops: $(VENV)/.stamp
+	$(PY) -m benchmarks.ops

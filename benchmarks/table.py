@@ -55,6 +55,7 @@ def main(
     chosen = {case: run for case, run in cases.items() if pattern.search(case)}
     if not chosen:
         return _refuse(f"--only {options.only!r} matches none of the cases of {name}: {', '.join(cases)}")
+    chosen = dict(list(chosen.items())[options.part[0] - 1 :: options.part[1]])
     if options.resume and options.json is None:
         return _refuse("--resume goes on from the rows of --json FILE; name the file")
     rows: list[Row] = []
@@ -65,7 +66,12 @@ def main(
         except (ValueError, TypeError, KeyError) as fault:
             return _refuse(f"--resume: {options.json} is no JSON list of rows: {fault}")
         chosen = {case: run for case, run in chosen.items() if case not in done}
-    made = _run(chosen) if summary is None else _with_summary(_run(chosen), rows, summary)
+    chosen = dict(list(chosen.items())[: options.limit])
+    made = (
+        _run(chosen, 60 * options.minutes)
+        if summary is None
+        else _with_summary(_run(chosen, 60 * options.minutes), rows, summary)
+    )
     for row in _shown(name, columns, rows.copy(), made):
         rows.append(row)
         if options.json is not None:
@@ -86,7 +92,19 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="PATTERN", help="run the cases whose name matches this regular expression")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the rows as a JSON list of objects")
     parser.add_argument("--resume", action="store_true", help="keep FILE's rows and run the cases that have none there")
+    parser.add_argument("--limit", metavar="N", type=int, help="run N cases at most, of those that are left")
+    parser.add_argument("--minutes", metavar="M", type=float, default=math.inf, help="begin no case after M minutes")
+    parser.add_argument(
+        "--part", metavar="I/N", type=_part, default=(1, 1), help="run the I-th of N shares of the cases"
+    )
     return parser
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; write 1/4 for the first of four")
+    return int(index), int(count)
 
 
 def _refuse(message: str) -> int:
@@ -94,9 +112,12 @@ def _refuse(message: str) -> int:
     return 2
 
 
-def _run(cases: Mapping[str, Case]) -> Iterable[Row]:
+def _run(cases: Mapping[str, Case], most_s: float) -> Iterable[Row]:
+    begun = time.perf_counter()
     for case, run in cases.items():
         started = time.perf_counter()
+        if started - begun > most_s:
+            return
         result = run()
         print(f"{case}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
         for row in result if isinstance(result, list) else [result]:

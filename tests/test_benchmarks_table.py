@@ -36,6 +36,23 @@ def test_a_run_that_is_cut_off_loses_nothing(tmp_path: Path, capsys: pytest.Capt
     assert [row["case"] for row in rows(path)] == ["c"]  # without --resume the file is begun anew
 
 
+def test_a_run_takes_a_share_of_the_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    cases = dict.fromkeys("abcdefg", dict)
+
+    def ran(*options: str) -> list[str]:
+        assert main("fake", cases, ("case",), ["--json", str(path), *options]) == 0
+        return [row["case"] for row in rows(path)]
+
+    assert ran("--part", "2/3") == ["b", "e"]
+    assert ran("--limit", "2") == ["a", "b"] and ran("--limit", "2", "--resume") == ["a", "b", "c", "d"]
+    path.unlink()
+    assert main("fake", cases, ("case",), ["--json", str(path), "--minutes", "0"]) == 0 and not path.exists()
+    with pytest.raises(SystemExit):
+        main("fake", cases, ("case",), ["--part", "4/3"])
+    assert "is no share" in capsys.readouterr().err
+
+
 def test_failures_are_the_exit_code(tmp_path: Path) -> None:
     cases = {"a": lambda: {"failures": ["seed 3: grad 1e-3"]}, "b": lambda: {"failures": []}}
     assert main("fake", cases, ("case",), ["--only", "a"]) == 1

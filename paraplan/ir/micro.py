@@ -20,7 +20,7 @@ from functools import lru_cache
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.mesh import P, Partial, Placement, R, S, Shard, is_shardable
-from paraplan.ir.program import Program
+from paraplan.ir.program import Program, Segment, SegmentKind
 from paraplan.ir.rules.strategies import AxisChoice, axis_choices, dims_of
 from paraplan.ir.tensor import TensorSpec
 
@@ -119,7 +119,10 @@ def program_micro(program: Program, num_microbatches: int, in_space: bool = Fals
         if key not in cache and index < tail:
             duals = {t: o for t, o in zip(kind.tangents, kind.outputs, strict=True) if t is not None}
             try:
-                cache[key] = graph_micro(kind.graph, given, duals, m, kind.name, in_space)
+                made = graph_micro(kind.graph, given, duals, m, kind.name, in_space)
+                if not in_space:
+                    _refuse_rows(kind, segment, made, m)
+                cache[key] = made
             except MixedSamples as fault:
                 if in_space or not _may_end(program, index):
                     raise
@@ -138,6 +141,20 @@ def program_micro(program: Program, num_microbatches: int, in_space: bool = Fals
     )
     after = frozenset(name for each in program.segments[tail:] for name in (*each.outputs, *each.asides))
     return ProgramMicro(tuple(segments), denominators, values, tail, mixes, after)
+
+
+def _refuse_rows(kind: SegmentKind, segment: Segment, found: KindMicro, m: int) -> None:
+    """A parameter of which every sample has a slice is read in slices by microbatches: no gradient of it is a sum.
+
+    Raises:
+        MixedSamples: there is one; names it.
+    """
+    for name, grad in zip(segment.params, kind.param_grads, strict=True):
+        if grad is not None and isinstance(found.placements[grad], Shard):
+            raise MixedSamples(
+                f"{kind.name}: parameter {name!r} has a slice for every sample, so the batch cannot be split into {m} "
+                "microbatches; use 1 microbatch", f"parameter {name!r}",
+            )  # fmt: skip
 
 
 def _may_end(program: Program, first: int) -> bool:

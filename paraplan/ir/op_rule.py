@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from paraplan.ir.struct import Value
 
 DISCOVERED, REGISTERED, UNKNOWN = "discovered", "registered", "unknown"
-ROWS, ELEMENTWISE, ALIAS = "rows", "elementwise", "alias"
+ROWS, ELEMENTWISE, ALIAS, PART = "rows", "elementwise", "alias", "part"
 
 
 class Term(Value, frozen=True, array_like=True):
@@ -38,9 +38,11 @@ class OpRule(Value, frozen=True, kw_only=True):
         size_args: letter -> arguments that count its elements (or a multiple of them), divided by the number of
             shards: the position or keyword of the argument, then indices into it.
         lies: per output, how it lies for row-major inputs: "rows" (row-major), "elementwise" (as torch's elementwise
-            ops, whatever the inputs' order), "alias" (shares an input's storage; a copy is made at once), or the dims
-            from outermost to innermost ("1,0,2").
+            ops, whatever the inputs' order), "alias" (shares an input's storage; a copy is made at once), "part"
+            (a view of a larger storage, which a copy leaves behind at once), or the dims from outermost to innermost
+            ("1,0,2").
         alias_of: per output, the tensor input it shares its storage with; -1 for none.
+        storages: per output, the bytes of the larger storage where it is a part of one; empty where none is.
         workspace: bytes made and dropped inside, moment by moment; the largest counts.
         flops, traffic_bytes: the registered work of the op, empty where none was registered.
         reason: why it is replicated, "" otherwise.
@@ -57,6 +59,7 @@ class OpRule(Value, frozen=True, kw_only=True):
     size_args: dict[str, tuple[ArgPath, ...]] = {}
     lies: tuple[str, ...] = ()
     alias_of: tuple[int, ...] = ()
+    storages: tuple[Amount, ...] = ()
     workspace: tuple[Amount, ...] = ()
     flops: Amount = ()
     traffic_bytes: Amount = ()
@@ -160,9 +163,11 @@ def _more_faults(rule: OpRule, num_inputs: int, outputs: tuple[tuple[int, ...] |
     if any(not -1 <= index < num_inputs for index in rule.alias_of):
         return f"outputs share the storage of inputs {rule.alias_of}, of {num_inputs}"
     for lie, alias, shape in zip(rule.lies, rule.alias_of, outputs, strict=True):
-        ordered = lie.split(",") if lie not in (ROWS, ELEMENTWISE, ALIAS) else None
+        ordered = lie.split(",") if lie not in (ROWS, ELEMENTWISE, ALIAS, PART) else None
         if ordered is not None and (shape is None or sorted(ordered) != sorted(map(str, range(len(shape))))):
             return f"an output cannot lie as {lie!r}"
         if (lie == ALIAS) != (alias >= 0):
             return "an output shares storage with nothing"
+    if PART in rule.lies and len(rule.storages) != len(rule.lies):
+        return f"it says of {len(rule.storages)} outputs what storage they are part of, of {len(rule.lies)}"
     return ""

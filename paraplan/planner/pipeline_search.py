@@ -27,7 +27,7 @@ from paraplan.ir.holding import group_of_class, holdings
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.whole import takes_turns
 from paraplan.ir.mesh import Shard
-from paraplan.ir.micro import program_micro, smallest_divisor, splittable
+from paraplan.ir.micro import MixedSamples, program_micro, smallest_divisor, splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
@@ -258,6 +258,17 @@ def _case(job: Job, constraints: Constraints) -> _Case:
         positions=positions, num_stages=num_stages, budget=device_budget(job.cluster, constraints), orders=orders,
         schedule=complete(name, orders, num_replicas=NAMED[name].num_replicas),
     )  # fmt: skip
+
+
+def alone_note(plan: Plan) -> tuple[str, ...]:
+    """Why a pipeline has one microbatch, where an op that mixes samples is why."""
+    if len(plan.stages) == 1 or plan.num_microbatches > 1:
+        return ()
+    try:
+        program_micro(plan.program, smallest_divisor(plan.program.batch_size))
+    except MixedSamples as fault:
+        return (f"stages wait for each other, for there is one microbatch: {fault}",)
+    return ()
 
 
 def _usual_schedule(program: Program, constraints: Constraints) -> str:

@@ -9,7 +9,7 @@ reductions under way, late updates) is drawn as well.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -31,8 +31,12 @@ from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.classes import grad_classes, param_classes
 from paraplan.planner.delaying import is_any_late
 
+Pick = Callable[[Sequence[str]], str]
 
-def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bool = False) -> Plan:
+
+def random_plan(
+    job: Job, seed: int, max_microbatches: int = 2, states_leave: bool = False, pick: Pick | None = None
+) -> Plan:
     """A legal plan drawn at random on the whole cluster.
 
     Args:
@@ -43,6 +47,7 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bo
             wherever they may, come to their update in runs of a size that is drawn, some before the last backward, and
             where the host updates them it may do so late: the one thing here that changes numbers. What segments hand
             on may wait on a tier as well, which only one stage can do.
+        pick: takes each op's strategy out of the keys of those that are legal; None draws it.
     """
     rng = random.Random(seed)
     program, n = job.program, job.cluster.num_devices
@@ -56,7 +61,8 @@ def random_plan(job: Job, seed: int, max_microbatches: int = 2, states_leave: bo
     calm = rng.random()
     for index, kind in enumerate(program.kinds):
         legal = graph_strategies(GraphKey(kind.graph, shape, along[index], m))
-        ops.append(tuple(_draw(rng, [option.key for option in options], calm) for options in legal))
+        keys = [[option.key for option in options] for options in legal]
+        ops.append(tuple(_draw(rng, each, calm) if pick is None else pick(each) for each in keys))
     batch = {}
     for name, entry in program.batch.items():
         first = micro.values[f"batch:{name}"]

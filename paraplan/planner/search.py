@@ -31,7 +31,7 @@ from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op, what_would_do
 from paraplan.planner.overlap import overlapped
 from paraplan.planner.pipeline_degrees import search_degrees
-from paraplan.planner.pipeline_search import search_pipeline
+from paraplan.planner.pipeline_search import alone_note, search_pipeline
 from paraplan.planner.placing import choose_places
 from paraplan.planner.placing_note import places_note
 from paraplan.planner.realise import Realised, realised
@@ -83,6 +83,7 @@ def search(
     _check_tiers(job, constraints)
     if constraints.pp not in (None, 1):
         pipeline = _pipeline(job, constraints, time_limit_s, progress)
+        pipeline = msgspec.structs.replace(pipeline, notes=(*pipeline.notes, *alone_note(pipeline)))
         seconds = time.perf_counter() - started
         return Found(pipeline, seconds, seconds)
     limits = Limits(

@@ -360,7 +360,7 @@ def returns_many(target: str, num_outs: int) -> bool:
     schema = getattr(resolve(target), "_schema", None)
     if schema is None:
         return num_outs > 1
-    return len(schema.returns) > 1 or (len(schema.returns) == 1 and "[]" in str(schema.returns[0].type))
+    return len(schema.returns) > 1 or any("List[" in str(result.type) for result in schema.returns)
 
 
 def decode_literal(arg: Arg) -> Any:

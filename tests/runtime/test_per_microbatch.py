@@ -143,6 +143,9 @@ def test_the_choice_is_asked_for_by_name_and_said() -> None:
     inputs, model = batch(), model_of(Standard)
     with pytest.raises(ConstraintError, match=r"bn_\w+ \(test_per_microbatch.*per_microbatch=True, --per-microbatch"):
         compile_plan(model, "local:2", example_inputs=inputs, pp=2, microbatches=2)
+    alone = compile_plan(model, "local:2", example_inputs=inputs, pp=2).data
+    assert alone.num_microbatches == 1
+    assert any("there is one microbatch: " in note and "--per-microbatch" in note for note in alone.notes)
     with pytest.raises(ConstraintError, match=r"per_microbatch makes the number.*microbatches=4"):
         compile_plan(model, "local:2", example_inputs=inputs, pp=2, per_microbatch=True)
     made = compile_plan(

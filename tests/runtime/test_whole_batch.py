@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paraplan import fit
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
@@ -208,6 +209,21 @@ def test_other_schedules_are_refused_by_name() -> None:
 
 def test_a_buffer_with_a_row_per_sample_under_tensor_parallelism() -> None:
     hold_to_eager(search(job_of(program_of(Remembered), 2), Constraints(tp=2)).plan, Remembered)
+
+
+def test_fit_in_microbatches() -> None:
+    model, given = model_of(Hardest).double(), batch_of(Hardest) | {"x": batch_of(Hardest)["x"].double()}
+    eager = copy.deepcopy(model)
+    fit(model, given, memory="64MiB", microbatches=2)(**given).backward()
+    eager(**given).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert relative_error(found, {name: p.grad for name, p in eager.named_parameters()}) < 1e-9
+
+
+def test_a_batch_that_does_not_divide_over_the_ranks_is_refused_with_sizes_that_do() -> None:
+    match = r"a batch of 8 does not divide over 3 data-parallel ranks in 1 microbatch,.*\(a batch of 6 or 9\)"
+    with pytest.raises(ConstraintError, match=match):
+        search(job_of(program_of(Balanced), 3), Constraints(dp=3))
 
 
 def test_outputs_of_the_whole_batch() -> None:

@@ -30,8 +30,8 @@ from paraplan.ir.tensor import TensorSpec
 Names = tuple[str, ...]
 
 
-def boundary_tiers(program: Program, stage: Stage) -> dict[str, str]:
-    """The values a stage's segments hand on that wait on a tier, and which.
+def boundary_tiers(program: Program, stage: Stage, tail: int) -> dict[str, str]:
+    """The values a stage's segments hand on that wait on a tier, and which; what is gathered for the tail stays.
 
     Raises:
         InvalidPlanError: one is read by a segment of another stage.
@@ -43,6 +43,9 @@ def boundary_tiers(program: Program, stage: Stage) -> dict[str, str]:
         for local, outer in zip(kind.outputs, segment.outputs, strict=True):
             if choice.activations.get(local) in TIERS:
                 found[outer] = choice.activations[local]
+    gathered = {name for segment in program.segments[tail:] for name in segment.inputs}
+    made = {name for segment in program.segments[tail:] for name in segment.outputs}
+    found = {name: tier for name, tier in found.items() if name not in gathered - made}
     for index, segment in enumerate(program.segments):
         theirs = found.keys() & set(segment.inputs)
         if theirs and not stage.first <= index < stage.stop:

@@ -1,7 +1,8 @@
 """Emitting an op whose rule it carries: nothing is known of its kernel but what running it has shown.
 
 Its inputs are made row-major, the order its results are known for. A result that shares an input's storage is
-copied at once, so that what follows owns what it reads.
+copied at once, so that what follows owns what it reads; so is one that is part of a larger storage, which nobody need
+keep.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Layout
-from paraplan.ir.op_rule import ALIAS, ELEMENTWISE, ROWS, OpRule
+from paraplan.ir.op_rule import ALIAS, ELEMENTWISE, PART, ROWS, OpRule, amount_of
 from paraplan.ir.rank_program import Instr, LocalValue
 from paraplan.ir.rules.carried import definition_of, registered_work
 from paraplan.ir.strides import contiguous_strides, elementwise_strides, is_contiguous
@@ -44,7 +45,7 @@ def emit_carried(
     emitter: BlockEmitter, op: Op, args: tuple[Arg, ...], kwargs: dict[str, Arg], outs: tuple[str | None, ...],
     specs: Sequence[TensorSpec | None], inputs: list[str],
 ) -> None:  # fmt: skip
-    """The op's instruction, then copies of the results that share an input's storage.
+    """The op's instruction, then copies of the results that share an input's storage or are part of a larger one.
 
     Args:
         emitter: the block's.
@@ -71,6 +72,16 @@ def emit_carried(
             )
             copies.append((shared, local))
             made.append(shared)
+            continue
+        if rule.lies[index] == PART:
+            whole = emitter._unique(f"{local}^part")
+            shares = rule.shares(tuple(value.shape for value in sources))
+            emitter.values[whole] = LocalValue(
+                dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=whole,
+                storage_bytes=round(amount_of(rule.storages[index], shares)),
+            )  # fmt: skip
+            copies.append((whole, local))
+            made.append(whole)
             continue
         emitter._fresh(local, dtype, shape, _strides(rule, index, shape, sources))
         made.append(local)

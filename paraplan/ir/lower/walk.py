@@ -87,7 +87,7 @@ class SegmentSteps:
         self.fetches = Fetches(self.program.params, params, specs, shape, self._call_for)
         tiers: dict[str, str] = {}
         for stage in () if self.evaluates else self.holding.stages:
-            tiers |= boundary_tiers(self.program, plan.stages[stage])
+            tiers |= boundary_tiers(self.program, plan.stages[stage], blocks.micro.tail)
         self.boundaries = Boundaries(tiers, self._call_for)
         for name in tiers:
             self.boundaries.lies(name, self.made(name), blocks.spec_of(name), self.extended)

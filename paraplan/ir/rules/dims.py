@@ -170,6 +170,11 @@ def replicated(inputs: Specs, outputs: tuple[TensorSpec | None, ...]) -> OpDims:
     )
 
 
+def place_of_dim(dim: Any, shape: tuple[int, ...]) -> int:
+    """A dim counted from the front; 0 of a scalar, which torch lets have one."""
+    return int(dim) % max(len(shape), 1)
+
+
 def letters(count: int, skip: str = "") -> Letters:
     """The first `count` letters of the alphabet not in `skip`."""
     free = [chr(code) for code in range(ord("a"), ord("z") + 1) if chr(code) not in skip]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from paraplan.ir.graph import Op
 from paraplan.ir.rules import expert_workspace as workspace
-from paraplan.ir.rules.dims import WHOLE, Letters, OpDims, Specs, letters, register, replicated, sizes_of
+from paraplan.ir.rules.dims import WHOLE, Letters, OpDims, Specs, letters, place_of_dim, register, replicated, sizes_of
 from paraplan.ir.tensor import TensorSpec
 
 Shape = tuple[int, ...]
@@ -83,7 +83,9 @@ def index_put(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def index_select(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _ b, i -> a i b`."""
     shape = inputs[0].shape
-    dim = int(op.args[1]) % len(shape)
+    if not shape:
+        return replicated(inputs, outputs)
+    dim = place_of_dim(op.args[1], shape)
     own = letters(len(shape), skip="i")
     names = tuple(WHOLE if at == dim else name for at, name in enumerate(own))
     out = tuple("i" if at == dim else name for at, name in enumerate(own))
@@ -94,7 +96,9 @@ def index_select(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def index_add(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _ b, i, a i b -> a _ b`: i contracted, x an addend."""
     shape = inputs[0].shape
-    dim = int(op.args[1]) % len(shape)
+    if not shape:
+        return replicated(inputs, outputs)
+    dim = place_of_dim(op.args[1], shape)
     own = letters(len(shape), skip="i")
     names = tuple(WHOLE if at == dim else name for at, name in enumerate(own))
     source = tuple("i" if at == dim else name for at, name in enumerate(own))
@@ -112,21 +116,23 @@ def _alike(inputs: Specs, dim: int) -> Letters:
 @register("aten.scatter.src")
 def scatter(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _, a _, a _ -> a _`."""
-    names = _alike(inputs, int(op.args[1]) % len(inputs[0].shape))
+    names = _alike(inputs, place_of_dim(op.args[1], inputs[0].shape))
     return OpDims((names,) * 3, (names,), sizes_of((names, inputs[0].shape)), {}, ((0, 2),))
 
 
 @register("aten.scatter.value")
 def scatter_value(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _, a _ -> a _`, linear where zero is written."""
-    names = _alike(inputs, int(op.args[1]) % len(inputs[0].shape))
+    names = _alike(inputs, place_of_dim(op.args[1], inputs[0].shape))
     return OpDims((names,) * 2, (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),) if op.args[3] == 0 else ())
 
 
 @register("aten.scatter_add.default")
 def scatter_add(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _, a z, a z -> a _`: z contracted, x an addend."""
-    dim = int(op.args[1]) % len(inputs[0].shape)
+    if not inputs[0].shape:
+        return replicated(inputs, outputs)
+    dim = place_of_dim(op.args[1], inputs[0].shape)
     names = _alike(inputs, dim)
     if inputs[1].shape[dim] != inputs[2].shape[dim]:
         return OpDims((names,) * 3, (names,), sizes_of((names, inputs[0].shape)), {}, ((0, 2),))

@@ -10,7 +10,18 @@ from __future__ import annotations
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard, padded_dims
 from paraplan.ir.rules import workspace
-from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of, uneven
+from paraplan.ir.rules.dims import (
+    WHOLE,
+    LocalContext,
+    OpDims,
+    Specs,
+    letters,
+    place_of_dim,
+    register,
+    replicated,
+    sizes_of,
+    uneven,
+)
 
 
 def _start(
@@ -110,7 +121,9 @@ def ce_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register("aten.gather.default")
 def gather(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _, a _ -> a _`: the gathered dim is whole; others must agree in size."""
-    dim = int(op.args[1]) % max(len(inputs[0].shape), 1)
+    if len(inputs[0].shape) != len(inputs[1].shape):  # of a scalar
+        return replicated(inputs, outputs)
+    dim = place_of_dim(op.args[1], inputs[0].shape)
     names = tuple(
         WHOLE if index == dim or size != other else name
         for index, (name, size, other) in enumerate(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from paraplan.ir.graph import Op
-from paraplan.ir.rules.dims import WHOLE, Letters, OpDims, Specs, letters, register, sizes_of, uneven
+from paraplan.ir.rules.dims import WHOLE, Letters, OpDims, Specs, letters, place_of_dim, register, sizes_of, uneven
 
 
 def _reduced(op: Op, rank: int) -> set[int]:
     dims = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
     if dims is None or dims == ():
         return set(range(rank))
-    return {int(dim) % rank for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
+    return {int(dim) % max(rank, 1) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
 
 
 def _reduction(op: Op, inputs: Specs, outputs: Specs, how: str) -> OpDims:
@@ -20,7 +20,7 @@ def _reduction(op: Op, inputs: Specs, outputs: Specs, how: str) -> OpDims:
         out: Letters = tuple(WHOLE if index in gone else name for index, name in enumerate(names))
     else:
         out = tuple(name for index, name in enumerate(names) if index not in gone)
-    contracted = {names[index]: how for index in sorted(gone)}
+    contracted = {names[index]: how for index in sorted(gone) if names}
     dims = OpDims((names,), (out,), sizes_of((names, inputs[0].shape)), contracted, ((0,),) if how == "sum" else ())
     return uneven(dims, *(() if how == "sum" else contracted))
 
@@ -39,7 +39,9 @@ def amax(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 def _along(op: Op, inputs: Specs, outputs: Specs, dim: int, linear: tuple[tuple[int, ...], ...]) -> OpDims:
     shape = outputs[0].shape
-    names = tuple(WHOLE if index == dim % len(shape) else name for index, name in enumerate(letters(len(shape))))
+    names = tuple(
+        WHOLE if index == place_of_dim(dim, shape) else name for index, name in enumerate(letters(len(shape)))
+    )
     return uneven(OpDims((names,) * len(inputs), (names,), sizes_of((names, shape)), {}, linear))
 
 

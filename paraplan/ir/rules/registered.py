@@ -36,6 +36,7 @@ class Annotation:
         addends: tensor arguments added once where a contracted letter is sharded.
         whole: letters that name a size and are never sharded.
         size_args: letter -> names of the integer arguments that count it.
+        checked: it was held against example arguments.
     """
 
     target: str
@@ -47,6 +48,7 @@ class Annotation:
     addends: tuple[int, ...]
     whole: frozenset[str]
     size_args: dict[str, tuple[str, ...]]
+    checked: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from paraplan.ir.graph import Op
-from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, register, replicated, sizes_of
+from paraplan.ir.rules.dims import WHOLE, OpDims, Specs, letters, place_of_dim, register, replicated, sizes_of
 
 
 def _along(inputs: Specs, outputs: Specs, dim: int) -> OpDims:
     shape = inputs[0].shape
-    names = tuple(WHOLE if at == dim % len(shape) else name for at, name in enumerate(letters(len(shape))))
-    short = tuple(name for at, name in enumerate(names) if at != dim % len(shape))
+    whole = place_of_dim(dim, shape)
+    names = tuple(WHOLE if at == whole else name for at, name in enumerate(letters(len(shape))))
+    short = tuple(name for at, name in enumerate(names) if at != whole)
     outs = tuple(
         None if spec is None else (names if len(spec.shape) == len(shape) else short) for spec in outputs
     )  # fmt: skip
@@ -58,7 +59,7 @@ def amin(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _ -> a`: reduced dims are whole (no collective here takes a minimum)."""
     rank = len(inputs[0].shape)
     dims = tuple(op.args[1]) if len(op.args) > 1 else ()
-    gone = {int(dim) % rank for dim in dims} if dims else set(range(rank))
+    gone = {place_of_dim(dim, inputs[0].shape) for dim in dims} if dims else set(range(rank))
     names = tuple(WHOLE if at in gone else name for at, name in enumerate(letters(rank)))
     kept = names if len(outputs[0].shape) == rank else tuple(name for at, name in enumerate(names) if at not in gone)
     return OpDims((names,), (kept,), sizes_of((names, inputs[0].shape)))

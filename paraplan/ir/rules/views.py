@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from paraplan.ir.graph import Arg, Op
-from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, register, sizes_of, uneven
+from paraplan.ir.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, place_of_dim, register, sizes_of, uneven
 
 
 def factor_letters(
@@ -88,7 +88,7 @@ def expand(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 def _all_but(shape: tuple[int, ...], dim: int) -> tuple[str, ...]:
     names = letters(len(shape))
-    return tuple(WHOLE if index == dim % len(shape) else name for index, name in enumerate(names))
+    return tuple(WHOLE if index == place_of_dim(dim, shape) else name for index, name in enumerate(names))
 
 
 @register("aten.slice.Tensor", strides="view")
@@ -147,7 +147,7 @@ def constant_pad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def _reordered(dims: tuple[Arg, ...], inputs: Specs) -> OpDims:
     """Dims whose elements are reordered are whole."""
     rank = len(inputs[0].shape)
-    moved = {int(dim) % rank for dim in dims}
+    moved = {place_of_dim(dim, inputs[0].shape) for dim in dims}
     names = tuple(WHOLE if index in moved else name for index, name in enumerate(letters(rank)))
     return uneven(OpDims((names,), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),)))
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.graph import Arg, Graph, Op, Phase, encode_number
-from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 from paraplan.ir.trace.joint import LABEL
 from paraplan.ir.trace.torch_private import OpOverload
 
@@ -70,6 +70,12 @@ class Writer:
         """Appends an op; one name per output, None for absent ones."""
         phase, source = self._label
         base = target.split(".")[1]
+        for spec in specs:
+            if spec is not None and spec.dtype not in DTYPE_BYTES:
+                raise CaptureError(
+                    f"{source or 'unknown line'}: {target} makes a tensor of dtype {spec.dtype}, which a program "
+                    f"cannot hold; use one of {', '.join(DTYPE_BYTES)}"
+                )
         outs = tuple(None if spec is None else self.fresh(base) for spec in specs)
         index = self.sources.setdefault(source, len(self.sources)) if source else -1
         op = Op(target=target, args=tuple(args), kwargs=kwargs or {}, outs=outs, phase=phase, source=index)
@@ -178,7 +184,10 @@ def write_constant(writer: Writer, node: fx.Node, value: Tensor, source: str) ->
 
 
 def finish(writer: Writer, inputs: Sequence[str], outputs: Sequence[str | None]) -> Graph:
-    """The graph without dead ops, absent outputs as None, sources renumbered."""
+    """The graph without dead ops, absent outputs as None, sources renumbered.
+
+    A result that nobody reads stays beside one that is read: its kernel makes it all the same.
+    """
     needed = {name for name in outputs if name is not None}
     kept: list[Op] = []
     for op in reversed(writer.ops):
@@ -190,7 +199,7 @@ def finish(writer: Writer, inputs: Sequence[str], outputs: Sequence[str | None])
     renumbered: dict[int, int] = {}
     ops = []
     for op in kept:
-        outs = tuple(name if name in needed else None for name in op.outs)
+        outs = tuple(x if x is not None and (x in needed or writer.values[x].numel) else None for x in op.outs)
         source = renumbered.setdefault(op.source, len(renumbered)) if op.source >= 0 else -1
         ops.append(Op(target=op.target, args=op.args, kwargs=op.kwargs, outs=outs, phase=op.phase, source=source))
     made = [name for op in ops for name in op.outs if name is not None]

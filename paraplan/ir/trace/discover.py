@@ -2,7 +2,8 @@
 
 Every op of a program whose target has no entry in `ir.rules` leaves here with a rule of its own (`ir.op_rule`): as
 the user registered it, as running it shows, or one that says why it can only be replicated. Small random tensors are
-enough, and where the real shapes are small too, everything is held against them again.
+enough, and where the real shapes are small too, everything is held against them again. A rule that was found is tried
+on other values and sizes before it is used (`discover_confirm`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,19 @@ from paraplan.ir.rules.registered import rule_for
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.discover_apart import run_apart
 from paraplan.ir.trace.discover_cache import RuleCache
+from paraplan.ir.trace.discover_confirm import contradiction
 from paraplan.ir.trace.discover_dims import Found, Letter, find, real_parts, still_legal
-from paraplan.ir.trace.discover_memory import how_results_lie, workspace
-from paraplan.ir.trace.discover_run import MAX_ELEMENTS, Bench, NoBench, Probe, make_bench, probe_of, real_bench
+from paraplan.ir.trace.discover_memory import how_results_lie, storages, workspace
+from paraplan.ir.trace.discover_run import (
+    MAX_ELEMENTS,
+    Bench,
+    NoBench,
+    Probe,
+    as_it_runs,
+    make_bench,
+    probe_of,
+    real_bench,
+)
 from paraplan.ir.trace.register import apply_annotation, work_terms
 from paraplan.ir.trace.torch_private import OpOverload
 
@@ -47,7 +58,9 @@ def attach_rules(
     found = discovered(graphs)
 
     def ruled(graph: Graph) -> Graph:
-        return msgspec.structs.replace(graph, ops=tuple(_with_rule(op, graph, found) for op in graph.ops))
+        read = _read(graph)
+        ops = tuple(_with_rule(op, graph, found, _unread(op, read)) for op in graph.ops)
+        return msgspec.structs.replace(graph, ops=ops)
 
     return (
         tuple(msgspec.structs.replace(kind, graph=ruled(kind.graph)) for kind in kinds),
@@ -59,46 +72,59 @@ def discovered(graphs: Sequence[Graph]) -> dict[str, OpRule]:
     """By `rule_key`, the rule of every op with neither a written nor a registered one: kept from before, or found."""
     cache = RuleCache.load()
     found: dict[str, OpRule] = {}
-    wanted: dict[str, tuple[Op, Values]] = {}
+    wanted: dict[str, tuple[Op, Values, frozenset[int]]] = {}
     for graph in graphs:
+        read = _read(graph)
         for op in graph.ops:
             if op_def(op.target) is None and rule_for(op.target) is None:
-                key = rule_key(op, graph.values)
+                unread = _unread(op, read)
+                key = rule_key(op, graph.values, unread)
                 kept = cache.get(key, op, graph.values)
                 if kept is not None:
                     found[key] = kept
                 else:
-                    wanted.setdefault(key, (op, graph.values))
+                    wanted.setdefault(key, (op, graph.values, unread))
     fresh = run_apart(list(wanted.values()), discover, lambda job, why: unknown(probe_of(*job), why))
     made = dict(zip(wanted, fresh, strict=True))
     cache.save({key: rule for key, rule in made.items() if wanted[key][0].target.split(".")[0] in _SHARED})
     return {**found, **made}
 
 
-def _with_rule(op: Op, graph: Graph, found: dict[str, OpRule]) -> Op:
+def _read(graph: Graph) -> frozenset[str | None]:
+    """The values that some op or whoever runs the graph reads."""
+    return frozenset(name for op in graph.ops for name in op.tensors) | frozenset(graph.outputs)
+
+
+def _unread(op: Op, read: frozenset[str | None]) -> frozenset[int]:
+    return frozenset(index for index, name in enumerate(op.outs) if name is not None and name not in read)
+
+
+def _with_rule(op: Op, graph: Graph, found: dict[str, OpRule], unread: frozenset[int]) -> Op:
     if op_def(op.target) is not None:
         return op
     annotation = rule_for(op.target)
     if annotation is not None:
         rule = apply_annotation(annotation, op, graph.values, graph.source_of(op))
     else:
-        rule = found[rule_key(op, graph.values)]
+        rule = found[rule_key(op, graph.values, unread)]
     rule = msgspec.structs.replace(rule, **work_terms(op, graph.values, rule))
     return msgspec.structs.replace(op, rule=rule)
 
 
-def rule_key(op: Op, values: Values) -> str:
-    """A stable text of all that a rule depends on: target, arguments with values numbered, shapes and dtypes."""
+def rule_key(op: Op, values: Values, unread: frozenset[int] = frozenset()) -> str:
+    """A stable text of all that a rule depends on: target, arguments with values numbered, shapes and dtypes, and which
+    results nobody reads."""
     probe = probe_of(op, values)
     outs = [None if spec is None else str(spec) for spec in probe.outs]
     specs = [str(spec) for spec in probe.specs]
-    return json.dumps([op.target, probe.op.args, probe.op.kwargs, specs, outs], separators=(",", ":"))
+    said = [op.target, probe.op.args, probe.op.kwargs, specs, outs, sorted(unread)]
+    return json.dumps(said, separators=(",", ":"))
 
 
-def discover(op: Op, values: Values) -> OpRule:
+def discover(op: Op, values: Values, unread: frozenset[int] = frozenset()) -> OpRule:
     """The rule of an op as running it shows; one that only replicates, with the reason, where that shows nothing."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return _discover(probe_of(op, values))
+        return _discover(probe_of(op, values, unread))
 
 
 def _discover(probe: Probe) -> OpRule:
@@ -110,11 +136,14 @@ def _discover(probe: Probe) -> OpRule:
         small = make_bench(probe)
         real = _real(small)
     except NoBench as why:
-        return unknown(probe, str(why))
+        return _only_memory(probe, str(why))
     facts = how_results_lie(real or small)
     if isinstance(facts, str):
         return unknown(probe, facts)
     found = find(small)
+    wrong = contradiction(small, found)
+    if wrong:
+        return _only_memory(probe, f"what running it showed is not so: {wrong}")
     letters = tuple(letter for letter in found.letters if real_parts(small, letter) > 1)
     if real is not None and real is not small:
         letters = tuple(letter for letter in letters if still_legal(real, letter, real_parts(small, letter)))
@@ -123,9 +152,20 @@ def _discover(probe: Probe) -> OpRule:
     reason = "" if not rule.is_whole else "running it in shards found no dim that can be sharded"
     lies, alias = facts
     return msgspec.structs.replace(
-        rule, lies=lies, alias_of=alias, workspace=workspace(small, named), reason=reason,
+        rule, lies=lies, alias_of=alias, storages=storages(real or small, named, lies),
+        workspace=workspace(small, named), reason=reason,
         source=UNKNOWN if reason else DISCOVERED,
     )  # fmt: skip
+
+
+def _only_memory(probe: Probe, reason: str) -> OpRule:
+    """The rule of an op that can only be replicated, with how its results lie where it runs on anything."""
+    rule, bench = unknown(probe, reason), as_it_runs(probe)
+    facts = None if bench is None else how_results_lie(bench)
+    if bench is None or facts is None or isinstance(facts, str):
+        return rule
+    lies, alias = facts
+    return msgspec.structs.replace(rule, lies=lies, alias_of=alias, storages=storages(bench, (), lies))
 
 
 def _refused(target: str) -> str:

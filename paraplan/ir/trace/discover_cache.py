@@ -21,7 +21,7 @@ from paraplan.ir.rules.carried import rule_fault
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
 
-VERSION = 2
+VERSION = 4  # of what discovery does: rules that another version found are found anew
 MAX_RULES = 4096
 
 
@@ -34,9 +34,9 @@ class RulesFile(Value, frozen=True, kw_only=True):
 
 
 def cache_path() -> Path:
-    """The file for this torch version."""
+    """The file for this torch version and this version of discovery."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "paraplan" / f"rules-{torch.__version__}.json"
+    return Path(base) / "paraplan" / f"rules-v{VERSION}-{torch.__version__}.json"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from paraplan.ir.op_rule import ArgPath
 from paraplan.ir.rules.carried import divide_args
-from paraplan.ir.trace.discover_run import Bench, Draw, Outputs, close, int_args
+from paraplan.ir.trace.discover_draws import Draw, Outputs, close
+from paraplan.ir.trace.discover_run import Bench, int_args
 
 MAX_CANDIDATES = 512
 MAX_SHARDS, SMALL_SIZE = 16, 128
@@ -248,7 +249,7 @@ def find_letters(bench: Bench) -> tuple[tuple[Letter, ...], tuple[int, ...]]:
             if legal is None:
                 continue
             letter = legal
-        if all(_legal_together(bench, other, letter) for other in kept):
+        if all(legal_together(bench, other, letter, bench.draws[-1]) for other in kept):
             kept.append(letter)
     return tuple(kept), addends if any(letter.addends for letter in kept) else ()
 
@@ -270,24 +271,39 @@ def _first_legal(bench: Bench, anchor: tuple[int, int], used: set[tuple[int, int
     return None
 
 
+def counts_of(bench: Bench, letter: Letter) -> list[int]:
+    """The fewest and the most shards that a letter's smallest block allows."""
+    size = _size(bench, letter.members)
+    counts = [count for count in _counts(size) if (size // count) % letter.step == 0]
+    return sorted({*counts[:1], *counts[-1:]})
+
+
+def holds(bench: Bench, letter: Letter, draws: Sequence[Draw]) -> bool:
+    """Whether a letter, as it was found, gives the whole results of these draws back, in the fewest and the most
+    shards that its smallest block allows."""
+    counts = counts_of(bench, letter)
+    sets = _try(bench, letter, counts, draws) if counts else None
+    return not counts or (
+        sets is not None and all(way is None or way in ways for way, ways in zip(letter.ways, sets, strict=True))
+    )
+
+
 def _least(size: int) -> int:
     return next(count for count in range(2, size + 1) if size % count == 0)
 
 
-def _legal_together(bench: Bench, one: Letter, other: Letter) -> bool:
+def legal_together(bench: Bench, one: Letter, other: Letter, draw: Draw) -> bool:
     """Whether both may be sharded at once, one inside the other."""
     counts = [_least(_size(bench, letter.members) // letter.step) for letter in (one, other)]
-    draw = bench.draws[-1]
     shards = shards_of(bench, draw, ((one, counts[0]), (other, counts[1])))
     if shards is None:
         return False
     rows = [shards[i : i + counts[1]] for i in range(0, len(shards), counts[1])]
-    joined = [_join(row, other.ways) for row in rows]
-    whole = _join(joined, one.ways)
+    whole = joined([joined(row, other.ways) for row in rows], one.ways)
     return all(b is None or (a is not None and close(a, b)) for a, b in zip(whole, draw.whole, strict=True))
 
 
-def _join(parts: Sequence[Outputs], ways: Sequence[Way | None]) -> Outputs:
+def joined(parts: Sequence[Outputs], ways: Sequence[Way | None]) -> Outputs:
     found: list[Tensor | None] = []
     for index, way in enumerate(ways):
         pieces = [outs[index] for outs in parts]
@@ -306,7 +322,7 @@ def _join(parts: Sequence[Outputs], ways: Sequence[Way | None]) -> Outputs:
 def find_linear(bench: Bench) -> tuple[tuple[int, ...], ...]:
     """The smallest sets of values the op is linear in: every output then is the sum of what the addends give."""
     probe = bench.probe
-    outs = [spec for spec in probe.outs if spec is not None]
+    outs = [spec for index, spec in enumerate(probe.outs) if spec is not None and index not in probe.unread]
     floats = [value for value, spec in enumerate(probe.specs) if spec.is_float]
     if not outs or not all(spec.is_float for spec in outs):
         return ()
@@ -322,9 +338,14 @@ def find_linear(bench: Bench) -> tuple[tuple[int, ...], ...]:
 
 
 def is_linear(bench: Bench, group: tuple[int, ...]) -> bool:
-    """Whether f(x + x', rest) = f(x, rest) + f(x', rest) for the values of the group, on all draws but the first."""
+    """Whether f(x + x', rest) = f(x, rest) + f(x', rest) for the values of the group, on all draws but the first.
+
+    A result that another x leaves as it is on every draw is no evidence.
+    """
     smallest = min((size for shape in bench.sizing.shapes for size in shape if size > 1), default=2)
     args, kwargs = bench.sizing.args, bench.sizing.kwargs
+    unmoved = {index for index, out in enumerate(bench.draws[-1].whole) if out is not None and out.numel()}
+    unmoved -= bench.probe.unread
     for draw in bench.draws[1:]:
         other = bench.fresh_draw(smallest)
         second = [other[value] if value in group else x for value, x in enumerate(draw.tensors)]
@@ -332,15 +353,12 @@ def is_linear(bench: Bench, group: tuple[int, ...]) -> bool:
         right, whole = bench.run(second, args, kwargs), bench.run(joined, args, kwargs)
         if right is None or whole is None:
             return False
-        for a, b, c in zip(draw.whole, right, whole, strict=True):
-            if a is not None and not (b is not None and c is not None and close(a + b, c) and _moves(a, b)):
+        for index, (a, b, c) in enumerate(zip(draw.whole, right, whole, strict=True)):
+            if a is not None and not (b is not None and c is not None and close(a + b, c)):
                 return False
-    return True
-
-
-def _moves(a: Tensor, b: Tensor) -> bool:
-    """Whether other inputs gave another result: what stays the same is no evidence."""
-    return a.numel() == 0 or not torch.equal(a, b) or not bool(a.any())
+            if a is not None and b is not None and not torch.equal(a, b):
+                unmoved.discard(index)
+    return not unmoved
 
 
 def find(bench: Bench) -> Found:

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paraplan.ir.op_rule import ALIAS, ELEMENTWISE, ROWS, Amount, Term, fit_amount
+from paraplan.ir.graph import Arg
+from paraplan.ir.op_rule import ALIAS, ELEMENTWISE, PART, ROWS, Amount, Term, fit_amount
 from paraplan.ir.rules.carried import divide_args
 from paraplan.ir.strides import elementwise_strides
 from paraplan.ir.trace.discover_dims import Letter
-from paraplan.ir.trace.discover_run import MAX_ELEMENTS, Bench, Outputs, draw
+from paraplan.ir.trace.discover_draws import Outputs, draw
+from paraplan.ir.trace.discover_run import MAX_ELEMENTS, Bench
 from paraplan.ir.trace.torch_private import (
     COMPILED,
     TorchDispatchMode,
@@ -37,7 +39,8 @@ Lies = tuple[tuple[str, ...], tuple[int, ...]]
 
 def how_results_lie(bench: Bench) -> Lies | str:
     """Per output how it lies and which tensor argument it shares its storage with; or why that cannot be said."""
-    given, outs = bench.draws[-1].tensors, bench.draws[-1].whole
+    given = bench.draws[-1].tensors
+    outs = bench.probe.call(given, bench.sizing.args, bench.sizing.kwargs)
     storages = {x.untyped_storage().data_ptr(): value for value, x in enumerate(given) if x.numel()}
     lies, alias = [], []
     for out in outs:
@@ -47,7 +50,8 @@ def how_results_lie(bench: Bench) -> Lies | str:
             lies.append(ALIAS)
             continue
         if out is not None and out.untyped_storage().nbytes() != out.numel() * out.element_size():
-            return "a result is part of a larger storage"
+            lies.append(PART)
+            continue
         lies.append(ROWS if out is None else _order(out))
     made = [out.untyped_storage().data_ptr() for out, a in zip(outs, alias, strict=True) if out is not None and a < 0]
     if len(set(made)) != len(made) and all(out is None or out.numel() for out in outs):
@@ -162,8 +166,55 @@ def workspace(bench: Bench, letters: Sequence[tuple[str, Letter]]) -> tuple[Amou
     )
 
 
-def _measure(bench: Bench, halved: Sequence[Letter]) -> tuple[list[int], int] | None:
-    """Bytes alive at every moment inside, and after; None where it cannot be run so."""
+def storages(bench: Bench, letters: Sequence[tuple[str, Letter]], lies: Sequence[str]) -> tuple[Amount, ...]:
+    """Per result, the bytes of the larger storage it is part of, over the letters' shares; empty where none is.
+
+    Measured at the real shapes where these are small; else the storage is taken to be as many times the result there.
+    """
+    if PART not in lies:
+        return ()
+    real = [spec.shape for spec in bench.probe.specs]
+    even = [pair for pair in letters if all(real[value][dim] % 2 == 0 for value, dim in pair[1].members)][:MAX_LETTERS]
+    small = sum(spec.numel for spec in bench.probe.specs) <= MAX_ELEMENTS
+    runs: dict[frozenset[str], Outputs] = {}
+    for count in range(len(even) + 1) if small else ():
+        for group in itertools.combinations(even, count):
+            outs = _outputs(bench, [letter for _, letter in group])
+            if outs is not None:
+                runs[frozenset(name for name, _ in group)] = outs
+    found = []
+    for index, (lie, out, spec) in enumerate(zip(lies, bench.draws[-1].whole, bench.probe.outs, strict=True)):
+        if lie != PART or out is None or spec is None:
+            found.append(())
+        elif len(runs) == 2 ** len(even):
+            found.append(fit_amount({key: _storage_bytes(outs[index]) for key, outs in runs.items()}))
+        else:
+            times = _storage_bytes(
+                bench.probe.call(bench.draws[-1].tensors, bench.sizing.args, bench.sizing.kwargs)[index]
+            )
+            names = tuple(name for name, letter in letters if isinstance(letter.ways[index], int))
+            found.append((Term(amount=times / max(out.nbytes, 1) * spec.nbytes, letters=names),))
+    return tuple(found)
+
+
+def _storage_bytes(x: Tensor | None) -> float:
+    return 0.0 if x is None else float(x.untyped_storage().nbytes())
+
+
+def _outputs(bench: Bench, halved: Sequence[Letter]) -> Outputs | None:
+    """What the op gives at its real shapes with some letters halved; None where it cannot be run so."""
+    shapes, args, kwargs = _halved(bench, halved)
+    generator = torch.Generator().manual_seed(0)
+    pairs = zip(bench.probe.specs, shapes, strict=True)
+    try:
+        given = [draw(spec, tuple(shape), bench.style, 2, generator).to(bench.device) for spec, shape in pairs]
+        return bench.probe.call(given, args, kwargs)
+    except Exception:  # noqa: BLE001 - any op, any error
+        return None
+
+
+def _halved(bench: Bench, halved: Sequence[Letter]) -> tuple[list[list[int]], tuple[Arg, ...], dict[str, Arg]]:
+    """The op's real shapes and arguments with some letters halved."""
     probe = bench.probe
     shapes = [list(spec.shape) for spec in probe.specs]
     args, kwargs = probe.op.args, probe.op.kwargs
@@ -171,6 +222,13 @@ def _measure(bench: Bench, halved: Sequence[Letter]) -> tuple[list[int], int] | 
         for value, dim in letter.members:
             shapes[value][dim] //= 2
         args, kwargs = divide_args(args, kwargs, letter.args, 2)
+    return shapes, args, kwargs
+
+
+def _measure(bench: Bench, halved: Sequence[Letter]) -> tuple[list[int], int] | None:
+    """Bytes alive at every moment inside, and after; None where it cannot be run so."""
+    probe = bench.probe
+    shapes, args, kwargs = _halved(bench, halved)
     small = sum(spec.numel for spec in probe.specs) <= MAX_ELEMENTS
     mode = nullcontext() if small else fake_mode()
     generator = torch.Generator().manual_seed(0)
@@ -184,7 +242,7 @@ def _measure(bench: Bench, halved: Sequence[Letter]) -> tuple[list[int], int] | 
         meter = _Meter(tensors)
         try:
             with meter:
-                outs: Outputs = probe.run(tensors, args, kwargs)
+                outs: Outputs = probe.call(tensors, args, kwargs)
         except Exception:  # noqa: BLE001 - any op, any error
             return None
         made = meter.live

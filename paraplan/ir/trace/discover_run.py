@@ -19,15 +19,15 @@ from torch import Tensor
 from paraplan.ir.graph import Arg, Op, map_refs
 from paraplan.ir.op_rule import ArgPath
 from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.trace.discover_draws import STYLES, Draw, Outputs, draw, idle_values, same, told_by_nothing
 from paraplan.ir.trace.reference import run_op
 
 MAX_ELEMENTS = 1_000_000
 SMALL_ELEMENTS = 60_000
 BUDGET = 20_000  # runs, a run counting one more for every 1000 elements: seconds
+OTHER_UNIT = 2
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
-STYLES = ("normal", "positive", "unit")
 Shapes = tuple[tuple[int, ...], ...]
-Outputs = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,32 @@ class Probe:
         specs: of the values, global.
         occurrences: per tensor argument, the value it is.
         outs: specs of the results, None where absent.
+        unread: results that nobody reads: what is in them is nothing, how they are shaped is.
     """
 
     op: Op
     specs: tuple[TensorSpec, ...]
     occurrences: tuple[int, ...]
     outs: tuple[TensorSpec | None, ...]
+    unread: frozenset[int] = frozenset()
 
     def run(self, tensors: Sequence[Tensor], args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Outputs:
-        """The op's results; None for absent ones. Whatever the op raises passes through."""
+        """The op's results, zeros for those nobody reads, None for absent ones; what the op raises passes through."""
+        outs = self.call(tensors, args, kwargs)
+        return tuple(
+            torch.zeros_like(out) if out is not None and index in self.unread else out for index, out in enumerate(outs)
+        )
+
+    def call(self, tensors: Sequence[Tensor], args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Outputs:
+        """The op's results as they are."""
         env = {str(index): tensor for index, tensor in enumerate(tensors)}
         names = tuple(None if spec is None else f"o{index}" for index, spec in enumerate(self.outs))
         run_op(Op(target=self.op.target, args=args, kwargs=kwargs, outs=names), env)
         return tuple(None if name is None else env[name] for name in names)
 
 
-def probe_of(op: Op, values: dict[str, TensorSpec]) -> Probe:
-    """An op of a graph as a probe."""
+def probe_of(op: Op, values: dict[str, TensorSpec], unread: frozenset[int] = frozenset()) -> Probe:
+    """An op of a graph as a probe; `unread`: which of its results nobody reads."""
     numbers = {name: index for index, name in enumerate(dict.fromkeys(op.tensors))}
 
     def rename(name: str) -> str:
@@ -66,7 +75,9 @@ def probe_of(op: Op, values: dict[str, TensorSpec]) -> Probe:
         kwargs={key: map_refs(arg, rename) for key, arg in op.kwargs.items()}, outs=(),
     )  # fmt: skip
     outs = tuple(None if name is None else values[name] for name in op.outs)
-    return Probe(plain, tuple(values[name] for name in numbers), tuple(numbers[name] for name in op.tensors), outs)
+    return Probe(
+        plain, tuple(values[name] for name in numbers), tuple(numbers[name] for name in op.tensors), outs, unread
+    )
 
 
 @dataclass(frozen=True)
@@ -113,19 +124,19 @@ def with_ints(args: tuple[Arg, ...], kwargs: dict[str, Arg], new: dict[ArgPath, 
     return args, kwargs
 
 
-def sizings(probe: Probe) -> Iterator[Sizing]:
+def sizings(probe: Probe, unit: int = 4) -> Iterator[Sizing]:
     """Small versions of the real shapes to try, then the real shapes where they are small.
 
     Equal sizes stay equal and different ones different: multiples stay multiples in the first attempt, then every size
-    becomes 4 times a prime of its own, then products of two others stay products. Integer arguments equal to a size
-    follow it or not.
+    becomes `unit` times a prime of its own, then products of two others stay products. Integer arguments equal to a
+    size follow it or not.
     """
     real = tuple(spec.shape for spec in probe.specs)
     sizes = sorted({size for shape in real for size in shape if size > 1})
     numbers = int_args(probe.op.args, probe.op.kwargs)
     seen = set()
     if len(sizes) <= len(PRIMES):
-        for small in _small_sizes(sizes):
+        for small in _small_sizes(sizes, unit):
             shapes = tuple(tuple(small.get(size, size) for size in shape) for shape in real)
             if max(math.prod(shape) for shape in shapes) > SMALL_ELEMENTS:
                 continue
@@ -138,14 +149,14 @@ def sizings(probe: Probe) -> Iterator[Sizing]:
         yield Sizing(real, probe.op.args, probe.op.kwargs)
 
 
-def _small_sizes(sizes: list[int]) -> Iterator[dict[int, int]]:
+def _small_sizes(sizes: list[int], unit: int) -> Iterator[dict[int, int]]:
     for keep in (0, 4):
         for relation in ("multiples", "none", "products"):
             small: dict[int, int] = {}
             primes = iter(PRIMES)
             for size in sizes:
                 related = _related(size, small, relation)
-                small[size] = size if size <= keep else 4 * next(primes) if related is None else related
+                small[size] = size if size <= keep else unit * next(primes) if related is None else related
             if len(set(small.values())) == len(small):
                 yield small
 
@@ -172,50 +183,6 @@ def _followers(numbers: dict[ArgPath, int], small: dict[int, int]) -> Iterator[d
         for path in equal:
             yield {other: value for other, value in equal.items() if other != path}
             yield {path: equal[path]}
-
-
-def draw(spec: TensorSpec, shape: tuple[int, ...], style: str, high: int, generator: torch.Generator) -> Tensor:
-    """A random tensor: floats by style, integers below `high`."""
-    dtype = getattr(torch, spec.dtype)
-    if dtype == torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    if not dtype.is_floating_point and not dtype.is_complex:
-        low = 0 if style == "normal" else 1
-        return torch.randint(low, max(high, low + 1), shape, generator=generator).to(dtype)
-    if style == "normal":
-        made = torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64)
-    else:
-        low, span = (0.5, 1.0) if style == "positive" else (0.1, 0.8)
-        made = low + span * torch.rand(shape, generator=generator, dtype=torch.float64)
-    return made.to(dtype)
-
-
-def close(found: Tensor, wanted: Tensor) -> bool:
-    """Equal up to the dtype's rounding; infinities and NaN must match, integers be equal."""
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return False
-    if not wanted.is_floating_point() and not wanted.is_complex():
-        return torch.equal(found, wanted)
-    if wanted.numel() == 0:
-        return True
-    finite = torch.isfinite(wanted)
-    if not torch.equal(finite, torch.isfinite(found)):
-        return False
-    if not bool(finite.all()) and not torch.allclose(found[~finite], wanted[~finite], equal_nan=True):
-        return False
-    relative = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
-    a, b = found[finite], wanted[finite]
-    if not b.numel():
-        return True
-    return float((a - b).abs().max()) <= relative.get(wanted.dtype, 3e-2) * max(float(b.abs().max()), 1e-30)
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Values, and what the whole op makes of them."""
-
-    tensors: tuple[Tensor, ...]
-    whole: Outputs
 
 
 @dataclass(frozen=True)
@@ -262,32 +229,47 @@ def make_bench(probe: Probe) -> Bench:
     Raises:
         NoBench: none were found; says what the op answered last.
     """
-    reason = "its real shapes are too large to try and no small version of them is valid"
+    reasons: list[str] = []
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     for sizing in sizings(probe):
         for device in devices:
             for style in STYLES:
-                bench = Bench(probe, sizing, (), style, device)
                 try:
-                    found = _with_draws(bench)
+                    return _with_draws(Bench(probe, sizing, (), style, device))
                 except NoBench as why:
-                    reason = str(why)
-                    continue
+                    reasons.append(str(why))
                 except Exception as fault:  # noqa: BLE001 - any op, any error
-                    reason = f"running it failed: {type(fault).__name__}: {_first_line(fault)}"
-                    continue
-                if found is not None:
-                    return found
-                reason = "its results are not finite on any values tried"
-    raise NoBench(reason)
+                    reasons.append(f"running it failed: {type(fault).__name__}: {_first_line(fault)}")
+    raise NoBench((reasons or ["its real shapes are too large to try and no small version of them is valid"])[0])
+
+
+def as_it_runs(probe: Probe) -> Bench | None:
+    """The op on the first values it takes, whatever it makes of them: of use for how results lie in memory alone."""
+    for sizing in sizings(probe):
+        for style in STYLES:
+            bench = Bench(probe, sizing, (), style)
+            smallest = min((size for shape in sizing.shapes for size in shape if size > 1), default=2)
+            for high in (2, smallest):
+                tensors = bench.fresh_draw(high)
+                whole = bench.run(tensors, sizing.args, sizing.kwargs)
+                if whole is not None and all(
+                    out is None or spec is None or len(spec.shape) == out.dim()
+                    for out, spec in zip(whole, probe.outs, strict=True)
+                ):
+                    return replace(bench, draws=(Draw(tensors, whole),))
+    return None
 
 
 def _first_line(fault: Exception) -> str:
     return (str(fault).strip().splitlines() or [""])[0][:120]
 
 
-def _with_draws(bench: Bench) -> Bench | None:
-    """The bench with its draws; None where results are not finite."""
+def _with_draws(bench: Bench) -> Bench:
+    """The bench with its draws.
+
+    Raises:
+        NoBench: what the op gives on them is no evidence; says why.
+    """
     probe, sizing = bench.probe, bench.sizing
     smallest = min((size for shape in sizing.shapes for size in shape if size > 1), default=2)
     draws = []
@@ -296,21 +278,28 @@ def _with_draws(bench: Bench) -> Bench | None:
         kept = [tensor.clone() for tensor in tensors]
         whole = probe.run(tensors, sizing.args, sizing.kwargs)
         again = probe.run(tensors, sizing.args, sizing.kwargs)
-        if not all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True)):
+        if not all(same(a, b) for a, b in zip(tensors, kept, strict=True)):
             raise NoBench("it writes its inputs")
         for spec, first, second in zip(probe.outs, whole, again, strict=True):
             if spec is None or first is None or second is None:
                 continue
             if first.dim() != len(spec.shape) or str(first.dtype) != f"torch.{spec.dtype}":
                 raise ValueError(f"small shapes give {first.dtype} {tuple(first.shape)} for {spec}")
-            if not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)):
+            if not same(first, second):
                 raise NoBench("it gives other results when run again on equal inputs")
-            if (
-                bool(torch.isnan(first).any())
-                or float(torch.isinf(first).double().mean() if first.numel() else 0) > 0.5
-            ):
-                return None
+            odd = float(torch.isinf(first).double().mean()) if first.numel() else 0.0
+            if bench.style == "special" and spec.is_float:
+                raise NoBench("its results are finite on no finite values tried")
+            if bool(torch.isnan(first).any()) or odd > 0.5:
+                raise NoBench("its results are not finite on any values tried")
         draws.append(Draw(tensors, whole))
+    trivial = told_by_nothing(draws, probe.unread)
+    if trivial:
+        raise NoBench(trivial)
+    fresh = (bench.fresh_draw(max(smallest, 1)) for _ in range(2))
+    idle = idle_values(draws, fresh, lambda tensors: bench.run(tensors, sizing.args, sizing.kwargs), probe.unread)
+    if idle:
+        raise NoBench(f"input {min(idle)} changes no result on the values tried, and may be read all the same")
     return replace(bench, draws=tuple(draws))
 
 
@@ -322,15 +311,38 @@ def real_bench(bench: Bench) -> Bench:
     """
     probe = bench.probe
     sizing = Sizing(tuple(spec.shape for spec in probe.specs), probe.op.args, probe.op.kwargs)
+    reason = "no values were tried"
     for style in dict.fromkeys((bench.style, *STYLES)):
         try:
-            found = _with_draws(replace(bench, sizing=sizing, draws=(), style=style))
-        except NoBench:
-            raise
+            return _with_draws(replace(bench, sizing=sizing, draws=(), style=style))
+        except NoBench as why:
+            reason = str(why)
         except Exception as fault:  # noqa: BLE001 - any op, any error
-            raise NoBench(
-                f"running it at its real shapes failed: {type(fault).__name__}: {_first_line(fault)}"
-            ) from None
-        if found is not None:
-            return found
-    raise NoBench("its results are not finite on any values tried")
+            reason = f"running it at its real shapes failed: {type(fault).__name__}: {_first_line(fault)}"
+            break
+    raise NoBench(reason)
+
+
+def other_benches(bench: Bench) -> Iterator[tuple[Bench, str]]:
+    """The same op on values and sizes that a bench has not: with what is other about them."""
+    wider = next((sizing for sizing in sizings(bench.probe, OTHER_UNIT) if _is_alike(sizing, bench.sizing)), None)
+    others = [style for style in STYLES if style != bench.style]
+    for sizing, styles in ((bench.sizing, [bench.style]), (wider, [bench.style, *others]), (bench.sizing, others)):
+        for style in styles if sizing is not None else ():
+            try:
+                found = _with_draws(replace(bench, sizing=sizing, draws=(), style=style))
+            except Exception:  # noqa: BLE001 - what the op does not take tells nothing
+                continue
+            words = "others" if sizing is bench.sizing else f"inputs of shapes {list(map(list, sizing.shapes))}"
+            yield found, f"{words} (floats: {style})"
+            break
+
+
+def _is_alike(sizing: Sizing, other: Sizing) -> bool:
+    """Whether arguments follow the sizes in both or in neither, and sizes are others."""
+    return sizing.shapes != other.shapes and _follows(sizing) == _follows(other)
+
+
+def _follows(sizing: Sizing) -> dict[ArgPath, bool]:
+    sizes = {size for shape in sizing.shapes for size in shape}
+    return {path: value in sizes for path, value in int_args(sizing.args, sizing.kwargs).items()}

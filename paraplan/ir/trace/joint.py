@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.func import functionalize
 
+from paraplan.ir.errors import CaptureError, ParaplanError
 from paraplan.ir.graph import Phase
 from paraplan.ir.trace import autograd
 from paraplan.ir.trace.segments import Forward, Piece
@@ -50,10 +51,10 @@ class Joint(NamedTuple):
 
 
 class _Labels:
-    """Labels nodes as they are recorded."""
+    """Labels nodes as they are recorded; `now` is what the next ones get."""
 
     def __init__(self) -> None:
-        self._label: Label = (Phase.FORWARD, "")
+        self.now: Label = (Phase.FORWARD, "")
         self._last: fx.Node | None = None
 
     def switch(self, label: Label) -> None:
@@ -61,9 +62,9 @@ class _Labels:
         graph = recording_graph()
         node = next(iter(graph.nodes), None) if self._last is None else self._last.next
         while node is not None and node.op != "root":
-            node.meta[LABEL] = self._label
+            node.meta[LABEL] = self.now
             self._last, node = node, node.next
-        self._label = label
+        self.now = label
 
 
 def _hook_gradients(result: object, labels: _Labels, source: str, seen: set[object]) -> None:
@@ -107,6 +108,16 @@ def run_nodes(
             _hook_gradients(env[node], labels, source, seen)
 
 
+def _untraceable(labels: _Labels, fault: Exception) -> CaptureError:
+    """An op that runs while exporting and cannot be differentiated without data."""
+    phase, source = labels.now
+    what = "its backward" if phase is Phase.BACKWARD else "an op with its gradient"
+    shaped = "; sizes must not depend on data: use masks and torch.where instead of indexing by what was found"
+    why = f"{type(fault).__name__}: {str(fault).strip().splitlines()[0] if str(fault).strip() else ''}"
+    remedy = shaped if "DynamicOutputShape" in why or "DataDependent" in why else ""
+    return CaptureError(f"{source or 'somewhere in the forward'}: tracing {what} failed: {why}{remedy}")
+
+
 def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Sequence[fx.Node] = ()) -> Joint:
     """Records the joint graph of a piece; `asides` are nodes of it whose values are results too."""
     carries = forward.flows
@@ -120,8 +131,9 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Se
         args += [torch.empty((), dtype=torch.int64)] if random else []
         args += [_fake_like(node, False) for node, want in zip(piece.outputs, tangents, strict=True) if want]
 
+    labels = _Labels()
+
     def joint(*flat: Tensor) -> list[Tensor | None]:
-        labels = _Labels()
         given = iter(flat)
         env: dict[fx.Node, object] = {node: next(given) for node in [*outside, *piece.constants]}
         seed = next(given) if random else None
@@ -140,11 +152,37 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Se
         return [*outputs, *(env[node] for node in asides), *grads]
 
     with mode:
-        module = trace_ops(joint)(*args)
+        try:
+            module = trace_ops(joint)(*args)
+        except ParaplanError:
+            raise
+        except Exception as fault:
+            raise _untraceable(labels, fault) from fault
         if _writes_in_place(module.graph):
             module = _without_mutation(module, args)
+            _forward_first(module.graph, len(piece.outputs) + len(asides))
     count = len(piece.params)
     return Joint(module.graph, random, tangents, tuple(wanted[:count]), tuple(wanted[count:]))
+
+
+def _forward_first(graph: fx.Graph, num_outputs: int) -> None:
+    """Functionalising makes views of what was written in place anew, where they are returned: after the backward.
+    Those that the first results consist of are moved back into the forward, in their order."""
+    needed = {node for node in graph.output_node().args[0][:num_outputs] if isinstance(node, fx.Node)}  # type: ignore[index,union-attr]
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    late, label = [], (Phase.FORWARD, "")
+    for node in graph.nodes:
+        label = node.meta.get(LABEL, label)  # what has none belongs to what is before it
+        if node.op == "call_function" and label[0] is Phase.BACKWARD:
+            late.append((node, label[1]))
+    first = next((node for node, _ in late if node not in needed), None)
+    for node, source in late:
+        if first is not None and node in needed:
+            node.meta[LABEL] = (Phase.FORWARD, source)
+            first.meta.setdefault(LABEL, (Phase.BACKWARD, source))
+            first.prepend(node)
 
 
 def trace_forward(

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import torch
@@ -35,10 +34,12 @@ from paraplan.ir.rules.registered import (
 )
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.convert import spec_of
+from paraplan.ir.trace.discover_confirm import contradicted
 from paraplan.ir.trace.discover_dims import Letter, is_linear, try_letter
-from paraplan.ir.trace.discover_memory import how_results_lie, workspace
-from paraplan.ir.trace.discover_run import Bench, Draw, NoBench, Probe, Sizing, make_bench, probe_of, real_bench
-from paraplan.ir.trace.torch_private import OpOverload
+from paraplan.ir.trace.discover_draws import Draw
+from paraplan.ir.trace.discover_memory import how_results_lie, storages, workspace
+from paraplan.ir.trace.discover_run import Bench, NoBench, Probe, Sizing, as_it_runs, make_bench, probe_of, real_bench
+from paraplan.ir.trace.register_schema import fits_schema, overload_of
 
 MAX_COST_LETTERS = 8
 Values = dict[str, TensorSpec]
@@ -71,15 +72,19 @@ def register_rule(
         addends: tensor arguments added once (a bias): where a contracted letter is sharded, one rank adds them.
         whole: letters that name a size and are never sharded.
         size_args: letter -> the integer arguments that count it, divided where it is sharded.
-        check: example arguments; the op is run on them in shards, and a rule that does not hold is refused.
+        check: example arguments; the op is run on them in shards, and a rule that does not hold is refused. Without, it
+            is run on random values at capture, which an op may need `check` for that takes no others than its own.
     Raises:
-        ConstraintError: the rule is malformed, contradicts itself or the op, or `check` shows it wrong.
+        ConstraintError: no such op is registered with torch, the rule is malformed, contradicts itself or the op, or
+            `check` shows it wrong.
     """
     found = parse(op, rule, contracted or {}, linear, addends, whole, size_args or {})
     if op_def(found.target) is not None:
         raise ConstraintError(f"{op} has a rule of its own; register rules for your own ops")
+    fits_schema(found)
     if check is not None:
         check_annotation(found, tuple(check))
+        found = replace(found, checked=True)
     add_rule(found)
 
 
@@ -146,20 +151,6 @@ def _evaluated(work: Work, op: Op, shapes: list[tuple[float, ...]], what: str) -
     return value
 
 
-def overload_of(target: str) -> OpOverload:
-    """The op in this process.
-
-    Raises:
-        ConstraintError: it is not registered with torch.
-    """
-    found: Any = torch.ops
-    for part in target.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, OpOverload):
-        raise ConstraintError(f"no op {target!r} is registered with torch; import the module that defines it first")
-    return found
-
-
 def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str) -> OpRule:
     """A registered rule for one op of a program.
 
@@ -209,7 +200,7 @@ def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str)
             for letter, names in annotation.size_args.items() if letter in free
         },
     )  # fmt: skip
-    return _with_memory(rule, probe_of(op, values))
+    return _with_memory(rule, probe_of(op, values), None if annotation.checked else fail)
 
 
 def _given_terms(annotation: Annotation, op: Op, fail: Callable[[str], ConstraintError]) -> list[int]:
@@ -291,20 +282,38 @@ def _letters_of(rule: OpRule, probe: Probe) -> list[tuple[str, Letter]]:
     return found
 
 
-def _with_memory(rule: OpRule, probe: Probe) -> OpRule:
-    """The rule with what running the op shows of its memory; row-major results of its own where it cannot be run."""
+def _linear_of(rule: OpRule, probe: Probe) -> list[tuple[int, ...]]:
+    return [tuple({probe.occurrences[index] for index in group}) for group in rule.linear]
+
+
+def _with_memory(rule: OpRule, probe: Probe, fail: Callable[[str], ConstraintError] | None) -> OpRule:
+    """The rule with what running the op shows of its memory; row-major results of its own where it cannot be run.
+
+    Raises:
+        ConstraintError: by `fail`, where running the op in shards shows that the rule does not hold.
+    """
     plain = msgspec.structs.replace(rule, lies=(ROWS,) * len(probe.outs), alias_of=(-1,) * len(probe.outs))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
+        bench: Bench | None
         try:
-            bench = make_bench(probe)
+            bench, wrong = make_bench(probe), ""
+            wrong = contradicted(bench, [letter for _, letter in _letters_of(rule, probe)], _linear_of(rule, probe))
         except NoBench:
+            bench, wrong = as_it_runs(probe), ""
+        if bench is None:
             return plain
+        if wrong and fail is not None:
+            raise fail(
+                f"it does not hold on random values: {wrong}. Where the op takes only values of its own kind, give "
+                "register_rule(check=...) example arguments, which the rule is then held against instead"
+            )
         facts = how_results_lie(bench)
         if isinstance(facts, str):
             return plain
         lies, alias = facts
         return msgspec.structs.replace(
-            plain, lies=lies, alias_of=alias, workspace=workspace(bench, _letters_of(rule, probe))
+            plain, lies=lies, alias_of=alias, storages=storages(bench, _letters_of(rule, probe), lies),
+            workspace=workspace(bench, _letters_of(rule, probe)),
         )  # fmt: skip
 
 
@@ -315,7 +324,7 @@ def check_annotation(annotation: Annotation, example: tuple[object, ...]) -> Non
         ConstraintError: a letter or a linear set of the rule does not hold; says which.
     """
     op, values, tensors = _example_op(annotation, example)
-    rule = apply_annotation(annotation, op, values, "the example")
+    rule = apply_annotation(replace(annotation, checked=True), op, values, "the example")
     probe = probe_of(op, values)
 
     def fail(why: str) -> ConstraintError:
@@ -334,8 +343,8 @@ def check_annotation(annotation: Annotation, example: tuple[object, ...]) -> Non
                 raise fail(f"sharding {name} ({rule.sizes[name]}) does not give the whole results back")
             if found.ways != letter.ways:
                 raise fail(f"sharding {name}, results are joined as {_words(found)}, not as {_words(letter)}")
-        for group in rule.linear:
-            if not is_linear(bench, tuple({probe.occurrences[index] for index in group})):
+        for group, values_of in zip(rule.linear, _linear_of(rule, probe), strict=True):
+            if not is_linear(bench, values_of):
                 raise fail(f"it is not linear in tensors {', '.join(map(str, group))}")
 
 

@@ -110,6 +110,17 @@ def _embedding(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     return rewriter.call(node, autograd.embedding, found["weight"], found["indices"], found["padding_idx"])
 
 
+def _embedding_renorm(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    """A table whose rows are shortened (`max_norm`), in place and past autograd (torch writes into a detached alias):
+    the gradient of the table as it is then is the table's."""
+    alias, aten = node.args[0], torch.ops.aten
+    if not isinstance(alias, fx.Node) or alias.target != aten.detach.default:
+        return None
+    after = rewriter.call(node, aten.embedding_renorm.default, alias, *node.args[1:])
+    change = rewriter.call(node, aten.sub.Tensor, after, alias)
+    return rewriter.call(node, aten.add.Tensor, alias.args[0], change)
+
+
 def _native_dropout(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     """The mask output has no canonical form; a getitem of it stays dangling and is refused."""
     x, p = node.args[0], float(node.args[1])
@@ -204,6 +215,7 @@ _RULES: dict[str, Rule] = {
     "mm": _matmul,
     "addmm": _addmm,
     "embedding": _embedding,
+    "embedding_renorm": _embedding_renorm,
     "native_dropout": _native_dropout,
     "dropout": _dropout,
     "rms_norm": _rms_norm,

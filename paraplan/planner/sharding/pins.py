@@ -196,9 +196,12 @@ def make_pins(
     if dp >= 0 or ep >= 0:
         m = program.shares(m)
         if program.batch_size % (m * split):
+            less = program.batch_size - program.batch_size % (m * split)
+            sizes = " or ".join(str(size) for size in (less, less + m * split) if size)
             raise ConstraintError(
                 f"a batch of {program.batch_size} does not divide over {split} data-parallel ranks in "
-                f"{m} microbatches; use a multiple of {m * split}"
+                f"{m} microbatch{'es' if m > 1 else ''}, of which each takes as many rows as the others; use "
+                f"a multiple of {m * split} rows (a batch of {sizes}), fewer ranks or fewer microbatches"
             )
         along = program_micro(program, m * split, in_space=True)
     elif tp >= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,8 +111,45 @@ def op_and_values(lead: tuple[int, ...]) -> tuple[Op, dict[str, TensorSpec]]:
     return op, {name: TensorSpec("float32", shape) for name, shape in shapes.items()}
 
 
+@pytest.mark.parametrize(
+    ("op", "rule", "said"),
+    [
+        (NAME, "b s _, _ _ -> b s _", "names 2 tensors, the op takes 4"),
+        (NAME, "b s _, _ _, _ _, _, _ -> b s _", "names 5 tensors, the op takes 4"),
+        (NAME, "b s _, _ _, _ _, _ -> b s _, b s _", "names 2 results, the op gives 1"),
+        (f"{NAME}_of_nobody", "b s -> b s", "no op .* is registered with torch"),
+    ],
+)
+def test_a_rule_that_does_not_fit_the_schema_is_refused_at_once(op: str, rule: str, said: str) -> None:
+    with pytest.raises(ConstraintError, match=said):
+        pp.register_rule(op, rule, whole=[])
+    assert rule_for(registered.target_of(op)) is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "said"),
+    [
+        ("b s h, h f, f n, n -> b s n", {**RIGHT, "contracted": {"f": "sum", "h": "sum"}}, "results added up are not"),
+        ("b s _, _ f, f n, n -> b s n", {**RIGHT, "contracted": {"f": "max"}}, "results joined by maximum are not"),
+        ("b s _, _ f, f n, n -> b s n", {**RIGHT, "linear": (0,)}, "not linear in input 0"),
+    ],
+)
+def test_a_wrong_rule_is_refused_at_capture_without_examples(rule: str, settings: dict, said: str) -> None:
+    pp.register_rule(NAME, rule, **settings)
+    found = rule_for(registered.target_of(NAME))
+    assert found is not None and not found.checked
+    op, values = op_and_values((4, 6))
+    try:
+        with pytest.raises(ConstraintError, match=said + r".*check=\.\.\."):
+            apply_annotation(found, op, values, "here")
+        apply_annotation(replace(found, checked=True), op, values, "here")  # examples have the last word
+    finally:
+        forget(found.target)
+
+
 def test_leading_dims_of_any_number() -> None:
     annotation = parse(NAME, "... _, _ f, f n, n -> ... n", {"f": "sum"}, ((0,), (2, 3)), (3,), (), {"f": "width"})
+    annotation = replace(annotation, checked=True)  # it is not linear in the first, which running it would show
     for lead in ((4,), (4, 2), (4, 2, 6)):
         op, values = op_and_values(lead)
         rule = apply_annotation(annotation, op, values, "here")

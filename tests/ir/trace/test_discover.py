@@ -20,6 +20,7 @@ from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.trace.discover import discover, discovered, unknown
 from paraplan.ir.trace.discover_apart import run_apart
 from paraplan.ir.trace.discover_cache import cache_path
+from paraplan.ir.trace.discover_draws import Draw, told_by_nothing
 from paraplan.ir.trace.discover_run import probe_of
 
 from ..rules.cases import all_cases, pointwise_cases  # noqa: TID252
@@ -177,7 +178,7 @@ def test_rules_are_kept_and_never_trusted_blindly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wrong = (
-        ("{", "is not used"), (text.replace('"version":2', '"version":3'), "is version 3"),
+        ("{", "is not used"), (text.replace('"version":4', '"version":1'), "is version 1"),
         (text.replace('"sizes":{"a":8', '"sizes":{"a":5'), "do not divide"),
         (text.replace('"source"', '"code":"import os","source"'), "unknown field"),
     )  # fmt: skip
@@ -187,3 +188,80 @@ def test_rules_are_kept_and_never_trusted_blindly(monkeypatch: pytest.MonkeyPatc
             again = discovered([graph_of("aten.lgamma.default", 8)])
         assert any(said in str(each.message) for each in told), [str(each.message) for each in told]
         assert again == {key: first[key] for key in again} and len(again) == 1
+
+
+@torch.library.custom_op(f"{SPACE}::seldom", mutates_args=())
+def seldom(x: Tensor) -> Tensor:
+    """Zero on everything that random numbers give: the running sum of what is above a thousand."""
+    return torch.where(x > 1000, x, torch.zeros_like(x)).cumsum(0)
+
+
+@torch.library.custom_op(f"{SPACE}::capped", mutates_args=())
+def capped(x: Tensor) -> Tensor:
+    """Elementwise until an element is large; then rows see each other."""
+    return x * 2 if float(x.abs().max()) < 12 else x.flip(0) * 2
+
+
+@torch.library.custom_op(f"{SPACE}::shifted", mutates_args=())
+def shifted(x: Tensor, by: Tensor) -> Tensor:
+    """Reads its integers where they are above a hundred alone."""
+    return x + by.gt(100).cumsum(0).to(x.dtype)
+
+
+@torch.library.custom_op(f"{SPACE}::like", mutates_args=())
+def like(grad: Tensor, x: Tensor) -> Tensor:
+    """Reads the shape of x and nothing else."""
+    return grad.sin().expand_as(x).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("seldom", "the same on all values tried"), ("capped", "what running it showed is not so")]
+)
+def test_what_random_numbers_do_not_show_is_not_believed(name: str, why: str) -> None:
+    rule = op_rule(f"{SPACE}.{name}.default", (6, 7), out=(6, 7))
+    assert rule.is_whole and rule.source == UNKNOWN and why in rule.reason, rule.text()
+
+
+def test_an_op_with_an_input_that_changes_nothing_is_replicated_unless_nothing_reads_it() -> None:
+    values = {
+        "x": TensorSpec("float32", (8, 6)),
+        "by": TensorSpec("int64", (8, 6)),
+        "out": TensorSpec("float32", (8, 6)),
+    }
+    op = Op(target=f"{SPACE}.shifted.default", args=("%x", "%by"), outs=("out",))
+    (rule,) = run_apart([(op, values)], discover, give_up)
+    assert rule.is_whole and "input 1 changes no result" in rule.reason
+    rule = op_rule(f"{SPACE}.like.default", (8, 6), (8, 6), out=(8, 6))
+    assert rule.text() == "a b, a b -> a b"
+
+
+def test_a_result_nobody_reads_is_no_evidence_and_needs_none() -> None:
+    """The second result says whether there is an inverse: it need not be seen to change."""
+    values = {
+        "x": TensorSpec("float64", (8, 4, 4)),
+        "y": TensorSpec("float64", (8, 4, 4)),
+        "code": TensorSpec("int32", (8,)),
+    }
+    op = Op(target="aten.linalg_inv_ex.default", args=("%x",), outs=("y", "code"))
+    unread = discover(op, values, frozenset({1}))
+    assert unread.inputs == (("a", "_", "_"),) and unread.outputs == (("a", "_", "_"), ("a",))
+    assert told_by_nothing([Draw((), (torch.ones(2), torch.zeros(2)))] * 2, frozenset({0})).startswith("result 1")
+
+
+def test_the_gradient_of_a_segment_reduction_is_not_sharded_over_lengths() -> None:
+    shapes = ((4, 8), (4, 8), (16, 8))
+    values = {f"v{index}": TensorSpec("float64", shape) for index, shape in enumerate(shapes)}
+    values |= {"n": TensorSpec("int64", (4,)), "out": TensorSpec("float64", (16, 8))}
+    for how in ("sum", "mean", "max"):
+        op = Op(
+            target="aten._segment_reduce_backward.default", args=("%v0", "%v1", "%v2", ":" + how),
+            kwargs={"lengths": "%n", "axis": 0}, outs=("out",),
+        )  # fmt: skip
+        (rule,) = run_apart([(op, values)], discover, give_up)
+        assert rule.inputs[3] == ("_",) and not rule.linear
+
+
+def test_a_result_within_a_larger_storage_is_copied_and_counted() -> None:
+    rule = op_rule("aten.col2im.default", (4, 18, 64), rest=((8, 8), (3, 3), (1, 1), (1, 1), (1, 1)), out=(4, 2, 8, 8))
+    assert rule.lies == ("part",) and rule.sizes["a"] == 4
+    assert [(term.amount, term.letters) for term in rule.storages[0]] == [(4 * 18 * 64 * 4, ("a", "b"))]
