@@ -55,28 +55,30 @@ def model_fingerprint(program: Program) -> dict[str, str]:
     return {_TENSORS: hashlib.sha256(tensors).hexdigest(), **code, **program.settings}
 
 
-def refuse_other_model(fingerprint: Mapping[str, str], program: Program, what: str = "the checkpoint") -> None:
+def refuse_other_model(fingerprint: Mapping[str, str], program: Program, what: str = "the checkpoint") -> list[str]:
     """Refuse what was saved of another model.
 
     Args:
         fingerprint: `model_fingerprint` of the program it was saved under.
         program: of the plan it is loaded into.
         what: how the message calls what was saved.
+    Returns:
+        The functions whose code is another, where tensors and what was read are the same: code may have been tidied.
     Raises:
-        PlanMismatchError: they differ; names what.
+        PlanMismatchError: they differ in tensors or in what forward reads; names what.
     """
     mine = model_fingerprint(program)
-    for name, said in fingerprint.items():
-        if name not in mine:  # what the program of one batch alone reads says nothing
+    shared = {name: said for name, said in fingerprint.items() if name in mine}  # one batch may read what others do not
+    for name, said in shared.items():
+        if name.startswith(_CODE) or said == mine[name]:
             continue
-        is_code = name.startswith(_CODE)
-        if not (codes_differ(said, mine[name]) if is_code else said != mine[name]):
-            continue
-        values = "" if is_code or name == _TENSORS else f" ({said} there, {mine[name]} here)"
+        values = "" if name == _TENSORS else f" ({said} there, {mine[name]} here)"
         raise PlanMismatchError(
             f"{what} is of another model than the plan: they differ in {name}{values}; load it under a plan of the "
             "model it was saved of, or load the parameters alone (load_state_dict)"
         )
+    code = [name for name in shared if name.startswith(_CODE)]
+    return [name.removeprefix(_CODE) for name in code if codes_differ(fingerprint[name], mine[name])]
 
 
 def codes_differ(one: str, other: str) -> bool:

@@ -8,6 +8,7 @@ number, what a schedule keeps per group follows them.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.identity import model_fingerprint, refuse_other_model
 from paraplan.ir.program import Program
 
 VERSION = 1
@@ -60,6 +62,7 @@ def header(program: Program) -> dict[str, Any]:
         "version": VERSION,
         "model": program.name,
         "fingerprint": program.fingerprint,
+        "identity": model_fingerprint(program),
         "precision": program.precision,
         "params": {name: tuple(param.spec.shape) for name, param in program.params.items()},
         "written": {name: tuple(program.buffers[name].shape) for name in program.buffer_updates},
@@ -91,6 +94,12 @@ def check_header(program: Program, found: Any) -> None:
             f"the training state is of another model: it is of {found['model']}, the plan is for {own['model']}; it "
             f"has {difference}. Resume with the model it was saved from; parameters alone, where names agree, load "
             "with load_state_dict or load_full_state_dict"
+        )
+    for name in refuse_other_model(found.get("identity", {}), program, "the training state"):
+        warnings.warn(
+            f"the code of {name} is not what it was when the training state was saved; training goes on with what the "
+            "plan was made of",
+            stacklevel=2,
         )
 
 

@@ -38,7 +38,7 @@ from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.substitute import substitute
 from paraplan.ir.trace.substitute_float8 import convert_linears
-from paraplan.ir.trace.tail import Term, loss_terms, own_numerators
+from paraplan.ir.trace.tail import Term, alike, loss_terms, own_numerators
 from paraplan.ir.trace.torch_private import FakeTensorMode, fake_mode
 from paraplan.ir.trace.traced import blaming_attributes, trace_model
 from paraplan.ir.trace.user_functions import refuse_hooks
@@ -269,6 +269,7 @@ def _rewrite(
                 f"{which} does not depend on any trainable parameter (detached, or computed under no_grad)"
             )
         terms += loss_terms(loss, found, rewriter, widest, name, weight)
+    terms = alike(terms, found, rewriter)
     first = len(exported.losses)
     extra = [plain(node) for node in results[first : first + len(exported.outputs)]]
     _end_in(graph, [*_ends(terms), *updates.values(), *extra])

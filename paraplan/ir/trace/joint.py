@@ -160,8 +160,29 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Se
             raise _untraceable(labels, fault) from fault
         if _writes_in_place(module.graph):
             module = _without_mutation(module, args)
+            _forward_first(module.graph, len(piece.outputs) + len(asides))
     count = len(piece.params)
     return Joint(module.graph, random, tangents, tuple(wanted[:count]), tuple(wanted[count:]))
+
+
+def _forward_first(graph: fx.Graph, num_outputs: int) -> None:
+    """Functionalising makes views of what was written in place anew, where they are returned: after the backward.
+    Those that the first results consist of are moved back into the forward, in their order."""
+    needed = {node for node in graph.output_node().args[0][:num_outputs] if isinstance(node, fx.Node)}  # type: ignore[index,union-attr]
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    late, label = [], (Phase.FORWARD, "")
+    for node in graph.nodes:
+        label = node.meta.get(LABEL, label)  # what has none belongs to what is before it
+        if node.op == "call_function" and label[0] is Phase.BACKWARD:
+            late.append((node, label[1]))
+    first = next((node for node, _ in late if node not in needed), None)
+    for node, source in late:
+        if first is not None and node in needed:
+            node.meta[LABEL] = (Phase.FORWARD, source)
+            first.meta.setdefault(LABEL, (Phase.BACKWARD, source))
+            first.prepend(node)
 
 
 def trace_forward(

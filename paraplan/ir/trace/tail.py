@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -126,6 +127,17 @@ def _cast(node: fx.Node, dtype: torch.dtype, flows: dict[fx.Node, Flow], rewrite
     made = rewriter.call(_behind(node, rewriter), aten._to_copy.default, node, dtype=wanted)
     flows[made] = flows[node]
     return made
+
+
+def alike(terms: Sequence[Term], flows: dict[fx.Node, Flow], rewriter: Rewriter) -> list[Term]:
+    """The terms in the widest dtype of any, for all are added up."""
+    dtype = reduce(torch.promote_types, (value_of(term.numerator).dtype for term in terms))
+    found = []
+    for term in terms:
+        count = term.denominator
+        wide = None if count is None else _cast(count, dtype, flows, rewriter)
+        found.append(term._replace(numerator=_cast(term.numerator, dtype, flows, rewriter), denominator=wide))
+    return found
 
 
 def _behind(node: fx.Node, rewriter: Rewriter) -> fx.Node:

@@ -176,6 +176,33 @@ def test_losses_of_classes_split_over_the_batch(name: str) -> None:
     assert splittable(program, 2) and splittable(program, 3)
 
 
+def test_a_view_of_what_is_written_in_place_is_forward() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 7, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(F.pad(self.a(x), (1, 1, 1, 1), mode="circular")[:, :, 2:, :-2]).square().mean()
+
+    program, _ = check(Model(), {"x": torch.randn(4, 3, 4, 4)})
+    assert splittable(program, 2)
+    for kind in program.kinds:
+        phases = [op.phase for op in kind.graph.ops]
+        assert phases == sorted(phases, key=lambda phase: phase is Phase.BACKWARD)
+
+
+def test_an_addend_added_to_itself_first_meets_one_gradient() -> None:
+    class Model(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.a(x))
+            return (self.b(h + h) - 1).abs().mean()
+
+    program, _ = check(Model(), X)
+    assert splittable(program, 2)
+
+
 def test_floats_made_of_integers_are_float64() -> None:
     """A count the user takes the inverse of, positions and their frequencies, a mask times a number."""
 

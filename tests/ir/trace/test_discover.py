@@ -178,7 +178,7 @@ def test_rules_are_kept_and_never_trusted_blindly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wrong = (
-        ("{", "is not used"), (text.replace('"version":4', '"version":1'), "is version 1"),
+        ("{", "is not used"), (text.replace('"version":5', '"version":1'), "is version 1"),
         (text.replace('"sizes":{"a":8', '"sizes":{"a":5'), "do not divide"),
         (text.replace('"source"', '"code":"import os","source"'), "unknown field"),
     )  # fmt: skip
@@ -265,3 +265,13 @@ def test_a_result_within_a_larger_storage_is_copied_and_counted() -> None:
     rule = op_rule("aten.col2im.default", (4, 18, 64), rest=((8, 8), (3, 3), (1, 1), (1, 1), (1, 1)), out=(4, 2, 8, 8))
     assert rule.lies == ("part",) and rule.sizes["a"] == 4
     assert [(term.amount, term.letters) for term in rule.storages[0]] == [(4 * 18 * 64 * 4, ("a", "b"))]
+
+
+def test_shards_that_are_the_whole_each_show_no_maximum() -> None:
+    values = {
+        "w": TensorSpec("float64", (4, 4)),
+        "ids": TensorSpec("int64", (2, 2)),
+        "out": TensorSpec("float64", (4, 4)),
+    }
+    op = Op(target="aten.embedding_renorm.default", args=("%w", "%ids", 1.0, 2.0), outs=("out",))
+    assert discover(op, values).is_whole
