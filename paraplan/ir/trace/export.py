@@ -19,8 +19,10 @@ from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
 from paraplan.ir.trace.reading import Reading
 from paraplan.ir.trace.recurrent import unrolled
+from paraplan.ir.trace.rewrite import Rewriter
 from paraplan.ir.trace.source import line_of_error, line_of_stack, stack_of
 from paraplan.ir.trace.state import assignments_written
+from paraplan.ir.trace.strided import write_by_index
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, is_region, lazy_modules
 from paraplan.ir.trace.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.ir.trace.writes import explicit, refuse_hidden_writes, refuse_lost_writes
@@ -155,6 +157,7 @@ def export_loss(
     refuse_hidden_writes(program)
     functions.restore(program.graph_module.graph)
     _say_loss(program.graph_module.graph, loss_fn)
+    write_by_index(program.graph_module.graph, Rewriter(program.graph_module.graph, mode))
     _reject_mutation(program)
     _refuse_regions(program.graph_module.graph)
     flat = _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
@@ -320,6 +323,9 @@ _KNOWN = {
         "a transform of torch.func (grad, vmap) runs inside forward, which export does not follow: write it out"
     ),
     "invalid syntax (<eval_with_key>": "export cannot write down random_(low, high): draw with torch.randint",
+    "as_strided() is non-compositional": (
+        "fill_diagonal_ or a write to as_strided(...) of a view: write to a copy (x.clone()), or use torch.where"
+    ),
     "nested_tensor": "nested tensors are no tensors of one shape: pad them and pass a mask",
 }
 """Remedies by what torch says."""
