@@ -224,3 +224,9 @@ def test_capture_repeats_nothing_that_torch_says_of_itself() -> None:
         warnings.simplefilter("always")
         capture(Net(warned, cell=nn.LSTM(8, 8, batch_first=True)), {"x": X, "y": Y})
     assert {str(each.message) for each in told} == {"from the user's code"}
+
+
+def test_products_of_two_dtypes_are_refused_by_line() -> None:
+    model = Net(lambda net, h: h * torch.rand(8, dtype=torch.float32))
+    with pytest.raises(CaptureError, match=r"test_forms.py:\d+, in forward: .* multiplies bfloat16 by float32"):
+        capture(model, {"x": X, "y": Y}, precision="bf16")

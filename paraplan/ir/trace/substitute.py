@@ -21,6 +21,7 @@ from paraplan.ir.trace.torch_private import OpOverload
 
 aten = torch.ops.aten
 Rule = Callable[[Rewriter, fx.Node], fx.Node | None]
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "dot", "conv1d", "conv2d", "conv3d"})
 _RECURRENT = frozenset({"gru", "lstm", "rnn_tanh", "rnn_relu"})
 
 
@@ -40,6 +41,7 @@ def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
     """
     recognise_depth(rewriter, graph)
     for node in list(graph.nodes):
+        _reject_mixed(node)
         rule = _RULES.get(_name(node.target)) if node.op == "call_function" else None
         made = rule(rewriter, node) if rule else None
         if made is not None:
@@ -66,6 +68,19 @@ def _reject_random(node: fx.Node) -> None:
         raise CaptureError(
             f"{line}: {node.target} draws random numbers that cannot be reproduced over devices; draw them with "
             "torch.rand, randn, bernoulli or nn.Dropout, or pass them as an input"
+        )
+
+
+def _reject_mixed(node: fx.Node) -> None:
+    """Products of different dtypes, which fake tensors take and kernels do not."""
+    if node.op != "call_function" or aten_name(node.target) not in _PRODUCTS:
+        return
+    dtypes = {str(value_of(x).dtype).removeprefix("torch.") for x in node.all_input_nodes}
+    if len(dtypes) > 1:
+        line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
+        raise CaptureError(
+            f"{line}: {node.target} multiplies {' by '.join(sorted(dtypes))}, which torch's kernels refuse; cast one "
+            "operand (x.to(weight.dtype)), and give factories their dtype (torch.rand(..., dtype=x.dtype))"
         )
 
 
