@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.micro import program_micro
 from paraplan.ir.trace import capture
 from tests.against_eager import assert_trains_as_eager, plan_steps, plans_of
 
@@ -94,7 +95,15 @@ def _assigned(net: Net, h: Tensor) -> Tensor:
     return h + net.mean
 
 
+def _masked(net: Net, h: Tensor) -> Tensor:
+    h = h * 1
+    h[h > 0.5] = 0.0
+    h[h.detach()[:, 0] > 0.1] = net.up.bias.mean()
+    return h
+
+
 FOLLOWED = {
+    "writes where a mask says": (_masked, {}),
     "data of a buffer": (_moved, {"mean": torch.ones(8)}),
     "data of a buffer assigned": (_assigned, {"mean": torch.ones(8)}),
     "data of a parameter": (lambda net, h: h * net.up.weight.data.abs().mean(), {}),
@@ -230,3 +239,14 @@ def test_products_of_two_dtypes_are_refused_by_line() -> None:
     model = Net(lambda net, h: h * torch.rand(8, dtype=torch.float32))
     with pytest.raises(CaptureError, match=r"test_forms.py:\d+, in forward: .* multiplies bfloat16 by float32"):
         capture(model, {"x": X, "y": Y}, precision="bf16")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+def test_sizes_that_data_decide_are_refused_by_line(precision: str) -> None:
+    with pytest.raises(CaptureError, match=r"test_forms.py:\d+, in forward: .*masks instead of boolean indexing"):
+        capture(Net(lambda net, h: h[h > 0.5].mean() + h), {"x": X, "y": Y}, precision=precision)
+
+
+def test_masked_writes_run_in_microbatches() -> None:
+    program = capture(Net(_masked), {"x": X, "y": Y}, precision="fp64")
+    assert program_micro(program, 2).tail == len(program.segments)

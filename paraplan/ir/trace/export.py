@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -290,8 +290,13 @@ def _constant_value(value: object, name: str) -> Tensor:
 _NUMBERS = frozenset({"aten.item.default", "aten._local_scalar_dense.default"})
 
 
+def _listed(value: object) -> Sequence[object]:
+    """Several results or one as a sequence."""
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
 def _refuse_regions(graph: fx.Graph) -> None:
-    """Python numbers made of tensors, and branches.
+    """Python numbers made of tensors, sizes that depend on data, and branches.
 
     Raises:
         CaptureError: there is one; names the line.
@@ -300,6 +305,9 @@ def _refuse_regions(graph: fx.Graph) -> None:
         line = line_of_stack(node.meta.get("stack_trace")) or "somewhere in the forward"
         if str(node.target) in _NUMBERS:
             raise CaptureError(f"{line}: {_DATA_DEPENDENT} (.item(), float() or int() of a tensor)")
+        made = node.meta.get("val")
+        if any(isinstance(n, torch.SymInt) for x in _listed(made) if isinstance(x, Tensor) for n in x.shape):
+            raise CaptureError(f"{line}: {_DATA_DEPENDENT} ({node.target} gives as many elements as its data say)")
         if node.op == "call_function" and is_region(node.target):
             raise CaptureError(
                 f"{line}: {node.target} runs a branch or a loop of its own, which a program cannot hold; compute both "

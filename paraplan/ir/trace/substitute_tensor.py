@@ -145,6 +145,23 @@ def mixture(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     return rewriter.call(node, experts.experts, *node.args[:7])
 
 
+def masked_write(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+    """x[mask] = value, of one element, is a choice element by element."""
+    x, indices, values = found["self"], found["indices"], found["values"]
+    assert isinstance(x, fx.Node) and isinstance(indices, (list, tuple)) and isinstance(values, fx.Node)
+    mask = indices[0] if len(indices) == 1 and not found["accumulate"] else None
+    if not isinstance(mask, fx.Node) or value_of(mask).dtype != torch.bool or value_of(values).numel() != 1:
+        return None
+    shape, rank = list(value_of(mask).shape), value_of(x).dim()
+    if list(value_of(x).shape)[: len(shape)] != shape:
+        return None
+    if len(shape) < rank:
+        mask = rewriter.call(node, aten.reshape.default, mask, [*shape, *(1 for _ in range(rank - len(shape)))])
+    if value_of(values).dim():
+        values = rewriter.call(node, aten.reshape.default, values, [])
+    return rewriter.call(node, aten.where.self, mask, values, x)
+
+
 MANY = 4
 
 
@@ -187,6 +204,7 @@ TENSOR_RULES = {
     **dict.fromkeys(("linalg_vector_norm", "norm"), vector_norm),
     "logsumexp": log_sum_exp,
     "index": tables,
+    **dict.fromkeys(("index_put", "_unsafe_index_put"), masked_write),
     **dict.fromkeys(("embedding_bag", "_embedding_bag"), embedding_bag),
     "paraplan.experts": mixture,
 }
