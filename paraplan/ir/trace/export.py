@@ -154,12 +154,12 @@ def export_loss(
             raise
         except Exception as fault:
             raise explain(fault) from fault
+    _say_loss(program.graph_module.graph, loss_fn)
+    _refuse_regions(program.graph_module.graph)
     refuse_hidden_writes(program)
     functions.restore(program.graph_module.graph)
-    _say_loss(program.graph_module.graph, loss_fn)
     write_by_index(program.graph_module.graph, Rewriter(program.graph_module.graph, mode))
     _reject_mutation(program)
-    _refuse_regions(program.graph_module.graph)
     flat = _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
     reading.settle(flat.graph, flat.names, len(returned.losses) + len(returned.outputs))
     if precision != "fp64":
