@@ -72,7 +72,11 @@ def test_arguments(plan: Plan, tmp_path: Path) -> None:
         (lambda: trainer.save(tmp_path / "file"), RuntimeFailure, "cannot be written to .*File"),
         (lambda: plan.executable(3), PlanMismatchError, "model is 3, a int"),  # type: ignore[arg-type]
         (lambda: trainer.optimizer("adam"), PlanMismatchError, "the optimizer is 'adam', a str"),  # type: ignore[arg-type]
-        (lambda: trainer.optimizer(sgd, groups=[{"match": "z("}], lr=0.1), PlanMismatchError, r"group .*z\(.*\(missing"),
+        (
+            lambda: trainer.optimizer(sgd, groups=[{"match": "z("}], lr=0.1),
+            PlanMismatchError,
+            r"group .*z\(.*\(missing",
+        ),
         (lambda: trainer.optimizer(sgd, groups=[{}], lr=0.1), PlanMismatchError, "give {'match': regex"),
         (lambda: paraplan.register_rule(3, 4), ConstraintError, "given: 3, 4"),  # type: ignore[arg-type]
         (compiled(microbatches="2"), ConstraintError, "microbatches='2'"),

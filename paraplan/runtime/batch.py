@@ -77,8 +77,8 @@ def check_values(plan: Plan, batch: Mapping[str, Tensor]) -> None:
         x, spec = batch[name], entry.spec
         if not isinstance(x, Tensor):
             raise PlanMismatchError(
-                f"batch input {name} is a {type(x).__module__}.{type(x).__qualname__}, the plan reads a tensor ({spec}); "
-                "give torch.as_tensor(...) of it"
+                f"batch input {name} is a {type(x).__module__}.{type(x).__qualname__}, the plan reads a tensor "
+                f"({spec}); give torch.as_tensor(...) of it"
             )
         if x.layout != torch.strided or x.is_nested or x.is_quantized:
             raise PlanMismatchError(

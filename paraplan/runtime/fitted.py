@@ -90,8 +90,8 @@ class FittedModule(nn.Module):
         casts = ambient_autocast(self._fit_step.device)
         if casts != self._fit_casts:
             raise PlanMismatchError(
-                f"autocast is {casts or 'off'} here and was {self._fit_casts or 'off'} when fit was called; call fit under "
-                "the same torch.autocast"
+                f"autocast is {casts or 'off'} here and was {self._fit_casts or 'off'} when fit was called; call fit "
+                "under the same torch.autocast"
             )
         batch = with_attributes(self._fit_step.plan.program, model, self._batch(args, kwargs))
         if self._fit_first is not None:
