@@ -36,7 +36,7 @@ def captured(name: str, layers: int) -> Program:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_deepened_program_is_the_deeper_models(name: str) -> None:
     made, real = deepen(captured(name, CAPTURED), 5), captured(name, 5)
-    assert made == msgspec.structs.replace(real, fingerprint=made.fingerprint, outputs={})
+    assert made == msgspec.structs.replace(real, fingerprint=made.fingerprint, settings=made.settings, outputs={})
     assert list(made.params) == list(real.params)
 
 

@@ -116,7 +116,7 @@ def test_a_run_is_saved_and_resumed_under_another_plan(plan_file: Path, command:
     begun = last_json(command("run", "plan.json", "--steps", "2", "--save", "c", *given))["loss"]
     rest = command("run", "one.json", "--steps", "2", "--resume", "c", *given)
     assert begun + last_json(rest)["loss"] == pytest.approx(whole, rel=1e-9)
-    assert "step    3" in rest.out
+    assert "step    3" in rest.out + rest.err
     refused = command("run", "one.json", "--resume", "c", "--check", *given)
     assert refused.code == 2 and "--check compares" in refused.err
 

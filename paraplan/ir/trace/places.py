@@ -66,6 +66,8 @@ def places(model: nn.Module, keys: Iterable[str]) -> Iterator[tuple[str, Place]]
             found = _walk(module, steps)
             if found is not None:
                 (owner, attribute, item), chain = found
+                if name != pattern and value_at(owner, attribute) is ABSENT:
+                    continue  # layers of several classes have numbers for names
                 whole = f"{name}.{path}" if name else path
                 yield key, Place(owner, attribute, item, whole, where_of(owner, attribute, item, (name, path)), chain)
 

@@ -200,7 +200,7 @@ def _changed(node: fx.Node, held: list[fx.Node]) -> list[fx.Node]:
             tensors = {arg: _drawn(arg, torch.empty) for arg in node.all_input_nodes}
             before = {arg: tensors[arg]._version for arg in held}
             return [arg for arg in held if _ran(node, tensors) and tensors[arg]._version != before[arg]]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         tensors = {arg: _drawn(arg, torch.rand) for arg in node.all_input_nodes}
         kept = {arg: tensors[arg].clone() for arg in held}
