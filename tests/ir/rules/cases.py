@@ -103,6 +103,7 @@ def pointwise_cases() -> dict[str, list[Case]]:
     ]
     found["aten.div.Scalar"] = found["aten.mul.Scalar"] = _unary(3.0)
     found["aten.neg.default"] = _unary()
+    found["aten._conj_physical.default"] = _unary()
     found["aten.erfinv.default"] = [case([torch.tanh(randn(4, 6))])]
     for name in (
         "exp",
