@@ -13,7 +13,7 @@ of all microbatches and before their backwards. Capture cuts segments so that th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -106,6 +106,39 @@ def program_micro(program: Program, num_microbatches: int, in_space: bool = Fals
         raise ConstraintError(
             f"a batch of {program.batch_size} does not divide into {m} microbatches; use a divisor of it"
         )
+    wanted: dict[str, Placement] = {}
+    while True:
+        found = _placed(program, m, in_space, wanted)
+        more = {} if in_space or m == 1 else _sliced(program, found, wanted)
+        if not more:
+            return found
+        wanted |= more
+
+
+def _sliced(program: Program, found: ProgramMicro, known: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Whole values that every reader slices alike (a learned query expanded over the batch): they are to be made in
+    slices, for a gradient in slices cannot become a sum of whole ones."""
+    uses: dict[str, set[Placement]] = {}
+    for segment, micro in zip(program.segments[: found.tail], found.segments, strict=False):
+        kind = program.kinds[segment.kind]
+        outer = dict(zip(kind.inputs, segment.inputs, strict=True))
+        for op, choice in zip(kind.graph.ops, micro.choices, strict=True):
+            for name, place in zip(op.tensors, choice.inputs, strict=True):
+                if name in outer:
+                    uses.setdefault(outer[name], set()).add(place)
+    late = {name for segment in program.segments[found.tail :] for name in segment.inputs}
+    made = {
+        outer
+        for segment in program.segments[: found.tail]
+        for outer, tangent in zip(segment.outputs, program.kinds[segment.kind].tangents, strict=True)
+        if tangent is not None and found.values[outer] == R and outer not in known and outer not in late
+    }
+    alike = {name: next(iter(uses[name])) for name in made if len(uses.get(name, ())) == 1}
+    return {name: place for name, place in alike.items() if isinstance(place, Shard)}
+
+
+def _placed(program: Program, m: int, in_space: bool, wanted: Mapping[str, Placement]) -> ProgramMicro:
+    """`program_micro` where some values of segments are made as wanted."""
     values: dict[str, Placement] = {f"buffer:{name}": R for name in program.buffers}
     for name, entry in program.batch.items():
         values[f"batch:{name}"] = S(entry.batch_dim) if m > 1 and entry.batch_dim is not None else R
@@ -115,11 +148,12 @@ def program_micro(program: Program, num_microbatches: int, in_space: bool = Fals
     for index, segment in enumerate(program.segments):
         kind = program.kinds[segment.kind]
         given = {local: values[outer] for local, outer in zip(kind.inputs, segment.inputs, strict=True)}
-        key = (segment.kind, tuple(given.values()), index >= tail)
+        want = {local: wanted[out] for local, out in zip(kind.outputs, segment.outputs, strict=True) if out in wanted}
+        key = (segment.kind, (*given.values(), *want.items()), index >= tail)
         if key not in cache and index < tail:
             duals = {t: o for t, o in zip(kind.tangents, kind.outputs, strict=True) if t is not None}
             try:
-                made = graph_micro(kind.graph, given, duals, m, kind.name, in_space)
+                made = graph_micro(kind.graph, given, duals, m, kind.name, in_space, want)
                 if not in_space:
                     _refuse_rows(kind, segment, made, m)
                 cache[key] = made
@@ -199,8 +233,9 @@ def splittable(program: Program, num_microbatches: int) -> bool:
 
 
 def graph_micro(
-    graph: Graph, given: dict[str, Placement], duals: dict[str, str], m: int, where: str, in_space: bool = False
-) -> KindMicro:
+    graph: Graph, given: dict[str, Placement], duals: dict[str, str], m: int, where: str, in_space: bool = False,
+    wanted: Mapping[str, Placement] | None = None,
+) -> KindMicro:  # fmt: skip
     """What a graph's ops and values do along the microbatch axis.
 
     Args:
@@ -210,6 +245,7 @@ def graph_micro(
         m: microbatches.
         where: for messages.
         in_space: see `program_micro`.
+        wanted: values that are made as said, where an op can.
     Raises:
         ConstraintError: an op mixes samples.
     """
@@ -221,7 +257,10 @@ def graph_micro(
             placements[tangent] = dual(placements[pending.pop(tangent)]) if m > 1 else R
             if not graph.values[tangent].shape:
                 placements[tangent] = R
-        choice = _choose(graph, op, tuple(placements[name] for name in op.tensors), m, where, in_space)
+        have = tuple(placements[name] for name in op.tensors)
+        want = {name: (wanted or {})[name] for name in op.outs if name is not None and name in (wanted or {})}
+        choice = _making(graph, op, have, m, want) if want else None
+        choice = choice or _choose(graph, op, have, m, where, in_space)
         choices.append(choice)
         for out, placement in zip(op.outs, choice.outputs, strict=True):
             if out is not None:
@@ -261,22 +300,40 @@ def _makes(choice: AxisChoice, wanted: list[set[Placement]]) -> bool:
     return outputs == wanted and not any(isinstance(place, Partial) for place in choice.inputs)
 
 
-def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str, in_space: bool) -> AxisChoice:
-    if m == 1 or all(placement == R for placement in have):
-        return _options(graph, op, in_space)[0]
+def _making(
+    graph: Graph, op: Op, have: tuple[Placement, ...], m: int, want: Mapping[str, Placement]
+) -> AxisChoice | None:
+    """The cheapest choice whose results stand as wanted; None where there is none."""
+
+    def fits(choice: AxisChoice) -> bool:
+        made = dict(zip(op.outs, choice.outputs, strict=True))
+        return all(made[name] == place for name, place in want.items())
+
+    return _cheapest(filter(fits, _feasible(graph, op, m, False)), have, False)
+
+
+def _cheapest(choices: Iterable[AxisChoice], have: tuple[Placement, ...], in_space: bool) -> AxisChoice | None:
+    """The choice whose inputs take the least to be brought about; None where no choice's can be."""
     best: tuple[int, AxisChoice] | None = None
-    for choice in _feasible(graph, op, m, in_space):
+    for choice in choices:
         efforts = [_effort(h, need, in_space) for h, need in zip(have, choice.inputs, strict=True)]
         if None in efforts:
             continue
         effort = sum(each or 0 for each in efforts)
         if best is None or effort < best[0]:
             best = (effort, choice)
+    return None if best is None else best[1]
+
+
+def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str, in_space: bool) -> AxisChoice:
+    if m == 1 or all(placement == R for placement in have):
+        return _options(graph, op, in_space)[0]
+    best = _cheapest(_feasible(graph, op, m, in_space), have, in_space)
     if best is None:
         split = f"over {m} data-parallel ranks" if in_space else f"into {m} microbatches; use 1 microbatch{APART}"
         named = f"{op.target} ({graph.source_of(op)})"
         raise MixedSamples(f"{where}: {named} mixes samples of the batch, so the batch cannot be split {split}", named)
-    return best[1]
+    return best
 
 
 def _feasible(graph: Graph, op: Op, m: int, in_space: bool) -> Iterator[AxisChoice]:

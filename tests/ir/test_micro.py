@@ -140,3 +140,25 @@ def test_a_loss_function_that_mixes_samples_is_named_by_its_line() -> None:
     captured = capture(nn.Linear(6, 6), {"input": torch.randn(4, 6)}, loss_fn=far_from_the_next, precision="fp64")
     sources = [kind.graph.source_of(op) for kind in captured.kinds for op in kind.graph.ops if "roll" in op.target]
     assert sources and all("test_micro.py" in source and "far_from_the_next" in source for source in sources)
+
+
+class Queried(nn.Module):
+    """A learned query, made whole, of which every sample reads its slice in another segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.lin, self.out = nn.Parameter(torch.randn(1, 6)), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.lin(self.query.expand(x.shape[0], 6))
+        return self.out(torch.tanh(q * x) @ self.lin.weight).square().sum()
+
+
+def test_what_every_reader_slices_is_made_in_slices() -> None:
+    made = program(Queried())
+    found = program_micro(made, 2)
+    assert found.tail == len(made.segments)
+    first = made.segments[0]
+    assert "query" in first.params and len(made.segments) > 1
+    assert [found.values[name] for name in first.outputs] == [S(0)] * len(first.outputs)
+    assert program_micro(made, 1).values[first.outputs[0]] == R

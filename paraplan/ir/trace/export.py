@@ -20,7 +20,7 @@ from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
 from paraplan.ir.trace.reading import Reading
 from paraplan.ir.trace.recurrent import unrolled
 from paraplan.ir.trace.rewrite import Rewriter
-from paraplan.ir.trace.source import line_of_error, line_of_stack, stack_of
+from paraplan.ir.trace.source import DATA_DEPENDENT, depends_on_data, line_of_error, line_of_stack, stack_of
 from paraplan.ir.trace.state import assignments_written
 from paraplan.ir.trace.strided import write_by_index
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, is_region, lazy_modules
@@ -154,12 +154,12 @@ def export_loss(
             raise
         except Exception as fault:
             raise explain(fault) from fault
+    _say_loss(program.graph_module.graph, loss_fn)
+    _refuse_regions(program.graph_module.graph)
     refuse_hidden_writes(program)
     functions.restore(program.graph_module.graph)
-    _say_loss(program.graph_module.graph, loss_fn)
     write_by_index(program.graph_module.graph, Rewriter(program.graph_module.graph, mode))
     _reject_mutation(program)
-    _refuse_regions(program.graph_module.graph)
     flat = _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
     reading.settle(flat.graph, flat.names, len(returned.losses) + len(returned.outputs))
     if precision != "fp64":
@@ -304,10 +304,10 @@ def _refuse_regions(graph: fx.Graph) -> None:
     for node in graph.nodes:
         line = line_of_stack(node.meta.get("stack_trace")) or "somewhere in the forward"
         if str(node.target) in _NUMBERS:
-            raise CaptureError(f"{line}: {_DATA_DEPENDENT} (.item(), float() or int() of a tensor)")
+            raise CaptureError(f"{line}: {DATA_DEPENDENT} (.item(), float() or int() of a tensor)")
         made = node.meta.get("val")
         if any(isinstance(n, torch.SymInt) for x in _listed(made) if isinstance(x, Tensor) for n in x.shape):
-            raise CaptureError(f"{line}: {_DATA_DEPENDENT} ({node.target} gives as many elements as its data say)")
+            raise CaptureError(f"{line}: {DATA_DEPENDENT} ({node.target} gives as many elements as its data say)")
         if node.op == "call_function" and is_region(node.target):
             raise CaptureError(
                 f"{line}: {node.target} runs a branch or a loop of its own, which a program cannot hold; compute both "
@@ -315,10 +315,6 @@ def _refuse_regions(graph: fx.Graph) -> None:
             )
 
 
-_DATA_DEPENDENT = (
-    "control flow, a Python number or a shape depends on tensor data; use torch.where instead of `if`, keep values as "
-    "tensors instead of .item(), masks instead of boolean indexing"
-)
 _KNOWN = {
     "failed to unpack the object at pos": (
         "a size is a tensor's value (packed sequences, repeats by count): pad to a fixed length and mask what lies "
@@ -344,7 +340,7 @@ def explain(fault: Exception) -> CaptureError:
     line = line_of_error(fault) or "somewhere in the forward"
     text = str(fault).strip().split("\n")[0]
     kind = type(fault).__name__
-    if any(word in kind + str(fault) for word in ("DataDependent", "data-dependent", "unbacked", "DynamicOutputShape")):
-        return CaptureError(f"{line}: {_DATA_DEPENDENT} ({kind})")
+    if depends_on_data(fault):
+        return CaptureError(f"{line}: {DATA_DEPENDENT} ({kind})")
     known = next((remedy for said, remedy in _KNOWN.items() if said in str(fault)), "")
     return CaptureError(f"{line}: {f'{known} ({kind})' if known else f'tracing the forward failed: {kind}: {text}'}")

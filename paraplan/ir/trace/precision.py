@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.rewrite import Rewriter
-from paraplan.ir.trace.source import line_of_stack
+from paraplan.ir.trace.source import DATA_DEPENDENT, depends_on_data, line_of_stack
 
 WIDE = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
@@ -56,6 +56,8 @@ def _evaluate(node: fx.Node, rewriter: Rewriter) -> None:
     try:
         node.meta["val"] = rewriter.evaluate(node)
     except Exception as fault:
+        if depends_on_data(fault):
+            raise CaptureError(f"{_line(node)}: {DATA_DEPENDENT} ({node.target})") from fault
         raise CaptureError(
             f"{_line(node)}: {node.target} does not take float64 ({str(fault).splitlines()[0]}); use precision='fp32'"
         ) from fault

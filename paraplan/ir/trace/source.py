@@ -15,6 +15,18 @@ _LIBRARY = re.compile(r"[\\/](transformers|accelerate|einops|torchvision|timm)[\
 _STANDARD = re.compile(r"[\\/]python3[\w.]*[\\/][\w.]+\.py$")
 _OURS = re.compile(r"[\\/]paraplan[\\/](ir|api|cli|planner|runtime|codegen)")
 
+DATA_DEPENDENT = (
+    "control flow, a Python number or a shape depends on tensor data; use torch.where instead of `if`, keep values as "
+    "tensors instead of .item(), masks instead of boolean indexing, x[i.unsqueeze(0)] instead of x[i] where i has no "
+    "dims, one_hot(x, n).sum(0) instead of bincount"
+)
+
+
+def depends_on_data(fault: Exception) -> bool:
+    """Whether fake tensors could not tell a size or a number because data decides it."""
+    said = type(fault).__name__ + str(fault)
+    return any(word in said for word in ("DataDependent", "data-dependent", "unbacked", "DynamicOutputShape"))
+
 
 def _spell(file: str, line: str | int, function: str, code: str) -> str:
     return f"{PurePath(file).name}:{line}, in {function}: {code.strip()}"
