@@ -105,7 +105,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
     "within a namespace": (lambda m: len(m.space.log[0]) + 1, lambda m: m.space.log[0].append(1), r"space of Reader"),
     "slice": (lambda m: m.tensor[m.cut].sum(), lambda m: setattr(m, "cut", slice(1, 4)), r"cut of Reader"),
     "range": (lambda m: m.values[0], lambda m: setattr(m, "values", range(2, 3)), r"values of Reader"),
-    "global list of lists": (lambda m: NESTED[0][0], lambda m: NESTED[0].append(0.5), r"global NESTED\[0\]"),
+    "global list of lists": (lambda m: NESTED[0][0], lambda m: NESTED[0].__setitem__(0, 0.5), r"global NESTED"),
     "getattr": (lambda m: getattr(m, "t" + "au"), lambda m: setattr(m, "tau", 0.5), "tau of Reader"),
     "vars": (lambda m: vars(m)["tau"], lambda m: setattr(m, "tau", 0.5), "tau of Reader"),
     "hasattr": (lambda m: 0.5 if hasattr(m, "new") else 1.0, lambda m: setattr(m, "new", 1), "new of Reader"),
