@@ -105,6 +105,8 @@ def fit(
     budget = parse_bytes(memory)
     if isinstance(model, FittedModule):
         model = model.unfitted
+    if not isinstance(check, int):
+        raise ConstraintError(f"check={check!r}: True for the first step, or a number of steps")
     inputs = _inputs(example_inputs)
     precision, device = _precision(model)
     if not isinstance(optimizer, str):
@@ -194,6 +196,8 @@ def _inputs(example_inputs: Any) -> dict[str, Any] | tuple[object, ...]:
 
 def _precision(model: nn.Module) -> tuple[str, str]:
     """What the model computes in, and the kind of device it is on."""
+    if isinstance(model, type):
+        raise ConstraintError(f"fit takes an nn.Module, not the class {model.__name__}; give one that is made")
     if not hasattr(model, "named_parameters"):
         raise ConstraintError(f"fit takes an nn.Module, not a {type(model).__name__}")
     if "torch.jit" in type(model).__module__:

@@ -176,3 +176,23 @@ def test_two_processes_train_complex_parameters(tmp_path: Path) -> None:
     worker = str(Path(__file__).with_name("complex_worker.py"))
     assert spawn_local(2, worker, [str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.glob("done*")} == {"done0", "done1"}
+
+
+class Written(nn.Module):
+    """Modes of a Fourier transform written into zeros, as Fourier neural operators are mostly spelt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.weight = nn.Linear(8, 8), nn.Parameter(0.3 * torch.randn(4, 4, 3, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = torch.fft.rfft(self.lin(x))
+        g = torch.zeros_like(f)
+        g[..., :3] = torch.einsum("bix,iox->box", f[..., :3], self.weight)
+        g[:, 1] = f[:, 0] * 2
+        return torch.fft.irfft(g, n=8).square().mean()
+
+
+def test_complex_slices_are_written() -> None:
+    torch.manual_seed(0)
+    assert_trains_as_eager(Written(), {"x": torch.randn(4, 4, 8)})

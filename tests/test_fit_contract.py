@@ -256,3 +256,45 @@ def test_what_fit_refuses_at_once() -> None:
         paraplan.fit(made(), batch(), 1024, loss="1", accumulate=True, time_limit_s=1.0)
     with pytest.raises(InfeasibleError, match=r"with a smaller batch, or with microbatches=2 or more$"):
         paraplan.fit(made(), batch(), 1024, loss="1", optimizer="sgd", offload=True, time_limit_s=1.0)
+
+
+def test_what_is_set_on_it_is_set_on_the_model() -> None:
+    class Scaled(nn.Module):
+        tau: float = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.tau, self._step = nn.Linear(4, 4), 1.0, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).pow(2).mean() * self.tau
+
+    model, given = Scaled().double(), {"x": torch.randn(8, 4, dtype=DOUBLE)}
+    twin = copy.deepcopy(model)
+    trained = paraplan.fit(model, given, "1GiB", dynamic=["tau"])
+    trained.tau = twin.tau = 3.0
+    trained._step += 1
+    assert model.tau == trained.tau == 3.0 and model._step == 1
+    assert float(trained(**given)) == pytest.approx(float(twin(**given)), rel=1e-12)
+    trained = paraplan.fit(copy.deepcopy(model), given, "1GiB")
+    trained.tau = 1.0
+    with pytest.raises(PlanMismatchError, match=r"tau of Scaled|tau=3.0 and has tau=1.0 now"):
+        trained(**given)
+    trained.tau = 3.0
+    trained(**given)
+    del trained.tau
+    assert trained.tau == 1.0 and "tau" not in vars(trained.unfitted)
+    trained.tau, trained.layer = 3.0, nn.Linear(4, 4).double()
+    with pytest.raises(PlanMismatchError, match="another module 'layer'"):
+        trained(**given)
+    trained.training = False
+    assert not trained.unfitted.training
+    with pytest.raises(AttributeError, match="nothing"):
+        del trained.nothing
+
+
+def test_an_input_of_another_kind_of_numbers_is_refused() -> None:
+    model, given = nn.Sequential(nn.Linear(4, 4)).double(), torch.randn(8, 4, dtype=DOUBLE)
+    trained = paraplan.fit(model, (given,), "1GiB", loss_fn=lambda out, _: out.mean())
+    with pytest.raises(PlanMismatchError, match=r"is torch.int64, the step was captured with torch.float64"):
+        trained(given.long())

@@ -547,3 +547,35 @@ def test_buckets_of_one_shape_for_several_values() -> None:
     model.k = 4
     with pytest.raises(PlanMismatchError, match="k of Branching was captured with k=2 and has k=4 now"):
         trainer.step(given)
+
+
+def _trained() -> tuple[Annealed, Any, dict[str, Tensor]]:
+    model, given = Annealed(), {"x": torch.randn(8, 4), "y": torch.randn(8, 4)}
+    plan = paraplan.compile(model, "local:1", example_inputs=given)
+    return model, plan.executable(model), given
+
+
+def test_a_method_replaced_after_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, trainer, given = _trained()
+    module = next(each for each in model.modules() if isinstance(each, nn.Linear))
+    trainer.step(given)
+    module.forward = lambda x: nn.functional.linear(x, module.weight * 3, module.bias)
+    for _ in range(2):
+        with pytest.raises(PlanMismatchError, match=r"Linear .* has another 'forward' than when"):
+            trainer.step(given)
+    del module.forward
+    module.note = "unread"
+    trainer.step(given)
+    monkeypatch.setattr(Annealed, "forward", lambda self, x, y: x.sum())
+    with pytest.raises(PlanMismatchError, match=r"Annealed has another 'forward'"):
+        trainer.step(given)
+
+
+def test_a_forward_bound_to_its_own_model_is_captured() -> None:
+    model, given = Annealed().double(), {k: torch.randn(8, 4).double() for k in "xy"}
+    plain = paraplan.compile(model, "local:1", example_inputs=given, precision="fp64")
+    model.forward = types.MethodType(lambda self, x, y: Annealed.forward(self, x, y) * 3, model)
+    with pytest.raises(PlanMismatchError, match=r"other code of .*lambda"):
+        plain.executable(model)
+    plan = paraplan.compile(model, "local:1", example_inputs=given, precision="fp64")
+    assert float(plan.executable(model).step(given)) == pytest.approx(float(model(**given)), rel=1e-9)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.codegen import build_modules
+from paraplan.ir.errors import ConstraintError
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.trace.outputs import LossChoice
@@ -35,8 +36,10 @@ def rehearse(
         seed: of dropout.
     Raises:
         CheckError: a step is not what it should be.
+        ConstraintError: `batches` is no list of batches.
         PlanMismatchError: another model, or a batch that is not one for the plan.
     """
+    _check_batches(batches)
     check_model(plan, model)
     trainer = InProcessTrainer(plan, programs, [build_modules(program) for program in programs], model, seed)
     trainer.record = False
@@ -57,3 +60,13 @@ def rehearse(
         single.compare(tensors, None, value, grads, state, state)
         single.errors.raise_failure()
     return single.errors
+
+
+def _check_batches(batches: object) -> None:
+    if not isinstance(batches, Sequence) or not batches or not all(isinstance(each, Mapping) for each in batches):
+        what = "one batch" if isinstance(batches, Mapping) else "empty" if batches == [] else type(batches).__name__
+        if isinstance(batches, Sequence) and batches:
+            what = f"a {what} of {type(batches[0]).__name__}"
+        raise ConstraintError(
+            f"batches is {what}: give a list of global batches, each a mapping from input name to tensor ([batch])"
+        )

@@ -34,6 +34,11 @@ def make_trainer(
     offload_folder: str | Path | None = None, paced: bool = False, loss_fn: object = None, reads: Reads | None = None,
 ) -> Trainer:  # fmt: skip
     """This rank's trainer; see `Plan.executable`. `reads` is what was read while capturing, if that was done here."""
+    if not isinstance(model, nn.Module):
+        raise PlanMismatchError(
+            f"model is {model!r:.80}, a {type(model).__name__}: give the nn.Module that the plan was made for "
+            f"({plan.model.display})"
+        )
     check_model(plan, model, loss_fn)
     check_devices(plan.cluster)
     backend = plan.cluster.groups[0].device.backend

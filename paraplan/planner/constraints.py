@@ -129,6 +129,16 @@ def warm_up_steps(delayed_update: bool | int | None) -> int | None:
     return delayed_update
 
 
+def _check_types(c: Constraints) -> None:
+    numbers = {"dp": c.dp, "tp": c.tp, "cp": c.cp, "ep": c.ep, "zero": c.zero, "microbatches": c.microbatches}
+    numbers |= {"overlap": c.overlap, "pp": None if c.pp == AUTO else c.pp}
+    for name, value in numbers.items():
+        if value is not None and not isinstance(value, int):
+            raise ConstraintError(f"{name}={value!r}: give a whole number, not a {type(value).__name__}")
+    if c.mesh is not None and not all(isinstance(size, int) for size in c.mesh):
+        raise ConstraintError(f"mesh={c.mesh!r}: give whole numbers, one for each axis, e.g. mesh=(2, 4)")
+
+
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
     """The constraints themselves, when they make sense together.
 
@@ -138,6 +148,7 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
             an ep that does not divide dp.
     """
     c = constraints
+    _check_types(c)
     if c.pp == AUTO:
         if c.stages is not None:
             raise ConstraintError("stages with pp=auto: how many there are follows from the degree; give pp a number")

@@ -30,9 +30,10 @@ def shard_batch(
     """Cut a global batch; one with fewer rows is padded first, where that changes nothing (see `ragged`).
 
     Raises:
-        PlanMismatchError: inputs are missing or unknown, or have another shape than the plan was made for.
+        PlanMismatchError: inputs are missing, unknown or no dense tensors, or have another kind of numbers or another
+            shape than the plan was made for.
     """
-    _check_names(plan, batch)
+    check_values(plan, batch)
     batch = ragged.pad(plan, batch)
     _check_shapes(plan, batch)
     found, given = ShardedBatch(), plan.program.step_batch
@@ -62,6 +63,48 @@ def _check_names(plan: Plan, batch: Mapping[str, Tensor]) -> None:
     if missing or unknown:
         raise PlanMismatchError(
             f"batch inputs missing: {missing}, unknown: {unknown}; the plan reads {list(given_inputs(plan.program))}"
+        )
+
+
+def check_values(plan: Plan, batch: Mapping[str, Tensor]) -> None:
+    """Refuse a batch without the plan's inputs, or with what is no dense tensor of their kind of numbers.
+
+    Raises:
+        PlanMismatchError: names the input, what it is, and what to give.
+    """
+    _check_names(plan, batch)
+    for name, entry in plan.program.step_batch.items():
+        x, spec = batch[name], entry.spec
+        if not isinstance(x, Tensor):
+            raise PlanMismatchError(
+                f"batch input {name} is a {type(x).__module__}.{type(x).__qualname__}, the plan reads a tensor "
+                f"({spec}); give torch.as_tensor(...) of it"
+            )
+        if x.layout != torch.strided or x.is_nested or x.is_quantized:
+            raise PlanMismatchError(
+                f"batch input {name} is a tensor of layout {x.layout}, the plan reads a dense one ({spec}); give "
+                f"{name}.to_dense()"
+            )
+        if x.device.type == "meta":
+            raise PlanMismatchError(f"batch input {name} is on meta and has no values; give a tensor that has ({spec})")
+        refuse_kind(name, x.dtype, getattr(torch, spec.dtype), "the plan was made for")
+
+
+def refuse_kind(name: str, given: torch.dtype, wanted: torch.dtype, captured: str) -> None:
+    """Refuse numbers that eager would compute with by other rules: integers for floats, floats for integers ...
+
+    Floats are rounded, signed integers widened.
+
+    Raises:
+        PlanMismatchError: names the input and both dtypes.
+    """
+    kinds = (given.is_floating_point, given.is_complex, given.is_signed, given == torch.bool)
+    alike = kinds == (wanted.is_floating_point, wanted.is_complex, wanted.is_signed, wanted == torch.bool)
+    narrowed = not (given.is_floating_point or given.is_complex) and given.itemsize > wanted.itemsize
+    if given != wanted and (not alike or narrowed or not (given.is_signed or given.is_floating_point)):
+        raise PlanMismatchError(
+            f"batch input {name} is {given}, {captured} {wanted}; give {name}.to({wanted}) if that is what is meant, "
+            "or plan again with such inputs"
         )
 
 

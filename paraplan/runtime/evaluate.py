@@ -18,7 +18,7 @@ from paraplan.ir.lower import lower_evaluation
 from paraplan.ir.mesh import Layout, Shard, local_shape, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import OutputPlace, RankProgram
-from paraplan.runtime.batch import ShardedBatch, microbatches
+from paraplan.runtime.batch import ShardedBatch, check_values, microbatches
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.params import Dims, own_part
 from paraplan.runtime.ragged import row_dims, rows_of
@@ -131,6 +131,7 @@ def metrics_of(executor: Executor) -> Mapping[str, Tensor]:
 
 def missing_rows(plan: Plan, batch: Mapping[str, Tensor]) -> int | None:
     """Rows a smaller batch has; None where it has all."""
+    check_values(plan, batch)
     rows = rows_of(plan.program, batch)
     return None if rows == plan.program.rows else rows
 

@@ -59,54 +59,55 @@ class FittedModule(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
-        self.plan, self._model = plan, (model,)
-        self._step, self._settings = step, Settings(model, step.plan.program, reads)
-        self._fixed, self._returns, self._casts, self._remake = dict(fixed), returns, casts, remake
-        self._first: Callable[[FittedStep, Mapping[str, Tensor]], None] | None = None
+        self.plan, self._fit_model = plan, (model,)
+        self._fit_step, self._fit_settings = step, Settings(model, step.plan.program, reads)
+        self._fit_fixed, self._fit_returns, self._fit_casts, self._fit_remake = dict(fixed), returns, casts, remake
+        self._fit_first: Callable[[FittedStep, Mapping[str, Tensor]], None] | None = None
 
     @property
     def unfitted(self) -> nn.Module:
         """The model that fit was given."""
-        return self._model[0]
+        return self._fit_model[0]
 
     def check_first(self, check: Callable[[FittedStep, Mapping[str, Tensor]], None]) -> None:
         """Have every step checked, with its batch, before it is taken; a copy of this module does not."""
-        self._first = check
+        self._fit_first = check
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; its loss carries the gradients of the planned step."""
-        model = self._model[0]
+        model = self._fit_model[0]
         if not (self.training and torch.is_grad_enabled()):
-            return model(*args, **(taken(model, kwargs) if self._returns.for_loss else kwargs))
+            return model(*args, **(taken(model, kwargs) if self._fit_returns.for_loss else kwargs))
         if in_transform():
             raise PlanMismatchError(
                 "a planned step runs under no transform of torch.func (grad, vmap, jvp ...); call the model that fit "
                 "was given"
             )
-        self._settings.check()
-        casts = ambient_autocast(self._step.device)
-        if casts != self._casts:
+        self._fit_settings.check()
+        casts = ambient_autocast(self._fit_step.device)
+        if casts != self._fit_casts:
             raise PlanMismatchError(
-                f"autocast is {casts or 'off'} here and was {self._casts or 'off'} when fit was called; call fit under "
-                "the same torch.autocast"
+                f"autocast is {casts or 'off'} here and was {self._fit_casts or 'off'} when fit was called; call fit "
+                "under the same torch.autocast"
             )
-        batch = with_attributes(self._step.plan.program, model, self._batch(args, kwargs))
-        if self._first is not None:
-            self._first(self._step, batch)
-        return self._returns(self._step.loss(batch))
+        batch = with_attributes(self._fit_step.plan.program, model, self._batch(args, kwargs))
+        if self._fit_first is not None:
+            self._fit_first(self._fit_step, batch)
+        return self._fit_returns(self._fit_step.loss(batch))
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The arguments by name, as captured."""
-        model = self._model[0]
+        model = self._fit_model[0]
         given = {**dict(zip(parameter_names(model, len(args)), args, strict=False)), **kwargs}
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
         spelled = inspect.signature(model.forward).parameters.items()
         defaults = {name: it.default for name, it in spelled if it.default is not inspect.Parameter.empty}
-        fixed, now = {**defaults, **self._fixed}, {**defaults, **others}
-        for name in (each for each in {**self._fixed, **others} if each not in tensors):
+        fixed, now = {**defaults, **self._fit_fixed}, {**defaults, **others}
+        for name in (each for each in {**self._fit_fixed, **others} if each not in tensors):
             if _same(fixed.get(name), now.get(name)):
                 continue
             raise PlanMismatchError(
@@ -117,17 +118,17 @@ class FittedModule(nn.Module):
 
     def train(self, mode: bool = True) -> FittedModule:
         """As the model's own."""
-        self._model[0].train(mode)
+        self._fit_model[0].train(mode)
         self.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own, under the model's own names."""
-        return self._model[0].state_dict(*args, **kwargs)
+        return self._fit_model[0].state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own."""
-        return self._model[0].load_state_dict(*args, **kwargs)
+        return self._fit_model[0].load_state_dict(*args, **kwargs)
 
     def training_state(self, optimizer: Optimizers = None, scheduler: Any = None, scaler: Any = None) -> dict[str, Any]:
         """Everything the run goes on from, whole, here or under any plan; as `Trainer.full_training_state`.
@@ -137,7 +138,7 @@ class FittedModule(nn.Module):
             scheduler: torch's, or several.
             scaler: torch's.
         """
-        model, program = self._model[0], self._step.plan.program
+        model, program = self._fit_model[0], self._fit_step.plan.program
         params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         kept = {name: x.detach().cpu().clone() for name, x in model.named_parameters(remove_duplicate=False)}
         kept |= {name: buffers[name].detach().cpu().clone() for name in program.buffer_updates}
@@ -148,7 +149,9 @@ class FittedModule(nn.Module):
             for name, param in params.items()
             if param in each.state
         }
-        about = about_run(program, optimizers, params, scheduler, scaler, self._step.steps_done, self._step.seed)
+        about = about_run(
+            program, optimizers, params, scheduler, scaler, self._fit_step.steps_done, self._fit_step.seed
+        )
         about = unpack(pack(about))
         optimized = {"state": copy.deepcopy(slots), "param_groups": about.pop("groups")}
         return {"model": kept, "optimizer": optimized, ABOUT: about}
@@ -161,7 +164,7 @@ class FittedModule(nn.Module):
         Raises:
             PlanMismatchError: it is of another model, or its groups, schedules or scaler are not those given.
         """
-        model, optimizers, program = self._model[0], listed(optimizer), self._step.plan.program
+        model, optimizers, program = self._fit_model[0], listed(optimizer), self._fit_step.plan.program
         params = dict(model.named_parameters())
         numbers = read_numbers(program, full, optimizers, groups_of(optimizers, params), scheduler, scaler)
         own = {**params, **{name: x for name, x in model.named_buffers() if name in program.buffer_updates}}
@@ -180,21 +183,43 @@ class FittedModule(nn.Module):
                         for key, x in slots.items()
                     }
         give_numbers(numbers, optimizers, scheduler, scaler)
-        self._step.steps_done, self._step.seed = numbers["steps_done"], numbers["seed"]
+        self._fit_step.steps_done, self._fit_step.seed = numbers["steps_done"], numbers["seed"]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Made again of the model and its plan: what runs them holds functions and handles."""
-        step = self._step
-        told = (self._model[0], self._fixed, self._returns, self._casts, msgspec.json.encode(step.plan))
+        step = self._fit_step
+        told = (self._fit_model[0], self._fit_fixed, self._fit_returns, self._fit_casts, msgspec.json.encode(step.plan))
         hooks = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
-        return self._remake, (*told, step.seed, step.steps_done), hooks
+        return self._fit_remake, (*told, step.seed, step.steps_done), hooks
 
     def __getattr__(self, name: str) -> Any:
         """What this has not, the model has."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_model"][0], name)
+            return getattr(self.__dict__["_fit_model"][0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """On the model, which is what is captured and compared; methods and hooks of this module's on itself."""
+        if _is_own(name):
+            super().__setattr__(name, value)
+        if not _is_own(name) or (name == "training" and "_fit_model" in self.__dict__):
+            setattr(self._fit_model[0], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Likewise."""
+        if _is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._fit_model[0], name)
+
+
+_MODULE = frozenset(vars(nn.Module()))
+
+
+def _is_own(name: str) -> bool:
+    """Whether an attribute is the fitted module's own and not the model's."""
+    return name == "plan" or name.startswith("_fit_") or name in _MODULE or hasattr(FittedModule, name)
 
 
 def _same(one: Any, other: Any) -> bool:

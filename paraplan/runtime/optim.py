@@ -34,7 +34,7 @@ def param_groups(
             for each, device first, so that what is updated together lies together.
         everywhere: names and tiers of all ranks' parameters.
     Raises:
-        PlanMismatchError: a pattern matches no rank's parameter.
+        PlanMismatchError: a group has no pattern, or one that matches no rank's parameter.
     """
     if params is not None:
         return list(params(named)) or [{"params": []}]
@@ -43,7 +43,7 @@ def param_groups(
     names = [name for name, _ in left]
     found: list[Any] = []
     for group in groups or ():
-        pattern = group["match"]
+        pattern = _pattern(group)
         if not any(re.search(pattern, name) for name in names):
             raise PlanMismatchError(
                 f"optimizer group {pattern!r} matches no parameter; names look like {', '.join(names[:5])}"
@@ -53,6 +53,18 @@ def param_groups(
         options = {key: value for key, value in group.items() if key != "match"}
         found += _by_tier(named, own, taken, options)
     return [*found, *_by_tier(named, own, left, {})] or [{"params": []}]
+
+
+def _pattern(group: object) -> str:
+    pattern = group.get("match") if isinstance(group, Mapping) else None
+    try:
+        re.compile(pattern)  # type: ignore[arg-type]
+    except (re.error, TypeError) as fault:
+        raise PlanMismatchError(
+            f"optimizer group {group!r:.200}: give {{'match': regex, **options}} with a regular expression over "
+            f"parameter names ({fault})"
+        ) from None
+    return str(pattern)
 
 
 def _by_tier(

@@ -1,5 +1,5 @@
-"""What a captured step has as constants of Python: modes of modules, hooks, options of torch's modules, and whatever
-else forward and loss function read (numbers, text, lists, tensors that are attributes, globals, closures).
+"""What a captured step has as constants of Python: modes of modules, hooks, methods, options of torch's modules, and
+whatever else forward and loss function read (numbers, text, lists, tensors that are attributes, globals, closures).
 
 Changing one afterwards (`model.bn.eval()`, `model.drop.p = 0`, `model.tau *= 0.9`) changes what the model computes and
 not what was captured, so all are compared before every step: per module one look-up of all names and one comparison.
@@ -219,7 +219,7 @@ class _Link:
 
 
 class _Module:
-    """The hooks and the children of one module."""
+    """The hooks, the methods and the children of one module."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.where = f"{type(module).__name__} {name!r}" if name else type(module).__name__
@@ -227,6 +227,8 @@ class _Module:
         self._hooks = self._hooks_of(module)
         self._has_hooks = any(self._hooks)
         self._children = [(key, _reference(child)) for key, child in module._modules.items()]
+        self._class, self._class_forward = type(module), type(module).forward
+        self._size, self._methods = len(vars(module)), _methods_of(module)
 
     @staticmethod
     def _hooks_of(module: nn.Module) -> list[tuple[int, ...]]:
@@ -244,6 +246,11 @@ class _Module:
                 "has other hooks than when the step was captured, and a captured step runs those of then; register "
                 "them before, and"
             )
+        if method := self._other_method(module, held):
+            return (
+                f"has another {method!r} than when the step was captured, and a captured step runs that of then; put "
+                "it back, or"
+            )
         children = held["_modules"]
         if not children and not self._children:
             return ""
@@ -253,6 +260,31 @@ class _Module:
             if children.get(key) is not child():
                 return f"has another module {key!r} than when the step was captured; put that back, or"
         return ""
+
+    def _other_method(self, module: nn.Module, held: dict[str, Any]) -> str:
+        """A method that was replaced, of the class or of the module alone; "" where none was."""
+        if type(module) is not self._class:
+            return "__class__"
+        if self._class.forward is not self._class_forward:
+            return "forward"
+        for name, method in self._methods.items():
+            if name not in held or held[name] is not method():
+                return name
+        if len(held) != self._size or ("forward" in held and "forward" not in self._methods):
+            found = next((name for name in _methods_of(module) if name not in self._methods), "")
+            self._size = self._size if found else len(held)
+            return found
+        return ""
+
+
+def _methods_of(module: nn.Module) -> dict[str, Callable[[], Any]]:
+    """Functions that a module holds itself in place of its class' methods."""
+    cls = type(module)
+    return {
+        name: _reference(held)
+        for name, held in vars(module).items()
+        if callable(held) and name != "_compiled_call_impl" and callable(getattr(cls, name, None))
+    }
 
 
 def _any_hook(held: dict[str, Any]) -> bool:

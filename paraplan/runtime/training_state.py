@@ -10,6 +10,7 @@ for `torch.save` and for `fit`. Between an optimizer's step and the next trainin
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
 from paraplan.ir.program import Program
 from paraplan.runtime import progress
 from paraplan.runtime.checkpoint import Checkpointing, is_like
@@ -118,8 +120,19 @@ class TrainingStates(Checkpointing):
         self._take_numbers(numbers, optimizer, scheduler, scaler)
 
     def save(self, folder: str | Path, optimizer: Optimizers = None, scheduler: Any = None, scaler: Any = None) -> None:
-        """Write `training_state` as a checkpoint of torch.distributed.checkpoint's; all ranks call."""
-        dcp.save(self.training_state(optimizer, scheduler, scaler), checkpoint_id=folder)
+        """Write `training_state` as a checkpoint of torch.distributed.checkpoint's; all ranks call.
+
+        Raises:
+            RuntimeFailure: it cannot be written there.
+        """
+        state = self.training_state(optimizer, scheduler, scaler)
+        try:
+            dcp.save(state, checkpoint_id=folder)
+        except (CheckpointException, OSError) as fault:
+            raise RuntimeFailure(
+                f"the checkpoint cannot be written to {folder} ({_reason(fault)}); give a folder that can be made or "
+                "written"
+            ) from fault
 
     def resume(
         self, folder: str | Path, optimizer: Optimizers = None, scheduler: Any = None, scaler: Any = None
@@ -131,11 +144,11 @@ class TrainingStates(Checkpointing):
         """
         metadata = _metadata(folder)
         about: dict[str, Any] = {ABOUT: b""}
-        dcp.load(about, checkpoint_id=folder)
+        _load(about, folder)
         self._numbers(about, optimizer, scheduler, scaler)
         self.flush()
         state = {"model": self.state_dict(), "optimizer": self._blank_slots(metadata), ABOUT: b""}
-        dcp.load(state, checkpoint_id=folder)
+        _load(state, folder)
         self.load_training_state(state, optimizer, scheduler, scaler)
 
     def _blank_slots(self, metadata: Metadata) -> dict[str, dict[str, Any]]:
@@ -247,10 +260,30 @@ def give_numbers(
         scaler.load_state_dict(numbers["scaler"])
 
 
+_UNREADABLE = (OSError, ValueError, EOFError, pickle.UnpicklingError)
+
+
+def _reason(fault: BaseException) -> str:
+    """The first fault of the ranks'."""
+    failures = getattr(fault, "failures", None) or {0: (fault, None)}
+    cause = next(iter(failures.values()))[0]
+    return f"{type(cause).__name__}: {cause}"
+
+
+def _load(state: dict[str, Any], folder: str | Path) -> None:
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except (CheckpointException, *_UNREADABLE) as fault:
+        raise PlanMismatchError(
+            f"the checkpoint in {folder} cannot be read ({_reason(fault)}); give a folder that trainer.save wrote "
+            "whole, of this model"
+        ) from fault
+
+
 def _metadata(folder: str | Path) -> Metadata:
     try:
         metadata = dcp.FileSystemReader(folder).read_metadata()
-    except (OSError, ValueError) as fault:
+    except (*_UNREADABLE, AttributeError, ImportError, LookupError, TypeError) as fault:
         raise PlanMismatchError(
             f"{folder} has no checkpoint that can be read ({type(fault).__name__}: {fault}); give the folder that "
             "trainer.save wrote"

@@ -40,6 +40,11 @@ def make_optimizer(
             "the trainer has an optimizer already, and states that are brought to their update, or updated one step "
             "late, follow one; give all parameters to one optimizer (groups=), or plan without offload_states"
         )
+    if not callable(cls):
+        raise PlanMismatchError(
+            f"the optimizer is {cls!r:.80}, a {type(cls).__name__}: give a class and its options, e.g. "
+            "trainer.optimizer(torch.optim.AdamW, lr=3e-4); the trainer makes it over this rank's shards"
+        )
     made = cls(rank.param_groups(groups, params), **options)
     name = type(made).__name__
     if not isinstance(made, torch.optim.Optimizer) or not hasattr(made, "_optimizer_step_post_hooks"):

@@ -41,7 +41,7 @@ def test_checked_steps_are_the_steps_without_a_check() -> None:
 def test_a_fitted_step_that_is_not_the_model_raises_before_it_is_taken() -> None:
     model: Any = Net().double()
     module = fitted(model, check=True)
-    step = module._step
+    step = module._fit_step
     kept = {name: x.clone() for name, x in module.state_dict().items()}
     plan = step.plan
     loss = type(step).loss

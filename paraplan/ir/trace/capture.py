@@ -206,6 +206,11 @@ def _batch_dims(tensors: dict[str, Tensor], given: dict[str, int | None]) -> tup
                 )
             dim = None
         if dim is not None:
+            if isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim < x.dim():
+                raise CaptureError(
+                    f"batch_dims={{{name!r}: {dim!r}}}: the input has shape {tuple(x.shape)}; give a dim of it, "
+                    "counted from 0, or None if every microbatch gets it whole"
+                )
             if size is not None and x.shape[dim] != size:
                 raise CaptureError(f"input {name!r} has size {x.shape[dim]} in its batch dim {dim}, others have {size}")
             size = x.shape[dim]

@@ -101,8 +101,12 @@ class Reached:
         self._mentioned: set[str] = set()
         self._classes: set[type] = set()
         self._queue: list[object] = list(roots)
+        met: dict[int, object] = {}  # a module may hold a method bound to itself
         while self._queue and len(self.functions) < _MOST:
-            self._follow(self._queue.pop())
+            value = self._queue.pop()
+            if id(value) not in met:
+                met[id(value)] = value
+                self._follow(value)
 
     def digests(self) -> dict[str, str]:
         """Per function's name, digests of its code; of several of one name, all."""

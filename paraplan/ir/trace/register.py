@@ -78,6 +78,11 @@ def register_rule(
         ConstraintError: no such op is registered with torch, the rule is malformed, contradicts itself or the op, or
             `check` shows it wrong.
     """
+    if not isinstance(op, str) or not isinstance(rule, str):
+        raise ConstraintError(
+            f'register_rule takes an op\'s name and a rule as text, e.g. ("mylib::fused_mlp", "b s _, _ f -> b s f"); '
+            f"given: {op!r:.80}, {rule!r:.80}"
+        )
     found = parse(op, rule, contracted or {}, linear, addends, whole, size_args or {})
     if op_def(found.target) is not None:
         raise ConstraintError(f"{op} has a rule of its own; register rules for your own ops")

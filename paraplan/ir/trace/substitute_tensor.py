@@ -162,6 +162,28 @@ def masked_write(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | N
     return rewriter.call(node, aten.where.self, mask, values, x)
 
 
+def complex_write(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+    """x[..., a:b] = y and x[i] = y of complex numbers, whose scatters torch does not differentiate: pieces joined."""
+    x, source = found["self"], found["src"]
+    assert isinstance(x, fx.Node) and isinstance(source, fx.Node)
+    if not value_of(x).is_complex() or found.get("step", 1) != 1:
+        return None
+    dim = int(found["dim"]) % value_of(x).dim()  # type: ignore[call-overload]
+    size = value_of(x).shape[dim]
+    if "index" in found:
+        start = int(found["index"]) % size  # type: ignore[call-overload]
+        source = rewriter.call(node, aten.unsqueeze.default, source, dim)
+    else:
+        start, _, _ = slice(found["start"], found["end"]).indices(size)
+    end = start + value_of(source).shape[dim]
+    parts = [
+        rewriter.call(node, aten.slice.Tensor, x, dim, 0, start, 1) if start else None,
+        source,
+        rewriter.call(node, aten.slice.Tensor, x, dim, end, size, 1) if end < size else None,
+    ]
+    return rewriter.call(node, aten.cat.default, [part for part in parts if part is not None], dim)
+
+
 MANY = 4
 
 
@@ -204,6 +226,7 @@ TENSOR_RULES = {
     **dict.fromkeys(("linalg_vector_norm", "norm"), vector_norm),
     "logsumexp": log_sum_exp,
     "index": tables,
+    **dict.fromkeys(("slice_scatter", "select_scatter"), complex_write),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), masked_write),
     **dict.fromkeys(("embedding_bag", "_embedding_bag"), embedding_bag),
     "paraplan.experts": mixture,

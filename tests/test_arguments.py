@@ -1,0 +1,90 @@
+"""Wrong arguments are refused by name, with what was given and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paraplan
+from paraplan.api import Plan
+from paraplan.ir.errors import CaptureError, ConstraintError, ParaplanError, PlanMismatchError, RuntimeFailure
+
+
+class Net(nn.Module):
+    """A layer and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """A loss."""
+        return F.mse_loss(self.layer(x), y)
+
+
+BATCH = {"x": torch.ones(4, 4), "y": torch.ones(4, 2)}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return paraplan.compile(Net(), "local:1", example_inputs=BATCH, optimizer="sgd")
+
+
+def test_batches(plan: Plan) -> None:
+    for batches, said in ((BATCH, "one batch"), ([], "empty"), (["x"], "list of str"), (3, "int")):
+        with pytest.raises(ConstraintError, match=rf"batches is .*{said}: give a list"):
+            plan.check(Net(), batches)  # type: ignore[arg-type]
+
+
+def test_a_batchs_values(plan: Plan) -> None:
+    trainer, x = plan.executable(Net()), BATCH["x"]
+    for value, said in (
+        (x.tolist(), r"builtins.list, .* give torch.as_tensor"),
+        (x.numpy(), r"numpy.ndarray, .* give torch.as_tensor"),
+        (x.to_sparse(), r"sparse_coo, .* x.to_dense\(\)"),
+        (x.to("meta"), "on meta"),
+        (x.long(), r"torch.int64, the plan was made for torch.float32; give x.to\(torch.float32\)"),
+        (x.bool(), "torch.bool"),
+        (x.to(torch.complex64), "torch.complex64"),
+    ):
+        for take in (trainer.step, trainer.eval_step):
+            with pytest.raises(PlanMismatchError, match=rf"batch input x is .*{said}"):
+                take({**BATCH, "x": value})
+    assert torch.isfinite(trainer.step({**BATCH, "x": x.double()}))
+
+
+def test_arguments(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"xx")
+    (tmp_path / "file").write_text("x")
+    trainer, sgd = plan.executable(Net()), torch.optim.SGD
+
+    def compiled(**options: Any) -> Callable[[], object]:
+        return lambda: paraplan.compile(Net(), "local:1", example_inputs=BATCH, **options)
+
+    cases: list[tuple[Callable[[], object], type[ParaplanError], str]] = [
+        (lambda: trainer.resume(tmp_path), PlanMismatchError, "no checkpoint that can be read"),
+        (lambda: trainer.save(tmp_path / "file"), RuntimeFailure, "cannot be written to .*File"),
+        (lambda: plan.executable(3), PlanMismatchError, "model is 3, a int"),  # type: ignore[arg-type]
+        (lambda: trainer.optimizer("adam"), PlanMismatchError, "the optimizer is 'adam', a str"),  # type: ignore[arg-type]
+        (
+            lambda: trainer.optimizer(sgd, groups=[{"match": "z("}], lr=0.1),
+            PlanMismatchError,
+            r"group .*z\(.*\(missing",
+        ),
+        (lambda: trainer.optimizer(sgd, groups=[{}], lr=0.1), PlanMismatchError, "give {'match': regex"),
+        (lambda: paraplan.register_rule(3, 4), ConstraintError, "given: 3, 4"),  # type: ignore[arg-type]
+        (compiled(microbatches="2"), ConstraintError, "microbatches='2'"),
+        (compiled(mesh="2"), ConstraintError, "mesh=.*'2'"),
+        (compiled(batch_dims={"x": 7}), CaptureError, r"batch_dims=.*'x': 7"),
+        (lambda: paraplan.fit(Net(), BATCH, "1MiB", check="yes"), ConstraintError, "check='yes'"),  # type: ignore[arg-type]
+        (lambda: paraplan.fit(Net, BATCH, "1MiB"), ConstraintError, "not the class Net"),  # type: ignore[arg-type]
+    ]
+    for call, error, said in cases:
+        with pytest.raises(error, match=said):
+            call()
