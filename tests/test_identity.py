@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import decimal
 import importlib.util
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,77 @@ def test_another_loss_function_is_refused() -> None:
     ):
         with pytest.raises(PlanMismatchError, match=words):
             trainer_of(model, loss_fn=other)
+
+
+class Held(nn.Module):
+    """A layer, and what a function makes of something held."""
+
+    def __init__(self, held: Any, read: Callable[[Any], Any], hooks: int = 0) -> None:
+        super().__init__()
+        self.layer, self.held, self.read = nn.Linear(4, 4), held, read
+        for _ in range(hooks):
+            self.layer.register_forward_hook(lambda module, args, out: out * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        return self.layer(x).mean() * self.read(self.held)
+
+
+def _scaling(factor: float) -> Callable[[float], float]:
+    return lambda x: x * factor
+
+
+class Scaled:
+    """A loss function with an attribute."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.seen = factor, [factor]
+
+    def __call__(self, out: torch.Tensor, batch: Any) -> torch.Tensor:
+        """Its loss."""
+        return out * self.factor
+
+
+class Robust(nn.Module):
+    """One whose part has an option that it does not print."""
+
+    def __init__(self, delta: float) -> None:
+        super().__init__()
+        self.loss = nn.HuberLoss(delta=delta)
+
+    def forward(self, out: torch.Tensor, batch: Any) -> torch.Tensor:
+        """Its loss."""
+        return self.loss(out, out * 3)
+
+
+MADE: dict[str, Callable[[int], tuple[nn.Module, Any]]] = {
+    "hooks": lambda k: (Held(1.0, float, hooks=k), None),
+    "closure": lambda k: (Held(_scaling(k), lambda held: held(1.0)), None),
+    "namespace": lambda k: (Held(types.SimpleNamespace(k=k), lambda held: held.k), None),
+    "slice": lambda k: (Held(slice(k), lambda held: torch.ones(4)[held].sum()), None),
+    "range": lambda k: (Held(range(k), len), None),
+    "Decimal": lambda k: (Held(decimal.Decimal(k), float), None),
+    "loss closure": lambda k: (Held(1.0, float), _made_loss(k)),
+    "loss object": lambda k: (Held(1.0, float), Scaled(k)),
+    "loss module": lambda k: (Held(1.0, float), Robust(k / 1000)),
+}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_what_functions_and_objects_hold_is_compared(what: str) -> None:
+    model, loss_fn = MADE[what](1)
+    plan = paraplan.compile(model, "local:1", example_inputs={"x": torch.randn(8, 4)}, loss_fn=loss_fn)
+    check_model(plan.data, *MADE[what](1))
+    with pytest.raises(PlanMismatchError, match="another model"):
+        check_model(plan.data, *MADE[what](2))
+
+
+def test_what_a_loss_holds_and_does_not_read_is_no_other_loss() -> None:
+    loss_fn, other = Scaled(1.0), Scaled(1.0)
+    other.seen.append(2.0)
+    model = Held(1.0, float)
+    plan = paraplan.compile(model, "local:1", example_inputs={"x": torch.randn(8, 4)}, loss_fn=loss_fn)
+    check_model(plan.data, model, other)
 
 
 def test_an_edited_program_is_refused(plan: Plan, tmp_path: Path) -> None:

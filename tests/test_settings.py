@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from paraplan.runtime.settings import Settings
 
 FACTOR = 1.0
 SHARED = {"tau": 1.0, "seen": 0}
+NESTED = [[1.0]]
 
 
 @dataclasses.dataclass
@@ -60,6 +62,8 @@ class Reader(nn.Module):
         self.options, self.schedule, self.nested = Options(), Schedule(), {"a": [Options()]}
         self.table, self.weights, self.tensor = {"tau": 1.0, "seen": 0}, [1.0, 2.0], torch.ones(4)
         self.function = torch.relu
+        self.lists, self.tables, self.space = [[1.0]], {"a": {"b": 1.0}}, types.SimpleNamespace(k=1.0, log=[[]])
+        self.cut, self.values = slice(0, 4), range(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """A loss."""
@@ -95,6 +99,13 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
     "nested": (lambda m: m.nested["a"][0].k, lambda m: setattr(m.nested["a"][0], "k", 0.5), r"nested\['a'\]\[0\].k"),
     "dict": (lambda m: m.table["tau"], lambda m: m.table.update(tau=0.5), r"table\['tau'\] of Reader"),
     "list": (lambda m: sum(m.weights), lambda m: m.weights.append(1.0), r"weights=\[1.0, 2.0\] and has"),
+    "list of lists": (lambda m: m.lists[0][0], lambda m: m.lists[0].append(0.5), r"lists\[0\]=\[1.0\] and has"),
+    "dict of dicts": (lambda m: m.tables["a"]["b"], lambda m: m.tables["a"].update(b=0.5), r"tables\['a'\]"),
+    "namespace": (lambda m: m.space.k, lambda m: setattr(m.space, "k", 0.5), r"space of Reader"),
+    "within a namespace": (lambda m: len(m.space.log[0]) + 1, lambda m: m.space.log[0].append(1), r"space of Reader"),
+    "slice": (lambda m: m.tensor[m.cut].sum(), lambda m: setattr(m, "cut", slice(1, 4)), r"cut of Reader"),
+    "range": (lambda m: m.values[0], lambda m: setattr(m, "values", range(2, 3)), r"values of Reader"),
+    "global list of lists": (lambda m: NESTED[0][0], lambda m: NESTED[0].__setitem__(0, 0.5), r"global NESTED"),
     "getattr": (lambda m: getattr(m, "t" + "au"), lambda m: setattr(m, "tau", 0.5), "tau of Reader"),
     "vars": (lambda m: vars(m)["tau"], lambda m: setattr(m, "tau", 0.5), "tau of Reader"),
     "hasattr": (lambda m: 0.5 if hasattr(m, "new") else 1.0, lambda m: setattr(m, "new", 1), "new of Reader"),
@@ -123,6 +134,7 @@ def _globals() -> Any:
     globals()["FACTOR"] = 1.0
     SHARED.update(tau=1.0, seen=0)
     OPTIONS.k = 1.0
+    NESTED[:] = [[1.0]]
 
 
 def _settings(read: Callable[[Any], Any]) -> tuple[Reader, Settings]:
@@ -178,6 +190,106 @@ def test_a_loss_function_reads_too() -> None:
         with pytest.raises(PlanMismatchError, match=words):  # changed between capture and the first step
             Settings(model, program, reads)
         change(1.0)
+
+
+class Loss:
+    """A loss function that is an object, and one of its methods."""
+
+    def __init__(self) -> None:
+        self.beta, self.calls, self.schedule, self.ema = 1.0, 0, Schedule(), torch.ones(())
+
+    def __call__(self, out: Tensor, batch: Any) -> Tensor:
+        """Reads two attributes."""
+        return out.mean() * self.beta * self.schedule.scale()
+
+    method = __call__
+
+
+class LossModule(nn.Module):
+    """A loss function that is a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss, self.schedule, self.beta = nn.HuberLoss(), Schedule(), 1.0
+
+    def forward(self, out: Tensor, batch: Any) -> Tensor:
+        """Reads three."""
+        return self.loss(out, out * 2) * self.beta * self.schedule.scale()
+
+
+def _replace_schedule(loss: Any) -> None:
+    loss.schedule = Schedule()
+    loss.schedule.value = 0.5
+
+
+@pytest.mark.parametrize(
+    ("made", "change", "words"),
+    [
+        (lambda loss: loss, lambda loss: setattr(loss, "beta", 0.5), "beta of Loss"),
+        (lambda loss: loss.method, lambda loss: setattr(loss, "beta", 0.5), "beta of Loss"),
+        (lambda loss: loss, _replace_schedule, "value of Schedule was 1.0"),
+        (lambda loss: LossModule(), lambda loss: setattr(loss, "beta", 0.5), "beta of LossModule"),
+        (lambda loss: LossModule(), lambda loss: setattr(loss.loss, "delta", 0.5), "delta of HuberLoss"),
+        (lambda loss: LossModule(), _replace_schedule, "value of Schedule was 1.0"),
+    ],
+)
+def test_attributes_of_a_loss_function_are_compared(
+    made: Callable[[Loss], Any], change: Callable[[Any], None], words: str
+) -> None:
+    loss_fn, model = made(Loss()), nn.Linear(4, 4)
+    program, reads = capture_with_reads(model, {"input": torch.randn(8, 4)}, loss_fn=loss_fn)
+    settings = Settings(model, program, reads)
+    settings.check()
+    change(getattr(loss_fn, "__self__", loss_fn))
+    with pytest.raises(PlanMismatchError, match=words):
+        settings.check()
+
+
+class Counting(Loss):
+    """Computes with how often it was called."""
+
+    def __call__(self, out: Tensor, batch: Any) -> Tensor:
+        """Reads and writes."""
+        self.calls += 1
+        return out.mean() * self.calls
+
+
+class Averaging(Loss):
+    """Computes with the mean of its losses."""
+
+    def __call__(self, out: Tensor, batch: Any) -> Tensor:
+        """Reads and writes a tensor."""
+        self.ema = 0.9 * self.ema + 0.1 * out.mean().detach()
+        return out.mean() / self.ema
+
+
+class Logging(Loss):
+    """Counts, for nobody."""
+
+    def __call__(self, out: Tensor, batch: Any) -> Tensor:
+        """Reads and writes."""
+        self.calls += 1
+        return out.mean()
+
+
+def test_a_loss_object_that_changes_itself() -> None:
+    given = {"input": torch.randn(8, 4)}
+    for loss_fn, name in ((Counting(), "calls"), (Averaging(), "ema")):
+        with pytest.raises(CaptureError, match=f"forward changes {name} of {type(loss_fn).__name__}"):
+            capture_with_reads(nn.Linear(4, 4), given, loss_fn=loss_fn)
+        assert loss_fn.calls == 0 and float(loss_fn.ema) == 1.0
+    loss_fn = Logging()
+    with pytest.warns(UserWarning, match="calls of Logging .* nothing in a step depends on that"):
+        capture_with_reads(nn.Linear(4, 4), given, loss_fn=loss_fn)
+    assert loss_fn.calls == 0
+
+
+@pytest.mark.parametrize("made", [lambda: iter([1.0, 2.0, 3.0]), lambda: itertools.count(1), lambda: iter({1.0: 2})])
+def test_iterators_are_refused(made: Callable[[], Any]) -> None:
+    model = Reader(lambda m: next(m.taken))
+    model.taken = made()
+    with pytest.raises(CaptureError, match="forward changes taken of Reader"):
+        capture_with_reads(model, {"x": torch.randn(8, 4)})
 
 
 def test_fit_and_a_trainer_compare_before_every_step() -> None:

@@ -17,14 +17,13 @@ from torch import nn
 
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.program import Program
-from paraplan.ir.trace.code import GLOBAL, from_key
+from paraplan.ir.trace.code import GLOBAL, HOOKS, from_key
 from paraplan.ir.trace.dynamic import as_tensor
 from paraplan.ir.trace.places import outside_value, settings_in, value_at
 from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.reads import declared_of
 from paraplan.ir.trace.values import is_plain, same_text, text_of, token
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OPTION = (bool, int, float, str, type(None))
 _MODE = "training"
 
@@ -109,7 +108,12 @@ class Settings:
             return
         for key, place in settings_in(model, self._program):
             self._same(place.where, self._program.settings[key], value_at(place.owner, place.name, place.item))
-        self._reads = self._reads._replace(links=(), live=())
+        now_at = {id(was): now for link in self._links for was, now in (link.replaced(),) if now is not was}
+        live = [(each._replace(owner=now_at.get(id(each.owner), each.owner)), text) for each, text in self._reads.live]
+        for each, text in live:
+            self._same(each.where, text, each.value())
+        links = tuple((now_at.get(id(owner), owner), name) for owner, name in self._reads.links)
+        self._reads = self._reads._replace(links=links, live=tuple(live))
         self._remember(model)
 
     def _refuse(self, owner: _Owner, but: tuple[str, ...]) -> None:
@@ -137,7 +141,7 @@ def _snapshot(value: object) -> tuple[Callable[[object], bool], str]:
     """Whether a later value is still the same, and the text of the present one."""
     if is_plain(value):
         kept, kind = copy.deepcopy(value), type(value)
-        return lambda now: type(now) is kind and (now is value or bool(now == kept)), text_of(value)
+        return lambda now: type(now) is kind and (now is kept or bool(now == kept)), text_of(value)
     was = token(value)
     return lambda now: token(now) == was, text_of(value)
 
@@ -208,6 +212,11 @@ class _Link:
         owner = self._owner()
         return owner is not None and value_at(owner, self._name) is not self._held()
 
+    def replaced(self) -> tuple[Any, Any]:
+        """The object it held, and that it holds."""
+        owner, was = self._owner(), self._held()
+        return was, was if owner is None or was is None else value_at(owner, self._name)
+
 
 class _Module:
     """The hooks, the methods and the children of one module."""
@@ -224,7 +233,7 @@ class _Module:
     @staticmethod
     def _hooks_of(module: nn.Module) -> list[tuple[int, ...]]:
         held = module.__dict__
-        return [tuple(held[key]) if held.get(key) else () for key in _HOOKS]
+        return [tuple(held[key]) if held.get(key) else () for key in HOOKS]
 
     def fault(self) -> str:
         """What was changed, and what to do; "" where nothing was."""

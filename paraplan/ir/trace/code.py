@@ -125,6 +125,7 @@ class Reached:
         if isinstance(value, nn.Module):
             for module in value.modules():
                 own = [held for held in vars(module).values() if isinstance(held, _CALLED)]
+                own += [hook for kind in HOOKS for hook in vars(module)[kind].values()]
                 self._queue += [*own, type(module)]
             self._mention("forward")
         elif isinstance(value, functools.partial):
@@ -208,6 +209,7 @@ class Reached:
         self.outside.setdefault((id(root), taken), Outside(where, key, root, taken))
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CALLED = (types.FunctionType, functools.partial, types.MethodType)
 
 

@@ -110,6 +110,16 @@ def value_at(owner: object, name: str, item: tuple[Any, ...] = ()) -> object:
         return ABSENT
 
 
+def set_at(owner: Any, name: str, item: tuple[Any, ...], value: object) -> None:
+    """Set an attribute, or an item of it; nothing is set to `ABSENT`."""
+    if value is ABSENT:
+        return
+    if item:
+        getattr(owner, name)[item[0]] = value
+    else:
+        setattr(owner, name, value)
+
+
 def static_of(cls: type, name: str) -> object:
     """What a class says of an attribute, nothing being called."""
     return next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None)

@@ -12,10 +12,11 @@ from torch import Tensor, fx, nn
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.carried import Changed, is_constant, tensors_in
 from paraplan.ir.trace.code import Outside, Reached
+from paraplan.ir.trace.contents import content_digest, hooks_text
 from paraplan.ir.trace.dynamic import Attribute, attributes_set
-from paraplan.ir.trace.places import outside_value, value_at
+from paraplan.ir.trace.places import outside_value, set_at, value_at
 from paraplan.ir.trace.reads import Read, Recorder, declared_of, settings_of
-from paraplan.ir.trace.values import ABSENT, CONTAINERS, text_of
+from paraplan.ir.trace.values import CONTAINERS, text_of
 
 
 class Reads(NamedTuple):
@@ -40,9 +41,25 @@ LOSS_FN, ARGUMENT, LOSS = "loss_fn", "argument ", "loss"
 
 
 def code_of(model: nn.Module, loss_fn: object) -> dict[str, str]:
-    """Digests of the user's functions that a forward and a loss function call."""
-    loss = Reached([loss_fn]).digests() if loss_fn is not None else {}
-    return {**Reached([model]).digests(), **{f"{LOSS_FN} {name}": text for name, text in loss.items()}}
+    """Digests of the user's functions that a forward and a loss function call, of the variables around those, of a loss
+    object's attributes, and of hooks."""
+    found = _code(model)
+    for name, module in model.named_modules():
+        if hooks := hooks_text(module):
+            found[f"hooks of {type(module).__name__} {name!r}"] = hooks
+    loss = {} if loss_fn is None else _code(loss_fn)
+    if loss_fn is not None:
+        loss["attributes"] = content_digest(loss_fn)
+    return {**found, **{f"{LOSS_FN} {name}": text for name, text in loss.items()}}
+
+
+def _code(root: object) -> dict[str, str]:
+    reached = Reached([root])
+    around: dict[str, list[object]] = {}
+    for each in reached.outside.values():
+        if not each.key:
+            around.setdefault(each.where, []).append(outside_value(each))
+    return {**reached.digests(), **{where: content_digest(values) for where, values in sorted(around.items())}}
 
 
 def loss_text(loss_fn: object) -> str:
@@ -126,7 +143,8 @@ class Reading:
             nodes = results[at : at + len(tensors_in(now))]
             at += len(nodes)
             constant = all(not isinstance(node, fx.Node) or is_constant(node, names) for node in nodes)
-            owner = self.recorder.original(each.owner)
+            copied_of = self.recorder.original(each.owner)
+            owner = each.owner if copied_of is None else copied_of
             where = Read(owner, each.name, each.item, self.recorder.place_of(each), each.line).where
             self.changes.append(Changed(owner, each.name, each.item, each.was, now, where, constant))
         output.args = ((*results[:first], *results[at:]),)
@@ -138,15 +156,24 @@ class Reading:
             )
 
 
-def set_values(memo: Mapping[int, Any], changes: Sequence[Changed], values: Mapping[int, object]) -> None:
-    """Give attributes of a copy other values, by the index of the change that names them."""
-    for index, value in values.items():
-        each = changes[index]
-        owner = memo[id(each.owner)]
-        if each.item:
-            getattr(owner, each.name)[each.item[0]] = value
-        elif value is not ABSENT:
-            setattr(owner, each.name, value)
+@contextmanager
+def values_set(
+    memo: Mapping[int, Any], changes: Sequence[Changed], values: Mapping[int, object]
+) -> Iterator[None]:  # fmt: skip
+    """Under it, attributes of a copy have other values, by the index of the change that names them; what was not copied
+    (objects of the loss function) gets its own back."""
+    undo: list[tuple[Any, str, tuple[Any, ...], object]] = []
+    try:
+        for index, value in values.items():
+            each = changes[index]
+            owner = memo.get(id(each.owner), each.owner)
+            if owner is each.owner:
+                undo.append((owner, each.name, each.item, value_at(owner, each.name, each.item)))
+            set_at(owner, each.name, each.item, value)
+        yield
+    finally:
+        for place in undo:
+            set_at(*place)
 
 
 def _kept(value: object) -> object:

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from paraplan.ir.trace.code import Outside, Reached, is_users, read_next
+from paraplan.ir.trace.code import Outside, Reached, is_library, is_users, read_next
 from paraplan.ir.trace.dynamic import find_owner
-from paraplan.ir.trace.places import is_slot, outside_value, pattern_of, places, static_of, value_at, where_of
+from paraplan.ir.trace.places import is_slot, outside_value, pattern_of, places, set_at, static_of, value_at, where_of
 from paraplan.ir.trace.torch_private import is_fake
 from paraplan.ir.trace.values import ABSENT, CONTAINERS, is_data, is_opaque, is_plain, text_of, token
 
@@ -68,6 +68,7 @@ class _Seen(NamedTuple):
     before: object
     was: object
     line: str
+    held: object = ABSENT
 
 
 class Recorder:
@@ -84,7 +85,8 @@ class Recorder:
         self, model: nn.Module, original: Callable[[object], object | None], loss_fn: object,
         declared: frozenset[tuple[int, str]] = frozenset(),
     ) -> None:  # fmt: skip
-        self.model, self.original, self.declared = model, original, declared
+        self.model, self.original, self.declared, self.loss_fn = model, original, declared, loss_fn
+        self._shared: set[int] = set()
         self.active = False
         self.reached = Reached([model])
         self.loss_reached = Reached([loss_fn] if loss_fn is not None else [])
@@ -102,6 +104,7 @@ class Recorder:
         """Under it, attributes are looked up through the recorder; what is read while `active` is noted."""
         try:
             self._watch(nn.Module)
+            self._meet(self.loss_fn, None)
             for each in self._outside.values():
                 self._meet(outside_value(each), None)
             for found in (*self.reached.objects.values(), *self.loss_reached.objects.values()):
@@ -111,6 +114,7 @@ class Recorder:
             while self._undo:
                 self._undo.pop()()
             self._watched.clear()
+            self._restore()
 
     def _watch(self, cls: type) -> None:
         if any(each in self._watched for each in cls.__mro__ if each is not object):
@@ -169,7 +173,7 @@ class Recorder:
         self._meet(value, self._place(owner, name))
         line = "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
         now = value_at(owner, name, item or ())
-        self._seen[key] = _Seen(owner, name, item or (), token(now, tracing=True), _shown(now), line)
+        self._seen[key] = _Seen(owner, name, item or (), token(now, tracing=True), _shown(now), line, now)
 
     def note_all(self, owner: Any, frame: types.FrameType) -> None:
         """All of an object's attributes are looked at, in the user's code or, of an object of theirs, anywhere."""
@@ -204,7 +208,14 @@ class Recorder:
             for key, item in items:
                 self._meet(item, None if place is None else (place[0], f"{place[1]}[{key!r}]"), depth + 1)
             return
+        if isinstance(value, functools.partial):
+            self._meet([value.func, *value.args, *value.keywords.values()], None, depth + 1)
+        if isinstance(value, types.MethodType):
+            self._meet(value.__self__, place, depth)
         if isinstance(value, nn.Module) or is_opaque(value):
+            users = not is_library(type(value)) or isinstance(value, nn.Module)
+            parts = value.modules() if isinstance(value, nn.Module) else (value,)
+            self._shared.update(map(id, parts if users else ()))
             if place is not None:
                 self._places.setdefault(id(value), place)
             if not isinstance(value, nn.Module):
@@ -239,14 +250,21 @@ class Recorder:
         return place and (place[0], place[1] + "".join(f"[{item!r}]" for item in each.item))
 
     def changed(self) -> list[_Seen]:
-        """Of the model, what this forward read and then changed; to be called at its end (export undoes it)."""
+        """Of the model, the loss and their objects, what this forward read and then changed; to be called at its end
+        (export undoes it)."""
         self._changed = [
             each
             for each in self._seen.values()
-            if each is not None and self.original(each.owner) is not None
+            if each is not None and (self.original(each.owner) is not None or id(each.owner) in self._shared)
             and token(value_at(each.owner, each.name, each.item), tracing=True) != each.before
         ]  # fmt: skip
         return self._changed
+
+    def _restore(self) -> None:
+        """What is no copy gets back what this forward replaced."""
+        for each in self._changed:
+            if self.original(each.owner) is None and value_at(each.owner, each.name, each.item) is not each.held:
+                set_at(each.owner, each.name, each.item, each.held)
 
     def outside(self) -> list[Outside]:
         """The data of globals and closures that the code names."""
@@ -261,6 +279,7 @@ class Recorder:
 def _has_fake(value: object) -> bool:
     if isinstance(value, Tensor):
         return is_fake(value)
+    value = vars(value) if isinstance(value, types.SimpleNamespace) else value
     if isinstance(value, dict):
         return any(map(_has_fake, value.values()))
     return isinstance(value, CONTAINERS) and any(map(_has_fake, value))

@@ -14,7 +14,7 @@ from paraplan.ir.trace.dynamic import Attribute
 from paraplan.ir.trace.export import Exported, LossFn, export_loss
 from paraplan.ir.trace.fake import fake_batch, fake_copy
 from paraplan.ir.trace.outputs import LossChoice
-from paraplan.ir.trace.reading import Reading, Reads, set_values
+from paraplan.ir.trace.reading import Reading, Reads, values_set
 from paraplan.ir.trace.torch_private import FakeTensorMode
 
 T = TypeVar("T")
@@ -68,11 +68,11 @@ def trace_model(
     def once(changes: Sequence[Changed] = (), values: Mapping[int, object] = MappingProxyType({})) -> _Once:
         memo: dict[int, object] = {}
         copied = fake_copy(model, precision, mode, memo)
-        set_values(memo, changes, values)
-        reading = Reading(copied, loss_fn, memo, model, attributes)
-        exported = export_loss(
-            copied, batch, positional, others, loss_fn, mode, choice, keep_outputs, precision, reading
-        )  # fmt: skip
+        with values_set(memo, changes, values):
+            reading = Reading(copied, loss_fn, memo, model, attributes)
+            exported = export_loss(
+                copied, batch, positional, others, loss_fn, mode, choice, keep_outputs, precision, reading
+            )  # fmt: skip
         return _Once(copied, exported, reading)
 
     found = once()

@@ -6,12 +6,17 @@ Modules and objects of the user's classes are not: their attributes are read one
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import enum
+import fractions
 import functools
 import hashlib
+import itertools
+import pathlib
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +25,10 @@ from torch import Tensor, nn
 from paraplan.ir.trace.code import code_text
 from paraplan.ir.trace.torch_private import is_fake
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, enum.Enum)
+PLAIN = (
+    bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, enum.Enum, slice, range, decimal.Decimal,
+    fractions.Fraction, datetime.date, datetime.timedelta, pathlib.PurePath,
+)  # fmt: skip
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _LONGEST = 120
@@ -34,13 +42,21 @@ class Absent:
     def __repr__(self) -> str:
         return "no such attribute"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+        return self
+
 
 ABSENT = Absent()
 
 
 def is_data(value: object) -> bool:
     """Whether a value is data, and is compared as a whole."""
-    return isinstance(value, (*PLAIN, *CONTAINERS, *_FUNCTIONS, Tensor, Absent)) or _is_array(value)
+    kinds = (*PLAIN, *CONTAINERS, *_FUNCTIONS, Tensor, Absent, types.SimpleNamespace)
+    return isinstance(value, kinds) or _is_array(value) or _is_iterator(value)
+
+
+def _is_iterator(value: object) -> bool:
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 
 def _is_array(value: object) -> bool:
@@ -74,8 +90,21 @@ def token(value: object, tracing: bool = False) -> object:
     if isinstance(value, types.FunctionType):
         return code_text(value), _cells(value)
     if isinstance(value, PLAIN):
-        return type(value), value
+        return type(value), bytes(value) if isinstance(value, bytearray) else value
+    if isinstance(value, types.SimpleNamespace):
+        return type(value), token(vars(value), tracing)
+    if _is_iterator(value):
+        return _progress(value, tracing)
     return text_of(value) if _is_array(value) else _Held(value)
+
+
+def _progress(value: Any, tracing: bool) -> object:
+    """How far an iterator is; equal to no other where that cannot be known (a generator)."""
+    if isinstance(value, (itertools.count, itertools.repeat)):
+        return repr(value)
+    if type(value).__module__ == "itertools" or isinstance(value, types.GeneratorType):
+        return object()
+    return _Held(value), token(value.__reduce__(), tracing)
 
 
 def _address(value: Tensor) -> int:
@@ -116,6 +145,10 @@ def _text(value: object) -> str:
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, (list, tuple, deque)):
         return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, pathlib.PurePath):
+        return repr(str(value))
+    if isinstance(value, types.SimpleNamespace):
+        return f"{type(value).__name__}({_text(vars(value))})"
     if isinstance(value, (*PLAIN, Absent)):
         return repr(value)
     return _TEXTS.get(_kind(value), _name)(value)
