@@ -125,7 +125,7 @@ def test_random_numbers_are_replayed(made: type[Base], precision: str) -> None:
     dtype = torch.float64 if precision == "fp64" else torch.float32
     errors = check(made(), lambda step: batch(step, dtype), precision=precision)
     assert errors.failure == "" and "replayed by position" in errors.how
-    assert errors.eager <= (1e-9 if precision == "fp64" else 1e-5)
+    assert errors.eager <= (1e-9 if precision == "fp64" and "narrower" not in errors.how else 1e-5)
 
 
 def test_draws_that_cannot_be_matched_share_numbers() -> None:
