@@ -235,9 +235,12 @@ def _reasons(folder: Path) -> str:
     found = [(file.name, file.read_text(errors="replace")) for file in sorted(folder.glob("rank *"))]
     told = [f"{name}: {fault}\n" for name, fault in found if fault]
     left = sorted(folder.glob("logs/*/attempt_0/*/error.json"), key=lambda file: file.stat().st_mtime_ns)
-    for index, file in enumerate(left):
-        reason = json.loads(file.read_text())["message"]
-        first = index == 0 and not told
+    for file in left:
+        try:
+            reason = json.loads(file.read_text())["message"]
+        except json.JSONDecodeError:  # the rank was ended while it wrote
+            continue
+        first = not told
         told.append(f"rank {file.parent.name}: {reason['extraInfo']['py_callstack'] if first else reason['message']}\n")
     return "".join(told)
 
