@@ -212,7 +212,7 @@ def without(layout: Layout, dim: int | None) -> Layout:
 
 
 def gathered(layout: Layout) -> Layout:
-    """A layout on a mesh and the axis in time before it, once what lies along that axis is put together.
+    """A layout on a mesh and the axis in time before it, once the parts along that axis are gathered.
 
     A dim that was cut in time is whole on the mesh too: the rows of a rank's shards of all microbatches do not follow
     each other.

@@ -7,8 +7,8 @@ A step is two functions, and each is held against one device on its own: the gra
 parameters and optimizer states after the gradients. The single device has parameters and states of its own, which it
 updates with the gradients of the run. Updated with its own it would tell of the optimizer as well: Adam divides a
 gradient by its size, so that a parameter whose true gradient is nothing (a key's bias: softmax does not see it) moves
-by the rate times rounding noise over rounding noise. Nothing wrong is forgiven by this: a wrong gradient is a wrong
-gradient in the step it is made in, and a wrong or lost update moves the run off the single device for good.
+by the rate times rounding noise over rounding noise. Errors above the bound still fail: a wrong gradient in the step it
+is made in, a wrong or lost update in every step after it.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class _Updates:
             self.params[name].grad = None
         if not skips:
             self._optimizer.step()
-        for grads_ in [self._held] if self._held else []:
+        if self._held:
             for name in self._trained:
-                self.params[name].grad = grads_.get(name)
+                self.params[name].grad = self._held.get(name)
             self._optimizer.step()
         self._held = {} if skips else held
         return {name: param.detach() for name, param in self.params.items()}

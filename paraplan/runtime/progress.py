@@ -124,7 +124,7 @@ def groups_of(
         params: this rank's parameters by name.
         everyones: what all ranks give, in their order.
     Raises:
-        PlanMismatchError: an optimizer has a parameter of nobody's; ranks have other groups or options.
+        PlanMismatchError: an optimizer has a parameter that is not the trainer's; ranks have other groups or options.
     """
     names = {id(param): name for name, param in params.items()}
     own: Groups = []

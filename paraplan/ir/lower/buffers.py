@@ -110,7 +110,7 @@ def _exchanged(steps: RankSteps, name: str, value: str) -> tuple[tuple[int, ...]
 
 
 def _news(steps: RankSteps, value: str) -> tuple[list[str], Given]:
-    """The outer names of what a buffer becomes the sum of, as this group makes it, and how each lies."""
+    """The outer names of what a buffer becomes the sum of, as this group makes it, and their layout and strides."""
     given = steps.made(value)
     if isinstance(given.layout[0], Shard):  # a row per sample
         return [_gathered(steps, value)], whole_of(given)

@@ -22,6 +22,6 @@ def returning(parts: StageBlocks, index: int, half: ActionKind) -> tuple[AwayVal
 
 
 def needs_zero(parts: StageBlocks, index: int, half: ActionKind, tangent: str) -> bool:
-    """Whether this half is the first that reads a tangent nobody gives."""
+    """Whether this half is the first that reads a tangent without a source, which is zero."""
     first = half is not ActionKind.W or tangent not in half_of(parts, index, ActionKind.I).block.inputs
     return first and tangent in half_of(parts, index, half).block.inputs

@@ -55,8 +55,8 @@ class StageBlocks:
         contexts: of the segments.
         given: how every program value that is here lies.
         grads: how the gradient of every segment output lies.
-        wholes, whole_grads: how what the tail reads lies once gathered, and its gradient before it is cut.
-        zeros: outputs nobody gives a gradient (their readers detach them): theirs is zero.
+        wholes, whole_grads: layouts and strides of what the tail reads once gathered, and of its gradient before it is cut.
+        zeros: outputs whose readers all detach them: their gradient is zero.
     """
 
     forwards: dict[int, LoweredForward] = field(default_factory=dict)
@@ -316,7 +316,7 @@ class PlanBlocks:
                 )
 
     def _cut(self, route: RouteBlocks, stage: int, index: int, slot: int, given: Given) -> Given:
-        """How a microbatch's part of a gradient lies that the tail gives whole."""
+        """Layout and strides of a microbatch's part of a gradient that the tail makes whole."""
         parts, outer = route.at(stage), self.plan.program.segments[index].inputs[slot]
         parts.whole_grads.setdefault(outer, given)
         text = self._choices[self._choice(stage, index)].input_grads[slot]

@@ -31,7 +31,7 @@ _BACKWARD = (ActionKind.B, ActionKind.I)
 
 
 def whole_of(given: Given) -> Given:
-    """How a value lies once all microbatches' are one; itself where all have the same."""
+    """The layout and strides of a value gathered over all microbatches; its own where all have the same."""
     return given if given.layout[0] == R else Given(gathered(given.layout))
 
 

@@ -1,4 +1,4 @@
-"""Results that nobody else reads: what is added up over microbatches and ranks is added up where it was made."""
+"""Results with storage of their own: sums over microbatches and ranks are accumulated in place."""
 
 from __future__ import annotations
 

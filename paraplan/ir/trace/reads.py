@@ -223,7 +223,7 @@ class Recorder:
 
     def _now(self, each: Outside) -> object:
         value = outside_value(each)
-        return token(value) if is_data(value) and not isinstance(value, types.BuiltinMethodType) else None
+        return token(value) if is_data(value) else None
 
     def reads(self) -> list[Read]:
         """What was read before it was written, of objects that were there before the forward."""

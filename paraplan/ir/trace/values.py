@@ -89,6 +89,8 @@ def token(value: object, tracing: bool = False) -> object:
         return type(value), frozenset(token(item, tracing) for item in value)
     if isinstance(value, types.FunctionType):
         return code_text(value), _cells(value)
+    if isinstance(value, types.BuiltinMethodType):  # made anew whenever it is read
+        return _Held(value.__self__), value.__name__
     if isinstance(value, PLAIN):
         return type(value), bytes(value) if isinstance(value, bytearray) else value
     if isinstance(value, types.SimpleNamespace):
