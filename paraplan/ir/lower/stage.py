@@ -55,7 +55,7 @@ class StageBlocks:
         contexts: of the segments.
         given: how every program value that is here lies.
         grads: how the gradient of every segment output lies.
-        wholes, whole_grads: layouts and strides of what the tail reads once gathered, and of its gradient before it is cut.
+        wholes, whole_grads: layouts and strides of what the tail reads, gathered, and of its gradient before it is cut.
         zeros: outputs whose readers all detach them: their gradient is zero.
     """
 

@@ -282,7 +282,9 @@ def _counts(node: fx.Node, flows: dict[fx.Node, Flow]) -> bool:
         return False
     while value_of(node).numel() == 1:
         if node.target in (losses.count_valid, losses.weight_of_valid):
-            return not any(flows[each].batch for each in node.all_input_nodes[1:])  # weights that count the batch mix it
+            return not any(
+                flows[each].batch for each in node.all_input_nodes[1:]
+            )  # weights that count the batch mix it
         if node.target is operator.getitem or aten_name(node.target) not in _ADDITIVE:
             return False
         if aten_name(node.target) in ("mul", "div") and _number(node.args[1]) is None:
