@@ -88,3 +88,13 @@ def test_arguments(plan: Plan, tmp_path: Path) -> None:
     for call, error, said in cases:
         with pytest.raises(error, match=said):
             call()
+
+
+def test_an_optimizer_over_other_tensors_is_told(plan: Plan) -> None:
+    model = Net()
+    trainer = plan.executable(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.step(BATCH)
+    optimizer.step()
+    with pytest.warns(UserWarning, match="no optimizer was made with trainer.optimizer"):
+        trainer.step(BATCH)

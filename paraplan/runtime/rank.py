@@ -45,10 +45,17 @@ class Updates(Protocol):
 
 @dataclass
 class Clock:
-    """What random numbers follow: the base of seeds and the steps taken."""
+    """What all plans that share parameters have in common.
+
+    Attributes:
+        seed: base of the random seeds.
+        steps_done: steps taken.
+        is_trained: whether an optimizer was made for the parameters.
+    """
 
     seed: int
     steps_done: int = 0
+    is_trained: bool = False
 
 
 class Rank:

@@ -11,6 +11,7 @@ this rank's shards; a hook on the optimizer's `step` brings the updated values b
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -119,6 +120,12 @@ class Trainer(TrainingStates):
             RuntimeFailure: a step failed; names rank, action, op and source line.
         """
         self.attributes.check()
+        if self.state.steps_done == 1 and not self.state.clock.is_trained:
+            warnings.warn(
+                "a second step begins, and no optimizer was made with trainer.optimizer(cls, ...): one over "
+                "model.parameters() or named_parameters() updates nothing that the plan trains",
+                stacklevel=2,
+            )
         mine = self.attributes.refill(batch) if isinstance(batch, ShardedBatch) else self.cut(batch)
         if self.state.has_begun:  # the optimizer's step was skipped
             self.flush()
@@ -235,6 +242,7 @@ class Trainer(TrainingStates):
             PlanMismatchError: a pattern matches nothing, or the optimizer is another one on shards (see `coupling`).
         """
         made = make_optimizer(self.state, cls, groups, params, options)
+        self.state.clock.is_trained = True
         staging = Staging(self.state, made, self.transport.tracker) if self.state.staged else None
         trainer = weakref.ref(self)
         if self.state.late:

@@ -137,6 +137,16 @@ def test_a_function_of_a_mean_equals_eager_over_microbatches(name: str) -> None:
     assert eager_error(planned(program, 1, microbatches=2), net(CURVED[name]), batch(), loss_of) <= 1e-9
 
 
+def test_class_weights_may_count_the_batch() -> None:
+    def counted(model: Net, z: Tensor, y: Tensor, t: Tensor) -> Tensor:
+        seen = F.one_hot(y.clamp(0), 6).sum(0).to(z.dtype)
+        return F.cross_entropy(z, y, weight=1 / (seen + 1))
+
+    program = capture(net(counted), batch(), precision="fp64")
+    for pins in ({"dp": 2, "microbatches": 1}, {"tp": 2, "microbatches": 1}, {"dp": 2, "microbatches": 2}):
+        assert eager_error(planned(program, 2, **pins), net(counted), batch(), loss_of) <= 1e-9
+
+
 @pytest.mark.parametrize(
     "shape",
     [
