@@ -27,11 +27,11 @@ from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import Instr, InstrKind, RankProgram
 from paraplan.ir.rules.route import expected_rows
-from paraplan.ir.struct import to_json
 from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import Step, run_step
 from paraplan.ir.trace.route_kernels import route_plan
 from paraplan.ir.verify import verify_plan
+from paraplan.jobs.files import write_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.sampling import random_plan
@@ -233,7 +233,7 @@ def test_experts_that_do_not_divide_or_do_not_exist_are_named() -> None:
         pins.expert_axis(captured("mixtral")[1], 8)
     small = build("mlp", 0.0)
     with pytest.raises(ConstraintError, match="the model has no experts"):
-        pins.expert_axis(capture(small.model, small.batch), 2)
+        pins.expert_axis(capture(small.model, small.batch, precision="fp64"), 2)
 
 
 def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     routed(monkeypatch)
     plan, _ = planned(name, 2, Constraints(ep=2))
     file = tmp_path / "plan.json"
-    file.write_bytes(to_json(plan))
+    write_plan(plan, file)
     worker = str(Path(__file__).with_name("expert_worker.py"))
     assert spawn_local(2, worker, [name, str(file)]) == 0
     assert {path.name for path in tmp_path.glob("done*")} == {"done0", "done1"}

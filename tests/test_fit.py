@@ -250,7 +250,7 @@ def test_faults_are_told() -> None:
         paraplan.fit(made(), batch(), memory="lots")
     with pytest.raises(ConstraintError, match="evaluation mode"):
         paraplan.fit(made().eval(), batch(), memory="1GiB")
-    with pytest.raises(ConstraintError, match="all float32, or all float64"):
+    with pytest.raises(ConstraintError, match=r"all float32 \(complex64\), or all float64"):
         paraplan.fit(made().bfloat16(), batch(), memory="1GiB")
     with pytest.raises(ConstraintError, match="2 devices"):
         paraplan.fit(made(), batch(), memory="1GiB", cluster="local:2")

@@ -101,17 +101,17 @@ def test_gradients_nobody_would_see_are_refused() -> None:
         return x
 
     with pytest.raises(CaptureError, match=r"test_user_code.*register_hook.*autograd\.Function"):
-        capture(Written(hooked), X)
+        capture(Written(hooked).double(), X, precision="fp64")
     with pytest.raises(CaptureError, match=r"test_user_code.*random numbers inside"):
-        capture(Written(Noisy.apply), X)
-    model = Written(torch.sin)
+        capture(Written(Noisy.apply).double(), X, precision="fp64")
+    model = Written(torch.sin).double()
     model.first.weight.register_hook(lambda grad: 2 * grad)
     with pytest.raises(CaptureError, match=r"first\.weight.*hook"):
-        capture(model, X)
-    model = Written(torch.sin)
+        capture(model, X, precision="fp64")
+    model = Written(torch.sin).double()
     model.second.register_full_backward_hook(lambda module, into, out: None)
     with pytest.raises(CaptureError, match="module 'second' has a backward hook"):
-        capture(model, X)
+        capture(model, X, precision="fp64")
 
 
 def test_writes_assertions_and_outputs_without_gradient() -> None:
