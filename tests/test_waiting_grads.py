@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -58,6 +59,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+def landed(trainer: Trainer) -> None:
+    """Blocks until no copy that a step began ahead of its need is under way."""
+    while trainer.state.executor.copier.under_way:
+        time.sleep(0.001)
+
+
 def test_what_waits_is_on_disk_and_nowhere_else() -> None:
     """Against gradients in the host's memory, under a bundle's bytes at a time."""
     here, there = (in_runs(planned("gpt2", "one", states)) for states in ("disk", "disk-grads"))
@@ -84,6 +91,7 @@ def test_clipping_and_unscaling_read_nothing_and_change_no_bit(monkeypatch: pyte
     for number in range(8):
         for (trainer, optimizer), scaler in zip(pairs, scalers, strict=True):
             trainer.step(batch)
+            landed(trainer)
             with monkeypatch.context() as patched:
                 found = reads(patched)
                 scaler.unscale_(optimizer)

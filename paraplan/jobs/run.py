@@ -85,6 +85,7 @@ class RunResult:
         entries_difference: the first difference.
         errors: of the check; None where there was none.
         compiled: blocks to compile -> "", or why they stay eager.
+        first_step: the steps taken before, in the run that is resumed.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -95,6 +96,7 @@ class RunResult:
     entries_difference: str = ""
     errors: Errors | None = None
     compiled: dict[str, str | None] = field(default_factory=dict)
+    first_step: int = 0
 
 
 def check_run(plan: Plan, options: RunOptions) -> None:
@@ -176,7 +178,7 @@ def run(
     single = SingleDevice(plan, made, optimizer_of, options.seed) if options.check and trainer.rank == 0 else None
     recorded = recorded_step(plan, options.steps)
     peaks = plan.prediction.peak_bytes if plan.prediction else simulate_plan(plan, programs).peak_bytes
-    result = RunResult(predicted_peak_bytes=max(peaks))
+    result = RunResult(predicted_peak_bytes=max(peaks), first_step=first)
     times = []
     for step in range(options.steps):
         batch = with_attributes(plan.program, made.model, batches(first + step))

@@ -37,7 +37,8 @@ def run_json(result: Any) -> dict[str, Any]:
     """A run as the JSON object of `--json`."""
     errors = result.errors
     return {
-        "loss": result.loss, "max_rel_err_loss": errors and errors.loss, "max_rel_err_grad": errors and errors.grad,
+        "first_step": result.first_step, "loss": result.loss,
+        "max_rel_err_loss": errors and errors.loss, "max_rel_err_grad": errors and errors.grad,
         "max_rel_err_param": errors and errors.param, "max_rel_err_eager": errors and errors.eager,
         "eager_how": errors and errors.how, "check_failure": errors and errors.failure,
         "predicted_peak_bytes": result.predicted_peak_bytes, "measured_peak_bytes": max(result.measured_peak_bytes),
@@ -53,7 +54,8 @@ def run_table(plan: Plan, result: Any) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     measured = max(result.measured_peak_bytes)
-    table.add_row("loss", f"{result.loss[0]:.4f} to {result.loss[-1]:.4f} in {len(result.loss)} steps")
+    after = f", after {result.first_step} before" if result.first_step else ""
+    table.add_row("loss", f"{result.loss[0]:.4f} to {result.loss[-1]:.4f} in {len(result.loss)} steps{after}")
     predicted_s = f" (predicted {show_seconds(plan.prediction.step_s)})" if plan.prediction else ""
     table.add_row("step", f"{show_seconds(result.step_s)}{predicted_s}")
     ratio = f", predicted / measured {result.predicted_peak_bytes / measured:.4f}" if measured else ""

@@ -17,7 +17,7 @@ from paraplan.terminal.run import run_table
 
 PLAN_KEYS = ["step_s", "peak_bytes", "bound_s", "gap", "status", "solve_s", "total_s", "tokens_per_s", "mfu"]
 RUN_KEYS = {
-    "loss", "max_rel_err_loss", "max_rel_err_grad", "max_rel_err_param", "max_rel_err_eager", "eager_how",
+    "first_step", "loss", "max_rel_err_loss", "max_rel_err_grad", "max_rel_err_param", "max_rel_err_eager", "eager_how",
     "check_failure", "predicted_peak_bytes",
     "measured_peak_bytes", "step_s",
 }  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_run_is_saved_and_resumed_under_another_plan(plan_file: Path, command:
     begun = last_json(command("run", "plan.json", "--steps", "2", "--save", "c", *given))["loss"]
     rest = command("run", "one.json", "--steps", "2", "--resume", "c", *given)
     assert begun + last_json(rest)["loss"] == pytest.approx(whole, rel=1e-9)
-    assert "step    3" in rest.out + rest.err
+    assert last_json(rest)["first_step"] == 2
     refused = command("run", "one.json", "--resume", "c", "--check", *given)
     assert refused.code == 2 and "--check compares" in refused.err
 
