@@ -24,6 +24,7 @@ from benchmarks.table import Row, main
 from benchmarks.zoo import UNSEEN
 from paraplan.ir.errors import ConstraintError, InfeasibleError, ParaplanError
 from paraplan.ir.plan import Plan
+from paraplan.ir.trace.precision import default_dtype
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
@@ -52,12 +53,8 @@ def eager_error(of: Subject) -> float:
     """The user's model against the captured program, dropout off; of no meaning where the model draws by itself."""
     if any(kind.seed is not None for kind in of.program[0.0].kinds):
         return float("nan")
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Lifted():
-            return of.eager_error()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with default_dtype(torch.float64), Lifted():
+        return of.eager_error()
 
 
 def replicated(of: Subject) -> str:

@@ -12,9 +12,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paraplan.api import compile as compile_plan
+from paraplan.ir.trace.precision import default_dtype
 from paraplan.runtime.launch import init_distributed, leave_job
 from paraplan.runtime.trainer import Trainer
-from tests.against_eager import doubled, in_double
+from tests.against_eager import doubled
 from tests.test_complex import Fourier, fields
 
 PINS = {"zero3": {"dp": 2, "zero": 3, "offload_states": "host"}, "tp": {"tp": 2}, "pp": {"pp": 2}}
@@ -23,7 +24,7 @@ PINS = {"zero3": {"dp": 2, "zero": 3, "offload_states": "host"}, "tp": {"tp": 2}
 def wanted(model: nn.Module, steps: int) -> nn.Module:
     """The same model after some steps, clipped, in float64."""
     batch = {name: doubled(x) for name, x in fields().items()}
-    with in_double():
+    with default_dtype(torch.float64):
         own = Fourier()
         for mine, given in zip(own.parameters(), model.parameters(), strict=True):
             mine.data = doubled(given.data)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.random_models.recipe import Built
+from paraplan.ir.trace.precision import default_dtype
 
 LR, MOMENTUM = 0.05, 0.9
 _LIFTED = {
@@ -35,12 +36,8 @@ class Lifted(TorchDispatchMode):
 @contextmanager
 def in_float64() -> Iterator[None]:
     """Everything made or cast within is float64."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Lifted():
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with default_dtype(torch.float64), Lifted():
+        yield
 
 
 class EagerModel:

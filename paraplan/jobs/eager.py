@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from paraplan.ir.program import Program, given_inputs
 from paraplan.ir.trace.fake import arguments, as_computed, name_inputs
 from paraplan.ir.trace.outputs import LossChoice, choose_losses
+from paraplan.ir.trace.precision import default_dtype
 from paraplan.ir.trace.reference import loss_shares, microbatches
 from paraplan.ir.trace.torch_private import tree_leaves, tree_map_only
 from paraplan.jobs.models import Made
@@ -212,12 +213,8 @@ class Widened(TorchFunctionMode):
         others, kwargs = tree_map_only(torch.dtype, self._wider, (others, kwargs or {}))
         others, kwargs = tree_map_only(Tensor, self._wide, (others, kwargs))
         args = (*kept, *others)
-        saved = torch.get_default_dtype()
-        torch.set_default_dtype(self._wider(saved))
-        try:
+        with default_dtype(self._wider(torch.get_default_dtype())):
             return tree_map_only(Tensor, self._wide, func(*args, **kwargs))
-        finally:
-            torch.set_default_dtype(saved)
 
     def _wider(self, dtype: torch.dtype) -> torch.dtype:
         return self._widths.get(dtype, dtype)

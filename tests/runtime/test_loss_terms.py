@@ -16,7 +16,7 @@ from paraplan.ir.program import Program
 from paraplan.ir.trace import capture
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from tests.runtime.eager import eager_error, wide
+from tests.against_eager import doubled, eager_error
 from tests.runtime.pipelines import cut, job_of, pipeline_of
 
 Shape = Callable[["Net", Tensor, Tensor, Tensor], object]
@@ -47,6 +47,10 @@ def batch() -> dict[str, Tensor]:
     y = torch.randint(0, 6, (4,), generator=generator)
     y[1] = -100
     return {"x": torch.randn(4, 8, generator=generator), "y": y, "t": torch.randn(4, 6, generator=generator)}
+
+
+def wide() -> dict[str, Tensor]:
+    return {name: doubled(x) for name, x in batch().items()}
 
 
 def planned(program: Program, devices: int, **pins: int) -> Plan:
@@ -125,9 +129,9 @@ def test_losses_that_are_one_node_are_each_counted(name: str) -> None:
 
 def test_fit_counts_a_loss_as_often_as_it_is_added() -> None:
     model, free = net(LINEAR["added to itself"]).double(), net(LINEAR["added to itself"]).double()
-    fitted = paraplan.fit(model, wide(batch()), memory="1GiB", cluster="local:1", time_limit_s=2)
+    fitted = paraplan.fit(model, wide(), memory="1GiB", cluster="local:1", time_limit_s=2)
     for each in (fitted, free):
-        each(**wide(batch())).backward()
+        each(**wide()).backward()
     torch.testing.assert_close(model.a.weight.grad, free.a.weight.grad, rtol=1e-9, atol=0)
 
 
@@ -156,9 +160,9 @@ def test_class_weights_may_count_the_batch() -> None:
 )
 def test_the_only_scalar_of_an_output_is_the_loss(shape: Shape) -> None:
     model, free = net(shape).double(), net(shape).double()
-    fitted = paraplan.fit(model, wide(batch()), memory="1GiB", cluster="local:1", time_limit_s=2)
+    fitted = paraplan.fit(model, wide(), memory="1GiB", cluster="local:1", time_limit_s=2)
     for each in (fitted, free):
-        result = each(**wide(batch()))
+        result = each(**wide())
         loss = result["nll"] if isinstance(result, dict) else result[1]
         loss.backward()
     torch.testing.assert_close(model.a.weight.grad, free.a.weight.grad, rtol=1e-9, atol=0)

@@ -13,6 +13,7 @@ from paraplan.ir.graph import Phase
 from paraplan.ir.micro import splittable
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.trace import capture
+from paraplan.ir.trace.precision import default_dtype
 
 
 class Base(nn.Module):
@@ -219,11 +220,8 @@ def test_floats_made_of_integers_are_float64() -> None:
 
     model, batch = Model(), {**X, "y": torch.tensor([1, 2, 3, -1, -1, 6])}
     loss, grads = run(capture(model, batch, precision="fp64"), model, batch)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         wanted_loss, wanted = eager(model, batch, "fp64", None)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-14)
     assert worst_error(grads, wanted) <= 1e-14
 
