@@ -105,9 +105,9 @@ def assert_close(found: Tensor, wanted: Tensor, what: str, tolerance: float = 1e
     assert found.dtype == wanted.dtype, (what, found.dtype, wanted.dtype)
     if wanted.element_size() == 1 and wanted.is_floating_point():
         found, wanted = found.float(), wanted.float()
-    if not wanted.is_floating_point() or wanted.numel() == 0:
-        assert torch.equal(found, wanted), what
+    if torch.equal(found, wanted):
         return
+    assert wanted.is_floating_point(), what
     scale = wanted[wanted.isfinite()].abs().max().item() if wanted.isfinite().any() else 0.0
     torch.testing.assert_close(
         found, wanted, rtol=0.0, atol=tolerance * max(scale, 1.0), equal_nan=True, msg=lambda text: f"{what}: {text}"
