@@ -17,6 +17,7 @@ from torch.func import functionalize
 from paraplan.ir.errors import CaptureError, ParaplanError
 from paraplan.ir.graph import Phase
 from paraplan.ir.trace import autograd
+from paraplan.ir.trace.precision import pin_dtypes
 from paraplan.ir.trace.segments import Forward, Piece
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.torch_private import (
@@ -161,6 +162,8 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Se
         if _writes_in_place(module.graph):
             module = _without_mutation(module, args)
             _forward_first(module.graph, len(piece.outputs) + len(asides))
+        if torch.get_default_dtype() != torch.float32:
+            pin_dtypes(module.graph, mode)
     count = len(piece.params)
     return Joint(module.graph, random, tangents, tuple(wanted[:count]), tuple(wanted[count:]))
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.rewrite import Rewriter
 from paraplan.ir.trace.source import DATA_DEPENDENT, depends_on_data, line_of_stack
+from paraplan.ir.trace.torch_private import FakeTensorMode
 
 WIDE = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
@@ -72,6 +73,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(saved)
+
+
+def pin_dtypes(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Has what a backward makes of integers say its dtype, as `lift_to_float64` does in the forward."""
+    rewriter = Rewriter(graph, mode)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
+            _pin_dtype(node, rewriter)
 
 
 def _pin_dtype(node: fx.Node, rewriter: Rewriter) -> None:
