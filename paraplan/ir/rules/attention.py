@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
-from paraplan.ir.rules import workspace
+from paraplan.ir.rules import attention_workspace
 from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Ring, Specs, register, uneven
 from paraplan.ir.rules.ring import ring_attention, ring_attention_grad
 from paraplan.ir.tensor import TensorSpec
@@ -61,7 +61,7 @@ def _starts(args: tuple[Arg, ...], ctx: LocalContext, position: int, key: int) -
     "paraplan.attention",
     strides="attention",
     localise=lambda args, ctx: _starts(args, ctx, 10, 1),
-    workspace=workspace.attention,
+    workspace=attention_workspace.attention,
     expand=ring_attention,
 )
 def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
@@ -78,7 +78,7 @@ def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     "paraplan.attention_grad",
     strides="attention",
     localise=lambda args, ctx: _starts(args, ctx, 13, 2),
-    workspace=workspace.attention_grad,
+    workspace=attention_workspace.attention_grad,
     expand=ring_attention_grad,
 )
 def attention_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
@@ -94,7 +94,7 @@ def attention_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return uneven(OpDims(tuple(dims), outs, sizes, dict.fromkeys("bhst", "sum"), ring=ring), "t", *_grouped(query, key))
 
 
-@register("paraplan.attention_merge", strides="attention", workspace=workspace.attention_merge)
+@register("paraplan.attention_merge", strides="attention", workspace=attention_workspace.attention_merge)
 def attention_merge(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`b h s e, b h s, b h s e, b h s -> b h s e, b h s`: row by row."""
     names, stats = ("b", "h", "s", "e"), _STATS

@@ -69,6 +69,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V, -1, 0)
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V // 2, -1, V // 2)
     yield from attention_cases(draw, seed)
+    yield from odd_attention(draw, seed)
     yield from expert_cases(draw)
     # Of the last two, laid out as a convolution leaves them, the leading dims merge only where there is one image.
     images = [draw(n, columns, 4, 8).permute(0, 2, 3, 1) for n, columns in ((1, 20_000), (2, 10_000))]
@@ -130,6 +131,23 @@ def attention_cases(draw: Any, seed: Tensor) -> Iterator[tuple[str, tuple[Any, .
         yield "paraplan.attention_grad", (g, q, k, v, mask, random, out, lse, p, 0, causal, 0.25, *place, False)
         for dtype in {out.dtype, lse.dtype}:
             yield "paraplan.attention_merge", (out.to(lse.dtype), lse, out.clone(), lse.clone(), dtype)
+
+
+def odd_attention(draw: Any, seed: Tensor) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The math path where any tensor of a row may be the largest, with the gradient of a float mask."""
+    sizes = ((256, 48, 8, 8), (48, 256, 8, 8), (96, 64, 96, 16), (96, 64, 16, 96), (64, 96, 64, 160))
+    for (s, t, d, e), (heads, groups), p, causal in itertools.product(
+        sizes, ((8, 8), (8, 4)), (0.0, 0.1), (False, True)
+    ):
+        q, k = draw(B, heads, s, d), draw(B, t, groups, d).transpose(1, 2)
+        v, g = draw(B, t, groups, e).transpose(1, 2), draw(B, s, heads, e).transpose(1, 2)
+        place = ([B, heads, s, t], [0, 0, 0, 0])
+        for mask in (None, draw(1, 1, s, t), draw(B, heads, 1, t)):
+            random, mask_grad = seed if p else None, mask is not None
+            call = (q, k, v, mask, random, p, 0, causal, 0.25, *place)
+            out, lse = resolve("paraplan.attention")(*call)
+            yield "paraplan.attention", call
+            yield "paraplan.attention_grad", (g, q, k, v, mask, random, out, lse, p, 0, causal, 0.25, *place, mask_grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
