@@ -137,7 +137,8 @@ def _lower_part(
         else:
             emitter.give(local, kind.graph.values[value], lies.layout, lies.strides, known_as=value)
     for out, lies in zip(kind.outputs, forward.outputs, strict=True):
-        emitter.give(out, kind.graph.values[out], lies.layout, lies.strides)
+        if out not in forward.saved:
+            emitter.give(out, kind.graph.values[out], lies.layout, lies.strides)
     for tangent, arrives in zip(kind.tangents, task.tangents, strict=True):
         if tangent is not None and arrives is not None:
             emitter.give(tangent, kind.graph.values[tangent], arrives.layout, arrives.strides)

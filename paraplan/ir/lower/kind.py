@@ -8,7 +8,7 @@ one inside the block, a small one before it, with those of other segments (`earl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ from paraplan.ir.lower.chunks import WHOLE, Chunks, chunks_of
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.loops import emit_ops
 from paraplan.ir.lower.parcels import travels_with
-from paraplan.ir.lower.remat import NOTHING, Remat, remat_of
+from paraplan.ir.lower.remat import NOTHING, Remat, read_by_backward, remat_of
 from paraplan.ir.mesh import Layout, P, R
 from paraplan.ir.micro import KindMicro
 from paraplan.ir.plan import KindChoice
@@ -153,8 +153,9 @@ def lower_forward(
     locals_ = tuple(emitter.get(out, layout) for out, layout in zip(kind.outputs, layouts, strict=True))
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
     saved = {}
-    kept: tuple[str | None, ...] = tuple(emitter.get(value, emitter.home(value)) for value in remat.saved)
-    for value, local in zip(remat.saved, unshared(emitter, kept) if at_once(choice) else kept, strict=True):
+    values = (*remat.saved, *_as_made(emitter, kind, remat, layouts))
+    kept: tuple[str | None, ...] = tuple(emitter.get(value, emitter.home(value)) for value in values)
+    for value, local in zip(values, unshared(emitter, kept) if at_once(choice) else kept, strict=True):
         assert local is not None
         saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
     issued = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.away}
@@ -164,6 +165,17 @@ def lower_forward(
         for value, local in issued.items()
     }
     return LoweredForward(block, outputs, saved, strategies, gathered, remat, away)
+
+
+def _as_made(emitter: BlockEmitter, kind: SegmentKind, remat: Remat, layouts: Sequence[Layout]) -> list[str]:
+    """Outputs that the backward reads and that do not leave as they were made: a scalar of which microbatches have
+    their share (a count that forward updates)."""
+    read = set(read_by_backward(kind)).union(*(kind.graph.ops[index].tensors for index in remat.again))
+    return [
+        out
+        for out, layout in zip(kind.outputs, layouts, strict=True)
+        if out in read and emitter.home(out) != layout and emitter.home(out)[0] == R
+    ]
 
 
 def evaluate_forward(
@@ -300,7 +312,8 @@ def early(
 
 
 def _output_layout(home: Layout, out: str, kind: SegmentKind, m: int) -> Layout:
-    """Outputs leave in the layout they were made in; a scalar is counted once over microbatches."""
-    if m > 1 and not kind.graph.values[out].shape:
+    """Outputs leave in the layout they were made in; a scalar is counted once over microbatches, if it is no maximum
+    over them."""
+    if m > 1 and not kind.graph.values[out].shape and home[0] == R:
         return (P, *home[1:])
     return home

@@ -294,12 +294,12 @@ class SegmentSteps:
             if ahead is not None and index == order[-1]:
                 ahead()
             names = self._sources(index, m, lowered.early)
+            names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
             names |= {local: at(index, local, m) for local in parts.forwards[index].block.saved}
             for value in returning(parts, index, half):
                 names |= {each.base: at(index, each.base, m) for each in (value.back, value.there)}
             if half is ActionKind.W:
                 names |= {local: f"{index}^{local}@{m}" for local in half_of(parts, index, ActionKind.I).block.saved}
-            names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
             for tangent, local, out in zip(kind.tangents, kind.outputs, segment.outputs, strict=True):
                 if tangent is not None:
                     names[tangent] = self.tangent_of.get(out, f"d:{out}@{m}")
