@@ -250,3 +250,24 @@ def test_sizes_that_data_decide_are_refused_by_line(precision: str) -> None:
 def test_masked_writes_run_in_microbatches() -> None:
     program = capture(Net(_masked), {"x": X, "y": Y}, precision="fp64")
     assert program_micro(program, 2).tail == len(program.segments)
+
+
+class Padded(nn.Module):
+    """Bags of one length, of which some ids count for nothing."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag, self.out = nn.EmbeddingBag(5, 8, mode=mode, padding_idx=1), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.out(x + self.bag(ids)).pow(2).mean()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_padding_counts_for_nothing_in_bags(mode: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 5, (8, 3), generator=generator)
+    ids[2] = 1
+    program = assert_trains_as_eager(Padded(mode), {"x": torch.randn(8, 8, generator=generator), "ids": ids})
+    assert not any("bag" in op.target for kind in program.kinds for op in kind.graph.ops)

@@ -98,12 +98,13 @@ def tables(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
 
 
 def embedding_bag(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
-    """Bags of one length each: rows [bag, id, column] summed, averaged or their largest taken over ids."""
+    """Bags of one length each: rows [bag, id, column] summed, averaged or their largest taken over ids, but padding."""
     ids, offsets, mode = found["indices"], found["offsets"], found["mode"]
     count = value_of(offsets).shape[0]  # type: ignore[arg-type]
     length = value_of(ids).numel() // max(count, 1)  # type: ignore[arg-type]
     padding = found.get("padding_idx")
-    unusual = found["scale_grad_by_freq"] or (padding is not None and padding != -1) or found["include_last_offset"]  # type: ignore[comparison-overlap]
+    padding = None if padding == -1 else padding  # type: ignore[comparison-overlap]
+    unusual = found["scale_grad_by_freq"] or found["include_last_offset"] or (padding is not None and mode == _MAX)
     if unusual or not _is_steps(offsets, count, length) or any(user.args[1] for user in node.users):  # type: ignore[arg-type]
         return None
     made = rewriter.call(node, aten.reshape.default, ids, [count, length])
@@ -111,7 +112,16 @@ def embedding_bag(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | 
     if found["per_sample_weights"] is not None:
         shares = rewriter.call(node, aten.reshape.default, found["per_sample_weights"], [count, length, 1])
         rows = rewriter.call(node, aten.mul.Tensor, rows, shares)
-    if mode == _MAX:
+    if padding is not None:
+        dtype = value_of(rows).dtype
+        is_kept = rewriter.call(node, aten.ne.Scalar, made, padding)
+        kept = rewriter.call(node, aten._to_copy.default, is_kept, dtype=dtype)
+        rows = rewriter.call(node, aten.mul.Tensor, rows, rewriter.call(node, aten.unsqueeze.default, kept, -1))
+        total = rewriter.call(node, aten.sum.dim_IntList, rows, [1])
+        if mode != 0:
+            number = rewriter.call(node, aten.sum.dim_IntList, kept, [1], True)
+            total = rewriter.call(node, aten.div.Tensor, total, rewriter.call(node, aten.clamp.default, number, 1.0))
+    elif mode == _MAX:
         total = rewriter.call(node, operator.getitem, rewriter.call(node, aten.max.dim, rows, 1), 0)
     else:
         total = rewriter.call(node, aten.sum.dim_IntList if mode == 0 else aten.mean.dim, rows, [1])
