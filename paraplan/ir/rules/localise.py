@@ -22,7 +22,7 @@ def offset_text(spec: TensorSpec, layout: Layout, dim: int, mesh_shape: Dims) ->
     """The first index of a rank's block along a dim, as "#..." text."""
     block, terms = spec.shape[dim], []
     for axis, (placement, size) in enumerate(zip(layout, mesh_shape, strict=True)):
-        if placement == Shard(dim=dim):
+        if placement == Shard(dim=dim) and size > 1:
             block = -(-block // size)
             terms.append(f"{axis_key(axis)}:{block}")
     return "#" + ",".join(terms)

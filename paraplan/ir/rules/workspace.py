@@ -73,19 +73,22 @@ def linear_grad_weight(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -
 
 
 def embedding(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
-    """Shifted ids and the tests for lying outside."""
-    count = math.prod(inputs[1].shape)  # type: ignore[union-attr]
-    shifted = args[2] not in (0, "#")
-    return count * (3 + (8 if shifted else 0) + (8 if shifted else 0))
+    """Which ids lie outside, beside the rows; over a split vocabulary the shifted and the clamped ids too."""
+    out, ids = outputs[0], inputs[1]
+    assert out is not None and ids is not None
+    count = math.prod(ids.shape)
+    shifted = 8 if args[2] not in (0, "#") else 0
+    return max(count * (3 + shifted) - out.nbytes, count * (1 + 2 * shifted))
 
 
 def embedding_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
-    """The same tests; over a split vocabulary also the masked ids and gradient."""
-    grad, ids = inputs[0], inputs[1]
-    assert grad is not None and ids is not None
+    """The same; where some contribute nothing also the masked ids and gradient."""
+    grad, ids, out = inputs[0], inputs[1], outputs[0]
+    assert grad is not None and ids is not None and out is not None
     count = math.prod(ids.shape)
-    split = args[4] not in (0, "#") or int(args[3]) >= 0
-    return count * 5 + (grad.nbytes + 16 * count if split else 0)
+    shifted = 8 if args[4] not in (0, "#") else 0
+    masked = grad.nbytes + 8 * count if shifted or int(args[3]) >= 0 else 0
+    return max(count * (3 + shifted) - out.nbytes, count * (1 + shifted) + masked)
 
 
 def ce_rows(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
