@@ -31,6 +31,7 @@ from paraplan.planner.classes import param_classes
 from paraplan.planner.constraints import Constraints, check_constraints
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
+from tests.against_eager import eager_error, loss_by
 from tests.numerics import relative_error
 
 PINS = {
@@ -89,7 +90,7 @@ def single(name: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
             first = float(loss), {key: grad.clone() for key, grad in grads.items() if grad is not None}
         for key, param in params.items():
             param.grad = grads[key]
-        torch.nn.utils.clip_grad_norm_(params.values(), 0.5)
+        nn.utils.clip_grad_norm_(params.values(), 0.5)
         optimizer.step()
     assert first is not None
     return *first, {key: value.detach() for key, value in params.items()}
@@ -339,3 +340,28 @@ def test_states_stay_where_memory_is_ample() -> None:
     given = job(captured("mlp")[1], 2)
     plan = search(given, Constraints(dp=2, zero=0, offload="host"), certify=False).plan
     assert {layouts.state_tier for layouts in plan.stages[0].params.values()} == {""}
+
+
+class Scaled(nn.Module):
+    """Trained layers and a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.randn(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)) * self.scale).pow(2).mean()
+
+
+@pytest.mark.parametrize("states", ["host", "fetched", "all"])
+def test_what_is_frozen_has_no_states_to_be_elsewhere(states: str) -> None:
+    batch = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(3))}
+    program = capture(Scaled(), batch, precision="fp64")
+    job = Job(program, ClusterSpec.local(1), OPTIMIZERS["momentum"], ModelRef(display="scaled"), {})
+    plan = search(job, Constraints(offload_states=states), certify=False).plan
+    placed = plan.stages[0].params
+    assert placed["first.weight"].state_tier == "host"
+    assert placed["scale"].state_tier == placed["scale"].stored_tier == ("host" if states == "all" else "")
+    assert eager_error(plan, Scaled(), batch, loss_by(None)) <= 1e-9

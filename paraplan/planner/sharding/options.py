@@ -91,17 +91,14 @@ def param_options(
             grad = state = stored
         if all(is_shardable(cls.spec.shape, layout, mesh_shape) for layout in (stored, grad, state)):
             ahead = stored != state and only_gathers(cls.spec.shape, state, stored, mesh_shape)
-            for place in places:
-                states, kept, fetched, waits = place
+            for states, kept, fetched, waits in places if cls.trained else dict.fromkeys(x.frozen for x in places):
                 if not kept and not states and ahead:
                     found[ParamOption(stored, grad, state, dtype, ahead=True)] = None
                     found[ParamOption(stored, grad, state, dtype, eager=True)] = None
-                elif not kept and (cls.trained or not states):
+                elif not kept:
                     found[ParamOption(stored, grad, state, dtype, states, "", fetched, grad_tier=waits)] = None
                 if kept and stored == state:
-                    at = place if cls.trained else place.frozen
-                    made = ParamOption(stored, grad, state, dtype, kept, kept, at.fetched, grad_tier=at.grads)
-                    found[made] = None
+                    found[ParamOption(stored, grad, state, dtype, kept, kept, fetched, grad_tier=waits)] = None
     return tuple(found)
 
 
