@@ -26,14 +26,16 @@ def layer_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 @register("aten.native_layer_norm_backward.default")
 def layer_norm_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b _, a b _, a b _, a b _, _, _ -> a b _, _, _`: gradients of weight and bias contract the rest."""
+    """`a b _, a b _, a b _, a b _, _, _ -> a b _, _, _`: gradients of weight and bias contract the rest; all are
+    linear in the gradient."""
     normalised = len(op.args[2])
     names, _ = _split(inputs[0].shape, normalised)
     affine: Letters = (WHOLE,) * normalised
     outs = tuple(None if spec is None else (names if index == 0 else affine) for index, spec in enumerate(outputs))
     lead = names[: len(names) - normalised]
     given = (names, names, names, names, *(affine,) * (len(inputs) - 4))
-    return uneven(OpDims(given, outs, sizes_of((names, inputs[0].shape)), dict.fromkeys(lead, "sum")))
+    sizes = sizes_of((names, inputs[0].shape))
+    return uneven(OpDims(given, outs, sizes, dict.fromkeys(lead, "sum"), linear=((0,),)))
 
 
 def _group_affine(count: int) -> tuple[Letters, ...]:
@@ -65,8 +67,10 @@ def group_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 @register("paraplan.group_norm_grad", localise=_local_groups(5, 0), workspace=workspace.flat_copies)
 def group_norm_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`b g _ _, b g _ _, b g, b g[, g] -> b g _ _, g, g`: gradients of weight and bias contract the batch."""
+    """`b g _ _, b g _ _, b g, b g[, g] -> b g _ _, g, g`: gradients of weight and bias contract the batch; all of them
+    are linear in the gradient."""
     names: Letters = ("b", "g", *(WHOLE,) * (len(inputs[0].shape) - 2))
     outs = tuple(None if spec is None else (names if index == 0 else ("g",)) for index, spec in enumerate(outputs))
     given = (names, names, ("b", "g"), ("b", "g"), *_group_affine(len(inputs) - 4))
-    return OpDims(given, outs, _group_sizes(int(op.args[5]), inputs[0].shape), {"b": "sum"})
+    sizes = _group_sizes(int(op.args[5]), inputs[0].shape)
+    return OpDims(given, outs, sizes, {"b": "sum"}, linear=((0,),))

@@ -41,14 +41,6 @@ NONLINEAR = (
     "aten.leaky_relu.default",
     "aten.hardtanh.default",
     "aten.mish.default",
-    "aten.tanh_backward.default",
-    "aten.sigmoid_backward.default",
-    "aten.silu_backward.default",
-    "aten.gelu_backward.default",
-    "aten.softplus_backward.default",
-    "aten.elu_backward.default",
-    "aten.hardtanh_backward.default",
-    "aten.mish_backward.default",
     "aten.maximum.default",
     "aten.minimum.default",
     "aten.clamp.default",
@@ -87,11 +79,19 @@ NONLINEAR = (
     "aten.atan2.default",
     "aten.xlogy.Tensor",
 )
+GRADIENTS = (
+    "aten.tanh_backward.default",
+    "aten.sigmoid_backward.default",
+    "aten.silu_backward.default",
+    "aten.gelu_backward.default",
+    "aten.softplus_backward.default",
+    "aten.elu_backward.default",
+    "aten.hardtanh_backward.default",
+    "aten.mish_backward.default",
+)
 DIVISIONS = ("aten.floor_divide.default",)
-ROW_MAJOR = (
-    "aten.pow.Scalar",
-    "aten.masked_fill.Scalar",
-)  # elementwise, but their results never follow their inputs' order
+ROW_MAJOR = ("aten.pow.Scalar",)
+"""Elementwise, but their results never follow their inputs' order."""
 
 
 def _broadcast(inputs: Specs, outputs: Specs) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...], dict[str, int]]:
@@ -180,7 +180,14 @@ def nonlinear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return replace(dims, uneven=frozenset()) if op.target in DIVISIONS and len(inputs) == 2 else dims
 
 
+@register("aten.masked_fill.Scalar")
+def masked_fill(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """Linear in what is filled with zeros; row-major like `ROW_MAJOR`."""
+    return _dims(inputs, outputs, ((0,),) if op.args[2] == 0 and type(op.args[2]) is not bool else ())
+
+
+@register(*GRADIENTS, strides="elementwise")
 @register("aten.threshold_backward.default", "aten.leaky_relu_backward.default", strides="elementwise_reversed")
-def gated(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """The gradient where the input passes: torch lays the result out after the input, not the gradient."""
-    return _dims(inputs, outputs, ())
+def gradients(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """A gradient times a derivative is linear in the gradient; of some torch lays the result out after the input."""
+    return _dims(inputs, outputs, () if len(set(op.tensors)) < len(op.tensors) else ((0,),))
