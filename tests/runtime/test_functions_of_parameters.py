@@ -1,5 +1,5 @@
-"""Functions of parameters alone (gates, positive scales, normalised tables) over microbatches: their gradients arrive as
-shares of a sum, and pass through derivatives as such."""
+"""Functions of parameters alone (gates, positive scales, normalised tables) over microbatches: their gradients arrive
+as shares of a sum, and pass through derivatives as such."""
 
 from __future__ import annotations
 
