@@ -13,6 +13,7 @@ from benchmarks import ops
 from benchmarks.op_samples import OpSample, _Slot, samples
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.micro import program_micro, splittable
+from paraplan.runtime.local import InProcessTrainer
 
 torch.set_num_threads(1)
 
@@ -77,7 +78,7 @@ def test_entries_and_peaks_count_what_nobody_reads(sample: OpSample) -> None:
     assert row["status"] == "right" and row["entries_equal"] == f"{row['plans']}/{row['plans']}", row
 
 
-def test_the_net_sees_a_wrong_gradient() -> None:
+def test_the_net_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = samples("mul", 1)[0]
     model = ops.OpModel(sample, False)
     batch, dims = model.batch()
@@ -86,8 +87,15 @@ def test_the_net_sees_a_wrong_gradient() -> None:
     assert wanted is not None
     _, make = next(iter(ops.plans(program, 1)))
     assert not ops.run_plan(make(), model, batch, wanted, ops.Seen())
-    wrong = ops.Wanted(wanted.loss, {**wanted.grads, "p0": wanted.grads["p0"] * 1.001})
-    assert "gradient of p0" in ops.run_plan(make(), model, batch, wrong, ops.Seen())
+    off, seen = {**wanted.grads, "p0": wanted.grads["p0"] * 1.001}, ops.Seen()
+    assert not ops.run_plan(make(), model, batch, ops.Wanted(wanted.loss, off), seen)
+    assert "torch's own gradients are not those of finite differences" in seen.refusals[0]
+    grads = InProcessTrainer.grads
+    monkeypatch.setattr(InProcessTrainer, "grads", lambda self: grads(self) | {"p0": grads(self)["p0"] * 1.001})
+    assert "gradient of p0" in ops.run_plan(make(), model, batch, wanted, ops.Seen())
+    assert "gradient of p0" in ops.run_plan(
+        make(), model, batch, ops.Wanted(wanted.loss, off | {"p0": 0 * off["p0"]}), seen
+    )
 
 
 def test_a_parameter_with_a_slice_per_sample_refuses_microbatches() -> None:
