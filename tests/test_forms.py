@@ -16,7 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.micro import program_micro
 from paraplan.ir.trace import capture
-from tests.against_eager import assert_trains_as_eager, plan_steps, plans_of
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.search import search
+from tests.against_eager import assert_trains_as_eager, eager_error, loss_by, plan_steps, plans_of
+from tests.runtime.pipelines import job_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
@@ -264,10 +267,16 @@ class Padded(nn.Module):
         return self.out(x + self.bag(ids)).pow(2).mean()
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_padding_counts_for_nothing_in_bags(mode: str) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 5, (8, 3), generator=generator)
     ids[2] = 1
-    program = assert_trains_as_eager(Padded(mode), {"x": torch.randn(8, 8, generator=generator), "ids": ids})
+    batch = {"x": torch.randn(8, 8, generator=generator), "ids": ids}
+    model = Padded(mode)
+    program = assert_trains_as_eager(model, batch)
+    plan = search(job_of(program, 1, "momentum"), Constraints(microbatches=2), certify=False).plan
+    assert eager_error(plan, model, batch, loss_by(None)) <= 1e-9
+    model.bag.weight.data[1] = float("nan")  # which nothing reads
+    assert torch.isfinite(next(plan_steps(plan, model.double(), {**batch, "x": batch["x"].double()}, 1))["loss"])
     assert not any("bag" in op.target for kind in program.kinds for op in kind.graph.ops)

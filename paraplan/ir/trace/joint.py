@@ -162,7 +162,7 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Se
         if _writes_in_place(module.graph):
             module = _without_mutation(module, args)
             _forward_first(module.graph, len(piece.outputs) + len(asides))
-        if torch.get_default_dtype() != torch.float32:
+        if torch.get_default_dtype() != torch.float32:  # which it is where the program runs
             pin_dtypes(module.graph, mode)
     count = len(piece.params)
     return Joint(module.graph, random, tangents, tuple(wanted[:count]), tuple(wanted[count:]))

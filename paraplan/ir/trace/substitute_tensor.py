@@ -104,8 +104,9 @@ def embedding_bag(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | 
     length = value_of(ids).numel() // max(count, 1)  # type: ignore[arg-type]
     padding = found.get("padding_idx")
     padding = None if padding == -1 else padding  # type: ignore[comparison-overlap]
-    unusual = found["scale_grad_by_freq"] or found["include_last_offset"] or (padding is not None and mode == _MAX)
-    if unusual or not _is_steps(offsets, count, length) or any(user.args[1] for user in node.users):  # type: ignore[arg-type]
+    if found["scale_grad_by_freq"] or found["include_last_offset"]:
+        return None
+    if not _is_steps(offsets, count, length) or any(user.args[1] for user in node.users):  # type: ignore[arg-type]
         return None
     made = rewriter.call(node, aten.reshape.default, ids, [count, length])
     rows = rewriter.call(node, autograd.embedding, found["weight"], made, -1)
@@ -113,14 +114,7 @@ def embedding_bag(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | 
         shares = rewriter.call(node, aten.reshape.default, found["per_sample_weights"], [count, length, 1])
         rows = rewriter.call(node, aten.mul.Tensor, rows, shares)
     if padding is not None:
-        dtype = value_of(rows).dtype
-        is_kept = rewriter.call(node, aten.ne.Scalar, made, padding)
-        kept = rewriter.call(node, aten._to_copy.default, is_kept, dtype=dtype)
-        rows = rewriter.call(node, aten.mul.Tensor, rows, rewriter.call(node, aten.unsqueeze.default, kept, -1))
-        total = rewriter.call(node, aten.sum.dim_IntList, rows, [1])
-        if mode != 0:
-            number = rewriter.call(node, aten.sum.dim_IntList, kept, [1], True)
-            total = rewriter.call(node, aten.div.Tensor, total, rewriter.call(node, aten.clamp.default, number, 1.0))
+        total = _without_padding(rewriter, node, rows, rewriter.call(node, aten.eq.Scalar, made, padding), mode)
     elif mode == _MAX:
         total = rewriter.call(node, operator.getitem, rewriter.call(node, aten.max.dim, rows, 1), 0)
     else:
@@ -128,6 +122,22 @@ def embedding_bag(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | 
     for user in list(node.users):
         rewriter.replace(user, total)
     return None
+
+
+def _without_padding(rewriter: Rewriter, node: fx.Node, rows: fx.Node, is_padding: fx.Node, mode: object) -> fx.Node:
+    """Sums, means or maxima of rows [bag, id, column] but those of padding; zeros for bags of nothing else."""
+    away = rewriter.call(node, aten.unsqueeze.default, is_padding, -1)
+    rows = rewriter.call(node, aten.masked_fill.Scalar, rows, away, float("-inf") if mode == _MAX else 0.0)
+    if mode == 0:
+        return rewriter.call(node, aten.sum.dim_IntList, rows, [1])
+    is_kept = rewriter.call(node, aten.logical_not.default, is_padding)
+    kept = rewriter.call(node, aten._to_copy.default, is_kept, dtype=value_of(rows).dtype)
+    number = rewriter.call(node, aten.sum.dim_IntList, kept, [1], True)
+    if mode == _MAX:
+        total = rewriter.call(node, operator.getitem, rewriter.call(node, aten.max.dim, rows, 1), 0)
+        return rewriter.call(node, aten.masked_fill.Scalar, total, rewriter.call(node, aten.eq.Scalar, number, 0), 0.0)
+    total = rewriter.call(node, aten.sum.dim_IntList, rows, [1])
+    return rewriter.call(node, aten.div.Tensor, total, rewriter.call(node, aten.clamp.default, number, 1.0))
 
 
 def _is_steps(node: fx.Node, count: int, step: int) -> bool:
