@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.micro import program_micro
 from paraplan.ir.trace import capture
+from paraplan.ir.trace.precision import default_dtype
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from tests.against_eager import assert_trains_as_eager, eager_error, loss_by, plan_steps, plans_of
@@ -280,3 +281,24 @@ def test_padding_counts_for_nothing_in_bags(mode: str) -> None:
     model.bag.weight.data[1] = float("nan")  # which nothing reads
     assert torch.isfinite(next(plan_steps(plan, model.double(), {**batch, "x": batch["x"].double()}, 1))["loss"])
     assert not any("bag" in op.target for kind in program.kinds for op in kind.graph.ops)
+
+
+class Discounted(nn.Module):
+    """Numbers written out, in the input's dtype, in none and in powers of a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out = nn.Linear(8, 8)
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        share = 1 - torch.pow(torch.tensor(0.9, dtype=x.dtype), self.step)
+        return (self.out(x) @ torch.eye(8) * share + torch.tensor(0.7) * 0.1**self.step).pow(2).mean()
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_written_numbers_are_exact_whatever_the_default_dtype(default: torch.dtype) -> None:
+    with default_dtype(default):
+        assert_trains_as_eager(Discounted(), {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(3))})

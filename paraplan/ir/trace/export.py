@@ -17,6 +17,7 @@ from paraplan.ir.trace.followed import Followed, followed_modules
 from paraplan.ir.trace.functional import functional
 from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
+from paraplan.ir.trace.precision import default_dtype
 from paraplan.ir.trace.reading import Reading
 from paraplan.ir.trace.recurrent import unrolled
 from paraplan.ir.trace.rewrite import Rewriter
@@ -143,7 +144,8 @@ def export_loss(
     choose = _chooser(returned, choice, keep_outputs)
     wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose, precision, reading, followed)
     wrapped.training = model.training  # its own alone: parts of a model may be in another mode
-    with mode, eager_masks(batch), followed_modules(), lazy_modules(), recorded_functions() as functions:
+    narrow = default_dtype(torch.float32 if precision == "fp64" else torch.get_default_dtype())
+    with mode, narrow, eager_masks(batch), followed_modules(), lazy_modules(), recorded_functions() as functions:
         try:
             with no_outside_numbers(), NoOutsideGradients(), reading.watching():
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
