@@ -20,11 +20,15 @@ from paraplan.ir.program import Program
 from paraplan.ir.rank_program import StepKind
 from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
+from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.schedules.named import NAMED
+from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
+from tests.against_eager import eager_error, loss_by
 from tests.runtime.pipelines import cut, job_of, mixed, pipeline_of, run
 
+GRAD = "paraplan.group_norm_grad"
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "gems", "chimera", "interleaved", "zb-v", "hanayo")
 
 
@@ -234,3 +238,31 @@ def test_evaluations_of_pipelines_give_the_loss(schedule: str) -> None:
     assert set(found.metrics) == {"main", "small"}
     with pytest.raises(ConstraintError, match="evaluates only its loss"):
         lower_evaluation(plan, ["anything"])
+
+
+class Normed(nn.Module):
+    """Norms of what has no weights: one op makes the gradients of its input and of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norms = nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for norm in self.norms:
+            pairs = h.view(-1, 2, 4)
+            h = h + norm(torch.bmm(torch.bmm(pairs, pairs.mT), pairs).flatten(1))
+        return self.last(h).pow(2).mean()
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_a_backward_whose_weights_gradients_come_with_its_inputs(schedule: str) -> None:
+    batch = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(3))}
+    program = capture(Normed(), batch, precision="fp64")
+    alone = [kind for kind in program.kinds if {op.target for op in kind.graph.ops if "grad" in op.target} == {GRAD}]
+    assert alone, "a segment of norms alone"
+    one = search(job_of(program, 1, "momentum"), Constraints(microbatches=2), certify=False).plan
+    plan = pipeline_of(one, schedule, 2, cut(len(program.segments), 2 if schedule == "zb-h1" else 4))
+    assert eager_error(plan, Normed(), batch, loss_by(None)) <= 1e-9

@@ -148,7 +148,7 @@ def _lower_part(
     needed = {name for index in later for name in kind.graph.ops[index].tensors}
     handed = {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
     emit_ops(emitter, graph, forward.strategies, order, task.chunks, needed | handed, forward.remat.again)
-    kept = _keep(emitter, task, ops, later)
+    kept = _Kept({}) if weights else _keep(emitter, task, ops, later)
     layouts = _input_grad_layouts(kind, task, emitter)
     grads = tuple(
         None if grad is None or layout is None or not inputs else emitter.get(grad, layout)
@@ -196,8 +196,6 @@ def _ordered(task: _Task, taken: Collection[int], results: Collection[str | None
 
 def _keep(emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Collection[int]) -> _Kept:
     """What these ops make, or had brought back from a tier, and later ones read (or hand on as a gradient)."""
-    if not later:
-        return _Kept({})
     kind = task.kind
     made = {out for index in ops for out in kind.graph.ops[index].outs if out is not None}
     made |= {value for value, away in task.forward.away.items() if away.local in emitter.values}
