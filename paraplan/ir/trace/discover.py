@@ -84,7 +84,7 @@ def discovered(graphs: Sequence[Graph]) -> dict[str, OpRule]:
                     found[key] = kept
                 else:
                     wanted.setdefault(key, (op, graph.values, unread))
-    fresh = run_apart(list(wanted.values()), discover, lambda job, why: unknown(probe_of(*job), why))
+    fresh = run_apart(list(wanted.values()), discover, ended)
     made = dict(zip(wanted, fresh, strict=True))
     cache.save({key: rule for key, rule in made.items() if wanted[key][0].target.split(".")[0] in _SHARED})
     return {**found, **made}
@@ -125,6 +125,17 @@ def discover(op: Op, values: Values, unread: frozenset[int] = frozenset()) -> Op
     """The rule of an op as running it shows; one that only replicates, with the reason, where that shows nothing."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         return _discover(probe_of(op, values, unread))
+
+
+def ended(job: tuple[Op, Values] | tuple[Op, Values, frozenset[int]], why: str) -> OpRule:
+    """The rule of an op whose search ended its process: replicated, with how its results lie, found in another one, for
+    a kernel that does not survive odd shapes may well run on those it is called with."""
+
+    def memory(op: Op, values: Values, unread: frozenset[int] = frozenset()) -> OpRule:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            return _only_memory(probe_of(op, values, unread), why)
+
+    return run_apart([job], memory, lambda job, _: unknown(probe_of(*job), why))[0]
 
 
 def _discover(probe: Probe) -> OpRule:

@@ -244,8 +244,10 @@ def make_bench(probe: Probe) -> Bench:
 
 
 def as_it_runs(probe: Probe) -> Bench | None:
-    """The op on the first values it takes, whatever it makes of them: of use for how results lie in memory alone."""
-    for sizing in sizings(probe):
+    """The op on the first values it takes, at its real shapes if they are small, whatever it makes of them: of use for
+    how results lie in memory alone."""
+    real = tuple(spec.shape for spec in probe.specs)
+    for sizing in sorted(sizings(probe), key=lambda each: each.shapes != real):
         for style in STYLES:
             bench = Bench(probe, sizing, (), style)
             smallest = min((size for shape in sizing.shapes for size in shape if size > 1), default=2)

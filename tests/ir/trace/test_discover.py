@@ -17,11 +17,10 @@ from paraplan.ir.op_rule import ALIAS, UNKNOWN, OpRule
 from paraplan.ir.rules.dims import OpDims
 from paraplan.ir.rules.strategies import dims_of
 from paraplan.ir.tensor import TensorSpec
-from paraplan.ir.trace.discover import discover, discovered, unknown
+from paraplan.ir.trace.discover import discover, discovered, ended
 from paraplan.ir.trace.discover_apart import run_apart
 from paraplan.ir.trace.discover_cache import cache_path
 from paraplan.ir.trace.discover_draws import Draw, told_by_nothing
-from paraplan.ir.trace.discover_run import probe_of
 
 from ..rules.cases import all_cases, pointwise_cases  # noqa: TID252
 from ..rules.test_rules import Example, _whole_first  # noqa: TID252
@@ -40,10 +39,6 @@ FAMILIES = {
 }
 
 
-def give_up(job: tuple[Op, dict[str, TensorSpec]], why: str) -> OpRule:
-    return unknown(probe_of(*job), why)
-
-
 @cache
 def examples(target: str) -> tuple[tuple[Example, OpRule], ...]:
     """A target's cases with what running them shows; two of the family's pointwise ops, one of the others and of
@@ -52,7 +47,7 @@ def examples(target: str) -> tuple[tuple[Example, OpRule], ...]:
     most = 1 if few else 2 if target in FAMILIES["pointwise"] else len(CASES[target])
     cases = CASES[target][:most]
     made = [Example(target, case) for case in cases]
-    rules = run_apart([(each.op, each.graph.values) for each in made], discover, give_up)
+    rules = run_apart([(each.op, each.graph.values) for each in made], discover, ended)
     return tuple(zip(made, rules, strict=True))
 
 
@@ -99,7 +94,7 @@ def op_rule(target: str, *shapes: tuple[int, ...], rest: tuple[object, ...] = ()
     """What is found of an op on float32 inputs of these shapes."""
     values = {f"v{index}": TensorSpec("float32", shape) for index, shape in enumerate(shapes)}
     op = Op(target=target, args=(*(f"%{name}" for name in values), *rest), outs=("out",))
-    return run_apart([(op, {**values, "out": TensorSpec("float32", out)})], discover, give_up)[0]
+    return run_apart([(op, {**values, "out": TensorSpec("float32", out)})], discover, ended)[0]
 
 
 def test_large_shapes_are_tried_small() -> None:
@@ -126,6 +121,14 @@ def noisy(x: Tensor) -> Tensor:
 def deadly(x: Tensor) -> Tensor:
     ctypes.string_at(0)
     return x.clone()
+
+
+@torch.library.custom_op(f"{SPACE}::delicate", mutates_args=())
+def delicate(x: Tensor) -> Tensor:
+    """Ends the process on shapes that no model has; its result lies transposed."""
+    if x.shape != (6, 7):
+        ctypes.string_at(0)
+    return (x * 2).t().contiguous().t()
 
 
 @torch.library.custom_op(f"{SPACE}::writes", mutates_args=("x",))
@@ -160,6 +163,12 @@ def picky(x: Tensor) -> Tensor:
 def test_what_cannot_be_known_is_replicated_with_its_reason(name: str, why: str) -> None:
     rule = op_rule(f"{SPACE}.{name}.default", (6, 7), out=(6, 7))
     assert rule.source == UNKNOWN and rule.is_whole and why in rule.reason
+
+
+def test_how_results_lie_is_known_of_an_op_whose_search_ended_its_process() -> None:
+    rule = op_rule(f"{SPACE}.delicate.default", (6, 7), out=(6, 7))
+    assert rule.source == UNKNOWN and rule.is_whole and "SIGSEGV" in rule.reason and rule.lies == ("1,0",)
+    assert op_rule(f"{SPACE}.deadly.default", (6, 7), out=(6, 7)).lies == ("rows",)
 
 
 def graph_of(target: str, size: int) -> Graph:
@@ -229,7 +238,7 @@ def test_an_op_with_an_input_that_changes_nothing_is_replicated_unless_nothing_r
         "out": TensorSpec("float32", (8, 6)),
     }
     op = Op(target=f"{SPACE}.shifted.default", args=("%x", "%by"), outs=("out",))
-    (rule,) = run_apart([(op, values)], discover, give_up)
+    (rule,) = run_apart([(op, values)], discover, ended)
     assert rule.is_whole and "input 1 changes no result" in rule.reason
     rule = op_rule(f"{SPACE}.like.default", (8, 6), (8, 6), out=(8, 6))
     assert rule.text() == "a b, a b -> a b"
@@ -257,7 +266,7 @@ def test_the_gradient_of_a_segment_reduction_is_not_sharded_over_lengths() -> No
             target="aten._segment_reduce_backward.default", args=("%v0", "%v1", "%v2", ":" + how),
             kwargs={"lengths": "%n", "axis": 0}, outs=("out",),
         )  # fmt: skip
-        (rule,) = run_apart([(op, values)], discover, give_up)
+        (rule,) = run_apart([(op, values)], discover, ended)
         assert rule.inputs[3] == ("_",) and not rule.linear
 
 
