@@ -142,7 +142,7 @@ def _fitted(
     seed: int | None, steps_done: int = 0,
 ) -> FittedModule:  # fmt: skip
     (program,) = plan.programs
-    modules = build_modules(program, device=plan.data.cluster.groups[0].device.backend)
+    modules = build_modules(program, device=plan.data.cluster.backend)
     step = FittedStep(model, plan.data, program, modules, seed, steps_done)
     return FittedModule(model, plan, step, fixed, returns, casts, _remade, plan.reads)
 

@@ -107,7 +107,7 @@ def _emit_instr(graph: fx.Graph, env: dict[str, fx.Node], instr: Instr, index: i
     elif instr.kind is InstrKind.WAIT:
         function = ops.wait
     else:
-        function, many = ops.resolve(instr.target), ops.returns_many(instr.target, len(instr.outs))
+        function, many = ops.resolve(instr.target, instr.kernel), ops.returns_many(instr.target, len(instr.outs))
     name = _identifier(
         f"{instr.outs[0]}_all" if many else (instr.outs[0] if instr.outs and instr.outs[0] else f"effect{index}")
     )

@@ -39,8 +39,8 @@ _REDUCTIONS = frozenset((
 ))  # fmt: skip
 _ROWS = frozenset((
     "aten._softmax.default", "aten._log_softmax.default", "aten._softmax_backward_data.default",
-    "aten._log_softmax_backward_data.default", "aten.native_layer_norm.default",
-    "aten.native_layer_norm_backward.default",
+    "aten._log_softmax_backward_data.default", "paraplan.layer_norm",
+    "paraplan.layer_norm_grad",
 ))  # fmt: skip
 ROWS, OTHER = "rows", "other"
 

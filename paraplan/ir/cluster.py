@@ -111,6 +111,11 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         """Devices in all."""
         return sum(group.nodes * group.devices_per_node for group in self.groups)
 
+    @property
+    def backend(self) -> str:
+        """Torch device type of all devices, "cuda" or "cpu"."""
+        return self.groups[0].device.backend
+
     def group_of(self, device: int) -> NodeGroup:
         """The group a global device number belongs to."""
         first = 0

@@ -94,6 +94,7 @@ class Instr(Value, frozen=True, kw_only=True):
         axis: mesh axis a collective runs over, and its WAIT; -1 otherwise.
         frees: names dropped afterwards.
         workspace_bytes: the most an op allocates and drops inside.
+        kernel: as which kernel an op runs (`ir.kernel_choice`); "" for the reference kernel, which runs anywhere.
         origin: index of the joint graph's op this serves; -1 for none.
         layout_change: whether it belongs to a change of layout, not to the op itself.
         work: (flops, bytes moved) where the user registered what the op costs; bytes -1 where only flops.
@@ -107,6 +108,7 @@ class Instr(Value, frozen=True, kw_only=True):
     axis: int = -1
     frees: tuple[str, ...] = ()
     workspace_bytes: int = 0
+    kernel: str = ""
     origin: int = -1
     layout_change: bool = False
     work: tuple[float, float] | None = None

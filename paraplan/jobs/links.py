@@ -67,7 +67,7 @@ def measure_links(
     tell(f"measuring collectives between {count} ranks")
     (found,) = link_times(count, largest_bytes)
     times = found.times
-    backend = cluster.groups[0].device.backend
+    backend = cluster.backend
     fit = fit_link([each for each in times if each.local_size == each.size], backend)
     measured = Link(
         bytes_per_s=float(f"{fit.bytes_per_s:.3g}"), latency_s=float(f"{fit.latency_s:.3g}"),

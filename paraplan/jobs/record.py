@@ -36,7 +36,7 @@ def check_recordable(plan: Plan, compiled: bool) -> None:
     Raises:
         ConstraintError: the plan is for GPUs, or blocks are compiled.
     """
-    if plan.cluster.groups[0].device.backend != "cpu":
+    if plan.cluster.backend != "cpu":
         raise ConstraintError("--record times the ops of CPU processes; on GPUs, paraplan profile measures them")
     if compiled:
         raise ConstraintError("--record times ops one by one, --compile fuses them: leave one out")

@@ -136,7 +136,7 @@ def check_local(plan: Plan) -> None:
             f"--nproc-per-node={cluster.groups[0].devices_per_node} "
             "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m paraplan run ..."
         )
-    if cluster.groups[0].device.backend == "cuda" and torch.cuda.device_count() < cluster.num_devices:
+    if cluster.backend == "cuda" and torch.cuda.device_count() < cluster.num_devices:
         raise PlanMismatchError(
             f"the plan is for {cluster.num_devices} GPUs ({cluster.name}), this machine has {torch.cuda.device_count()}"
         )

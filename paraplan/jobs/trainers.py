@@ -41,7 +41,7 @@ def make_trainer(
         )
     check_model(plan, model, loss_fn)
     check_devices(plan.cluster)
-    backend = plan.cluster.groups[0].device.backend
+    backend = plan.cluster.backend
     if "RANK" in os.environ and not dist.is_initialized():
         init_distributed("nccl" if backend == "cuda" else "gloo")
     check_world(plan)
@@ -81,7 +81,7 @@ def check_devices(cluster: ClusterSpec) -> None:
     Raises:
         PlanMismatchError: the plan is for GPUs and there is none.
     """
-    if cluster.groups[0].device.backend == "cuda" and not torch.cuda.is_available():
+    if cluster.backend == "cuda" and not torch.cuda.is_available():
         raise PlanMismatchError(
             f"the plan is for {cluster.name} ({cluster.num_devices} x {cluster.groups[0].device.kind}), "
             "this machine has no GPU; "

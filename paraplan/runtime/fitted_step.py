@@ -57,7 +57,7 @@ class FittedStep:
         written = {name for step in self.writes for name in step.args if name.startswith("buffer:")}
         self.held = tuple(name for name in self.read_later if name in written)
         self.names = tuple(program.grads)
-        self.device = plan.cluster.groups[0].device.backend
+        self.device = plan.cluster.backend
         self.steps_done = steps_done
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:

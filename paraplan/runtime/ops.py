@@ -26,6 +26,7 @@ from paraplan.ir.lower.grads import CHUNK
 from paraplan.ir.strides import is_dense
 from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.ir.trace import kernels
+from paraplan.runtime import gpu
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.pieces import linear_into_, linear_rows
 from paraplan.runtime.torch_private import exchange_rows, rank_in_group
@@ -324,12 +325,14 @@ _MEASURES: dict[str, Callable[..., Any]] = {"magnitude": magnitude}
 FACTORIES = frozenset({"full", "arange", "zeros", "ones", "empty", "scalar_tensor", "eye", "linspace", "constant"})
 
 
-def resolve(target: str) -> Callable[..., Any]:
-    """The callable behind an instruction's target.
+def resolve(target: str, kernel: str = "") -> Callable[..., Any]:
+    """The callable behind an instruction's target, run as the kernel it was lowered to.
 
     Raises:
         CodegenError: nothing has that name.
     """
+    if kernel:
+        return gpu.kernel(target, kernel)
     space, _, name = target.partition(".")
     if space == "paraplan":
         found = (

@@ -14,7 +14,7 @@ def _split(shape: tuple[int, ...], normalised: int) -> tuple[Letters, Letters]:
     return (*lead, *(WHOLE,) * normalised), (*lead, *(WHOLE,) * normalised)
 
 
-@register("aten.native_layer_norm.default")
+@register("paraplan.layer_norm")
 def layer_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b _, _, _ -> a b _, a b _, a b _` (result, mean, reciprocal deviation)."""
     normalised = len(op.args[1])
@@ -24,7 +24,7 @@ def layer_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return uneven(OpDims((names, *affine), outs, sizes_of((names, inputs[0].shape))))
 
 
-@register("aten.native_layer_norm_backward.default")
+@register("paraplan.layer_norm_grad")
 def layer_norm_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b _, a b _, a b _, a b _, _, _ -> a b _, _, _`: gradients of weight and bias contract the rest; all are
     linear in the gradient."""

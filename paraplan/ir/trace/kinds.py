@@ -12,6 +12,7 @@ from paraplan.ir.trace.complex_forms import COMPLEX_FORMS
 from paraplan.ir.trace.convert import Writer, finish, write_constant
 from paraplan.ir.trace.index_forms import INDEX_FORMS
 from paraplan.ir.trace.joint import line_of_node, trace_forward, trace_joint
+from paraplan.ir.trace.norm_forms import NORM_FORMS
 from paraplan.ir.trace.normal_forms import FORMS
 from paraplan.ir.trace.own import own_results
 from paraplan.ir.trace.segments import Forward, Piece
@@ -19,7 +20,7 @@ from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.torch_private import FakeTensorMode
 from paraplan.ir.trace.vision_forms import VISION_FORMS
 
-_FORMS = {**FORMS, **COMPLEX_FORMS, **INDEX_FORMS, **VISION_FORMS}
+_FORMS = {**FORMS, **COMPLEX_FORMS, **INDEX_FORMS, **NORM_FORMS, **VISION_FORMS}
 
 
 def make_kind(

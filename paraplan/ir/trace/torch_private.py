@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "COMPILED", "BatchNorm", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode",
-    "functions_applied_by",
+    "functions_applied_by", "has_kernel",
     "in_backward", "is_composite", "is_fake", "is_region", "lazy_module", "lazy_modules", "recording_graph",
     "run_function", "scaled_mm", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
 ]  # fmt: skip
@@ -42,6 +42,11 @@ trace_ops = make_fx
 def is_composite(op: OpOverload) -> bool:
     """Whether an op is written in terms of others, its gradient following from theirs."""
     return bool(_dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def has_kernel(op: OpOverload) -> bool:
+    """Whether an op has a kernel of its own, whatever else it could be written in terms of."""
+    return bool(_dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"))
 
 
 def is_region(target: object) -> bool:
@@ -83,7 +88,9 @@ def recording_graph() -> Graph:
     return graph
 
 
-COMPILED = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "quantized"})
+COMPILED = frozenset(
+    {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "quantized", "paraplan_gpu"}
+)
 
 
 def call_within(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -163,24 +163,6 @@ def _resize_rest(node: fx.Node) -> tuple[object, ...]:
     return (*([bool(found["align_corners"])] if "align_corners" in found else []), *each)
 
 
-def group_norm(writer: Writer, node: fx.Node) -> Names:
-    """`paraplan.group_norm`; numbers of samples and channels follow from the input."""
-    found = arguments(node)
-    args = (found["input"], found["weight"], found["bias"], found["group"], found["eps"])
-    specs = tuple(_out(node, index) for index in range(3))
-    return writer.emit("paraplan.group_norm", tuple(writer.arg(arg) for arg in args), specs)
-
-
-def group_norm_backward(writer: Writer, node: fx.Node) -> Names:
-    """`paraplan.group_norm_grad`."""
-    found = arguments(node)
-    wanted = tuple(bool(want) for want in found["output_mask"])  # type: ignore[attr-defined]
-    names = ("grad_out", "input", "mean", "rstd", "weight", "group")
-    args = tuple(writer.arg(found[name]) for name in names)
-    specs = [_out(node, index) if want else None for index, want in enumerate(wanted)]
-    return writer.emit("paraplan.group_norm_grad", (*args, wanted), specs)
-
-
 class _Batch:
     """What batch norm forms share: the channels' spec in the statistics' dtype, and the count of samples."""
 
@@ -288,8 +270,6 @@ VISION_FORMS = {
     **{f"_adaptive_avg_pool{n}d_backward": adaptive_avg_pool_backward for n in (2, 3)},
     **dict.fromkeys(_RESIZES, upsample),
     **{f"{name}_backward": upsample_backward for name in _RESIZES},
-    "native_group_norm": group_norm,
-    "native_group_norm_backward": group_norm_backward,
     **dict.fromkeys(
         (
             "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",

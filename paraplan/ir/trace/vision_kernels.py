@@ -1,4 +1,4 @@
-"""Kernels of the canonical vision ops: convolution, pooling, resizing, group and batch norm.
+"""Kernels of the canonical vision ops: convolution, pooling, resizing and batch norm.
 
 Each works on a whole tensor or on one rank's block of it ([batch, channels, *space], space whole) and returns
 row-major results, whatever the memory order of its inputs: a channels-last input costs one copy inside, and what
@@ -18,7 +18,7 @@ from torch import Tensor
 __all__ = [
     "adaptive_avg_pool", "adaptive_avg_pool_grad", "adaptive_max_pool", "avg_pool", "avg_pool_grad", "bn_apply",
     "bn_grad_affine", "bn_grad_input", "bn_rstd", "bn_running", "bn_squares", "conv", "conv_grad_input",
-    "conv_grad_weight", "group_norm", "group_norm_grad", "max_pool", "max_pool_grad", "upsample", "upsample_grad",
+    "conv_grad_weight", "max_pool", "max_pool_grad", "upsample", "upsample_grad",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -120,26 +120,6 @@ def upsample_grad(g: Tensor, how: str, size: Ints, given: Ints, rest: Sequence[o
     """The gradient of `upsample` in x, whose planes have size `given`."""
     shape = (*g.shape[: g.dim() - len(given)], *given)
     return getattr(aten, f"{how}_backward").default(g.contiguous(), size, shape, *rest)  # type: ignore[no-any-return]
-
-
-def group_norm(
-    x: Tensor, w: Tensor | None, bias: Tensor | None, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Each group of channels of each sample normalised; also means and reciprocal deviations [b, groups]."""
-    x = x.contiguous()
-    plane = x[0, 0].numel()
-    return aten.native_group_norm.default(x, w, bias, x.shape[0], x.shape[1], plane, groups, eps)  # type: ignore[no-any-return]
-
-
-def group_norm_grad(
-    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, groups: int, wanted: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of `group_norm` in x, w and bias; None for those not wanted."""
-    plane = x[0, 0].numel()
-    sizes = (x.shape[0], x.shape[1], plane, groups, list(wanted))
-    made = aten.native_group_norm_backward.default(g.contiguous(), x.contiguous(), mean, rstd, w, *sizes)
-    found = [grad if want else None for grad, want in zip(made, wanted, strict=True)]
-    return found[0], found[1], found[2]
 
 
 def _over_samples(x: Tensor) -> list[int]:

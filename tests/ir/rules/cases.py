@@ -345,7 +345,7 @@ def norm_cases() -> dict[str, list[Case]]:
         backward.append(
             case(given, "%a", "%b", normalised, "%c", "%d", *after, (True, affine != "", affine == "wb"), fixed="cd")
         )
-    return {"aten.native_layer_norm.default": forward, "aten.native_layer_norm_backward.default": backward}
+    return {"paraplan.layer_norm": forward, "paraplan.layer_norm_grad": backward}
 
 
 def lookup_cases() -> dict[str, list[Case]]:

@@ -48,7 +48,7 @@ ALL = [
 ]
 MOST = 60
 BACKWARDS = {
-    "aten.native_layer_norm.default": ("aten.native_layer_norm_backward.default",),
+    "paraplan.layer_norm": ("paraplan.layer_norm_grad",),
     "aten._softmax.default": ("aten._softmax_backward_data.default",),
     "aten._log_softmax.default": ("aten._log_softmax_backward_data.default",),
     "aten.slice.Tensor": ("aten.slice_backward.default",),
@@ -97,7 +97,7 @@ class Example:
         found = [env.get(name) for name in names]
         while found and found[-1] is None and target != "paraplan.attention_grad":
             found.pop()
-        masks = case.args[-1] if target == "aten.native_layer_norm_backward.default" else ()
+        masks = case.args[-1] if target == "paraplan.layer_norm_grad" else ()
         wanted = len(masks) if isinstance(masks, tuple) and masks else len(found)
         return (found + [None] * wanted)[:wanted]
 
@@ -260,7 +260,7 @@ def test_which_ops_take_padding() -> None:
         dims = dims_of(example.op, example.graph.values)
         taken[target] = "-" if not dims.uneven else "all" if dims.uneven >= set(dims.sizes) else "some"
     for target in ("aten.mm.default", "paraplan.linear_grad_weight", "paraplan.embedding", "aten.add.Tensor",
-                   "paraplan.ce_max", "paraplan.ce_grad", "aten.native_layer_norm.default"):  # fmt: skip
+                   "paraplan.ce_max", "paraplan.ce_grad", "paraplan.layer_norm"):  # fmt: skip
         assert taken[target] == "all", target
     for target in ("paraplan.attention_grad", "aten.amax.default"):
         assert taken[target] == "some", target

@@ -32,7 +32,7 @@ FAMILIES = {
     "pointwise": ("aten.add.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten.exp.default", "aten.where.self"),
     "matmul": ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "paraplan.linear"),
     "softmax": ("aten._softmax.default", "aten._softmax_backward_data.default"),
-    "layer_norm": ("aten.native_layer_norm.default", "aten.native_layer_norm_backward.default"),
+    "layer_norm": ("paraplan.layer_norm", "paraplan.layer_norm_grad"),
     "cumsum": ("aten.cumsum.default",),
     "sum": ("aten.sum.dim_IntList", "aten.sum.default"),
     "amax": ("aten.amax.default",),

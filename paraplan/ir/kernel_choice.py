@@ -1,0 +1,84 @@
+"""Which kernel an op runs as on a kind of device: chosen when a plan is lowered, so that what runs is what is priced.
+
+Every canonical op has a reference kernel, a composition of torch's ops that runs anywhere (`ir.trace.kernels`). On a
+kind of device there may be others, one record each: when it applies, how many kernels it launches, what it allocates
+inside. The first that applies is written into the instruction (`Instr.kernel`), and nothing asks for the device again.
+Ops of torch's own launch one kernel, views none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from paraplan.ir.graph import Arg
+from paraplan.ir.rank_program import LocalValue
+
+Values = Sequence[LocalValue | None]
+Args = tuple[Arg, ...]
+
+
+class Call(NamedTuple):
+    """An op on local values.
+
+    Attributes:
+        inputs: its tensors in order of appearance.
+        outputs: its results; None for an absent one.
+        args: its arguments.
+    """
+
+    inputs: Values
+    outputs: Values
+    args: Args
+
+
+class Kernel(NamedTuple):
+    """One way to run an op on one kind of device.
+
+    Attributes:
+        name: as in `Instr.kernel`.
+        fits: whether it takes this call.
+        launches: kernels it launches.
+        workspace: bytes it allocates and drops inside.
+    """
+
+    name: str
+    fits: Callable[[Call], bool]
+    launches: Callable[[Call], int]
+    workspace: Callable[[Call], int]
+
+
+_KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {}
+
+
+def offer(backend: str, target: str, *kernels: Kernel) -> None:
+    """Records kernels of an op on a kind of device, the preferred ones first."""
+    assert (backend, target) not in _KERNELS, (backend, target)
+    _KERNELS[backend, target] = kernels
+
+
+def offered(backend: str) -> dict[str, tuple[Kernel, ...]]:
+    """By op, the kernels of a kind of device."""
+    return {target: kernels for (of, target), kernels in _KERNELS.items() if of == backend}
+
+
+def chosen(backend: str, target: str, call: Call) -> Kernel | None:
+    """The kernel an op runs as; None for the reference kernel."""
+    return next((kernel for kernel in _KERNELS.get((backend, target), ()) if kernel.fits(call)), None)
+
+
+Dims = tuple[int, ...]
+
+
+def merged_dims(shape: Sequence[int], global_shape: Sequence[int], starts: Sequence[int]) -> tuple[Dims, Dims, Dims]:
+    """Sizes, global sizes and starts of a block's leading dims, the last one first; a dim that lies wholly in the block
+    is one with that before it. At least one of each."""
+    sizes, wholes, begins = [1], [1], [0]
+    for size, whole, start in zip(shape[:-1], global_shape[:-1], starts[:-1], strict=True):
+        if size == whole and start == 0:
+            sizes[-1], wholes[-1], begins[-1] = sizes[-1] * size, wholes[-1] * whole, begins[-1] * size
+        else:
+            sizes.append(size)
+            wholes.append(whole)
+            begins.append(start)
+    return tuple(reversed(sizes)), tuple(reversed(wholes)), tuple(reversed(begins))

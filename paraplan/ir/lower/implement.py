@@ -1,0 +1,52 @@
+"""Choosing the kernels of a rank's program for the kind of device it runs on.
+
+Lowering writes what is computed; this pass writes as which kernel (`Instr.kernel`), with the workspace of that one. A
+plan for a CPU is left as it is.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paraplan.ir.graph import refs
+from paraplan.ir.kernel_choice import Call, chosen
+from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
+from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
+
+
+def implement(program: RankProgram, backend: str, done: dict[int, Block]) -> RankProgram:
+    """The program with kernels chosen.
+
+    Args:
+        program: as lowered.
+        backend: of its devices, "cpu" or "cuda".
+        done: blocks by the id of what they were made from, shared by the programs of a plan; added to.
+    """
+    if backend == "cpu":
+        return program
+    blocks = {}
+    for name, block in program.blocks.items():
+        if id(block) not in done:
+            done[id(block)] = _with_kernels(block, backend)
+        blocks[name] = done[id(block)]
+    return msgspec.structs.replace(program, blocks=blocks)
+
+
+def _with_kernels(block: Block, backend: str) -> Block:
+    return msgspec.structs.replace(block, instrs=tuple(_with_kernel(block, instr, backend) for instr in block.instrs))
+
+
+def call_of(block: Block, instr: Instr) -> Call:
+    """An instruction as an op on local values."""
+    inputs = [block.values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))]
+    return Call(inputs, [None if name is None else block.values[name] for name in instr.outs], instr.args)
+
+
+def _with_kernel(block: Block, instr: Instr, backend: str) -> Instr:
+    if instr.kind is not InstrKind.OP:
+        return instr
+    call = call_of(block, instr)
+    kernel = chosen(backend, instr.target, call)
+    if kernel is None:
+        return instr
+    return msgspec.structs.replace(instr, kernel=kernel.name, workspace_bytes=kernel.workspace(call))

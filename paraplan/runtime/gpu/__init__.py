@@ -1,0 +1,44 @@
+"""Kernels for CUDA devices: Triton's, and torch's own that take what the canonical ops compute.
+
+`kernel` gives the function behind an instruction's target and the name of the kernel it was lowered to
+(`ir.kernel_choice`). Triton is imported when the first of its kernels is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from paraplan.ir.errors import CodegenError
+
+_MODULES = {
+    ("paraplan.dropout", "triton"): "random_kernels",
+    ("paraplan.uniform", "triton"): "random_kernels",
+    ("paraplan.attention", "flash"): "flash",
+    ("paraplan.attention_grad", "flash"): "flash",
+    ("paraplan.attention", "triton"): "attention",
+    ("paraplan.attention_grad", "triton"): "attention",
+    **{(f"paraplan.ce_{name}", "triton"): "cross_entropy" for name in ("max", "sumexp", "target", "loss", "grad")},
+}
+
+
+@cache
+def kernel(target: str, name: str) -> Callable[..., Any]:
+    """The function that runs an op as the kernel of that name.
+
+    Raises:
+        CodegenError: there is none, or Triton is not installed.
+    """
+    module = _MODULES.get((target, name))
+    if module is None:
+        raise CodegenError(f"{target} has no kernel called {name!r}")
+    try:
+        found = import_module(f"{__name__}.{module}")
+    except ModuleNotFoundError as missing:
+        raise CodegenError(
+            f"{target} runs as a Triton kernel here, and {missing.name} is not installed (torch for CUDA brings it): "
+            "pip install triton"
+        ) from missing
+    return getattr(found, target.removeprefix("paraplan."))  # type: ignore[no-any-return]

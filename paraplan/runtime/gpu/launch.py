@@ -1,0 +1,43 @@
+"""Launching a Triton kernel, or, on tensors without data, noting that it would be launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paraplan.ir.trace.torch_private import is_fake
+
+_LIBRARY = torch.library.Library("paraplan_gpu", "DEF")
+_LIBRARY.define("launch(Tensor[] read, Tensor(a!)[] written, str name) -> ()")
+
+
+@torch.library.register_fake("paraplan_gpu::launch", lib=_LIBRARY)
+def _launch(read: list[Tensor], written: list[Tensor], name: str) -> None:
+    pass
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], args: Sequence[object], read: Sequence[Tensor], written: Sequence[Tensor]
+) -> None:
+    """Runs a kernel over a grid; without data, an op of its name passes the dispatch modes instead.
+
+    Args:
+        kernel: jitted by Triton.
+        grid: programs; nothing happens where there are none.
+        args: the kernel's, in order.
+        read, written: the tensors among them.
+    """
+    if 0 in grid:
+        return
+    if is_fake(written[0]):
+        torch.ops.paraplan_gpu.launch(list(read), list(written), kernel.fn.__name__)
+    else:
+        kernel[grid](*args)
+
+
+def row_major(x: Tensor) -> Tensor:
+    """x, copied where it is not contiguous."""
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
