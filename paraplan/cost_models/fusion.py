@@ -40,7 +40,7 @@ _REDUCTIONS = frozenset((
 _ROWS = frozenset((
     "aten._softmax.default", "aten._log_softmax.default", "aten._softmax_backward_data.default",
     "aten._log_softmax_backward_data.default", "paraplan.layer_norm",
-    "paraplan.layer_norm_grad",
+    "paraplan.layer_norm_grad", "paraplan.rms_norm", "paraplan.rms_norm_grad",
 ))  # fmt: skip
 ROWS, OTHER = "rows", "other"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paraplan.ir.graph import Arg, Op
+from paraplan.ir.rules import norm_workspace
 from paraplan.ir.rules import vision_workspace as workspace
 from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Specs, letters, register, sizes_of, uneven
 
@@ -36,6 +37,29 @@ def layer_norm_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     given = (names, names, names, names, *(affine,) * (len(inputs) - 4))
     sizes = sizes_of((names, inputs[0].shape))
     return uneven(OpDims(given, outs, sizes, dict.fromkeys(lead, "sum"), linear=((0,),)))
+
+
+@register("paraplan.rms_norm", workspace=norm_workspace.rms_norm)
+def rms_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b _[, _] -> a b _, a b _` (result, reciprocal root of the mean square)."""
+    normalised = int(op.args[1])
+    names, _ = _split(inputs[0].shape, normalised)
+    affine = ((WHOLE,) * normalised,) * (len(inputs) - 1)
+    outs = tuple(None if spec is None else names for spec in outputs)
+    return uneven(OpDims((names, *affine), outs, sizes_of((names, inputs[0].shape))))
+
+
+@register("paraplan.rms_norm_grad", workspace=norm_workspace.rms_norm_grad)
+def rms_norm_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b _, a b _, a b _[, _] -> a b _, _`: the weight's gradient contracts the rest; both are linear in the
+    gradient."""
+    normalised = int(op.args[2])
+    names, _ = _split(inputs[0].shape, normalised)
+    affine: Letters = (WHOLE,) * normalised
+    outs = tuple(None if spec is None else (names if index == 0 else affine) for index, spec in enumerate(outputs))
+    lead = names[: len(names) - normalised] if any(spec is not None for spec in outputs[1:]) else ()
+    given = (names, names, names, *(affine,) * (len(inputs) - 3))
+    return uneven(OpDims(given, outs, sizes_of((names, inputs[0].shape)), dict.fromkeys(lead, "sum"), linear=((0,),)))
 
 
 def _group_affine(count: int) -> tuple[Letters, ...]:

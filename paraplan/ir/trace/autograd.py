@@ -95,6 +95,22 @@ class _Attention(torch.autograd.Function):
         return (*kept, None, None, None, None, None)
 
 
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: int, w: Tensor | None, eps: float) -> Tensor:
+        out, rstd = ops.rms_norm(x, dims, w, eps)
+        ctx.save_for_backward(x, rstd, w)
+        ctx.dims = dims
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        x, rstd, w = ctx.saved_tensors
+        wanted = [True, w is not None and bool(ctx.needs_input_grad[2])]
+        dx, dw = ops.rms_norm_grad(grads[0], x, ctx.dims, rstd, w, wanted)
+        return dx if ctx.needs_input_grad[0] else None, None, dw if wanted[1] else None, None
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -150,6 +166,11 @@ def attention_dropout(
 ) -> Tensor:
     """`paraplan.attention` with dropout on the probabilities, differentiable."""
     return _Attention.apply(q, k, v, mask, seed, p, slot, causal, scale)
+
+
+def rms_norm(x: Tensor, dims: int, w: Tensor | None, eps: float) -> Tensor:
+    """`paraplan.rms_norm`, differentiable."""
+    return _RMSNorm.apply(x, dims, w, eps)
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:

@@ -101,6 +101,22 @@ def _ce_grad(g: Tensor, logits: Tensor, *rest: object) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
+def _rms_norm(x: Tensor, dims: int, w: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    rows = (*x.shape[: x.dim() - dims], *(1,) * dims)
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=kernels.accumulate_dtype(x.dtype))
+
+
+def _rms_norm_grad_kernel(*args: object) -> tuple[Tensor, ...]:
+    dx, dw = kernels.rms_norm_grad(*args)  # type: ignore[arg-type]
+    return dx, dx.new_empty(0) if dw is None else dw
+
+
+def _rms_norm_grad(
+    g: Tensor, x: Tensor, dims: int, rstd: Tensor, w: Tensor | None, wanted: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    return x.new_empty(x.shape), x.new_empty(0) if w is None or not wanted[1] else w.new_empty(w.shape)
+
+
 def _register() -> None:
     define("linear(Tensor x, Tensor w, Tensor? bias, bool transposed) -> Tensor", kernels.linear, _linear)
     define(
@@ -139,6 +155,12 @@ def _register() -> None:
         f"{_RANDOM}, bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor)",
         _attention_grad_kernel,
         _attention_grad,
+    )
+    define("rms_norm(Tensor x, int dims, Tensor? w, float eps) -> (Tensor, Tensor)", kernels.rms_norm, _rms_norm)
+    define(
+        "rms_norm_grad(Tensor g, Tensor x, int dims, Tensor rstd, Tensor? w, bool[2] wanted) -> (Tensor, Tensor)",
+        _rms_norm_grad_kernel,
+        _rms_norm_grad,
     )
     define("ce_max(Tensor logits) -> Tensor", kernels.ce_max, _ce_rows)
     define("ce_sumexp(Tensor logits, Tensor m) -> Tensor", kernels.ce_sumexp, _ce_rows)

@@ -143,7 +143,7 @@ def _sees_last_dim(node: fx.Node) -> bool:
     name = aten_name(node.target)
     if node.target is autograd.linear:
         return True
-    if node.target is losses.rms_norm:
+    if node.target is autograd.rms_norm:
         return node.args[1] == 1
     if name == "layer_norm":
         return len(node.args[1]) == 1  # type: ignore[arg-type]

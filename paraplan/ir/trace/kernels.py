@@ -23,7 +23,14 @@ from paraplan.ir.trace.float8_kernels import (
     float8_scale,
 )
 from paraplan.ir.trace.index_kernels import index, index_put
-from paraplan.ir.trace.norm_kernels import group_norm, group_norm_grad, layer_norm, layer_norm_grad
+from paraplan.ir.trace.norm_kernels import (
+    group_norm,
+    group_norm_grad,
+    layer_norm,
+    layer_norm_grad,
+    rms_norm,
+    rms_norm_grad,
+)
 from paraplan.ir.trace.random_kernels import dropout, uniform
 from paraplan.ir.trace.route_kernels import route_add, route_here, route_plan
 from paraplan.ir.trace.vision_kernels import (
@@ -55,7 +62,8 @@ __all__ = [
     "embedding_tables_grad", "experts", "experts_grad", "float8_cast", "float8_linear", "float8_linear_grad_input",
     "float8_linear_grad_weight", "float8_scale", "group_norm", "group_norm_grad", "index", "index_put", "layer_norm",
     "layer_norm_grad", "linear",
-    "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "route_add", "route_here", "route_plan",
+    "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "rms_norm", "rms_norm_grad",
+    "route_add", "route_here", "route_plan",
     "uniform", "upsample", "upsample_grad",
 ]  # fmt: skip
 

@@ -86,12 +86,5 @@ def mean(x: Tensor) -> Tensor:
     return x.mean()
 
 
-def rms_norm(x: Tensor, dims: int, weight: Tensor | None, eps: float) -> Tensor:
-    """x · rsqrt(mean(x²) + eps) · weight over the last `dims` dims, in float32 at least."""
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
-    normal = wide * torch.rsqrt(wide.pow(2).mean(list(range(-dims, 0)), keepdim=True) + eps)
-    return (normal if weight is None else normal * weight).to(x.dtype)
-
-
 HEAVY = frozenset({cross_entropy_rows, soft_cross_entropy})
 """Worth storing the result of."""

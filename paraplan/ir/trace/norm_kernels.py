@@ -1,4 +1,4 @@
-"""Layer and group norm, with their statistics in float32 at least on every device.
+"""Layer, root-mean-square and group norm, with their statistics in float32 at least on every device.
 
 torch keeps those of half-precision inputs in half precision on a CPU and in float32 on CUDA; a program is one for both.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["group_norm", "group_norm_grad", "layer_norm", "layer_norm_grad"]
+__all__ = ["group_norm", "group_norm_grad", "layer_norm", "layer_norm_grad", "rms_norm", "rms_norm_grad"]
 
 aten = torch.ops.aten
 
@@ -37,6 +37,38 @@ def layer_norm_grad(
     made = aten.native_layer_norm_backward.default(g, x, normalised, mean, rstd, w, bias, list(wanted))
     found = [grad if want else None for grad, want in zip(made, wanted, strict=True)]
     return found[0], found[1], found[2]
+
+
+def rms_norm(x: Tensor, dims: int, w: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """y = x · rstd · w and rstd = (mean(x²) + eps)^-½ over the last `dims` dims, which are 1 in rstd."""
+    x = x.contiguous()
+    if x.is_cuda:
+        return aten._fused_rms_norm.default(x, x.shape[-dims:], w, eps)  # type: ignore[no-any-return]
+    wide = _wide(x)
+    rstd = wide.square().mean(list(range(-dims, 0)), keepdim=True).add_(eps).rsqrt_()
+    out = wide * rstd
+    return (out if w is None else out.mul_(w)).to(x.dtype), rstd
+
+
+def rms_norm_grad(
+    g: Tensor, x: Tensor, dims: int, rstd: Tensor, w: Tensor | None, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of `rms_norm` in x and, where wanted, in w.
+
+    dx = rstd · (g w − x̂ · mean(g w x̂)),   dw = Σ g x̂,   x̂ = x · rstd
+    """
+    g, x = g.contiguous(), x.contiguous()
+    if x.is_cuda:
+        dx, dw = aten._fused_rms_norm_backward.default(g, x, x.shape[-dims:], rstd, w, [True, wanted[1]])
+        return dx, dw if wanted[1] else None
+    normal = x * rstd
+    lead = list(range(x.dim() - dims))
+    dw = (g * normal).sum(lead).to(w.dtype) if w is not None and wanted[1] else None
+    weighed = g.to(rstd.dtype, copy=True)
+    if w is not None:
+        weighed.mul_(w)
+    inner = (weighed * normal).mean(list(range(-dims, 0)), keepdim=True)
+    return weighed.sub_(normal.mul_(inner)).mul_(rstd).to(x.dtype), dw
 
 
 def group_norm(

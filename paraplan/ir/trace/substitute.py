@@ -8,9 +8,10 @@ import torch
 from torch import fx
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace import autograd, contractions, losses
+from paraplan.ir.trace import autograd, contractions
 from paraplan.ir.trace.flattened import sink_merges
 from paraplan.ir.trace.flow import aten_name, value_of
+from paraplan.ir.trace.recognise import recognise
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.substitute_attention import attention
@@ -40,6 +41,7 @@ def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
         CaptureError: an op draws random numbers in a way that cannot be split over devices.
     """
     recognise_depth(rewriter, graph)
+    recognise(rewriter, graph)
     for node in list(graph.nodes):
         _reject_mixed(node)
         rule = _RULES.get(_name(node.target)) if node.op == "call_function" else None
@@ -165,7 +167,7 @@ def _rms_norm(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     found = arguments(node)
     eps = found["eps"]
     tiny = torch.finfo(value_of(found["input"]).dtype).eps if eps is None else eps
-    return rewriter.call(node, losses.rms_norm, found["input"], len(found["normalized_shape"]), found["weight"], tiny)
+    return rewriter.call(node, autograd.rms_norm, found["input"], len(found["normalized_shape"]), found["weight"], tiny)
 
 
 def _split(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:

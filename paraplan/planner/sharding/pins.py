@@ -28,7 +28,7 @@ from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_k
 LINEAR = tuple(
     f"paraplan.{name}{what}" for name in ("linear", "float8_linear") for what in ("", "_grad_input", "_grad_weight")
 )
-NORMS = ("paraplan.layer_norm", "paraplan.layer_norm_grad")
+NORMS = tuple(f"paraplan.{name}_norm{what}" for name in ("layer", "rms") for what in ("", "_grad"))
 
 
 @dataclass(frozen=True)

@@ -345,7 +345,19 @@ def norm_cases() -> dict[str, list[Case]]:
         backward.append(
             case(given, "%a", "%b", normalised, "%c", "%d", *after, (True, affine != "", affine == "wb"), fixed="cd")
         )
-    return {"paraplan.layer_norm": forward, "paraplan.layer_norm_grad": backward}
+    return {"paraplan.layer_norm": forward, "paraplan.layer_norm_grad": backward, **rms_cases()}
+
+
+def rms_cases() -> dict[str, list[Case]]:
+    forward, backward = [], []
+    for shape, dims, affine in (((4, 6, 12), 1, True), ((4, 2, 6), 2, False)):
+        x, weight = randn(*shape), randn(*shape[-dims:])
+        given = [x, weight] if affine else [x]
+        forward.append(case(given, "%a", dims, "%b" if affine else None, 1e-5))
+        rstd = positive(*shape[:-dims], *(1,) * dims)
+        given = [randn(*shape), x, rstd, *given[1:]]
+        backward.append(case(given, "%a", "%b", dims, "%c", "%d" if affine else None, (True, affine), fixed="c"))
+    return {"paraplan.rms_norm": forward, "paraplan.rms_norm_grad": backward}
 
 
 def lookup_cases() -> dict[str, list[Case]]:

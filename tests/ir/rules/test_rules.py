@@ -49,6 +49,7 @@ ALL = [
 MOST = 60
 BACKWARDS = {
     "paraplan.layer_norm": ("paraplan.layer_norm_grad",),
+    "paraplan.rms_norm": ("paraplan.rms_norm_grad",),
     "aten._softmax.default": ("aten._softmax_backward_data.default",),
     "aten._log_softmax.default": ("aten._log_softmax_backward_data.default",),
     "aten.slice.Tensor": ("aten.slice_backward.default",),
@@ -97,7 +98,7 @@ class Example:
         found = [env.get(name) for name in names]
         while found and found[-1] is None and target != "paraplan.attention_grad":
             found.pop()
-        masks = case.args[-1] if target == "paraplan.layer_norm_grad" else ()
+        masks = case.args[-1] if target in ("paraplan.layer_norm_grad", "paraplan.rms_norm_grad") else ()
         wanted = len(masks) if isinstance(masks, tuple) and masks else len(found)
         return (found + [None] * wanted)[:wanted]
 
