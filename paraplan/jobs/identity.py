@@ -21,6 +21,7 @@ from paraplan.ir.trace import capture, fingerprint
 from paraplan.ir.trace.code import GLOBAL, from_key
 from paraplan.ir.trace.places import outside_value, settings_in, value_at
 from paraplan.ir.trace.reading import ARGUMENT, LOSS, LOSS_FN, code_of, loss_text
+from paraplan.ir.trace.shared_memory import refuse_shared_memory
 from paraplan.ir.trace.values import ABSENT, same_text, text_of
 
 
@@ -32,12 +33,14 @@ def check_model(plan: Plan, model: nn.Module, loss_fn: object = None) -> None:
         model: to be trained under it, on any device, meta included.
         loss_fn: to be compared with the one the plan was made with, where it is known.
     Raises:
+        CaptureError: tensors of the model that change share memory.
         PlanMismatchError: structure, configuration, parameters, buffers, modes, Python values that forward reads, code
             or loss function differ; says what.
     """
     program = plan.program
     if fingerprint(model, program.precision) != program.fingerprint:
         raise _refusal(plan, model, _structure(plan, model))
+    refuse_shared_memory(model, {key for key, x in program.params.items() if x.trainable}, set(program.buffer_updates))
     said = next(_settings(program, model, loss_fn), "")
     if said:
         raise _refusal(plan, model, said)
