@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace.fake import arguments, as_computed
+from paraplan.ir.trace.fake import DOUBLE, arguments, as_computed
 from paraplan.ir.trace.followed import Followed, followed_modules
 from paraplan.ir.trace.functional import functional
 from paraplan.ir.trace.hf import eager_masks
@@ -134,7 +134,7 @@ def export_loss(
         mode: the model's fake mode.
         choice: which of the scalars returned are trained on.
         keep_outputs: whether what else the model returns is kept.
-        precision: what the forward computes in; its float inputs are cast to a half one.
+        precision: what the forward computes in, or `DOUBLE`; its float inputs are cast to a half one.
         reading: takes note of what is read of Python; made here if left out.
     Raises:
         CaptureError: the forward cannot be traced; names the user's line and the remedy.
@@ -164,7 +164,7 @@ def export_loss(
     _reject_mutation(program)
     flat = _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
     reading.settle(flat.graph, flat.names, len(returned.losses) + len(returned.outputs))
-    if precision != "fp64":
+    if precision not in ("fp64", DOUBLE):
         return flat
     return flat._replace(constants={name: followed.exact(value) for name, value in flat.constants.items()})
 

@@ -23,11 +23,25 @@ PRECISIONS = {
 }  # fmt: skip
 
 
+DOUBLE = "double"
+"""How a model in float64 is traced for fp64: as it is."""
+
+
 def traced_dtype(precision: str) -> torch.dtype:
-    """What floats are while exporting: fp64 is exported in float32 and lifted afterwards (`precision`)."""
+    """What floats are while exporting: fp64 of a narrower model is exported in float32 and lifted afterwards
+    (`precision`)."""
+    if precision == DOUBLE:
+        return torch.float64
     if precision not in PRECISIONS:
         raise CaptureError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     return torch.float32 if precision == "fp64" else PRECISIONS[precision]
+
+
+def traced_precision(model: nn.Module, precision: str) -> str:
+    """The precision a model is traced in: `DOUBLE` for fp64 where all of its floats are float64 already, so that what
+    forward asks of dtypes is what it asks in eager."""
+    floats = {x.dtype for x in (*model.parameters(), *model.buffers()) if x.is_floating_point() or x.is_complex()}
+    return DOUBLE if precision == "fp64" and floats and floats <= {torch.float64, torch.complex128} else precision
 
 
 def _buffer_dtype(model: nn.Module, module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -36,6 +50,8 @@ def _buffer_dtype(model: nn.Module, module: nn.Module, name: str, dtype: torch.d
     assert buffer is not None
     if not buffer.is_floating_point():
         return buffer.dtype
+    if dtype == torch.float64:
+        return dtype
     return torch.float32 if hasattr(model, "config") and name in module._non_persistent_buffers_set else dtype
 
 

@@ -1,5 +1,7 @@
 """What export would not follow as it is written, done in a way it does.
 
+Whether it is being compiled or exported, forward is told as eager would tell it: no; torch's own modules and
+transformers', which then avoid what cannot be traced and compute the same, are told the truth.
 `x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
 (`torch.tensor(0.1)`) are kept as they were written, for fp64. Batch norm with momentum=None, a cumulative average,
 reads its counter as a Python number: here its running statistics move by 1 / counter, a tensor.
@@ -8,7 +10,7 @@ reads its counter as a Python number: here its running statistics move by 1 / co
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,6 +84,32 @@ def _no_gradients(*args: object, **kwargs: object) -> None:
     )
 
 
+_TOLD = frozenset({"torch", "transformers"})
+_ASKED = ("is_compiling", "is_exporting", "is_dynamo_compiling")
+
+
+def _told(answer: Callable[[], bool]) -> Callable[[], bool]:
+    def asked() -> bool:
+        asking = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+        return answer() if asking in _TOLD else False
+
+    return asked
+
+
+@contextmanager
+def told_eager() -> Iterator[None]:
+    """Within it, code asks in vain whether it is compiled or exported, but for `_TOLD`."""
+    modules = (torch.compiler, sys.modules.get("torch._dynamo"), sys.modules.get("torch._dynamo.external_utils"))
+    saved = [(module, name, getattr(module, name)) for module in modules for name in _ASKED if hasattr(module, name)]
+    for module, name, answer in saved:
+        setattr(module, name, _told(answer))
+    try:
+        yield
+    finally:
+        for module, name, answer in saved:
+            setattr(module, name, answer)
+
+
 @contextmanager
 def followed_modules() -> Iterator[None]:
     """Within it, batch norms of momentum=None are followed, and torch.distributions asserts nothing of values."""
@@ -98,7 +126,8 @@ def followed_modules() -> Iterator[None]:
     if distribution is not None:
         distribution.set_default_validate_args(False)
     try:
-        yield
+        with told_eager():
+            yield
     finally:
         if distribution is not None:
             distribution.set_default_validate_args(validates)

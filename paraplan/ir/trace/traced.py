@@ -12,7 +12,7 @@ from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.carried import Changed, refuse_carried
 from paraplan.ir.trace.dynamic import Attribute
 from paraplan.ir.trace.export import Exported, LossFn, export_loss
-from paraplan.ir.trace.fake import fake_batch, fake_copy
+from paraplan.ir.trace.fake import fake_batch, fake_copy, traced_precision
 from paraplan.ir.trace.outputs import LossChoice
 from paraplan.ir.trace.reading import Reading, Reads, values_set
 from paraplan.ir.trace.torch_private import FakeTensorMode
@@ -63,6 +63,7 @@ def trace_model(
         CaptureError: forward cannot be traced, or carries something from step to step outside of the graph.
     """
     tensors, others = inputs
+    precision = traced_precision(model, precision)
     batch = fake_batch(tensors | {each.name: each.value for each in attributes}, precision, mode)
 
     def once(changes: Sequence[Changed] = (), values: Mapping[int, object] = MappingProxyType({})) -> _Once:

@@ -1,0 +1,75 @@
+"""What forward asks of dtypes and of how it is run has eager's answer while it is captured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.compiler
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paraplan as pp
+
+
+class Asking(nn.Module):
+    """A loss that is twice as large where the question's answer is yes."""
+
+    def __init__(self, question: Callable[[nn.Module, Tensor, Tensor], bool]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.question = nn.Linear(6, 4), question
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        return F.cross_entropy(h, y) * (2.0 if self.question(self, x, h) else 1.0)
+
+
+QUESTIONS: dict[str, Callable[[nn.Module, Tensor, Tensor], bool]] = {
+    "input": lambda model, x, h: x.dtype == torch.float64,
+    "weight": lambda model, x, h: model.body.weight.dtype == torch.float64,  # type: ignore[union-attr]
+    "result": lambda model, x, h: h.element_size() == 8,
+    "finfo": lambda model, x, h: torch.finfo(h.dtype).bits == 64,
+    "compiling": lambda model, x, h: torch.compiler.is_compiling(),
+    "exporting": lambda model, x, h: torch.compiler.is_exporting(),
+}
+
+
+def _losses(question: str, dtype: torch.dtype, precision: str) -> tuple[float, float]:
+    model = Asking(QUESTIONS[question]).to(dtype)
+    batch = {"x": torch.randn(4, 6, dtype=dtype), "y": torch.tensor([0, 3, 1, 2])}
+    plan = pp.compile(model, "local:1", example_inputs=batch, optimizer="sgd", precision=precision)
+    return float(plan.executable(copy.deepcopy(model)).step(batch)), float(model(**batch))
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_float64_model_is_captured_as_one(question: str) -> None:
+    assert len(set(map("{:.14f}".format, _losses(question, torch.float64, "fp64")))) == 1
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_float32_model_is_asked_in_float32(question: str) -> None:
+    for precision in ("fp32", "fp64"):
+        made, eager = _losses(question, torch.float32, precision)
+        assert made == pytest.approx(eager, rel=1e-6), precision
+
+
+def test_a_float64_mask_of_a_float64_model() -> None:
+    """Attention takes a float mask of its queries' dtype alone."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=torch.float64)
+            return self.body(x, mask).square().mean()  # type: ignore[no-any-return]
+
+    model, batch = Masked().double(), {"x": torch.randn(4, 5, 8, dtype=torch.float64)}
+    plan = pp.compile(model, "local:1", example_inputs=batch, optimizer="sgd", precision="fp64")
+    made = float(plan.executable(copy.deepcopy(model)).step(batch))
+    assert made == pytest.approx(float(model(**batch)), rel=1e-13)
