@@ -141,6 +141,8 @@ offer(
     Kernel("triton", _tiled_grad_fits,
            lambda call: 3 + len(_copies(call.inputs[0], *_of_backward(call))), _tiled_grad_workspace),
 )  # fmt: skip
+offer("cuda", "paraplan.rms_norm", Kernel("fused", _always, *_contiguous_launches(1, 0)))
+offer("cuda", "paraplan.rms_norm_grad", Kernel("fused", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.dropout", Kernel("triton", _always, *_contiguous_launches(1, 0)))
 offer("cuda", "paraplan.uniform", Kernel("triton", _always, *_contiguous_launches(1)))
 offer("cuda", "paraplan.ce_max", Kernel("triton", _always, *_contiguous_launches(1, 0)))

@@ -16,6 +16,8 @@ from paraplan.ir.errors import CodegenError
 _MODULES = {
     ("paraplan.dropout", "triton"): "random_kernels",
     ("paraplan.uniform", "triton"): "random_kernels",
+    ("paraplan.rms_norm", "fused"): "norms",
+    ("paraplan.rms_norm_grad", "fused"): "norms",
     ("paraplan.attention", "flash"): "flash",
     ("paraplan.attention_grad", "flash"): "flash",
     ("paraplan.attention", "triton"): "attention",

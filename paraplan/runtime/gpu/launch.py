@@ -30,12 +30,17 @@ def launch(
         args: the kernel's, in order.
         read, written: the tensors among them.
     """
-    if 0 in grid:
-        return
-    if is_fake(written[0]):
-        torch.ops.paraplan_gpu.launch(list(read), list(written), kernel.fn.__name__)
-    else:
+    if 0 not in grid and not noted(written[0], read, written, kernel.fn.__name__):
         kernel[grid](*args)
+
+
+def noted(x: Tensor, read: Sequence[Tensor | None] = (), written: Sequence[Tensor] = (), name: str = "") -> bool:
+    """Whether x has no data; then also notes that a kernel would be launched, if it is named."""
+    if not is_fake(x):
+        return False
+    if name:
+        torch.ops.paraplan_gpu.launch([each for each in read if each is not None], list(written), name)
+    return True
 
 
 def row_major(x: Tensor) -> Tensor:
