@@ -29,9 +29,11 @@ from paraplan.cost_models.ops import (
 )
 from paraplan.ir.cluster import ClusterSpec, Device
 from paraplan.ir.graph import Arg, refs
+from paraplan.ir.kernel_choice import Call
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
 from paraplan.ir.rank_program import GROW, PUT, ROOM, Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rules.launches import launch_count
 
 COMPUTE = "compute"
 UPDATE = "update"
@@ -210,7 +212,16 @@ class Costs:
             return self.work_s(copy_work(outputs))
         if self.measured is not None:
             return self._lowered_s(block, instr, outputs)
-        return self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs, instr.work)
+        more = self._more_launches_s(instr, inputs, outputs)
+        return more + self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs, instr.work)
+
+    def _more_launches_s(self, instr: Instr, inputs: tuple[LocalValue, ...], outputs: Outs) -> float:
+        """Seconds of the launches of an op after its first, which `op_s` counts."""
+        if self.cluster.backend == "cpu":
+            return 0.0
+        call = Call(inputs, outputs, instr.args)  # type: ignore[arg-type]
+        count = launch_count(self.cluster.backend, instr.target, instr.kernel, call)
+        return max(count - 1, 0) * max(device.launch_s for device in self.devices)
 
     def host_s(self, block: Block, instr: Instr) -> float:
         """Seconds for which a copy takes a device's share of the host's memory; 0.0 of all else."""

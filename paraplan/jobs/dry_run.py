@@ -42,6 +42,10 @@ class InstrRun(NamedTuple):
     workspace_bytes: int
 
 
+SHARED = "^shared"
+"""In the name of a result that shares an input's storage, as an op whose rule was found by running it may give."""
+
+
 def dry_run(program: RankProgram, device: str) -> dict[str, tuple[InstrRun, ...]]:
     """Runs every block of a rank's program once, with coordinate 0 on every axis, in microbatch 0.
 
@@ -139,7 +143,8 @@ class _DryBlock:
             made, value = self.env[node], self.block.values[name]
             said = (value.shape, f"torch.{value.dtype}", self.device, _told(value.shape, value.strides))
             real = (tuple(made.shape), str(made.dtype), made.device.type, _told(made.shape, made.stride()))
-            if real != said and not (0 in value.shape and real[:3] == said[:3]):
+            loose = 0 in value.shape or SHARED in name  # a result that shares an input's storage is copied at once
+            if real != said and not (loose and real[:3] == said[:3]):
                 raise self._wrong(line, f"result {name!r} is {_words(real)}, the program says {_words(said)}")
 
     def _wrong(self, line: Line, what: str) -> CodegenError:

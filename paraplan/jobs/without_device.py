@@ -21,7 +21,7 @@ aten = torch.ops.aten
 def dispatched_methods() -> Iterator[None]:
     """Within it, `copy_`, `contiguous`, `~` and indexing are ops."""
     methods = {
-        "copy_": _copy, "contiguous": _contiguous, "__invert__": aten.bitwise_not.default, "__getitem__": _item,
+        "copy_": _copy, "contiguous": _contiguous, "__invert__": _invert, "__getitem__": _item,
         "__setitem__": _set_item,
     }  # fmt: skip
     with patch.multiple(Tensor, **methods):
@@ -34,6 +34,10 @@ def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 def _contiguous(self: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     return self if self.is_contiguous(memory_format=memory_format) else self.clone(memory_format=memory_format)
+
+
+def _invert(self: Tensor) -> Tensor:
+    return aten.bitwise_not.default(self)  # type: ignore[no-any-return]
 
 
 def _item(self: Tensor, key: Any) -> Tensor:

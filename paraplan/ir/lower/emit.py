@@ -268,8 +268,11 @@ class BlockEmitter(LayoutMoves):
         shape: Dims,
         kwargs: dict[str, Arg] | None = None,
     ) -> str:
-        """Emit an op outside the joint graph, with one fresh contiguous result."""
-        self._fresh(out, dtype, shape, contiguous_strides(shape))
+        """Emit an op outside the joint graph, with one fresh result: a cast lies as its input does, all else row by
+        row."""
+        source = self.values[str(args[0])[1:]] if target == "aten._to_copy.default" else None
+        lies = contiguous_strides(shape) if source is None else elementwise_strides(shape, [(shape, source.strides)])
+        self._fresh(out, dtype, shape, lies)
         self._add(
             Instr(target=target, args=args, kwargs=kwargs or {}, outs=(out,), origin=self._origin, layout_change=True)
         )

@@ -102,6 +102,11 @@ def _flash_grad_workspace(call: Call) -> int:
     return inside + sum(x.nbytes for x in (query, key, value) if not _is_heads_last(x))
 
 
+def _is_whole_table(v_start: int) -> Callable[[Call], bool]:
+    """Whether the block of a vocabulary begins where that does, on every rank: it is all of it."""
+    return lambda call: call.args[v_start] in (0, "#")
+
+
 _STATE = 16 + 8
 """Two uint64 and one, which torch's kernel returns."""
 
@@ -117,8 +122,10 @@ def _tiled_fits(call: Call) -> bool:
 
 
 def _tiled_grad_fits(call: Call) -> bool:
-    query, _, value = _of_backward(call)
-    return query.dtype in (*HALF, "float32") and max(query.shape[3], value.shape[3]) <= 256 and not call.args[14]
+    query, key, value = _of_backward(call)
+    fits = query.dtype in (*HALF, "float32") and max(query.shape[3], value.shape[3]) <= 256
+    mask = call.inputs[4] if call.args[14] else None
+    return fits and (mask is None or (mask.shape[2] == query.shape[2] and mask.shape[3] >= key.shape[2] > 1))
 
 
 def _tiled_workspace(call: Call) -> int:
@@ -139,8 +146,12 @@ offer(
     "cuda", "paraplan.attention_grad",
     Kernel("flash", _backward_fits_flash, _flash_grad_launches, _flash_grad_workspace),
     Kernel("triton", _tiled_grad_fits,
-           lambda call: 3 + len(_copies(call.inputs[0], *_of_backward(call))), _tiled_grad_workspace),
+           lambda call: 3 + 2 * bool(call.args[14]) + len(_copies(call.inputs[0], *_of_backward(call))),
+           _tiled_grad_workspace),
 )  # fmt: skip
+offer("cuda", "paraplan.constant", Kernel("kept", _always, *_contiguous_launches(1)))
+offer("cuda", "paraplan.embedding", Kernel("aten", _is_whole_table(2), *_contiguous_launches(1)))
+offer("cuda", "paraplan.embedding_grad", Kernel("aten", _is_whole_table(4), *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.rms_norm", Kernel("fused", _always, *_contiguous_launches(1, 0)))
 offer("cuda", "paraplan.rms_norm_grad", Kernel("fused", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.dropout", Kernel("triton", _always, *_contiguous_launches(1, 0)))

@@ -16,6 +16,9 @@ from paraplan.ir.errors import CodegenError
 _MODULES = {
     ("paraplan.dropout", "triton"): "random_kernels",
     ("paraplan.uniform", "triton"): "random_kernels",
+    ("paraplan.constant", "kept"): "constants",
+    ("paraplan.embedding", "aten"): "lookup",
+    ("paraplan.embedding_grad", "aten"): "lookup",
     ("paraplan.rms_norm", "fused"): "norms",
     ("paraplan.rms_norm_grad", "fused"): "norms",
     ("paraplan.attention", "flash"): "flash",

@@ -117,7 +117,7 @@ def _tile_grad(queries, keys, values, grad, lse, delta, mask, seed, place, m, n,
                ahead, row, key_start, scale, key, threshold: tl.constexpr, drop_scale: tl.constexpr,
                has_mask: tl.constexpr, bool_mask: tl.constexpr, causal: tl.constexpr,
                drops: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """drop(P) and dS of a tile."""
+    """drop(P) and the gradient of S of a tile."""
     scores = _scores(queries, keys, mask, m, n, s, t, mask_base, mask_m, mask_n, ahead, scale, has_mask, bool_mask,
                      causal)  # fmt: skip
     whole = tl.load(lse + place + m, mask=m < s, other=float("-inf"))
@@ -130,7 +130,7 @@ def _tile_grad(queries, keys, values, grad, lse, delta, mask, seed, place, m, n,
         dropped = tl.where(kept, probs * drop_scale, 0.0)
         inner = tl.where(kept, inner * drop_scale, 0.0)
     ds = probs * (inner - tl.load(delta + place + m, mask=m < s, other=0.0)[:, None])
-    return dropped, ds * scale
+    return dropped, ds
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def _key_grads(g_out, q, k, v, mask, seed, lse, delta, dk, dv, gs, qs, ks, vs, d
                 drop_scale, has_mask, bool_mask, causal, drops,
             )  # fmt: skip
             to_values += tl.dot(tl.trans(dropped).to(grad.dtype), grad, input_precision="ieee")
-            to_keys += tl.dot(tl.trans(ds).to(queries.dtype), queries, input_precision="ieee")
+            to_keys += tl.dot(tl.trans(ds * scale).to(queries.dtype), queries, input_precision="ieee")
     _write(dk, batch * dks[0] + group * dks[1], n, dks[2], t, d, to_keys, width)
     _write(dv, batch * dvs[0] + group * dvs[1], n, dvs[2], t, e, to_values, e_width)
 
@@ -193,8 +193,43 @@ def _query_grads(g_out, q, k, v, mask, seed, lse, delta, dq, gs, qs, ks, vs, dqs
             batch * masks[0] + head * masks[1], masks[2], masks[3], ahead, row, starts[3], scale, key, threshold,
             drop_scale, has_mask, bool_mask, causal, drops,
         )  # fmt: skip
-        acc += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
+        acc += tl.dot((ds * scale).to(keys.dtype), keys, input_precision="ieee")
     _write(dq, batch * dqs[0] + head * dqs[1], m, dqs[2], s, d, acc, width)
+
+
+@triton.jit
+def _mask_grad(g_out, q, k, v, mask, seed, lse, delta, dmask, gs, qs, ks, vs, dms, shared, masks, whole, starts,
+               h, g, s, t, d, e, scale, key,
+               threshold: tl.constexpr, drop_scale: tl.constexpr, has_mask: tl.constexpr, bool_mask: tl.constexpr,
+               causal: tl.constexpr, drops: tl.constexpr, width: tl.constexpr, e_width: tl.constexpr,
+               tile_m: tl.constexpr, tile_n: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """A tile of the mask's gradient: dS summed over the batch rows and heads (`shared`) that a row and a head of the
+    mask stand for."""
+    columns = (t + tile_n - 1) // tile_n
+    m = tl.program_id(0) // columns * tile_m + tl.arange(0, tile_m)
+    n = tl.program_id(0) % columns * tile_n + tl.arange(0, tile_n)
+    heads = h // shared[1]
+    own_batch, own_head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1).to(tl.int64) % heads
+    ahead = starts[2] - starts[3]
+    total = tl.zeros((tile_m, tile_n), tl.float32)
+    for member in range(0, shared[0] * shared[1]):
+        batch = own_batch + member // shared[1]
+        head = own_head + member % shared[1]
+        group = head // (h // g)
+        row = ((batch + starts[0]) * whole[1] + head + starts[1]) * whole[2] + starts[2] + m
+        queries = _rows(q, batch * qs[0] + head * qs[1], m, qs[2], s, d, width)
+        grad = _rows(g_out, batch * gs[0] + head * gs[1], m, gs[2], s, e, e_width)
+        keys = _rows(k, batch * ks[0] + group * ks[1], n, ks[2], t, d, width)
+        values = _rows(v, batch * vs[0] + group * vs[1], n, vs[2], t, e, e_width)
+        _, ds = _tile_grad(
+            queries, keys, values, grad, lse, delta, mask, seed, (batch * h + head) * s, m, n, s, t,
+            batch * masks[0] + head * masks[1], masks[2], masks[3], ahead, row, starts[3], scale, key, threshold,
+            drop_scale, has_mask, bool_mask, causal, drops,
+        )  # fmt: skip
+        total += ds
+    there = (m[:, None] < s) & (n[None, :] < t)
+    place = dmask + own_batch * dms[0] + own_head * dms[1] + m[:, None] * dms[2] + n[None, :] * dms[3]
+    tl.store(place, total.to(dmask.dtype.element_ty), mask=there)
 
 
 class _Given(NamedTuple):
@@ -273,8 +308,8 @@ def attention_grad(
     p: float, slot: int, causal: bool, scale: float, global_shape: Sequence[int], starts: Sequence[int],
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """As `ir.trace.attention_kernels.attention_grad` without the mask's gradient, in three launches."""
-    assert not mask_grad
+    """As `ir.trace.attention_kernels.attention_grad`, in three launches, with the mask's gradient in five."""
+    dmask = torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device) if mask_grad and mask is not None else None
     g_out, q, k, v, out, lse = (*map(_unit, (g_out, q, k, v, out)), row_major(lse))
     mask = _columns(mask, k.shape[2], starts[3])
     (b, h, s, d), (g, t, e) = q.shape, v.shape[1:]
@@ -291,4 +326,9 @@ def attention_grad(
     args = *tensors, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3], *rest
     launch(_key_grads, (_cdiv(t, tile_n), b * g), args, tensors, (dk, dv))
     launch(_query_grads, over_queries, (*tensors, dq, *strides, dq.stride()[:3], *rest), tensors, (dq,))
-    return dq, dk, dv, None
+    if dmask is not None:
+        here = dmask.narrow(-1, starts[3] if dmask.shape[-1] > t else 0, t)
+        shared = (b // dmask.shape[0], h // dmask.shape[1])
+        grid = (_cdiv(s, tile_m) * _cdiv(t, tile_n), dmask.shape[0] * dmask.shape[1])
+        launch(_mask_grad, grid, (*tensors, here, *strides, here.stride(), shared, *rest), tensors, (here,))
+    return dq, dk, dv, dmask

@@ -1,0 +1,82 @@
+"""How many kernels an instruction launches on a device: its kernel's own number, or that of the reference kernel.
+
+A canonical op without a kernel for the device is a composition of torch's ops: the numbers here are theirs, held
+against counts of a dry run. Ops of torch's own are one, what only reserves or reinterprets memory none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from paraplan.ir.kernel_choice import Call, offered
+from paraplan.ir.rank_program import LocalValue
+from paraplan.ir.strides import is_contiguous, view_strides
+
+_RESERVES = frozenset({"aten.empty.memory_format"})
+
+
+def launch_count(backend: str, target: str, kernel: str, call: Call) -> int:
+    """Kernels launched by an op on local values.
+
+    Args:
+        backend: "cuda"; on a CPU a launch is a call.
+        target, kernel: the instruction's.
+        call: its values and arguments.
+    """
+    made = [out for out in call.outputs if out is not None]
+    if target in _RESERVES or (made and all(out.storage_bytes == 0 or 0 in out.shape for out in made)):
+        return 0
+    if kernel:
+        record = next(each for each in offered(backend)[target] if each.name == kernel)
+        return record.launches(call)
+    counted = _COMPOSED.get(target)
+    return 1 if counted is None else counted(call)
+
+
+def _always(count: int) -> Callable[[Call], int]:
+    return lambda call: count
+
+
+def _copied(x: LocalValue | None) -> bool:
+    return x is not None and not is_contiguous(x.shape, x.strides)
+
+
+def _flattened(x: LocalValue | None) -> bool:
+    """Whether merging all dims but the last copies."""
+    if x is None or not x.shape or 0 in x.shape:
+        return False
+    return view_strides(x.shape, x.strides, (math.prod(x.shape[:-1]), x.shape[-1])) is None
+
+
+def _linear(call: Call) -> int:
+    """A strided input is multiplied batch by batch, and the bias added afterwards."""
+    return 1 + (len(call.inputs) == 3 and _copied(call.inputs[0]) and _flattened(call.inputs[0]))
+
+
+def _pack(call: Call) -> int:
+    dims = call.args[2]
+    assert isinstance(dims, (tuple, list))
+    return len(call.inputs) if any(dims) or any(map(_copied, call.inputs)) else 1
+
+
+def _unpack_stacked(call: Call) -> int:
+    return sum(out is not None and 0 not in out.shape for out in call.outputs)
+
+
+_COMPOSED: dict[str, Callable[[Call], int]] = {
+    "paraplan.bn_apply": _always(6),
+    "paraplan.bn_grad_affine": _always(5),
+    "paraplan.bn_grad_input": _always(13),
+    "paraplan.bn_rstd": _always(3),
+    "paraplan.bn_running": _always(3),
+    "paraplan.bn_squares": _always(6),
+    "paraplan.embedding": _always(6),
+    "paraplan.embedding_grad": _always(8),
+    "paraplan.embedding_tables": _always(10),
+    "paraplan.embedding_tables_grad": _always(10),
+    "paraplan.linear": _linear,
+    "paraplan.max_pool_grad": _always(2),
+    "paraplan.pack": _pack,
+    "paraplan.unpack_stacked": _unpack_stacked,
+}
