@@ -24,6 +24,7 @@ from paraplan.ir.trace.rewrite import Rewriter
 from paraplan.ir.trace.source import DATA_DEPENDENT, depends_on_data, line_of_error, line_of_stack, stack_of
 from paraplan.ir.trace.state import assignments_written
 from paraplan.ir.trace.strided import write_by_index
+from paraplan.ir.trace.switched import Switches
 from paraplan.ir.trace.torch_private import FakeTensorMode, is_fake, is_region, lazy_modules
 from paraplan.ir.trace.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.ir.trace.writes import explicit, refuse_hidden_writes, refuse_lost_writes
@@ -81,17 +82,20 @@ class _WithLoss(nn.Module):
         self._names, self._positional, self._others = names, positional, others
         self._loss_of = () if loss_fn is None else (loss_fn,)  # in a tuple, lest a module becomes part of the model
         self._choose, self._precision, self._reading, self._followed = choose, precision, reading, followed
+        self._switches = Switches()
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The losses, the auxiliary outputs, then what forward left in attributes that it read."""
         batch, attributes = self._reading.parted(dict(zip(self._names, tensors, strict=True)))
         computed = as_computed(attributes, self._precision)
-        with self._followed, assignments_written(self.model), self._reading.of(computed):
+        self._switches.begin(self.model)
+        with self._followed, self._switches, assignments_written(self.model), self._reading.of(computed):
             output = self._call(batch)
         losses = output
         for loss_fn in self._loss_of:
-            with self._followed, self._reading.of(attributes):
+            with self._followed, self._switches, self._reading.of(attributes):
                 losses = loss_fn(output, batch)
+        self._switches.end()
         return [*self._choose(losses, output, bool(self._loss_of)), *self._reading.left()]
 
     def _call(self, batch: dict[str, Tensor]) -> object:
