@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import paraplan as pp
 from paraplan.api import parse_bytes
-from paraplan.ir.errors import ConstraintError, InvalidPlanError, PlanMismatchError
+from paraplan.ir.errors import CaptureError, ConstraintError, InvalidPlanError, PlanMismatchError
 from paraplan.jobs.check import max_error, relative
 
 
@@ -96,6 +96,19 @@ def test_executable_refuses_what_the_plan_is_not_for() -> None:
         plan.executable(Net().eval())
     with pytest.raises(PlanMismatchError, match=r"2 devices.*1 process"):
         planned(devices=2).executable(Net())
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_of_parameters_are_refused(register: str) -> None:
+    plan, model, batch = planned(devices=1), Net(), {"x": torch.randn(8, 4, 8)}
+    trainer = plan.executable(model)
+    trainer.step(batch)
+    getattr(model.up.weight, register)(lambda x: None)
+    with pytest.raises(PlanMismatchError, match=rf"up\.weight.*{register}.*remove it"):
+        trainer.step(batch)
+    for refused in (plan.executable, lambda hooked: plan.check(hooked, [batch], loss_fn=loss)):
+        with pytest.raises(CaptureError, match=rf"up\.weight.*{register}"):
+            refused(model)
 
 
 def test_hugging_face_models_bring_their_batch(tmp_path: Path) -> None:

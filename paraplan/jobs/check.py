@@ -24,6 +24,7 @@ from paraplan.ir.errors import CheckError
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program, master_dtype
 from paraplan.ir.trace.outputs import LossChoice
+from paraplan.ir.trace.user_functions import refuse_hooks
 from paraplan.jobs.against_eager import CAPTURED, ROUNDING, AgainstEager, Fault, Verdict
 from paraplan.jobs.captured import Captured, MakeOptimizer, Outcome, Tensors, overflows, with_aliases
 from paraplan.jobs.differences import Difference, differences, floor_of, max_error, relative
@@ -123,6 +124,7 @@ class SingleDevice:
     """
 
     def __init__(self, plan: Plan, made: Made, optimizer: MakeOptimizer, seed: int, choice: LossChoice = None) -> None:
+        refuse_hooks(made.model)  # copies of it have none
         self.program, self.errors, self._step = plan.program, Errors(), 0
         self.captured = Captured(plan, made.model, optimizer, seed)
         self.eager = AgainstEager(Call.of(made, plan.program, choice), plan.program)

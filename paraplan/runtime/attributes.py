@@ -12,6 +12,7 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.plan import Plan
 from paraplan.ir.trace.dynamic import attribute_now, with_attributes
 from paraplan.ir.trace.reading import Reads
+from paraplan.ir.trace.user_functions import hook_of, refuse_hooks
 from paraplan.runtime.batch import ShardedBatch
 from paraplan.runtime.settings import Settings
 
@@ -23,13 +24,17 @@ class Attributes:
         plan: says which are inputs.
         model: held only where some are, so that its tensors can be given up otherwise.
         reads: what was read while capturing, where that was in this process.
+    Raises:
+        CaptureError: the model has hooks on gradients, which no captured step runs.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, reads: Reads | None = None) -> None:
+        refuse_hooks(model)
         self.program = plan.program
         self.declared = {name: entry for name, entry in self.program.batch.items() if entry.attribute}
         self._model: Callable[[], nn.Module | None] = (lambda: model) if self.declared else weakref.ref(model)
         self._settings = Settings(model, self.program, reads, "plan again with the model as it is to train")
+        self._params = [(name, weakref.ref(param)) for name, param in model.named_parameters()]
 
     def check(self, evaluating: bool = False) -> None:
         """Refuse a model whose constants were changed; modes do not matter to an evaluation.
@@ -38,6 +43,13 @@ class Attributes:
             PlanMismatchError: names what was changed, from what to what.
         """
         self._settings.check(evaluating)
+        for name, reference in () if evaluating else self._params:
+            param = reference()
+            if param is not None and (hook := hook_of(param)):
+                raise PlanMismatchError(
+                    f"parameter {name!r} has a hook on its gradient ({hook}), which a captured step does not run; "
+                    "remove it, and write what it does to the gradient as a torch.autograd.Function"
+                )
 
     def holds(self) -> bool:
         """Whether the model's constants are those of the plan."""

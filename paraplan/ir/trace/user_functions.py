@@ -30,6 +30,8 @@ from paraplan.ir.trace.torch_private import functions_applied_by, is_fake, run_f
 
 _HOOKED = "write what the hook does to the gradient as a torch.autograd.Function; a hook is no part of a captured graph"
 
+_REGISTERS = ("register_hook", "register_post_accumulate_grad_hook")
+
 
 class _Place:
     """Where a tensor stands among a call's tensors."""
@@ -140,16 +142,21 @@ def recorded_functions() -> Iterator[Recorded]:
     def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
         return recorded.apply(cls, args, kwargs)
 
-    def hook(self: Tensor, hook: Callable[..., Any]) -> object:
-        raise RuntimeError(f"Tensor.register_hook is called; {_HOOKED}")
+    def refused(name: str) -> Callable[..., object]:
+        def hook(self: Tensor, hook: Callable[..., Any]) -> object:
+            raise RuntimeError(f"Tensor.{name} is called; {_HOOKED}")
 
-    token, register = _RECORDING.set(recorded), Tensor.register_hook
-    Tensor.register_hook = hook  # type: ignore[method-assign]
+        return hook
+
+    token, registers = _RECORDING.set(recorded), {name: getattr(Tensor, name) for name in _REGISTERS}
+    for name in _REGISTERS:
+        setattr(Tensor, name, refused(name))
     try:
         with functions_applied_by(apply):
             yield recorded
     finally:
-        Tensor.register_hook = register  # type: ignore[method-assign]
+        for name, register in registers.items():
+            setattr(Tensor, name, register)
         _RECORDING.reset(token)
 
 
@@ -195,6 +202,13 @@ class NoOutsideGradients(TorchFunctionMode):
         return result
 
 
+def hook_of(param: Tensor) -> str:
+    """What a hook on a parameter's gradient was registered with; "" where there is none."""
+    if getattr(param, "_backward_hooks", None):
+        return "register_hook"
+    return "register_post_accumulate_grad_hook" if getattr(param, "_post_accumulate_grad_hooks", None) else ""
+
+
 def refuse_hooks(model: nn.Module) -> None:
     """Hooks that change gradients of parameters or modules.
 
@@ -202,8 +216,8 @@ def refuse_hooks(model: nn.Module) -> None:
         CaptureError: there is one.
     """
     for name, param in model.named_parameters():
-        if getattr(param, "_backward_hooks", None):
-            raise CaptureError(f"parameter {name!r} has a hook on its gradient: {_HOOKED}")
+        if hook := hook_of(param):
+            raise CaptureError(f"parameter {name!r} has a hook on its gradient ({hook}): {_HOOKED}")
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             where = f"module {name!r}" if name else "the model"

@@ -109,6 +109,10 @@ def test_gradients_nobody_would_see_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"first\.weight.*hook"):
         capture(model, X, precision="fp64")
     model = Written(torch.sin).double()
+    model.first.weight.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(CaptureError, match=r"first\.weight.*register_post_accumulate_grad_hook"):
+        capture(model, X, precision="fp64")
+    model = Written(torch.sin).double()
     model.second.register_full_backward_hook(lambda module, into, out: None)
     with pytest.raises(CaptureError, match="module 'second' has a backward hook"):
         capture(model, X, precision="fp64")
