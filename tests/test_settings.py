@@ -173,6 +173,52 @@ def test_a_loaded_plan_knows_what_was_read() -> None:
             settings.check()
 
 
+class Reach(nn.Module):
+    """One of several equal layers; reads what it was told."""
+
+    def __init__(self, reads: bool, tau: float) -> None:
+        super().__init__()
+        self.layer, self.reads, self.options = nn.Linear(4, 4), reads, types.SimpleNamespace(tau=tau)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Times tau, where it is read."""
+        return self.layer(x) * self.options.tau if self.reads else self.layer(x)
+
+
+def _square(out: Tensor, batch: Any) -> Tensor:
+    return out.square().mean()
+
+
+UNEQUAL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(4, 1, 4, 2, 1)), (4, 1, 4, 4)
+    ),
+    "one layer reads": (lambda: nn.Sequential(Reach(False, 3.0), Reach(True, 0.5)), (4, 4)),
+    "nested numbers": (
+        lambda: nn.Sequential(nn.Sequential(Reach(True, 2.0)), nn.Sequential(Reach(False, 3.0))), (4, 4)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_an_attribute_that_only_some_layers_read_is_theirs(name: str) -> None:
+    make, shape = UNEQUAL[name]
+    model, given = make(), {"input": torch.randn(*shape)}
+    plan = paraplan.compile(model, "local:1", example_inputs=given, loss_fn=_square, precision="fp64")
+    plan.check(model, [given], loss_fn=_square)
+
+
+def test_what_only_one_layer_reads_is_compared_there_alone() -> None:
+    model = nn.Sequential(Reach(False, 0.5), Reach(True, 0.5))
+    program, reads = capture_with_reads(model, {"input": torch.randn(4, 4)}, loss_fn=_square)
+    settings = Settings(model, program, reads)
+    model[0].options.tau = 1.0
+    settings.check()
+    model[1].options.tau = 1.0
+    with pytest.raises(PlanMismatchError, match=r"Reach '1'.*tau"):
+        settings.check()
+
+
 def test_a_loss_function_reads_too() -> None:
     model, beta, scale = nn.Linear(4, 4), [1.0], Schedule()
     program, reads = capture_with_reads(

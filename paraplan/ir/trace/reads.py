@@ -315,15 +315,21 @@ def _caller() -> Any:
 def settings_of(
     model: nn.Module, reads: Sequence[Read], outside: Sequence[Outside]
 ) -> tuple[dict[str, str], tuple[Read, ...]]:
-    """Reads as a program keeps them, of equal modules with equal values one; and those that no key leads to."""
+    """Reads as a program keeps them, of equal modules with equal values one; and those that no key leads to.
+
+    A pattern stands for modules of which each that has the attribute was read: another value elsewhere is nobody's.
+    """
     texts = {each.place: text_of(each.value()) for each in reads if each.place is not None}
     grouped: dict[tuple[str, str], set[str]] = {}
     for (module, path), text in texts.items():
         grouped.setdefault((pattern_of(module), path), set()).add(text)
-    keys = {
-        (module, path): f"{pattern_of(module) if len(grouped[pattern_of(module), path]) == 1 else module}:{path}"
-        for module, path in texts
-    }
+    read = {(id(each.owner), each.name, each.item) for each in reads}
+    patterns = {f"{pattern}:{path}" for (pattern, path), all_texts in grouped.items() if len(all_texts) == 1}
+    unread = {key for key, at in places(model, patterns) if (id(at.owner), at.name, at.item) not in read}
+    shared, keys = patterns - unread, {}
+    for module, path in texts:
+        key = f"{pattern_of(module)}:{path}"
+        keys[module, path] = key if key in shared else f"{module}:{path}"
     found = {keys[place]: text for place, text in texts.items()}
     reached = {(id(place.owner), place.name, place.item) for _, place in places(model, found)}
     unnamed = tuple(each for each in reads if (id(each.owner), each.name, each.item) not in reached)
