@@ -37,6 +37,14 @@ class ConstraintError(ParaplanError):
     """The user's pinned choices contradict each other, the model or the cluster."""
 
 
+class MixedSamples(ConstraintError):
+    """An op mixes samples; `op` names it and the user's line."""
+
+    def __init__(self, message: str, op: str) -> None:
+        super().__init__(message)
+        self.op = op
+
+
 class NoPlanError(ParaplanError):
     """No plan was found.
 

@@ -13,29 +13,15 @@ of all microbatches and before their backwards. Capture cuts segments so that th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from paraplan.ir.errors import ConstraintError
+from paraplan.ir.errors import ConstraintError, MixedSamples
 from paraplan.ir.graph import Graph, Op
-from paraplan.ir.mesh import P, Partial, Placement, R, S, Shard, is_shardable
+from paraplan.ir.mesh import P, Partial, Placement, R, S, Shard
+from paraplan.ir.micro_ops import choose, choose_as_is, feasible, making
 from paraplan.ir.program import Program, Segment, SegmentKind
-from paraplan.ir.rules.strategies import AxisChoice, axis_choices, dims_of
-from paraplan.ir.tensor import TensorSpec
-
-APART = (
-    "; or let each microbatch be a batch by itself (compile's per_microbatch=True, --per-microbatch): this op then "
-    "sees one microbatch alone, as in eager gradient accumulation, which is another definition of what is computed"
-)
-
-
-class MixedSamples(ConstraintError):
-    """An op mixes samples; `op` names it and the user's line."""
-
-    def __init__(self, message: str, op: str) -> None:
-        super().__init__(message)
-        self.op = op
+from paraplan.ir.rules.strategies import AxisChoice
 
 
 @dataclass(frozen=True)
@@ -153,7 +139,7 @@ def _placed(program: Program, m: int, in_space: bool, wanted: Mapping[str, Place
         if key not in cache and index < tail:
             duals = {t: o for t, o in zip(kind.tangents, kind.outputs, strict=True) if t is not None}
             try:
-                made = graph_micro(kind.graph, given, duals, m, kind.name, in_space, want)
+                made = _kind_micro(kind, given, duals, m, in_space, want)
                 if not in_space:
                     _refuse_rows(kind, segment, made, m)
                 cache[key] = made
@@ -211,7 +197,7 @@ def mixing_ops(graph: Graph, given: dict[str, Placement], m: int) -> list[Op]:
         outputs: tuple[Placement | None, ...] = (None,) * len(op.outs)
         if None not in have:
             try:
-                outputs = _choose(graph, op, tuple(place for place in have if place is not None), m, "", False).outputs
+                outputs = choose(graph, op, tuple(place for place in have if place is not None), m, "", False).outputs
             except MixedSamples:
                 found.append(op)
         placements.update((out, place) for out, place in zip(op.outs, outputs, strict=True) if out is not None)
@@ -232,9 +218,25 @@ def splittable(program: Program, num_microbatches: int) -> bool:
     return True
 
 
+def _kind_micro(
+    kind: SegmentKind, given: dict[str, Placement], duals: dict[str, str], m: int, in_space: bool,
+    wanted: Mapping[str, Placement],
+) -> KindMicro:  # fmt: skip
+    """`graph_micro` of a kind; where an op of its backward is not linear, of the backward as the linear whole it is."""
+    try:
+        return graph_micro(kind.graph, given, duals, m, kind.name, in_space, wanted)
+    except MixedSamples as fault:
+        if in_space or kind.own_backward:
+            raise
+        try:
+            return graph_micro(kind.graph, given, duals, m, kind.name, wanted=wanted, linear=True)
+        except MixedSamples:
+            raise fault from None
+
+
 def graph_micro(
     graph: Graph, given: dict[str, Placement], duals: dict[str, str], m: int, where: str, in_space: bool = False,
-    wanted: Mapping[str, Placement] | None = None,
+    wanted: Mapping[str, Placement] | None = None, linear: bool = False,
 ) -> KindMicro:  # fmt: skip
     """What a graph's ops and values do along the microbatch axis.
 
@@ -246,12 +248,13 @@ def graph_micro(
         where: for messages.
         in_space: see `program_micro`.
         wanted: values that are made as said, where an op can.
+        linear: its results are linear in the tangents as a whole, whatever single ops are (`choose_as_is`).
     Raises:
         ConstraintError: an op mixes samples.
     """
     placements: dict[str, Placement] = {name: given.get(name, R) for name in graph.inputs}
     choices = []
-    pending = dict(duals)
+    pending, gradients = dict(duals), set(duals)
     for op in graph.ops:
         for tangent in [t for t in dict.fromkeys(op.tensors) if t in pending]:
             placements[tangent] = dual(placements[pending.pop(tangent)]) if m > 1 else R
@@ -259,9 +262,14 @@ def graph_micro(
                 placements[tangent] = R
         have = tuple(placements[name] for name in op.tensors)
         want = {name: (wanted or {})[name] for name in op.outs if name is not None and name in (wanted or {})}
-        choice = _making(graph, op, have, m, want) if want else None
-        choice = choice or _choose(graph, op, have, m, where, in_space)
+        choice = making(graph, op, have, m, want) if want else None
+        of_tangents = not gradients.isdisjoint(op.tensors)
+        if choice is None and linear and of_tangents and any(place != R for place in have):
+            choice = choose_as_is(graph, op, have, m, where, gradients)
+        choice = choice or choose(graph, op, have, m, where, in_space)
         choices.append(choice)
+        if of_tangents:
+            gradients.update(name for name in op.outs if name is not None)
         for out, placement in zip(op.outs, choice.outputs, strict=True):
             if out is not None:
                 assert placement is not None
@@ -288,7 +296,7 @@ def _make_in_shards(
         wanted = [{choices[reader].inputs[at] for reader, at in readers.get(name, ())} for name in outs]
         if any(len(each) != 1 or not isinstance(next(iter(each)), Shard) for each in wanted):
             continue
-        fits = [choice for choice in _feasible(graph, op, m, in_space) if _makes(choice, wanted)]
+        fits = [choice for choice in feasible(graph, op, m, in_space) if _makes(choice, wanted)]
         if fits:
             choices[index] = min(fits, key=lambda choice: sum(place != R for place in choice.inputs))
             placements.update({name: next(iter(each)) for name, each in zip(outs, wanted, strict=True)})
@@ -298,94 +306,3 @@ def _makes(choice: AxisChoice, wanted: list[set[Placement]]) -> bool:
     """Whether an op's results come as wanted of inputs that are whole or slices."""
     outputs = [{place} for place in choice.outputs if place is not None]
     return outputs == wanted and not any(isinstance(place, Partial) for place in choice.inputs)
-
-
-def _making(
-    graph: Graph, op: Op, have: tuple[Placement, ...], m: int, want: Mapping[str, Placement]
-) -> AxisChoice | None:
-    """The cheapest choice whose results stand as wanted; None where there is none."""
-
-    def fits(choice: AxisChoice) -> bool:
-        made = dict(zip(op.outs, choice.outputs, strict=True))
-        return all(made[name] == place for name, place in want.items())
-
-    return _cheapest(filter(fits, _feasible(graph, op, m, False)), have, False)
-
-
-def _cheapest(choices: Iterable[AxisChoice], have: tuple[Placement, ...], in_space: bool) -> AxisChoice | None:
-    """The choice whose inputs take the least to be brought about; None where no choice's can be."""
-    best: tuple[int, AxisChoice] | None = None
-    for choice in choices:
-        efforts = [_effort(h, need, in_space) for h, need in zip(have, choice.inputs, strict=True)]
-        if None in efforts:
-            continue
-        effort = sum(each or 0 for each in efforts)
-        if best is None or effort < best[0]:
-            best = (effort, choice)
-    return None if best is None else best[1]
-
-
-def _choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str, in_space: bool) -> AxisChoice:
-    if m == 1 or all(placement == R for placement in have):
-        return _options(graph, op, in_space)[0]
-    best = _cheapest(_feasible(graph, op, m, in_space), have, in_space)
-    if best is None:
-        split = f"over {m} data-parallel ranks" if in_space else f"into {m} microbatches; use 1 microbatch{APART}"
-        named = f"{op.target} ({graph.source_of(op)})"
-        raise MixedSamples(f"{where}: {named} mixes samples of the batch, so the batch cannot be split {split}", named)
-    return best
-
-
-def _feasible(graph: Graph, op: Op, m: int, in_space: bool) -> Iterator[AxisChoice]:
-    """What an op may do along the axis, if the dims it splits divide."""
-    specs = [graph.values[name] for name in (*op.tensors, *(name for name in op.outs if name))]
-    for choice in _options(graph, op, in_space):
-        places = [*choice.inputs, *(place for place in choice.outputs if place is not None)]
-        if all(is_shardable(spec.shape, (at,), (m,), frozen=1) for spec, at in zip(specs, places, strict=True)):
-            yield choice
-
-
-def _effort(have: Placement, need: Placement, in_space: bool) -> int | None:
-    """How dear a change is; None where there is none.
-
-    Along the axis a value may be sliced or counted once; in space alone sums over it can be completed and, where an op
-    mixes samples (a contrastive loss), shards gathered.
-    """
-    if have == need:
-        return 0
-    if have == R:
-        return None if isinstance(need, Partial) and need != P else 1
-    if not in_space or isinstance(need, Partial):
-        return None
-    return 3 if have == P else 10
-
-
-@lru_cache(maxsize=20_000)
-def _cached_choices(key: _OpKey) -> tuple[AxisChoice, ...]:
-    dims = dims_of(key.op, key.values)
-    choices = axis_choices(dims)
-    return choices if key.in_space or not dims.apart else tuple(map(_own, choices))
-
-
-def _own(choice: AxisChoice) -> AxisChoice:
-    """A choice whose partial maxima are whole: each microbatch's own."""
-    own = tuple(R if isinstance(place, Partial) and place.op == "max" else place for place in choice.outputs)
-    return replace(choice, outputs=own)
-
-
-@dataclass(frozen=True, eq=False)
-class _OpKey:
-    op: Op
-    values: dict[str, TensorSpec]
-    in_space: bool
-
-    def __hash__(self) -> int:
-        return id(self.op)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _OpKey) and self.op is other.op and self.in_space == other.in_space
-
-
-def _options(graph: Graph, op: Op, in_space: bool) -> tuple[AxisChoice, ...]:
-    values = {name: graph.values[name] for name in (*op.tensors, *op.outs) if name is not None}
-    return _cached_choices(_OpKey(op, values, in_space))

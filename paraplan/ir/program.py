@@ -26,6 +26,7 @@ class SegmentKind(Value, frozen=True, kw_only=True):
         input_grads: per entry of `inputs`, the value holding its gradient, or None.
         param_grads: per entry of `params`, the value holding its gradient, or None (frozen, unused).
         asides: further forward results that only auxiliary outputs read (never those of a training step).
+        own_backward: a function in it has a backward that was written by a user, and may not be linear in the gradient.
     """
 
     name: str
@@ -38,6 +39,7 @@ class SegmentKind(Value, frozen=True, kw_only=True):
     input_grads: tuple[str | None, ...]
     param_grads: tuple[str | None, ...]
     asides: tuple[str, ...] = ()
+    own_backward: bool = False
 
 
 class Segment(Value, frozen=True, kw_only=True):

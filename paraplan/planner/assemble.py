@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import msgspec
 
 from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import MixedSamples
 from paraplan.ir.lower.bundle import BUNDLE_BYTES
 from paraplan.ir.mesh import Mesh
-from paraplan.ir.micro import MixedSamples, ProgramMicro, program_micro, smallest_divisor
+from paraplan.ir.micro import ProgramMicro, program_micro, smallest_divisor
 from paraplan.ir.op_rule import DISCOVERED
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Split, Stage
 from paraplan.ir.profile import Profile

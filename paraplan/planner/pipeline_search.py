@@ -22,12 +22,12 @@ from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError
+from paraplan.ir.errors import ConstraintError, InfeasibleError, MixedSamples, NoPlanError
 from paraplan.ir.holding import group_of_class, holdings
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.whole import takes_turns
 from paraplan.ir.mesh import Shard
-from paraplan.ir.micro import MixedSamples, program_micro, smallest_divisor, splittable
+from paraplan.ir.micro import program_micro, smallest_divisor, splittable
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paraplan.ir.errors import ConstraintError
+from paraplan.ir.errors import ConstraintError, MixedSamples
 from paraplan.ir.holding import group_of_class
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import Given, extend
@@ -21,7 +21,7 @@ from paraplan.ir.lower.ties import exchange_loss
 from paraplan.ir.lower.updates import nearest, total_block
 from paraplan.ir.lower.whole import whole_of
 from paraplan.ir.mesh import Layout, P, Partial, R, Shard, layout_text, parse_layout
-from paraplan.ir.micro import KindMicro, MixedSamples, graph_micro
+from paraplan.ir.micro import KindMicro, graph_micro
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Output
 from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, StepKind

@@ -18,6 +18,7 @@ from paraplan.ir.trace.own import own_results
 from paraplan.ir.trace.segments import Forward, Piece
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.torch_private import FakeTensorMode
+from paraplan.ir.trace.user_functions import has_own_backward
 from paraplan.ir.trace.vision_forms import VISION_FORMS
 
 _FORMS = {**FORMS, **COMPLEX_FORMS, **INDEX_FORMS, **NORM_FORMS, **VISION_FORMS}
@@ -64,7 +65,7 @@ def make_kind(
         name=name, graph=graph, params=tuple(params), inputs=tuple(inputs), seed=seed,
         outputs=tuple(str(name) for name in graph.outputs[: len(outputs)]),
         tangents=tuple(tangents), input_grads=tuple(input_grads), param_grads=tuple(param_grads),
-        asides=tuple(kept.values()),
+        asides=tuple(kept.values()), own_backward=any(map(has_own_backward, piece.nodes)),
     )  # fmt: skip
     return kind, tuple(kept)
 

@@ -26,7 +26,14 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.canonical import define
-from paraplan.ir.trace.torch_private import functions_applied_by, is_fake, run_function, tree_leaves, tree_map_only
+from paraplan.ir.trace.torch_private import (
+    OpOverload,
+    functions_applied_by,
+    is_fake,
+    run_function,
+    tree_leaves,
+    tree_map_only,
+)
 
 _HOOKED = "write what the hook does to the gradient as a torch.autograd.Function; a hook is no part of a captured graph"
 
@@ -72,6 +79,13 @@ class UserFunction:
             kinds = ", ".join(type(x).__name__ for x in found)
             raise CaptureError(f"{self.cls.__qualname__}.forward returns ({kinds}); return tensors only")
         return found
+
+
+def has_own_backward(node: fx.Node) -> bool:
+    """Whether a call's backward was written by a user: of a function of autograd, or of an op that is not torch's."""
+    target = node.target
+    ours = not isinstance(target, OpOverload) or target.namespace in ("aten", "prims", "paraplan")
+    return isinstance(target, UserFunction) or not ours
 
 
 class Recorded:
