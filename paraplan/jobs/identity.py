@@ -18,11 +18,12 @@ from paraplan.ir.identity import codes_differ, program_meaning
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program, given_inputs
 from paraplan.ir.trace import capture, fingerprint
+from paraplan.ir.trace.aliases import names_of
 from paraplan.ir.trace.code import GLOBAL, from_key
 from paraplan.ir.trace.places import outside_value, settings_in, value_at
 from paraplan.ir.trace.reading import ARGUMENT, LOSS, LOSS_FN, code_of, loss_text
 from paraplan.ir.trace.shared_memory import refuse_shared_memory
-from paraplan.ir.trace.values import ABSENT, same_text, text_of
+from paraplan.ir.trace.values import ABSENT, named, same_text, text_of
 
 
 def check_model(plan: Plan, model: nn.Module, loss_fn: object = None) -> None:
@@ -40,7 +41,7 @@ def check_model(plan: Plan, model: nn.Module, loss_fn: object = None) -> None:
     program = plan.program
     if fingerprint(model, program.precision) != program.fingerprint:
         raise _refusal(plan, model, _structure(plan, model))
-    refuse_shared_memory(model, {key for key, x in program.params.items() if x.trainable}, set(program.buffer_updates))
+    refuse_shared_memory(model, (), set(program.buffer_updates))
     said = next(_settings(program, model, loss_fn), "")
     if said:
         raise _refusal(plan, model, said)
@@ -80,10 +81,10 @@ def _structure(plan: Plan, model: nn.Module) -> str:
 
 def _settings(program: Program, model: nn.Module, loss_fn: object) -> Iterator[str]:
     """What forward read and is another value here."""
-    seen = set()
+    seen, names = set(), names_of(model)
     for key, place in settings_in(model, program):
         seen.add(key)
-        text = text_of(value_at(place.owner, place.name, place.item))
+        text = text_of(named(value_at(place.owner, place.name, place.item), names))
         if not same_text(text, program.settings[key]):
             yield f"{place.where} {text} where the plan has {program.settings[key]}"
     for key, wanted in program.settings.items():

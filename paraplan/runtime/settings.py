@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ from torch import nn
 
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.program import Program
+from paraplan.ir.trace.aliases import names_of
 from paraplan.ir.trace.code import GLOBAL, HOOKS, from_key
 from paraplan.ir.trace.dynamic import as_tensor
 from paraplan.ir.trace.places import outside_value, settings_in, value_at
 from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.reads import declared_of
-from paraplan.ir.trace.values import is_plain, same_text, text_of, token
+from paraplan.ir.trace.values import is_plain, named, same_text, text_of, token
 
 _OPTION = (bool, int, float, str, type(None))
 _MODE = "training"
@@ -46,7 +47,8 @@ class Settings:
         self._modules = [_Module(name, module) for name, module in model.named_modules()]
         globals_ = ((from_key(key), text) for key, text in program.settings.items() if key.startswith(GLOBAL))
         outside = self._reads.outside or [(each, text) for each, text in globals_ if each is not None]
-        values = [(each.where, text, each.value()) for each, text in self._reads.live]
+        self._names = names_of(model)
+        values = [(each.where, text, each.value(self._names)) for each, text in self._reads.live]
         for where, text, value in (*values, *((each.where, text, outside_value(each)) for each, text in outside)):
             self._same(where, text, value)
         self._outside = [(each, *_snapshot(outside_value(each))) for each, _ in outside]
@@ -68,7 +70,7 @@ class Settings:
         for each, _ in self._reads.live:
             found = read.setdefault(id(each.owner), (each.owner, {}))[1]
             found.setdefault((each.name, each.item), _Said(each.where, None))
-        self._owners = [_Owner(owner, said) for owner, said in read.values()]
+        self._owners = [_Owner(owner, said, self._names) for owner, said in read.values()]
         chains = {_Link(owner, name) for _, place in settings_in(model, program) for owner, name in place.chain}
         self._links = [*chains, *(_Link(owner, name) for owner, name in self._reads.links)]
 
@@ -78,6 +80,10 @@ class Settings:
         Raises:
             PlanMismatchError: one is not; names module and setting, what it was and is, and the way out.
         """
+        model = self._model()
+        if model is not None and any(owner.holds_registered for owner in self._owners):
+            self._names.clear()
+            self._names.update(names_of(model))
         if any(link.differs() for link in self._links):
             self._follow()
         for owner in self._owners:
@@ -107,11 +113,12 @@ class Settings:
         if model is None:
             return
         for key, place in settings_in(model, self._program):
-            self._same(place.where, self._program.settings[key], value_at(place.owner, place.name, place.item))
+            value = named(value_at(place.owner, place.name, place.item), self._names)
+            self._same(place.where, self._program.settings[key], value)
         now_at = {id(was): now for link in self._links for was, now in (link.replaced(),) if now is not was}
         live = [(each._replace(owner=now_at.get(id(each.owner), each.owner)), text) for each, text in self._reads.live]
         for each, text in live:
-            self._same(each.where, text, each.value())
+            self._same(each.where, text, each.value(self._names))
         links = tuple((now_at.get(id(owner), owner), name) for owner, name in self._reads.links)
         self._reads = self._reads._replace(links=links, live=tuple(live))
         self._remember(model)
@@ -149,9 +156,11 @@ def _snapshot(value: object) -> tuple[Callable[[object], bool], str]:
 class _Owner:
     """The attributes of one module or object: those in its dictionary that `==` compares at once, others one by one."""
 
-    def __init__(self, owner: Any, said: dict[tuple[str, tuple[Any, ...]], _Said]) -> None:
+    def __init__(
+        self, owner: Any, said: dict[tuple[str, tuple[Any, ...]], _Said], names: Mapping[int, str]
+    ) -> None:  # fmt: skip
         self._ref: Callable[[], Any] = _reference(owner)
-        self._said = said
+        self._said, self._names = said, names
         held = getattr(owner, "__dict__", {})
         quick = [name for name, item in said if not item and name in held and is_plain(held[name])]
         self._quick = quick
@@ -159,7 +168,12 @@ class _Owner:
         self._values = copy.deepcopy(self._get(held)) if self._get else ()
         self._types = list(map(type, self._values))
         others = [(name, item) for name, item in said if name not in quick or item]
-        self._slow = [(name, item, *_snapshot(value_at(owner, name, item))) for name, item in others]
+        slow = [(name, item, value_at(owner, name, item)) for name, item in others]
+        self._slow = [(name, item, *_snapshot(named(value, names))) for name, item, value in slow]
+        self.holds_registered = any(named(value, names) is not value for _, _, value in slow)
+
+    def _now(self, owner: Any, name: str, item: tuple[Any, ...]) -> object:
+        return named(value_at(owner, name, item), self._names)
 
     def value(self, name: str) -> object:
         """One as it is."""
@@ -177,7 +191,9 @@ class _Owner:
                 return True
             if now != self._values or list(map(type, now)) != self._types:
                 return True
-        return bool(self._slow) and any(not now_is(value_at(owner, name, item)) for name, item, now_is, _ in self._slow)
+        return bool(self._slow) and any(
+            not now_is(self._now(owner, name, item)) for name, item, now_is, _ in self._slow
+        )
 
     def difference(self, but: tuple[str, ...]) -> tuple[str, tuple[Any, ...], _Said, str, str] | None:
         """The first that is: name, item, what it is called, what it was and is; None where only those of `but` are."""
@@ -187,7 +203,7 @@ class _Owner:
             if name not in but and (type(now) is not type(was) or now != was):
                 return name, (), self._said[name, ()], text_of(was), text_of(now)
         for name, item, now_is, text in self._slow:
-            value = value_at(owner, name, item)
+            value = self._now(owner, name, item)
             if not now_is(value):
                 said = text_of(value)
                 return (

@@ -35,7 +35,6 @@ from paraplan.ir.trace.quiet import quiet_torch
 from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.segments import Forward, closure, make_piece, signature
-from paraplan.ir.trace.shared_memory import refuse_shared_memory
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.substitute import substitute
 from paraplan.ir.trace.substitute_float8 import convert_linears
@@ -125,7 +124,6 @@ def _capture(
     )  # fmt: skip
     params, buffers, first_names = _tensors_of(copied, precision)
     _check_trained(params, precision, type(model).__name__)
-    refuse_shared_memory(model, {key for key, param in params.items() if param.trainable}, set(exported.updates))
     forward, terms, extra = _rewrite(exported, params, first_names, precision, mode)
     wanted = wanted_outputs(forward, extra)
     inputs = _inputs_of(batch, dims, attributes, precision)

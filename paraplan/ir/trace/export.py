@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.aliases import Aliases
 from paraplan.ir.trace.fake import DOUBLE, arguments, as_computed
 from paraplan.ir.trace.followed import Followed, followed_modules
 from paraplan.ir.trace.functional import functional
@@ -82,21 +84,29 @@ class _WithLoss(nn.Module):
         self._names, self._positional, self._others = names, positional, others
         self._loss_of = () if loss_fn is None else (loss_fn,)  # in a tuple, lest a module becomes part of the model
         self._choose, self._precision, self._reading, self._followed = choose, precision, reading, followed
-        self._switches = Switches()
+        self._switches, self._aliases = Switches(), Aliases(model)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The losses, the auxiliary outputs, then what forward left in attributes that it read."""
         batch, attributes = self._reading.parted(dict(zip(self._names, tensors, strict=True)))
         computed = as_computed(attributes, self._precision)
+        with self._following():
+            with assignments_written(self.model, self._aliases.is_used), self._reading.of(computed):
+                output = self._call(batch)
+            losses = output
+            for loss_fn in self._loss_of:
+                with self._reading.of(attributes):
+                    losses = loss_fn(output, batch)
+            results = [*self._choose(losses, output, bool(self._loss_of)), *self._reading.left()]
+        return results
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
         self._switches.begin(self.model)
-        with self._followed, self._switches, assignments_written(self.model), self._reading.of(computed):
-            output = self._call(batch)
-        losses = output
-        for loss_fn in self._loss_of:
-            with self._followed, self._switches, self._reading.of(attributes):
-                losses = loss_fn(output, batch)
+        self._aliases.begin(self.model)
+        with self._followed, self._switches, self._aliases:
+            yield
         self._switches.end()
-        return [*self._choose(losses, output, bool(self._loss_of)), *self._reading.left()]
 
     def _call(self, batch: dict[str, Tensor]) -> object:
         taken = as_computed(batch, self._precision)
@@ -335,6 +345,9 @@ _KNOWN = {
     "invalid syntax (<eval_with_key>": "export cannot write down random_(low, high): draw with torch.randint",
     "as_strided() is non-compositional": (
         "fill_diagonal_ or a write to as_strided(...) of a view: write to a copy (x.clone()), or use torch.where"
+    ),
+    "is mutated in the forward method": (
+        "forward writes a tensor that no buffer holds: register_buffer it, and write it under that name"
     ),
     "nested_tensor": "nested tensors are no tensors of one shape: pad them and pass a mask",
 }

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.aliases import names_of
 from paraplan.ir.trace.carried import Changed, is_constant, tensors_in
 from paraplan.ir.trace.code import Outside, Reached
 from paraplan.ir.trace.contents import content_digest, hooks_text
@@ -98,13 +99,14 @@ class Reading:
 
     def reads(self, loss_fn: object, others: Mapping[str, object], choice: object) -> Reads:
         """All of it; `others` are arguments that are no tensors, `choice` which loss is trained on."""
-        found, outside = self.recorder.reads(), self.recorder.outside()
         model = self.models[-1]
+        names = names_of(model)
+        found, outside = self.recorder.reads(names), self.recorder.outside()
         settings, unnamed = settings_of(model, found, outside)
         settings |= {f"{ARGUMENT}{name}": text_of(value) for name, value in others.items()}
         settings |= {LOSS: repr(choice)} if choice is not None else {}
         settings |= {LOSS_FN: loss_text(loss_fn)} if loss_fn is not None else {}
-        live = tuple((each, text_of(each.value())) for each in unnamed)
+        live = tuple((each, text_of(each.value(names))) for each in unnamed)
         around = tuple((each, text_of(outside_value(each))) for each in outside)
         return Reads(settings, code_of(model, loss_fn), live, around, self.recorder.linked())
 

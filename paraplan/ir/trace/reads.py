@@ -16,17 +16,18 @@ import copy
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from paraplan.ir.trace.aliases import names_of
 from paraplan.ir.trace.code import Outside, Reached, is_library, is_users, read_next
 from paraplan.ir.trace.dynamic import find_owner
 from paraplan.ir.trace.places import is_slot, outside_value, pattern_of, places, set_at, static_of, value_at, where_of
 from paraplan.ir.trace.torch_private import is_fake
-from paraplan.ir.trace.values import ABSENT, CONTAINERS, is_data, is_opaque, is_plain, text_of, token
+from paraplan.ir.trace.values import ABSENT, CONTAINERS, is_data, is_opaque, is_plain, named, text_of, token
 
 _OWN = frozenset({*vars(nn.Module()), *vars(nn.Module)})
 """Attributes that are torch's: registries, hooks, the mode."""
@@ -51,9 +52,9 @@ class Read(NamedTuple):
     place: tuple[str, str] | None
     line: str
 
-    def value(self) -> object:
-        """What it is now."""
-        return value_at(self.owner, self.name, self.item)
+    def value(self, names: Mapping[int, str]) -> object:
+        """What it is now; `names` as for `named`."""
+        return named(value_at(self.owner, self.name, self.item), names)
 
     @property
     def where(self) -> str:
@@ -91,6 +92,7 @@ class Recorder:
         self.reached = Reached([model])
         self.loss_reached = Reached([loss_fn] if loss_fn is not None else [])
         self._seen: dict[tuple[int, str, tuple[Any, ...]], _Seen | None] = {}
+        self._names = names_of(model)
         self.links: dict[tuple[int, str], Any] = {}
         self._places: dict[int, tuple[str, str]] = {id(m): (name, "") for name, m in reversed(list(_named(model)))}
         self._changed: list[_Seen] = []
@@ -173,7 +175,8 @@ class Recorder:
         self._meet(value, self._place(owner, name))
         line = "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
         now = value_at(owner, name, item or ())
-        self._seen[key] = _Seen(owner, name, item or (), token(now, tracing=True), _shown(now), line, now)
+        before = token(named(now, self._names), tracing=True)
+        self._seen[key] = _Seen(owner, name, item or (), before, _shown(now), line, now)
 
     def note_all(self, owner: Any, frame: types.FrameType) -> None:
         """All of an object's attributes are looked at, in the user's code or, of an object of theirs, anywhere."""
@@ -225,15 +228,16 @@ class Recorder:
         value = outside_value(each)
         return token(value) if is_data(value) else None
 
-    def reads(self) -> list[Read]:
-        """What was read before it was written, of objects that were there before the forward."""
+    def reads(self, names: Mapping[int, str]) -> list[Read]:
+        """What was read before it was written, of objects that were there before the forward; `names` are those of the
+        caller's parameters and buffers."""
         changed = set(map(id, self._changed))
         return [
             Read(owner, each.name, each.item, self.place_of(each), each.line)
             for each in self._seen.values()
             if each is not None and id(each) not in changed
             for owner in (self._live(each.owner),)
-            if owner is not None and not _has_fake(value_at(owner, each.name, each.item))
+            if owner is not None and not _has_fake(named(value_at(owner, each.name, each.item), names))
         ]
 
     def linked(self) -> tuple[tuple[Any, str], ...]:
@@ -256,7 +260,7 @@ class Recorder:
             each
             for each in self._seen.values()
             if each is not None and (self.original(each.owner) is not None or id(each.owner) in self._shared)
-            and token(value_at(each.owner, each.name, each.item), tracing=True) != each.before
+            and token(named(value_at(each.owner, each.name, each.item), self._names), tracing=True) != each.before
         ]  # fmt: skip
         return self._changed
 
@@ -319,7 +323,8 @@ def settings_of(
 
     A pattern stands for modules of which each that has the attribute was read: another value elsewhere is nobody's.
     """
-    texts = {each.place: text_of(each.value()) for each in reads if each.place is not None}
+    names = names_of(model)
+    texts = {each.place: text_of(each.value(names)) for each in reads if each.place is not None}
     grouped: dict[tuple[str, str], set[str]] = {}
     for (module, path), text in texts.items():
         grouped.setdefault((pattern_of(module), path), set()).add(text)

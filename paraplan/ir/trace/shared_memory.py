@@ -1,59 +1,73 @@
-"""Tensors of a model that share memory and are not one: what is written through one is seen through the other.
-
-A program holds every parameter and buffer by itself, so of two that overlap neither may change: no trained parameter,
-no buffer that forward writes. A tie is one parameter under two names, and a buffer may be registered under two.
-"""
+"""Tensors of a model in the memory of others: an export takes every registered tensor and constant for its own."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
+from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.aliases import names_of, registered
+from paraplan.ir.trace.carried import tensors_in
+from paraplan.ir.trace.reads import Read
 from paraplan.ir.trace.torch_private import storage_key
 
 
-def refuse_shared_memory(model: nn.Module, trained: Collection[str], written: Collection[str]) -> None:
-    """Overlapping parameters and buffers one of which changes.
+def refuse_shared_memory(model: nn.Module, reads: Iterable[Read], written: Collection[str]) -> None:
+    """Tensors in the memory of another that training or forward changes: a captured step has them apart.
 
     Args:
-        model: on any device.
-        trained: names of parameters the optimizer updates.
-        written: names of buffers forward writes.
+        model: the caller's own.
+        reads: what forward read of its attributes.
+        written: names of the buffers that forward writes.
     Raises:
-        CaptureError: there are two; names them and the remedy.
+        CaptureError: two are registered, or one is kept in an attribute; names both and the remedy.
     """
-    for first, second in _overlapping(model):
-        if first in trained or second in trained:
+    names = names_of(model)
+    changing = {names[id(x)] for name, x in registered(model) if x.requires_grad or name in written}
+    stored: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, x in registered(model):
+        if names[id(x)] == name and x.layout is torch.strided:
+            stored.setdefault(storage_key(x), []).append((name, x))
+    for group in stored.values():
+        _refuse_overlap(group, changing)
+    for each in reads:
+        for x in tensors_in(each.value({})):
+            near = stored.get(storage_key(x), ()) if x.layout is torch.strided and id(x) not in names else ()
+            for name, other in near:
+                if name in changing and _overlap(x, other):
+                    raise CaptureError(
+                        f"{each.line}: {each.where} is another tensor in the memory of {name!r} (a view, .data or "
+                        ".detach() of it), which a captured step would not see change: keep the registered tensor "
+                        "itself, and take the view in forward"
+                    )
+
+
+def _refuse_overlap(group: list[tuple[str, Tensor]], changing: Collection[str]) -> None:
+    ordered = sorted(group, key=lambda each: each[1].storage_offset() * each[1].element_size())
+    for (name, x), (other_name, other) in pairwise(ordered):
+        if (name in changing or other_name in changing) and _overlap(x, other):
             raise CaptureError(
-                f"{first!r} and {second!r} share memory and are two tensors, so that an update of one changes the "
-                "other unseen; if they are one weight, make them one parameter (head.weight = embed.weight), else "
-                "give each its own values (.clone())"
-            )
-        if first in written or second in written:
-            raise CaptureError(
-                f"buffers {first!r} and {second!r} share memory and forward writes one of them, which the other sees; "
-                "register one of the two and take the view in forward (self.m[0])"
+                f"{name!r} and {other_name!r} are two tensors in the same memory, where what is written to one changes "
+                "the other: register one of them under both names (self.head.weight = self.embedding.weight), and "
+                "take views in forward"
             )
 
 
-def _overlapping(model: nn.Module) -> Iterator[tuple[str, str]]:
-    found: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.numel():
-            others = found.setdefault(storage_key(tensor), [])
-            yield from ((other, name) for other, there in others if _overlap(tensor, there))
-            others.append((name, tensor))
+def _overlap(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have bytes in common."""
+    (first, end), (other_first, other_end) = _bytes(x), _bytes(other)
+    if min(end, other_end) <= max(first, other_first):
+        return False
+    if x.element_size() != other.element_size():
+        return True
+    taken = torch.zeros(max(end, other_end) // x.element_size(), dtype=torch.bool, device="cpu")
+    taken.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the ranges of elements from the first to the last of each meet."""
-    (first, end), (start, stop) = _range(a), _range(b)
-    return first < stop and start < end
-
-
-def _range(x: Tensor) -> tuple[int, int]:
-    start = x.storage_offset() * x.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.element_size()
+def _bytes(x: Tensor) -> tuple[int, int]:
+    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+    return x.storage_offset() * x.element_size(), (x.storage_offset() + span) * x.element_size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -11,12 +11,15 @@ from paraplan.ir.errors import CaptureError
 
 
 @contextmanager
-def assignments_written(model: nn.Module) -> Iterator[None]:
+def assignments_written(model: nn.Module, is_aliased: Callable[[Tensor], bool]) -> Iterator[None]:
     """Under it, a buffer that forward assigns anew (`self.mean = 0.9 * self.mean + ...`) is overwritten in place when
     it ends, which is what a trace records. (Other attributes are looked after in `reads`.)
 
+    Args:
+        model: the model.
+        is_aliased: whether forward has read a buffer from another attribute too, which keeps the first tensor.
     Raises:
-        CaptureError: what is assigned has another shape or dtype than the buffer.
+        CaptureError: what is assigned has another shape or dtype than the buffer, or that is aliased.
     """
     modules = list(model.named_modules())
     buffers = [dict(module._buffers) for _, module in modules]
@@ -25,7 +28,13 @@ def assignments_written(model: nn.Module) -> Iterator[None]:
         for key, old in before.items():
             new = module._buffers.get(key)
             if new is not old and old is not None and new is not None:
-                _write(old, new, f"{name}.{key}" if name else key)
+                where = f"{name}.{key}" if name else key
+                if is_aliased(old):
+                    raise CaptureError(
+                        f"forward assigns buffer {where!r} anew and reads it through another attribute or a list too, "
+                        f"which keeps the first tensor: write it in place (self.{key}.copy_(...)), or read self.{key}"
+                    )
+                _write(old, new, where)
                 module._buffers[key] = old
 
 

@@ -9,12 +9,14 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace.aliases import names_of
 from paraplan.ir.trace.carried import Changed, refuse_carried
 from paraplan.ir.trace.dynamic import Attribute
 from paraplan.ir.trace.export import Exported, LossFn, export_loss
 from paraplan.ir.trace.fake import fake_batch, fake_copy, traced_precision
 from paraplan.ir.trace.outputs import LossChoice
 from paraplan.ir.trace.reading import Reading, Reads, values_set
+from paraplan.ir.trace.shared_memory import refuse_shared_memory
 from paraplan.ir.trace.torch_private import FakeTensorMode
 
 T = TypeVar("T")
@@ -77,6 +79,8 @@ def trace_model(
         return _Once(copied, exported, reading)
 
     found = once()
+    read = found.reading.recorder.reads(names_of(model))
+    refuse_shared_memory(model, read, found.exported.updates)
     changes = found.reading.changes
     refuse_carried(changes, found.outcome[0], lambda values: once(changes, values).outcome)
     return Traced(found.copied, batch, found.exported, found.reading.reads(loss_fn, others, choice))

@@ -16,7 +16,8 @@ import itertools
 import pathlib
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +26,20 @@ from torch import Tensor, nn
 from paraplan.ir.trace.code import code_text
 from paraplan.ir.trace.torch_private import is_fake
 
+
+@dataclass(frozen=True)
+class Registered:
+    """A parameter or buffer of the model in question, whatever it holds."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"tensor {self.name!r} of the model"
+
+
 PLAIN = (
     bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, enum.Enum, slice, range, decimal.Decimal,
-    fractions.Fraction, datetime.date, datetime.timedelta, pathlib.PurePath,
+    fractions.Fraction, datetime.date, datetime.timedelta, pathlib.PurePath, Registered,
 )  # fmt: skip
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
@@ -47,6 +59,32 @@ class Absent:
 
 
 ABSENT = Absent()
+
+
+def named(value: object, names: Mapping[int, str]) -> object:
+    """A value with parameters and buffers, at any depth, replaced by their names.
+
+    Args:
+        value: data.
+        names: of parameters and buffers by id; a value that holds none of them is returned itself.
+    """
+    if isinstance(value, Tensor):
+        return Registered(names[id(value)]) if id(value) in names else value
+    if isinstance(value, dict):
+        found = {key: named(item, names) for key, item in value.items()}
+        return found if any(found[key] is not item for key, item in value.items()) else value
+    if isinstance(value, CONTAINERS):
+        items = [named(item, names) for item in value]
+        if all(mine is other for mine, other in zip(items, value, strict=True)):
+            return value
+        return frozenset(items) if isinstance(value, (set, frozenset)) else items
+    if isinstance(value, functools.partial):
+        args, keywords = named(value.args, names), named(value.keywords, names)
+        return value if args is value.args and keywords is value.keywords else [value.func, args, keywords]
+    if isinstance(value, types.SimpleNamespace):
+        held = named(vars(value), names)
+        return value if held is vars(value) else held
+    return value
 
 
 def is_data(value: object) -> bool:
