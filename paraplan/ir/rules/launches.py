@@ -54,6 +54,22 @@ def _linear(call: Call) -> int:
     return 1 + (len(call.inputs) == 3 and _copied(call.inputs[0]) and _flattened(call.inputs[0]))
 
 
+def _linear_grad_weight(call: Call) -> int:
+    return 1 + sum(map(_flattened, call.inputs))
+
+
+def _row_major_planes(call: Call) -> int:
+    """Copies of strided planes and weights."""
+    return 1 + sum(_copied(x) for x in call.inputs if x is not None and len(x.shape) > 2)
+
+
+def _merge(call: Call) -> int:
+    """Casts of what is not in the dtype of sums."""
+    (out, lse), other = call.outputs, call.inputs[2]
+    assert out is not None and lse is not None and other is not None
+    return 9 + (other.dtype != lse.dtype) + (out.dtype != lse.dtype)
+
+
 def _pack(call: Call) -> int:
     dims = call.args[2]
     assert isinstance(dims, (tuple, list))
@@ -65,17 +81,23 @@ def _unpack_stacked(call: Call) -> int:
 
 
 _COMPOSED: dict[str, Callable[[Call], int]] = {
+    "paraplan.attention_merge": _merge,
     "paraplan.bn_apply": _always(6),
     "paraplan.bn_grad_affine": _always(5),
     "paraplan.bn_grad_input": _always(13),
     "paraplan.bn_rstd": _always(3),
     "paraplan.bn_running": _always(3),
     "paraplan.bn_squares": _always(6),
+    "paraplan.conv": _row_major_planes,
+    "paraplan.conv_grad_input": _row_major_planes,
+    "paraplan.conv_grad_weight": _row_major_planes,
     "paraplan.embedding": _always(6),
     "paraplan.embedding_grad": _always(8),
     "paraplan.embedding_tables": _always(10),
     "paraplan.embedding_tables_grad": _always(10),
+    "paraplan.index_put": _always(2),
     "paraplan.linear": _linear,
+    "paraplan.linear_grad_weight": _linear_grad_weight,
     "paraplan.max_pool_grad": _always(2),
     "paraplan.pack": _pack,
     "paraplan.unpack_stacked": _unpack_stacked,

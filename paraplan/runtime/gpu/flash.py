@@ -13,6 +13,8 @@ from torch import Tensor
 
 from paraplan.ir.trace.attention_kernels import heads_last_layout
 
+aten = torch.ops.aten
+
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: None, seed: Tensor | None, p: float, slot: int, causal: bool, scale: float,
@@ -23,7 +25,7 @@ def attention(
         (b, h, s, _), e = q.shape, v.shape[-1]
         lse = torch.full((b, h, s), float("-inf"), dtype=torch.float32, device=q.device)
         return q.new_zeros((b, s, h, e)).transpose(1, 2), lse
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal and starts[2] == starts[3], False, scale=scale
     )
     return heads_last_layout(out), lse
@@ -39,7 +41,7 @@ def attention_grad(
         dq, dk, dv = (x.new_zeros((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
         return dq, dk, dv, None
     unread = lse  # the state of random numbers, which are not drawn
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         g_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal and starts[2] == starts[3],
         unread, unread, scale=scale,
     )  # fmt: skip

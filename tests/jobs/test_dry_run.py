@@ -1,0 +1,153 @@
+"""Plans for CUDA run on tensors without data: the kernels that run are the kernels that are chosen and priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo import build
+from paraplan.cost_models.catalog import parse_cluster
+from paraplan.ir.errors import CodegenError
+from paraplan.ir.lower import lower
+from paraplan.ir.lower.implement import call_of
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.program import Program
+from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
+from paraplan.ir.rules.launches import launch_count
+from paraplan.ir.trace import capture
+from paraplan.jobs.dry_run import InstrRun, dry_run
+from paraplan.jobs.local_ops import whole_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.sampling import random_plan
+
+pytest.importorskip("triton")
+ADAMW = OPTIMIZERS["adamw"]
+UNCOUNTED = {"paraplan.stack", "paraplan.unstack", "paraplan.bn_grad_affine", "paraplan.bn_grad_input"}
+"""Padded layouts launch by their padding; the backward of batch norm is decomposed where torch has no CUDA."""
+
+
+def _program(name: str, precision: str = "bf16") -> Program:
+    small = build(name, 0.1)
+    batch = {key: x.float() if x.is_floating_point() else x for key, x in small.batch.items()}
+    return capture(small.model.float(), batch, loss_fn=small.loss_fn, precision=precision, batch_dims=small.batch_dims)
+
+
+def _programs(program: Program) -> Iterator[RankProgram]:
+    """One device's, and those of two random plans of four."""
+    yield lower(whole_plan(program, parse_cluster("1xH100"), ADAMW))[0]
+    for seed in range(2):
+        yield from lower(random_plan(Job(program, parse_cluster("4xH100"), ADAMW, ModelRef(display="x"), {}), seed))
+
+
+def _ran(rank: RankProgram) -> Iterator[tuple[Block, Instr, InstrRun]]:
+    for name, runs in dry_run(rank, "cuda").items():
+        block = rank.blocks[name]
+        for run in runs:
+            if block.instrs[run.index].kind is InstrKind.OP:
+                yield block, block.instrs[run.index], run
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "unet", "dlrm", "gpt2_lora"])
+def test_what_is_launched_is_what_is_priced(name: str) -> None:
+    for rank in _programs(_program(name)):
+        for block, instr, run in _ran(rank):
+            where = (block.name, run.index, instr.target, instr.kernel)
+            if instr.target not in UNCOUNTED:
+                counted = launch_count("cuda", instr.target, instr.kernel, call_of(block, instr))
+                assert abs(counted - len(run.launches)) <= (instr.kernel == "flash"), where
+                assert run.workspace_bytes <= instr.workspace_bytes, where
+
+
+def _attention(precision: str, dropout: float) -> dict[str, str]:
+    small = build("gpt2", dropout)
+    batch = {key: x.float() if x.is_floating_point() else x for key, x in small.batch.items()}
+    program = capture(small.model.float(), batch, loss_fn=small.loss_fn, precision=precision)
+    (rank,) = lower(whole_plan(program, parse_cluster("1xH100"), ADAMW))
+    return {i.target: i.kernel for block in rank.blocks.values() for i in block.instrs if "attention" in i.target}
+
+
+def test_which_attention_runs() -> None:
+    """Torch's flash kernel in half precision without dropout; tiles of ours else; a composition in float64."""
+
+    def both(kernel: str) -> dict[str, str]:
+        return {"paraplan.attention": kernel, "paraplan.attention_grad": kernel}
+
+    assert _attention("bf16", 0.0) == both("flash")
+    assert _attention("bf16", 0.1) == both("triton")
+    assert _attention("fp32", 0.0) == both("triton")
+    assert _attention("fp64", 0.1) == both("")
+
+
+def test_a_plan_for_cpus_has_reference_kernels_alone() -> None:
+    (rank,) = lower(whole_plan(_program("gpt2"), parse_cluster("local:1"), ADAMW))
+    assert not any(instr.kernel for block in rank.blocks.values() for instr in block.instrs)
+
+
+class Head(nn.Module):
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, columns, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(nn.functional.dropout(self.linear(x), 0.1), y)
+
+
+@pytest.mark.parametrize("columns", [100, 50_000])
+def test_launches_do_not_grow_with_the_vocabulary(columns: int) -> None:
+    batch = {"x": torch.zeros(64, 16), "y": torch.zeros(64, dtype=torch.long)}
+    (rank,) = lower(whole_plan(capture(Head(columns), batch, precision="bf16"), parse_cluster("1xH100"), ADAMW))
+    runs = [(instr.target, run.launches) for _, instr, run in _ran(rank)]
+    entropy = [launch for target, launches in runs if ".ce_" in target for launch in launches]
+    dropped = [launches for target, launches in runs if target == "paraplan.dropout"]
+    assert len(entropy) == 5
+    assert [len(launches) for launches in dropped] == [1, 1]
+    assert all(launch.nbytes <= 4.1 * 64 * columns for launches in dropped for launch in launches)
+
+
+def test_scores_are_never_allocated() -> None:
+    """No value, no workspace and no result inside is as large as the scores of a head."""
+    small = build("gpt2", 0.1)
+    batch = {key: x.repeat(1, 1) for key, x in small.batch.items()}
+    (rank,) = lower(whole_plan(capture(small.model.float(), batch, precision="bf16"), parse_cluster("1xH100"), ADAMW))
+    for block, instr, run in _ran(rank):
+        if "attention" in instr.target:
+            heads, rows = next(value.shape[1:3] for value in call_of(block, instr).inputs if value is not None)
+            assert run.workspace_bytes < batch["input_ids"].shape[0] * heads * rows * rows * 4
+
+
+def _edited(rank: RankProgram, target: str, **changes: object) -> RankProgram:
+    """The program with a result of an op foretold otherwise."""
+    for name, block in rank.blocks.items():
+        for instr in block.instrs:
+            if instr.target == target and instr.outs[0] is not None:
+                value = msgspec.structs.replace(block.values[instr.outs[0]], **changes)
+                block = msgspec.structs.replace(block, values={**block.values, instr.outs[0]: value})
+                return msgspec.structs.replace(rank, blocks={**rank.blocks, name: block})
+    raise AssertionError(target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float16"}, "the program says float16"),
+        ({"shape": (3,), "strides": (1,)}, r"the program says .*\[3\]"),
+    ],
+)
+def test_a_wrong_foretelling_is_found(changes: dict[str, object], said: str) -> None:
+    (rank,) = lower(whole_plan(_program("gpt2"), parse_cluster("1xH100"), ADAMW))
+    with pytest.raises(CodegenError, match=rf"paraplan.dropout: result .*{said}"):
+        dry_run(_edited(rank, "paraplan.dropout", **changes), "cuda")
+
+
+def test_tensors_on_two_devices_are_found() -> None:
+    (rank,) = lower(whole_plan(_program("gpt2"), parse_cluster("1xH100"), ADAMW))
+    name, block = next((name, block) for name, block in rank.blocks.items() if name.startswith("k1"))
+    weight = next(str(instr.args[1])[1:] for instr in block.instrs if instr.target == "paraplan.linear")
+    values = {**block.values, weight: msgspec.structs.replace(block.values[weight], tier="host")}
+    away = msgspec.structs.replace(rank, blocks={name: msgspec.structs.replace(block, values=values)})
+    with pytest.raises(CodegenError, match="device"):
+        dry_run(away, "cuda")
