@@ -283,6 +283,17 @@ def test_padding_counts_for_nothing_in_bags(mode: str) -> None:
     assert not any("bag" in op.target for kind in program.kinds for op in kind.graph.ops)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_one_id_are_embeddings(mode: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batch = {"x": torch.randn(8, 8, generator=generator), "ids": torch.randint(0, 5, (8, 1), generator=generator)}
+    model = Padded(mode)
+    program = assert_trains_as_eager(model, batch)
+    assert not any("bag" in op.target for kind in program.kinds for op in kind.graph.ops)
+    plan = search(job_of(program, 1, "momentum"), Constraints(microbatches=2), certify=False).plan
+    assert eager_error(plan, model, batch, loss_by(None)) <= 1e-9
+
+
 class Discounted(nn.Module):
     """Numbers written out, in the input's dtype, in none and in powers of a count."""
 

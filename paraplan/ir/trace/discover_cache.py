@@ -21,7 +21,7 @@ from paraplan.ir.rules.carried import rule_fault
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
 
-VERSION = 5  # of what discovery does: rules that another version found are found anew
+VERSION = 6  # of what discovery does: rules that another version found are found anew
 MAX_RULES = 4096
 
 

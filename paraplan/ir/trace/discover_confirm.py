@@ -77,9 +77,9 @@ def _way(way: int | str) -> str:
 
 
 def _fits(bench: Bench, letter: Letter) -> bool:
-    """Whether the letter's dims are of one size here, which is a multiple of its smallest block."""
+    """Whether the letter's dims are of one size here, which is several of its smallest blocks."""
     sizes = {bench.sizing.shapes[value][dim] for value, dim in letter.members}
-    return len(sizes) == 1 and sizes.pop() % letter.step == 0
+    return len(sizes) == 1 and sizes.pop() % letter.step == 0 and bool(counts_of(bench, letter))
 
 
 def _words(letter: Letter) -> str:

@@ -142,9 +142,7 @@ def _without_padding(rewriter: Rewriter, node: fx.Node, rows: fx.Node, is_paddin
 
 def _is_steps(node: fx.Node, count: int, step: int) -> bool:
     """Whether a node is 0, step, 2 · step, ..., `count` of them."""
-    if aten_name(node.target) != "arange" or len(node.args) != 3:
-        return False
-    return node.args[0] == 0 and node.args[2] == step and node.args[1] == count * step
+    return _range_of(node) == (0, count * step, step)
 
 
 def _is_arange(node: fx.Node, size: int) -> bool:
@@ -154,10 +152,15 @@ def _is_arange(node: fx.Node, size: int) -> bool:
         return False
     while aten_name(node.target) in _PASS:
         node = node.args[0]  # type: ignore[assignment]
-    if aten_name(node.target) != "arange":
-        return False
-    bounds = [arg for arg in node.args if isinstance(arg, int)]
-    return len(bounds) == len(node.args) and bounds in ([size], [0, size], [0, size, 1])
+    return _range_of(node) == (0, size, 1)
+
+
+def _range_of(node: fx.Node) -> tuple[int, int, int] | None:
+    """Start, end and step of an arange of integers, those that are not given included; None of anything else."""
+    if aten_name(node.target) != "arange" or not all(isinstance(arg, int) for arg in node.args):
+        return None
+    start, end, step = (0, *node.args, 1) if len(node.args) == 1 else (*node.args, 1)[:3]
+    return start, end, step  # type: ignore[return-value]
 
 
 def mixture(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:

@@ -187,7 +187,7 @@ def test_rules_are_kept_and_never_trusted_blindly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wrong = (
-        ("{", "is not used"), (text.replace('"version":5', '"version":1'), "is version 1"),
+        ("{", "is not used"), (text.replace('"version":6', '"version":1'), "is version 1"),
         (text.replace('"sizes":{"a":8', '"sizes":{"a":5'), "do not divide"),
         (text.replace('"source"', '"code":"import os","source"'), "unknown field"),
     )  # fmt: skip
@@ -284,3 +284,14 @@ def test_shards_that_are_the_whole_each_show_no_maximum() -> None:
     }
     op = Op(target="aten.embedding_renorm.default", args=("%w", "%ids", 1.0, 2.0), outs=("out",))
     assert discover(op, values).is_whole
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"), [("shuffle", (8, 4, 4, 4), (8, 1, 8, 8)), ("unshuffle", (8, 1, 8, 8), (8, 4, 4, 4))]
+)
+def test_a_block_that_is_all_of_a_dim_somewhere_hides_no_other_letter(
+    name: str, before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    values = {"x": TensorSpec("float64", before), "y": TensorSpec("float64", after)}
+    rule = discover(Op(target=f"aten.pixel_{name}.default", args=("%x", 2), outs=("y",)), values)
+    assert rule.inputs == (("a", "_", "b", "c"),) == rule.outputs and rule.linear == ((0,),)
