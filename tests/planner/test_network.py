@@ -179,6 +179,33 @@ def test_many_readers_are_looked_at_by_sets(monkeypatch: pytest.MonkeyPatch) -> 
                     assert one.marginal(place) == pytest.approx(other.marginal(place), abs=1e-12)
 
 
+@pytest.mark.parametrize("part", [1, 2])
+def test_readers_in_parts_keep_the_optimum_and_its_bounds(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    for name, value in (("MANY", 99), ("MOST", 0), ("PART", part)):
+        monkeypatch.setattr(messages, name, value)
+    for seed in range(24):
+        network = random_network(seed, seed % 2)
+        agrees(network, min((float(work.sum()) for _, work in every_choice(network)), default=math.inf))
+    test_bounds_never_fall_and_options_keep_theirs()
+
+
+def test_many_readers_of_many_layouts_take_no_more_groupings_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen readers, which have ten thousand million groupings, of thirteen layouts."""
+    asked: list[int] = []
+    monkeypatch.setattr(messages, "groupings", lambda count: (asked.append(count), groupings(count))[1])
+    rng = np.random.default_rng(0)
+    readers, layouts = 16, 13
+    moved = rng.random((layouts, layouts, STREAMS))
+    moved[range(layouts), range(layouts)] = 0.0
+    factor = Factor(0, tuple(range(1, readers + 1)), np.arange(layouts), (np.arange(layouts),) * readers, moved)
+    network = Network(tuple(rng.random((layouts, STREAMS)) for _ in range(readers + 1)), (factor,))
+    point = evaluate(network, np.ones(STREAMS), np.zeros(0), time.perf_counter() + 60)
+    found = optimise(network)
+    assert asked and max(asked) <= messages.PART
+    assert found.status is Status.OPTIMAL and point.bound <= found.objective * (1 + 1e-9)
+    assert network.work(point.choices).sum() <= 1.2 * found.objective
+
+
 def test_branching_keeps_the_optimum_and_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every node branched on, whatever its size, as with none."""
     monkeypatch.setattr(branch, "FEW", 0)

@@ -12,7 +12,9 @@ read off the messages, these are proved optimal. On sharding problems that takes
 
 Min-marginals of a factor with several readers, who share what is moved, are minima over the ways to group the readers:
 each group asks for one layout, and a split into groups that choose the same layout only costs more than joining them.
-Of many readers, whose groupings are too many, they are minima over the sets of layouts that are asked for.
+Of many readers, whose groupings are too many, they are minima over the sets of layouts that are asked for; of many
+readers and many layouts they are those of a factor that costs no more: readers in parts of a few, each part paying for
+itself an equal share of what it moves (as much as all at once where all parts ask for the same).
 
 Source: sequential reweighted message passing, Kolmogorov 2015 (TRW-S for pairs: Kolmogorov 2006).
 """
@@ -33,6 +35,9 @@ Groups = tuple[tuple[int, ...], ...]
 MANY, SETS = 5, 12
 """So many readers are looked at by the sets of layouts they may ask for, where there are at most so many layouts: five
 readers have 52 groupings, nine 21147."""
+
+MOST, PART = 7, 4
+"""More readers than these are looked at in parts of so many, where their layouts are too many for sets."""
 
 
 @lru_cache(maxsize=32)
@@ -64,6 +69,23 @@ def maxima_of_sets(values: Floats) -> Floats:
     return found
 
 
+def _over_groupings(cost: Floats, messages: Sequence[Floats], mine: int = -1, rest: Floats | float = 0.0) -> Floats:
+    """[have] the least that readers cost, messages taken away, or, `rest` being what else each layout of the source
+    costs, [want] the least of all given the layout of one reader."""
+    found: list[Floats] = []
+    costs: dict[tuple[int, ...], Floats] = {}
+    minima: dict[tuple[int, ...], Floats] = {}
+    for groups in groupings(len(messages)):
+        for group in groups:
+            if group not in costs:
+                costs[group] = cost - sum(messages[reader] for reader in group)
+                minima[group] = np.minimum.reduce(costs[group], axis=1)
+        own = next((group for group in groups if mine in group), None)
+        others = np.asarray(sum((minima[group] for group in groups if group is not own), rest))
+        found.append(others if own is None else np.minimum.reduce(costs[own] + others[:, None], axis=0))
+    return np.asarray(np.minimum.reduce(found))
+
+
 class _Factor:
     """A factor's scalar cost [have, want] and its messages, source first; absent layouts have message -inf.
 
@@ -78,7 +100,8 @@ class _Factor:
         self.layouts = (np.searchsorted(rows, layouts[0]), *(np.searchsorted(columns, wants) for wants in layouts[1:]))
         readers = len(variables) - 1
         self.by_sets = readers >= MANY and len(columns) <= SETS
-        self.groupings = () if self.by_sets else groupings(readers)
+        count = 1 if self.by_sets or readers <= MOST else -(-readers // PART)
+        self.parts = tuple(tuple(map(int, part)) for part in np.array_split(np.arange(readers), count))
         self.messages: list[Floats] = []
         self.present: list[Ints] = []
         self.absent: list[bool] = []
@@ -100,6 +123,7 @@ class _Factor:
         self.cost = np.ascontiguousarray(cost[np.ix_(*self.numbers)])
         self._turned = np.ascontiguousarray(self.cost.T)  # minima along the first axis are quicker
         self._asked = sums_of_sets(list(self._turned)) if self.by_sets else None
+        self._share = self.cost / len(self.parts)
 
     def again(self, cost: Floats) -> _Factor:
         """The same factor at another cost, its messages taken over."""
@@ -154,21 +178,12 @@ class _Factor:
             return self.opposite(place) - m[place]
         if self._asked is not None:
             return self._marginal_over_sets(self._asked, place, m)
-        best = np.full(len(m[place]), np.inf)
-        group_costs: dict[tuple[int, ...], Floats] = {}
-        group_minima: dict[tuple[int, ...], Floats] = {}
-        for groups in self.groupings:
-            for group in groups:
-                if group not in group_costs:
-                    group_costs[group] = self.cost - sum(m[1 + reader] for reader in group)
-                    group_minima[group] = np.minimum.reduce(group_costs[group], axis=1)
-            if place == 0:
-                np.minimum(best, sum(group_minima[group] for group in groups) - m[0], out=best)
-                continue
-            mine = next(group for group in groups if place - 1 in group)
-            rest = sum((group_minima[group] for group in groups if group is not mine), -m[0])
-            np.minimum(best, np.minimum.reduce(group_costs[mine] + rest[:, None], axis=0), out=best)
-        return best
+        mine = next((part for part in self.parts if place - 1 in part), None)
+        rest = sum((_over_groupings(self._share, [m[1 + r] for r in part]) for part in self.parts if part is not mine),
+                   -m[0])  # fmt: skip
+        if mine is None:
+            return rest
+        return _over_groupings(self._share, [m[1 + r] for r in mine], mine.index(place - 1), rest)
 
     def _marginal_over_sets(self, asked: Floats, place: int, m: Sequence[Floats]) -> Floats:
         """The same, `asked` being [set, have] what it costs to move a set of layouts."""
