@@ -304,7 +304,7 @@ def compile(
             Face models, whose batch is then [batch, seq] tokens.
         loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss. Inputs by
             name that forward does not take (labels) are given to it alone.
-        optimizer: what keeps states: sgd, momentum, adam, adamw.
+        optimizer: what keeps states: sgd, momentum, nesterov, adam, adamw; with weight_decay sgd+decay, adam+decay ...
         precision: "fp32", "fp64", or "bf16", "fp8" (bf16, linear layers in float8) and "fp16" (float32 master weights;
             fp16 trains with `Trainer.scaler`).
         batch_dims: the batch dim of each input; dim 0 by default.

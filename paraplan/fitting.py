@@ -81,7 +81,8 @@ def fit(
             Inputs by name that forward does not take (labels) are given to it alone.
         loss: which of several scalars a model returns is trained on, where none is named "loss": its name, or place
             in a tuple (`loss="1"` of `logits, loss`); the sum of several, or weighted by name, is then returned alone.
-        optimizer: whose states count: sgd, momentum, adam, adamw.
+        optimizer: whose states and update count: sgd, momentum, nesterov, adam, adamw; with weight_decay, which takes
+            more, sgd+decay, momentum+decay, nesterov+decay, adam+decay (adamw takes no more).
         accumulate: gradients are accumulated over several backwards: the sum so far counts too.
         microbatches: how many parts a batch is worked on in, one after another.
         offload: whether tensors may wait in the host's memory, where copying them costs less than making them again.
@@ -111,8 +112,8 @@ def fit(
     precision, device = _precision(model)
     if not isinstance(optimizer, str):
         raise ConstraintError(
-            f"optimizer={type(optimizer).__name__}: say by name whose states count, sgd, momentum, adam or adamw; the "
-            "optimizer itself stays yours"
+            f"optimizer={type(optimizer).__name__}: say by name whose states count: sgd, momentum, nesterov, "
+            "adam, adamw, or with weight_decay sgd+decay, adam+decay; the optimizer itself stays yours"
         )
     spec = as_cluster(cluster) if cluster is not None else _here(device)
     casts = ambient_autocast(device)

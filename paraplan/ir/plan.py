@@ -109,7 +109,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "momentum": Optimizer(name="momentum", state_slots=1, workspace_slots=0),
     "adam": Optimizer(name="adam", state_slots=2, workspace_slots=2, lingering_slots=1, scalar_bytes=4),
     "adamw": Optimizer(name="adamw", state_slots=2, workspace_slots=2, lingering_slots=1, scalar_bytes=4),
+    "nesterov": Optimizer(name="nesterov", state_slots=1, workspace_slots=1),
+    "sgd+decay": Optimizer(name="sgd+decay", state_slots=0, workspace_slots=1),
+    "momentum+decay": Optimizer(name="momentum+decay", state_slots=1, workspace_slots=1),
+    "nesterov+decay": Optimizer(name="nesterov+decay", state_slots=1, workspace_slots=2),
+    "adam+decay": Optimizer(name="adam+decay", state_slots=2, workspace_slots=3, lingering_slots=1, scalar_bytes=4),
 }
+"""By name. `+decay`: with `weight_decay`, which adds the parameter to its gradient in a tensor of its own (AdamW's
+scales the parameter in place and needs none)."""
 
 
 class ParamLayouts(Value, frozen=True, kw_only=True):

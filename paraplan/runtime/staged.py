@@ -104,7 +104,8 @@ class Staging:
     def _step(self, params: Collection[nn.Parameter], there: list[tuple[str, Tensor]]) -> None:
         """The optimizer's step of some parameters; `there` is what of theirs is on a tier."""
         booked = self.tracker.is_entered
-        first = any(param not in self.optimizer.state for param in params)  # states come to be: booked from then on
+        stateful = self.rank.plan.optimizer.state_slots > 0
+        first = stateful and any(param not in self.optimizer.state for param in params)  # states are made: not booked
         self._narrow(params)
         self.inside = True
         try:

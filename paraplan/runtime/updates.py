@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.holding import Holding, holdings
 from paraplan.ir.mesh import Shard, parse_layout
+from paraplan.ir.plan import OPTIMIZERS, Optimizer
 from paraplan.runtime.coupling import Coupling, coupling
 from paraplan.runtime.optim import GroupMaker
 from paraplan.runtime.rank import Rank
@@ -53,6 +55,7 @@ def make_optimizer(
             "nothing tells the plan that its step has ended and parameters are to be gathered; derive it from torch's"
         )
     rank.has_optimizer = True
+    _warn_of_memory(rank.plan.optimizer, made)
     if _wants_closure(made):
         made.register_step_pre_hook(lambda _, args, kwargs: _check_closure(name, args[1:], kwargs))
     held = holdings(rank.plan)
@@ -66,6 +69,29 @@ def make_optimizer(
             asked = _Asked(cls, options, made.param_groups, dims, torch.empty(0, dtype=like.dtype, device=like.device))
             _refuse_coupled(rank, name, _coupling(asked), trained)
     return made
+
+
+def _warn_of_memory(planned: Optimizer, made: torch.optim.Optimizer) -> None:
+    """Warn where an optimizer of torch's keeps or allocates more than the plan's memory counts."""
+    asked = [OPTIMIZERS[name] for group in made.param_groups if (name := _name_of(made, group)) in OPTIMIZERS]
+    for each in asked:
+        if each.state_slots > planned.state_slots or each.workspace_slots > planned.workspace_slots:
+            warnings.warn(
+                f"the plan counts the memory of optimizer {planned.name!r}; this one is {each.name!r}, whose states or "
+                f"update take more: peaks may exceed the predicted ones; plan with optimizer={each.name!r}",
+                stacklevel=4,
+            )
+            return
+
+
+def _name_of(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    """What plans call an optimizer of torch's with the options of a group; "" of others."""
+    decay = "+decay" if group.get("weight_decay") else ""
+    if type(made) is torch.optim.SGD:
+        return f"{'nesterov' if group['nesterov'] else 'momentum' if group['momentum'] else 'sgd'}{decay}"
+    if type(made) is torch.optim.AdamW:
+        return "adamw"
+    return f"adam{decay}" if type(made) is torch.optim.Adam else ""
 
 
 class _Asked:

@@ -31,7 +31,9 @@ _PARTS = {
     "learn_into": "paraplan.jobs.record",
 }
 _part = lazy(_PARTS)
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+OPTIMIZERS = (
+    "sgd", "momentum", "adam", "adamw", "nesterov", "sgd+decay", "momentum+decay", "nesterov+decay", "adam+decay",
+)  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:
@@ -51,7 +53,7 @@ def profile(
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences of the global batch (hf: models).")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence (hf: models).")] = 128,
-    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, nesterov, adam, adamw; sgd+decay ...")] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, fp64, bf16, fp16 or fp8.")] = "fp32",
     threads: Annotated[int, typer.Option(help="Of a CPU process.")] = 1,
     processes: Annotated[

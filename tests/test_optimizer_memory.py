@@ -1,0 +1,67 @@
+"""What the updates of torch's optimizers keep and allocate is what their plans count."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paraplan
+from paraplan.api import Plan
+from paraplan.codegen import build_modules
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.plan import OPTIMIZERS
+from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
+from paraplan.runtime.local import InProcessTrainer
+
+BATCH = {"x": torch.randn(8, 16), "y": torch.arange(8) % 3}
+
+
+class Deep(nn.Module):
+    """Linear layers, whose parameters weigh as much as their activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layers(x)), y)
+
+
+def planned(optimizer: str, states: str | None) -> Plan:
+    how = {} if states is None else {"offload_states": states}
+    return paraplan.compile(Deep(), "local:2", example_inputs=BATCH, optimizer=optimizer, mesh=(2,), **how)
+
+
+@pytest.mark.parametrize("states", [None, "all-fetched", "fetched-grads"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_peaks_are_as_predicted(name: str, states: str | None) -> None:
+    plan = planned(name, states)
+    trainer = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], Deep())
+    cls, options = OPTIMIZER_CLASSES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            trainer.step(BATCH)
+            trainer.apply_optimizer(cls, lr=0.05, **options)
+    simulation = simulate_plan(plan.data, plan.programs)
+    assert [trainer.peak_bytes(rank) for rank in range(2)] == list(simulation.peak_bytes) * (2 // len(plan.programs))
+    for rank in range(2):
+        trace = simulation.traces[plan.data.schedule.rank_class[rank]]
+        assert trainer.tier_peak_bytes(rank) == trace.tier_peak_bytes
+
+
+def test_an_optimizer_that_takes_more_than_planned_is_warned_of() -> None:
+    plan = paraplan.compile(Deep(), "local:1", example_inputs=BATCH, optimizer="momentum")
+    for cls, options, name in (
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, r"momentum\+decay"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "nesterov"),
+        (torch.optim.AdamW, {"lr": 0.1}, "adamw"),
+    ):
+        with pytest.warns(UserWarning, match=f"'momentum'.*plan with optimizer='{name}'"):
+            plan.executable(Deep()).optimizer(cls, **options)
