@@ -11,6 +11,7 @@ from paraplan.ir.program import Denominator, Output, SegmentKind
 from paraplan.ir.trace.complex_forms import COMPLEX_FORMS
 from paraplan.ir.trace.convert import Writer, finish, write_constant
 from paraplan.ir.trace.index_forms import INDEX_FORMS
+from paraplan.ir.trace.joined import join_slices
 from paraplan.ir.trace.joint import line_of_node, trace_forward, trace_joint
 from paraplan.ir.trace.norm_forms import NORM_FORMS
 from paraplan.ir.trace.normal_forms import FORMS
@@ -57,7 +58,7 @@ def make_kind(
     param_grads = [_grad(writer, next(results)) if want else None for want in joint.param_grads]
     input_grads = [_grad(writer, next(results)) if want else None for want in joint.input_grads]
     outside = [*params, *inputs, *([seed] if seed else []), *(t for t in tangents if t)]
-    written = finish(writer, outside, [*outputs, *param_grads, *input_grads])
+    written = join_slices(finish(writer, outside, [*outputs, *param_grads, *input_grads]))
     own = [node in forward.numerators or name in params for node, name in zip(piece.outputs, outputs, strict=True)]
     graph = own_results(written, own)
     kept = {node: local for node, local in zip(asides, aside_names, strict=True) if local in graph.values}
