@@ -143,13 +143,16 @@ def _on_mesh(
     job: Job, mesh: Mesh, constraints: Constraints, limits: Limits,
     failures: list[NoPlanError], progress: Progress, cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
-    """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster."""
+    """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster, and there is
+    time."""
     found: list[Candidate] = []
-    best_s = float("inf")
+    best_s, clock = float("inf"), _Clock(limits)
     for count in _microbatch_counts(job, constraints, mesh):
+        if found and clock.is_over:
+            break
         named = "x".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
         progress(f"mesh {named}, {count} microbatch{'es' if count > 1 else ''}")
-        here = _solve(job, mesh, count, constraints, limits, failures, cutoff_s)
+        here = _solve(job, mesh, count, constraints, clock, failures, cutoff_s)
         if isinstance(here, Skipped):
             return found or here
         found += here
@@ -162,8 +165,25 @@ def _on_mesh(
     return found
 
 
+class _Clock:
+    """What all tries on one mesh share of the time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._started = limits, time.perf_counter()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time has passed."""
+        return time.perf_counter() - self._started >= self._limits.time_s
+
+    @property
+    def left(self) -> Limits:
+        """The limits of a try that begins now."""
+        return replace(self._limits, time_s=self._limits.left_s(time.perf_counter() - self._started))
+
+
 def _solve(
-    job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits,
+    job: Job, mesh: Mesh, count: int, constraints: Constraints, clock: _Clock,
     failures: list[NoPlanError], cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
     """Plans for a mesh: one that keeps every activation, and where memory binds what need not: one that does
@@ -179,7 +199,7 @@ def _solve(
             break
         if constraints.recompute in (None, "none"):
             try:
-                solved = solve_mesh(job, mesh, count, rung, limits, cutoff_s)
+                solved = solve_mesh(job, mesh, count, rung, clock.left, cutoff_s)
                 if isinstance(solved, Skipped):  # recomputing would only add work
                     return found or solved
                 found.append(solved)
@@ -188,10 +208,10 @@ def _solve(
             except NoPlanError as fault:
                 failures.append(fault)
                 if rung.offload_states in ("any", "any-grads") and isinstance(fault, SolverLimitError):
-                    found += _by_places(job, mesh, count, rung, limits)
+                    found += _by_places(job, mesh, count, rung, clock.left)
         if not _keeps_all(constraints):
             try:
-                found.append(solve_with_recomputation(job, mesh, count, rung, limits))
+                found.append(solve_with_recomputation(job, mesh, count, rung, clock.left))
             except NoPlanError as fault:
                 failures.append(fault)
     op_by_op = mesh.size == 1 and constraints.recompute is None and not _states_pinned_away(constraints)
@@ -199,7 +219,7 @@ def _solve(
         # Its failures are of one order of ops; what the others say is about all.
         with suppress(NoPlanError):
             kept = msgspec.structs.replace(constraints, offload_states="none")
-            found.append(solve_op_by_op(job, mesh, count, kept, limits))
+            found.append(solve_op_by_op(job, mesh, count, kept, clock.left))
     return found
 
 

@@ -6,16 +6,18 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.errors import InfeasibleError, NoPlanError
+from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh, P, R, Shard, make_mesh, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.struct import to_json
+from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
 from paraplan.planner.classes import grad_classes, param_classes
 from paraplan.planner.constraints import Constraints
@@ -299,3 +301,25 @@ def test_both_degrees_and_pinned_parameters(tiny_gpt2) -> None:  # type: ignore[
     assert plan.prediction is not None and plan.certificate is not None
     assert plan.certificate.bound_s <= plan.prediction.step_s
     assert plan.certificate.gap == pytest.approx(1 - plan.certificate.bound_s / plan.prediction.step_s)
+
+
+def test_all_tries_on_a_mesh_share_its_time(tiny_mlp, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Two tries of six seconds end a search of ten, though more microbatches might be faster still."""
+    now, tries = [0.0], list[tuple[str, int, float]]()
+    monkeypatch.setattr(search_module.time, "perf_counter", lambda: now[0])
+
+    def kept(job: Job, mesh: Mesh, count: int, pins: Constraints, limits: Limits, cutoff_s: float) -> SimpleNamespace:
+        tries.append(("kept", count, limits.time_s))
+        now[0] += 6.0
+        return SimpleNamespace(simulation=SimpleNamespace(step_s=1 / count), memory_binds=True)
+
+    def recomputed(job: Job, mesh: Mesh, count: int, pins: Constraints, limits: Limits) -> None:
+        tries.append(("recomputed", count, limits.time_s))
+        raise SolverLimitError("none")
+
+    monkeypatch.setattr(search_module, "solve_mesh", kept)
+    monkeypatch.setattr(search_module, "solve_with_recomputation", recomputed)
+    job, limits = tiny_mlp.job(2), replace(NO_LIMIT, time_s=10.0)
+    found = search_module._on_mesh(job, LINE, Constraints(), limits, [], lambda text: None, math.inf)
+    assert len(found) == 2
+    assert tries == [("kept", 1, 10.0), ("recomputed", 1, 4.0), ("kept", 2, 4.0), ("recomputed", 2, 1.0)]
