@@ -11,7 +11,8 @@ the order in which the optimizer made them, which the first update shows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,16 +42,56 @@ class Staging:
         self._groups: list[dict[str, Any]] = []
         self._params: list[list[nn.Parameter]] = []
         self._outer: Mapping[str, Any] = {}
-        optimizer.register_step_pre_hook(lambda *_: self._leave_out())
+        optimizer.register_step_pre_hook(lambda _, args, kwargs: self._leave_out(args, kwargs))
         optimizer.register_step_post_hook(lambda *_: self._take_back())
         rank.executor.updater = self.update
 
-    def _leave_out(self) -> None:
-        """A step of the user's begins: what is staged is not in it."""
-        if not self.inside:
+    def _leave_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """A step of the user's begins: what is staged is not in it, but for a closure, which has all of it.
+
+        Returns:
+            What the step is called with instead, if anything.
+        """
+        if self.inside:
+            return None
+        self._take_back()
+        self.rank.waiting.check()
+        self._leave_out_staged()
+        given = inspect.signature(type(self.optimizer).step).bind_partial(*args, **kwargs)
+        closure = given.arguments.get("closure")
+        if closure is None:
+            return None
+        given.arguments["closure"] = self._once(closure)
+        return given.args, given.kwargs
+
+    def _leave_out_staged(self) -> None:
+        self._narrow(param for name, param in self.rank.params.items() if name not in self.rank.staged)
+
+    def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that has all groups as the user knows them; what is staged is updated after it, so that it is to be
+        called once, before any update."""
+        before = self._versions()
+
+        def call() -> Any:
+            nonlocal before
+            if before is None or before != self._versions():
+                raise PlanMismatchError(
+                    f"{type(self.optimizer).__name__} calls the closure of its step again, or after it changed "
+                    "parameters, and under this plan parameters are updated a few at a time after the step; use an "
+                    "optimizer that calls it once and first, or plan without offload_states"
+                )
+            before = None
             self._take_back()
-            self.rank.waiting.check()
-            self._narrow(param for name, param in self.rank.params.items() if name not in self.rank.staged)
+            try:
+                return closure()
+            finally:
+                self.rank.waiting.check()
+                self._leave_out_staged()
+
+        return call
+
+    def _versions(self) -> list[int] | None:
+        return [param._version for param in self.rank.params.values()]
 
     def _narrow(self, kept: Iterable[nn.Parameter]) -> None:
         """Leave only these in the optimizer's groups."""

@@ -54,10 +54,15 @@ def make_optimizer(
             f"{name} is no torch.optim.Optimizer whose __init__ has run (super().__init__(params, defaults)), so "
             "nothing tells the plan that its step has ended and parameters are to be gathered; derive it from torch's"
         )
+    if _wants_closure(made):
+        if rank.staged:
+            raise PlanMismatchError(
+                f"{name} takes no step without a closure, and under this plan parameters are updated a few at a time "
+                "after the loss was computed; use an optimizer whose step() needs none, or plan without offload_states"
+            )
+        made.register_step_pre_hook(lambda _, args, kwargs: _check_closure(name, args[1:], kwargs))
     rank.has_optimizer = True
     _warn_of_memory(rank.plan.optimizer, made)
-    if _wants_closure(made):
-        made.register_step_pre_hook(lambda _, args, kwargs: _check_closure(name, args[1:], kwargs))
     held = holdings(rank.plan)
     own = {id(param) for group in made.param_groups for param in group["params"]}
     names = {name for name, param in rank.params.items() if params is None or id(param) in own}

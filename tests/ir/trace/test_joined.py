@@ -46,7 +46,7 @@ def _read_twice(h: Tensor) -> Tensor:
     return h[..., :4] * h[..., 4:8] + h[..., 8:] * h.square().mean()
 
 
-CUTS = {"thirds": 1, "rotated": 2, "overlapping": 0, "gap": 0, "whole too": 0}
+CUTS = {"thirds": 1, "rotated": 2, "overlapping": 0, "gap": 0, "whole too": 1}
 PIECES = dict(zip(CUTS, (_thirds, _rotated, _overlapping, _with_a_gap, _read_twice), strict=True))
 
 
