@@ -104,3 +104,81 @@ def test_a_closure_that_is_called_again_is_refused() -> None:
 def test_an_optimizer_without_an_update_of_its_own_is_refused() -> None:
     with pytest.raises(PlanMismatchError, match=r"Always takes no step without a closure.*offload_states"):
         executable("disk", "sgd").optimizer(Always, lr=0.1)
+
+
+@torch.no_grad()
+def clamp(made: torch.optim.Optimizer) -> None:
+    for param in params_of(made):
+        param.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("states", AWAY)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_parameters_written_after_the_update_are_those_of_the_next_step(states: str, optimizer: str) -> None:
+    def loop(step: Any, made: torch.optim.Optimizer, given: list[Batch]) -> list[Tensor]:
+        losses = []
+        for batch in given:
+            losses.append(step(batch))
+            made.step()
+            made.zero_grad()
+            clamp(made)
+        return losses
+
+    as_in_eager(states, optimizer, loop)
+
+
+@pytest.mark.parametrize("states", AWAY)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_parameters_and_states_written_before_the_update_are_those_it_changes(states: str, optimizer: str) -> None:
+    def loop(step: Any, made: torch.optim.Optimizer, given: list[Batch]) -> list[Tensor]:
+        losses = []
+        for batch in given:
+            losses.append(step(batch))
+            with torch.no_grad():
+                for param in params_of(made):
+                    param.mul_(0.9)
+                    for state in made.state[param].values():
+                        state.mul_(0.5) if state.dim() else None
+            made.step()
+            made.zero_grad()
+        return losses
+
+    as_in_eager(states, optimizer, loop)
+
+
+@pytest.mark.parametrize("states", AWAY)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_parameters_loaded_before_the_update_are_those_it_changes(states: str, evaluates: bool) -> None:
+    eager, trainer = model(), executable(states, "sgd")
+    wanted, found = torch.optim.SGD(eager.parameters(), lr=0.1), trainer.optimizer(torch.optim.SGD, lr=0.1)
+    for batch in batches():
+        loss = loss_of(eager(batch["input"]), batch)
+        loss.backward()
+        torch.testing.assert_close(trainer.step(batch), loss.detach())
+        trainer.load_full_state_dict({name: x * 0.9 for name, x in trainer.full_state_dict().items()})
+        eager.load_state_dict({name: x * 0.9 for name, x in eager.state_dict().items()})
+        if evaluates:
+            torch.testing.assert_close(trainer.eval_step(batch).loss, loss_of(eager(batch["input"]), batch).detach())
+        for made in (wanted, found):
+            made.step()
+            made.zero_grad()
+    torch.testing.assert_close(dict(trainer.full_state_dict()), eager.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("states", AWAY)
+def test_a_hook_after_the_update_has_every_parameter_once(states: str) -> None:
+    def hook(made: torch.optim.Optimizer, *_: object) -> None:
+        assert made.param_groups[0]["lr"] == 0.1
+        for param in params_of(made):
+            param.data.clamp_(-0.1, 0.1).mul_(0.9)
+
+    def loop(step: Any, made: torch.optim.Optimizer, given: list[Batch]) -> list[Tensor]:
+        made.register_step_post_hook(hook)
+        losses = []
+        for batch in given:
+            losses.append(step(batch))
+            made.step()
+            made.zero_grad()
+        return losses
+
+    as_in_eager(states, "sgd", loop)

@@ -117,7 +117,7 @@ class Rank:
             if home_name(name) in self.tensors
         }
         self.waiting = WaitingGrads(self.params, homes) if shared is None else shared.waiting
-        self._written = self._versions()
+        self._written, self._brought = self._versions(), self._staged_versions()
 
     def _optimized(self, name: str, state: Tensor) -> Tensor:
         """What an optimizer's parameter is made of: the state, or where its gradient is on another device than it
@@ -175,12 +175,16 @@ class Rank:
 
     def settled(self) -> None:
         """Stored copies are as their states are."""
-        self.torn, self._written = False, self._versions()
+        self.torn, self._written, self._brought = False, self._versions(), self._staged_versions()
+
+    def _staged_versions(self) -> list[int]:
+        """How often what is brought to updates was written."""
+        slots = [self.tensors[f"slots:{name}"] for name in self.staged if f"slots:{name}" in self.tensors]
+        return [x._version for x in (*(self.params[name] for name in self.staged), *slots)]
 
     def _versions(self) -> list[int]:
-        """How often each parameter was written, of those whose values stay where they are."""
-        apart = self.staged | self.late
-        return [param._version for name, param in self.params.items() if name not in apart]
+        """How often each parameter was written."""
+        return [param._version for param in self.params.values()]
 
     @property
     def delays(self) -> bool:
@@ -253,7 +257,13 @@ class Rank:
         return self.executor.outer[self.program.loss].clone()
 
     def tail(self) -> tuple[Step, ...]:
-        """The steps after the optimizer; what works on gradients that are gone already is left out."""
+        """The steps after the optimizer; what works on gradients that are gone already is left out.
+
+        What was brought for its update is brought again where it was written since.
+        """
+        if self._brought != self._staged_versions():
+            for name in [name for step in self._early for name in step.outs if name in self.executor.outer]:
+                self.executor.copier.wait(self.executor.outer.pop(name))
         early = tuple(step for step in self._early if not all(name in self.executor.outer for name in step.outs))
         return *early, *self._possible(self.after)
 

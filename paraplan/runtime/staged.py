@@ -43,7 +43,7 @@ class Staging:
         self._params: list[list[nn.Parameter]] = []
         self._outer: Mapping[str, Any] = {}
         optimizer.register_step_pre_hook(lambda _, args, kwargs: self._leave_out(args, kwargs))
-        optimizer.register_step_post_hook(lambda *_: self._take_back())
+        self._ended = optimizer.register_step_post_hook(lambda *_: self._take_back())
         rank.executor.updater = self.update
 
     def _leave_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -56,6 +56,8 @@ class Staging:
             return None
         self._take_back()
         self.rank.waiting.check()
+        self._ended.remove()  # hooks of the user's come before it: each parameter is in their groups once, when updated
+        self._ended = self.optimizer.register_step_post_hook(lambda *_: self._take_back())
         self._leave_out_staged()
         given = inspect.signature(type(self.optimizer).step).bind_partial(*args, **kwargs)
         closure = given.arguments.get("closure")
@@ -100,7 +102,7 @@ class Staging:
         left = {id(param) for param in kept}
         for group in self._groups:
             group["params"] = [param for param in group["params"] if id(param) in left]
-        self.optimizer.param_groups[:] = [group for group in self._groups if group["params"]]
+        self.optimizer.param_groups[:] = [group for group in self._groups if group["params"]] or self._groups
 
     def _take_back(self) -> None:
         """All groups as they were, unless inside, where that is up to `update`."""

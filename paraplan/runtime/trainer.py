@@ -259,7 +259,14 @@ class Trainer(TrainingStates):
             elif alive is not None:
                 alive.finish_update()
 
-        made.register_step_post_hook(finish)
+        ends = [made.register_step_post_hook(finish)]
+
+        def end_last(*_: object) -> None:
+            if staging is None or not staging.inside:  # what hooks of the user's write is brought back too
+                ends.pop().remove()
+                ends.append(made.register_step_post_hook(finish))
+
+        made.register_step_pre_hook(end_last)
         self._optimizers.append(made)
         return made
 
