@@ -12,6 +12,7 @@ from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
 from paraplan.ir.rules import expert_workspace as workspace
 from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Ring, Specs, letters, register, sizes_of
+from paraplan.ir.rules.lookup import start_and_size
 from paraplan.ir.rules.route import KEY, route_experts, route_experts_grad
 
 _TOKENS: Letters = ("t", WHOLE)
@@ -71,7 +72,7 @@ def experts_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 @register(
     "paraplan.embedding_tables",
-    localise=lambda args, ctx: _start(args, ctx, 2, 0, 1),
+    localise=lambda args, ctx: start_and_size(args, ctx, 2, 1),
     workspace=workspace.embedding_tables,
 )
 def embedding_tables(op: Op, inputs: Specs, outputs: Specs) -> OpDims:

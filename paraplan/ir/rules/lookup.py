@@ -35,12 +35,22 @@ def _start(
     return (*args[:position], ctx.offset(spec, layout, dim) if sharded else 0, *args[position + 1 :])
 
 
-@register("paraplan.embedding", localise=lambda args, ctx: _start(args, ctx, 2, 0, 0), workspace=workspace.embedding)
+def start_and_size(args: tuple[Arg, ...], ctx: LocalContext, position: int, dim: int) -> tuple[Arg, ...]:
+    """Where a rank's block of the first input's dim begins and, last, how long that dim is where it is split."""
+    found = _start(args, ctx, position, 0, dim)
+    return found if found[position] == 0 else (*found, ctx.inputs[0].shape[dim])
+
+
+@register(
+    "paraplan.embedding", localise=lambda args, ctx: start_and_size(args, ctx, 2, 0), workspace=workspace.embedding
+)
 def embedding(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`v h, a b -> a b h`, v contracted."""
     ids = letters(len(inputs[1].shape), skip="vh")
     sizes = sizes_of((("v", "h"), inputs[0].shape), (ids, inputs[1].shape))
-    dims = OpDims((("v", "h"), ids), ((*ids, "h"),), sizes, {"v": "sum"}, ((0,),), fills={"v": ()})
+    dims = OpDims(
+        (("v", "h"), ids), ((*ids, "h"),), sizes, {"v": "sum"}, ((0,),), fills={"v": ()} | dict.fromkeys(ids, ((1, 0),))
+    )
     return uneven(dims)
 
 
@@ -88,13 +98,14 @@ def ce_sumexp(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 @register(
     "paraplan.ce_target",
-    localise=lambda args, ctx: _start(args, ctx, 3, 0, len(ctx.inputs[0].shape) - 1),
+    localise=lambda args, ctx: start_and_size(args, ctx, 3, len(ctx.inputs[0].shape) - 1),
     workspace=workspace.ce_target,
 )
 def ce_target(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b v, a b -> a b`: the label's logit, found by the rank that has it; no label is a padded column."""
+    """`a b v, a b -> a b`: the label's logit, by the rank that has it; padded rows are ignored, no label is padding."""
     rows, sizes = _rows(inputs, 0)
-    return uneven(OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"}, fills={"v": ()}))
+    fills: dict[str, tuple[tuple[int, float], ...]] = {"v": ()} | dict.fromkeys(rows, ((1, int(op.args[2])),))
+    return uneven(OpDims(((*rows, "v"), rows), (rows,), sizes, {"v": "sum"}, fills=fills))
 
 
 @register("paraplan.ce_loss", workspace=workspace.ce_loss)

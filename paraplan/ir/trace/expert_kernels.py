@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paraplan.ir.trace.id_range import check_ids
+
 BLOCK_ROWS = 2048
 aten = torch.ops.aten
 
@@ -155,11 +157,16 @@ def experts_grad(
     return gx, gw, g_in, g_out
 
 
-def embedding_tables(w: Tensor, ids: Tensor, v_start: int = 0) -> Tensor:
-    """Rows of many tables: y[..., t, :] = w[t, ids[..., t]], w: [t, v, h]; zeros for ids outside this block of rows."""
+def embedding_tables(w: Tensor, ids: Tensor, v_start: int = 0, rows: int = -1) -> Tensor:
+    """Rows of many tables: y[..., t, :] = w[t, ids[..., t]], w: [t, v, h]; zeros for ids outside this block of rows.
+
+    Raises:
+        IndexError: an id is outside the whole tables, which have `rows` rows where w is a block of them (not on CUDA).
+    """
+    check_ids(ids, w.shape[1] if rows < 0 else rows, "id")
     local, outside = _table_rows(w.shape[0], w.shape[1], ids, v_start)
-    rows = torch.nn.functional.embedding(local, w.reshape(-1, w.shape[2]))
-    return rows.masked_fill_(outside.unsqueeze(-1), 0)
+    found = torch.nn.functional.embedding(local, w.reshape(-1, w.shape[2]))
+    return found.masked_fill_(outside.unsqueeze(-1), 0)
 
 
 def embedding_tables_grad(g: Tensor, ids: Tensor, num_rows: int, v_start: int = 0) -> Tensor:

@@ -22,6 +22,7 @@ from paraplan.ir.trace.float8_kernels import (
     float8_linear_grad_weight,
     float8_scale,
 )
+from paraplan.ir.trace.id_range import check_ids
 from paraplan.ir.trace.index_kernels import index, index_put
 from paraplan.ir.trace.norm_kernels import (
     group_norm,
@@ -86,14 +87,24 @@ def linear_grad_weight(g: Tensor, x: Tensor, transposed: bool) -> Tensor:
     return x2.t() @ g2 if transposed else g2.t() @ x2
 
 
-def embedding(w: Tensor, ids: Tensor, v_start: int = 0) -> Tensor:
-    """Rows of w: [v, h] for ids in [v_start, v_start + v); zeros for the others."""
+def embedding(w: Tensor, ids: Tensor, v_start: int = 0, rows: int = -1) -> Tensor:
+    """Rows of w: [v, h] for ids in [v_start, v_start + v); zeros for the others of a table split over ranks.
+
+    Args:
+        w: the table, or a rank's block of it.
+        ids: of the whole table.
+        v_start: where the block begins.
+        rows: of the whole table; -1 where w is it.
+    Raises:
+        IndexError: an id is outside the whole table (not on CUDA).
+    """
+    check_ids(ids, w.shape[0] if rows < 0 else rows, "id")
     local = ids - v_start if v_start else ids
     outside = (local < 0) | (local >= w.shape[0])
     if not w.is_cuda and not bool(outside.any()):
         return F.embedding(local, w)
-    rows = F.embedding(local.clamp(0, w.shape[0] - 1), w)
-    return rows.masked_fill_(outside.unsqueeze(-1), 0)
+    found = F.embedding(local.clamp(0, w.shape[0] - 1), w)
+    return found.masked_fill_(outside.unsqueeze(-1), 0)
 
 
 def embedding_grad(g: Tensor, ids: Tensor, num_rows: int, padding_idx: int = -1, v_start: int = 0) -> Tensor:
@@ -151,8 +162,19 @@ def _local_labels(labels: Tensor, ignore_index: int, v_start: int, v: int) -> tu
     return local.clamp(0, v - 1), inside
 
 
-def ce_target(logits: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0) -> Tensor:
-    """t[...] = logits at the label; 0 where it is ignored or outside this block of the vocabulary."""
+def ce_target(logits: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0, columns: int = -1) -> Tensor:
+    """t[...] = logits at the label; 0 where it is ignored or outside this block of the vocabulary.
+
+    Args:
+        logits: of all classes, or a rank's block of them.
+        labels: classes.
+        ignore_index: the label of rows that count for nothing.
+        v_start: where the block begins.
+        columns: classes in all; -1 where the logits have them.
+    Raises:
+        IndexError: a label is no class (not on CUDA).
+    """
+    check_ids(labels, logits.shape[-1] if columns < 0 else columns, "label", ignore_index)
     local, inside = _local_labels(labels, ignore_index, v_start, logits.shape[-1])
     picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
     return picked.to(accumulate_dtype(logits.dtype)).masked_fill_(~inside, 0)

@@ -112,7 +112,7 @@ def ce_sumexp(logits: Tensor, m: Tensor, columns: int = -1, v_start: int = 0) ->
     return out
 
 
-def ce_target(logits: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0) -> Tensor:
+def ce_target(logits: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0, columns: int = -1) -> Tensor:
     """Every row's logit at its label; 0 where that is ignored or elsewhere."""
     logits, labels, out = row_major(logits), row_major(labels), _per_row(logits)
     count = out.numel()

@@ -10,7 +10,7 @@ from paraplan.runtime.gpu.launch import row_major
 aten = torch.ops.aten
 
 
-def embedding(w: Tensor, ids: Tensor, v_start: int = 0) -> Tensor:
+def embedding(w: Tensor, ids: Tensor, v_start: int = 0, rows: int = -1) -> Tensor:
     """As `ir.trace.kernels.embedding` of a table that is not split."""
     return aten.embedding.default(w, ids)  # type: ignore[no-any-return]
 
