@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -147,15 +148,21 @@ class Checkpointing:
     def load_full_state_dict(self, full: Mapping[str, Tensor]) -> None:
         """Take in full tensors by name, the same on every rank; each keeps its shards. Buffers may be left out.
 
+        Args:
+            full: tensors of the parameters' whole shapes, or NumPy's arrays.
         Raises:
-            PlanMismatchError: a parameter is missing.
+            PlanMismatchError: a parameter is missing, or a value is no tensor of its shape; nothing is loaded then.
         """
         missing = [name for name in self.state.stage.params if name not in full]
         if missing:
             raise PlanMismatchError(f"full state dict lacks {', '.join(missing[:5])} ({len(missing)} in all)")
+        program = self.plan.program
+        specs = {name: param.spec for name, param in program.params.items()}
+        specs |= {name: program.buffers[name] for name in self._written}
+        given = {name: _whole_value(name, full[name], spec) for name, spec in specs.items() if name in full}
         self._forget()
-        buffers = {f"buffer:{name}": full[name] for name in self._written if name in full}
-        self.state.load({f"param:{name}": full[name] for name in self.state.stage.params} | buffers)
+        buffers = {f"buffer:{name}": given[name] for name in self._written if name in given}
+        self.state.load({f"param:{name}": given[name] for name in self.state.stage.params} | buffers)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, create: bool = False) -> dict[str, Any]:
         """What an optimizer goes on from: {"state": parameter name -> slot -> value, "about": bytes}.
@@ -283,3 +290,18 @@ def _placement(placement: ir_mesh.Placement) -> Placement:
 def is_like(value: object, shape: Sequence[int]) -> bool:
     """Whether an optimizer's state has an element for each of a parameter's."""
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0
+
+
+def _whole_value(name: str, value: object, spec: TensorSpec) -> Tensor:
+    x = torch.as_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
+    if not isinstance(x, Tensor) or x.is_meta or x.layout != torch.strided:
+        what = f"a tensor ({x.layout}, {x.device.type})" if isinstance(x, Tensor) else f"a {type(x).__qualname__}"
+        raise PlanMismatchError(f"{name} is {what}; give a dense tensor with values, or a NumPy array ({spec})")
+    if tuple(x.shape) != spec.shape:
+        raise PlanMismatchError(
+            f"{name} has shape {tuple(x.shape)}, the plan's has {spec.shape}; give the full tensor of the model the "
+            "plan was made for"
+        )
+    if x.is_complex() and not getattr(torch, spec.dtype).is_complex:
+        raise PlanMismatchError(f"{name} is {x.dtype}, the plan's is {spec.dtype}; give its real numbers")
+    return x
