@@ -65,7 +65,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield "paraplan.linear_grad_weight", (value, draw(*value.shape[:2], 128), False)
     yield from float8_cases(draw)
     yield "paraplan.embedding", (draw(V, 96), ids, 0)
-    yield "paraplan.embedding", (draw(V // 2, 96), ids, V // 2)
+    yield "paraplan.embedding", (draw(V // 2, 96), ids, V // 2, V)
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V, -1, 0)
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V // 2, -1, V // 2)
     yield from attention_cases(draw, seed)
