@@ -37,6 +37,8 @@ from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.weights import fill, parameters_on_meta, values_of
 
 STEPS_RECORDED = 5
+PEAK_TOLERANCE = 0.02
+"""By how much of the predicted peak of memory a checked run may exceed it."""
 
 
 @dataclass(frozen=True)
@@ -205,10 +207,23 @@ def run(
     usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
     result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
     result.compiled = trainer.compiled
+    if result.errors is not None and not result.errors.failure and "" not in result.compiled.values():
+        result.errors.failure = peak_failure([peaks[index] for index in plan.schedule.rank_class], result)
     if options.record is not None:
         seconds = _seconds(trainer, lambda step: batches(first + options.steps + step), optimizer, options.clip, scaler)
         write_run(Path(options.record), plan, trainer.state.executor.program, seconds, usual)
     return result
+
+
+def peak_failure(predicted: Sequence[int], result: RunResult) -> str:
+    """Which rank needed more memory than predicted for it, beyond `PEAK_TOLERANCE`; "" where none did."""
+    for rank, (most, measured) in enumerate(zip(predicted, result.measured_peak_bytes, strict=True)):
+        if measured > (1 + PEAK_TOLERANCE) * most:
+            return (
+                f"rank {rank} had {measured} bytes at its peak of memory, {most} were predicted (at most "
+                f"{PEAK_TOLERANCE:.0%} more); the plan's prediction is not that of its program: plan again"
+            )
+    return ""
 
 
 def recorded_step(plan: Plan, steps: int) -> int:

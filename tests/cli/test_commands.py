@@ -158,3 +158,11 @@ def test_bytes_of_text_are_tokens(here: Path, command: Any) -> None:
     )
     assert fewer.code == 0, fewer.err
     assert "vocabulary of 256" in command("run", "f.json", "--data", "text").err
+
+
+def test_a_peak_above_the_predicted_one_fails_the_check(plan_file: Path, command: Any) -> None:
+    plan = json.loads(plan_file.read_text())
+    plan["prediction"]["peak_bytes"] = [size // 2 for size in plan["prediction"]["peak_bytes"]]
+    plan_file.write_text(json.dumps(plan))
+    failed = command("run", "plan.json", "--steps", "2", "--model", "zoo:net", "--check")
+    assert failed.code == 1 and "check failed: rank 0 had" in failed.err and "were predicted" in failed.err
