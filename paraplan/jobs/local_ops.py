@@ -18,15 +18,18 @@ from functools import partial
 from paraplan.cost_models.ops import is_free, variant
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.graph import Arg, Graph, Op, map_refs, refs
+from paraplan.ir.kernel_choice import Call, chosen
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.mesh import Layout, R, layout_text, local_shape, make_mesh
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
 from paraplan.ir.profile import Measured, detail_of, full_key, odd_strides, shape_key
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Block, Instr, InstrKind
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
 from paraplan.ir.rules.strategies import Strategy, op_signature, op_strategies
 from paraplan.ir.schedule import accumulate
+from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
 Dims = tuple[int, ...]
@@ -57,11 +60,24 @@ class LocalOp:
         """What of its arguments may change its kernel."""
         return detail_of(self.target, self.args, self.kwargs)
 
+    def kernel(self, backend: str) -> str:
+        """As which kernel a plan for a kind of device runs it; "" for the reference kernel."""
+        inputs, outputs = (
+            [None if each is None else _local(each) for each in of] for of in (self.inputs, self.outputs)
+        )
+        found = chosen(backend, self.target, Call(inputs, outputs, self.args))
+        return "" if found is None else found.name
+
     @property
     def full_key(self) -> str:
         """See `ir.profile`."""
         shape = shape_key(self.target, self.flag, self.inputs, self.outputs)
         return full_key(shape, [spec.strides for spec in self.inputs], self.detail)
+
+
+def _local(spec: Measured) -> LocalValue:
+    strides = spec.strides or contiguous_strides(spec.shape)
+    return LocalValue(dtype=spec.dtype, shape=spec.shape, strides=strides, base="x", storage_bytes=spec.nbytes)
 
 
 def whole_plan(program: Program, cluster: ClusterSpec, optimizer: Optimizer) -> Plan:

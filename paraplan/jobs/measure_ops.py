@@ -54,7 +54,7 @@ def measure_op(op: LocalOp, device: str) -> OpTime:
 
 def caller(op: LocalOp, device: str) -> Callable[[], object]:
     """Calls the op on the next of its sets of inputs, and holds what it gave until as many calls later."""
-    call = resolve(op.target)
+    call = resolve(op.target, op.kernel(device.partition(":")[0]))
     sets = [_inputs(op, device, number) for number in range(_num_sets(op))]
     given = [_arguments(op, tensors, device) for tensors in sets]
     held: deque[object] = deque(maxlen=len(given))

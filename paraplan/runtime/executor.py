@@ -31,6 +31,7 @@ from paraplan.ir.sources import Locate, no_source
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.interpret import Tape, make_tape, play
 from paraplan.runtime.ops import INSTR
+from paraplan.runtime.plain import plainly
 from paraplan.runtime.tracker import Ledger, Tiers, changes
 from paraplan.runtime.transport import Handle, Port
 
@@ -127,7 +128,7 @@ class Executor:
         Raises:
             RuntimeFailure: a step failed; names rank, action, op and source line.
         """
-        with torch.no_grad():
+        with plainly():
             for step in steps:
                 try:
                     self._take(step)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 
-import torch
-
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import Locate, no_source
 from paraplan.runtime.executor import Executor, Modules, make_tapes
+from paraplan.runtime.plain import plainly
 from paraplan.runtime.transport import InProcessTransport
 
 
@@ -55,7 +54,7 @@ def step_together(
     """
     running = [(executor, executor.record(mine)) for executor, mine in zip(executors, steps, strict=True)]
     noting = any(executor.noting for executor in executors)
-    with torch.no_grad(), transport.tracker if noting else nullcontext():
+    with plainly(), transport.tracker if noting else nullcontext():
         while running:
             issued = transport.num_issued
             left = []
