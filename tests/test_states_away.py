@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import paraplan as pp
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.sizes import say_size
 
 AWAY = ["host", "all", "fetched", "all-fetched", "disk", "disk-all", "disk-fetched", "fetched-grads", "disk-grads"]
 OPTIMIZERS = {"sgd": (torch.optim.SGD, {"lr": 0.1}), "adamw": (torch.optim.AdamW, {"lr": 1e-2})}
@@ -182,3 +184,34 @@ def test_a_hook_after_the_update_has_every_parameter_once(states: str) -> None:
         return losses
 
     as_in_eager(states, "sgd", loop)
+
+
+@pytest.mark.parametrize("states", ["none", "host"])
+@pytest.mark.parametrize(
+    ("planned", "cls", "options", "kept"),
+    [
+        ("adamw", torch.optim.AdamW, {"amsgrad": True}, 3),
+        ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1),
+        ("sgd", torch.optim.AdamW, {}, 2),
+        ("adamw", torch.optim.AdamW, {}, 2),
+        ("momentum", torch.optim.SGD, {"lr": 0.1}, 0),
+    ],
+)
+def test_states_beyond_the_planned_ones_are_warned_of_once(
+    states: str, planned: str, cls: Any, options: dict[str, Any], kept: int
+) -> None:
+    trainer = executable(states, planned)
+    optimizer = trainer.optimizer(cls, **options)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for batch in batches():
+            trainer.step(batch)
+            optimizer.step()
+    said = [str(each.message) for each in found if "of states" in str(each.message)]
+    parameters = sum(param.nbytes for param in model().parameters())
+    beyond = kept - {"sgd": 0, "momentum": 1, "adamw": 2}[planned]
+    assert len(said) == (beyond > 0)
+    for each in said:
+        assert f"{cls.__name__} keeps {say_size(kept * parameters)} of states on rank 0" in each
+        assert f"made for optimizer='{planned}'" in each
+        assert f"{say_size(beyond * parameters)} above" in each

@@ -15,6 +15,7 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.holding import Holding, holdings
 from paraplan.ir.mesh import Shard, parse_layout
 from paraplan.ir.plan import OPTIMIZERS, Optimizer
+from paraplan.ir.sizes import say_size
 from paraplan.runtime.coupling import Coupling, coupling
 from paraplan.runtime.optim import GroupMaker
 from paraplan.runtime.rank import Rank
@@ -73,6 +74,8 @@ def make_optimizer(
         if like is not None:
             asked = _Asked(cls, options, made.param_groups, dims, torch.empty(0, dtype=like.dtype, device=like.device))
             _refuse_coupled(rank, name, _coupling(asked), trained)
+    warned: list[bool] = []
+    made.register_step_post_hook(lambda *_: None if warned else warned.extend([True] * _warn_of_states(rank, made)))
     return made
 
 
@@ -97,6 +100,28 @@ def _name_of(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     if type(made) is torch.optim.AdamW:
         return "adamw"
     return f"adam{decay}" if type(made) is torch.optim.Adam else ""
+
+
+def _warn_of_states(rank: Rank, optimizer: torch.optim.Optimizer) -> bool:
+    """Warn where an optimizer keeps more beside parameters than the plan has room for; staged states refuse that.
+
+    Returns:
+        Whether it keeps anything yet.
+    """
+    places = [(param, optimizer.state.get(param)) for name, param in rank.params.items() if name not in rank.staged]
+    held = [(param, states) for param, states in places if states]
+    kept = sum(x.nbytes for _, states in held for x in states.values() if isinstance(x, Tensor) and x.dim())
+    slots = rank.plan.optimizer.state_slots
+    counted = sum(slots * param.nbytes for param, _ in held)
+    if kept > counted:
+        warnings.warn(
+            f"{type(optimizer).__name__} keeps {say_size(kept)} of states on rank {rank.executor.rank}, and the plan, "
+            f"made for optimizer={rank.plan.optimizer.name!r}, counts {say_size(counted)}: the peak is "
+            f"{say_size(kept - counted)} above the predicted one. Plan with an optimizer that keeps as many tensors "
+            "per parameter (sgd 0, momentum 1, adam and adamw 2), or leave that much memory free",
+            stacklevel=2,
+        )
+    return bool(held)
 
 
 class _Asked:
