@@ -7,7 +7,7 @@ state tensors, and the rest (copies back into the stored parameters, drops) foll
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -51,11 +51,19 @@ class Clock:
         seed: base of the random seeds.
         steps_done: steps taken.
         is_trained: whether an optimizer was made for the parameters.
+        written: how often each parameter was written when stored copies were last as they are.
+        brought: how often each parameter and state was written, of those brought to their update, then.
+        notes_grads: whether writes to gradients are noticed.
+        noted: gradients and how often each was written, as the plan made them.
     """
 
     seed: int
     steps_done: int = 0
     is_trained: bool = False
+    written: list[int] = field(default_factory=list)
+    brought: list[int] = field(default_factory=list)
+    notes_grads: bool = False
+    noted: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Rank:
@@ -117,7 +125,8 @@ class Rank:
             if home_name(name) in self.tensors
         }
         self.waiting = WaitingGrads(self.params, homes) if shared is None else shared.waiting
-        self._written, self._brought = self._versions(), self._staged_versions()
+        if shared is None:
+            self.settled()
 
     def _optimized(self, name: str, state: Tensor) -> Tensor:
         """What an optimizer's parameter is made of: the state, or where its gradient is on another device than it
@@ -171,11 +180,11 @@ class Rank:
     @property
     def is_stale(self) -> bool:
         """Whether stored copies are to be written again: an update failed, or parameters were written after it."""
-        return self.torn or self._written != self._versions()
+        return self.torn or self.clock.written != self._versions()
 
     def settled(self) -> None:
         """Stored copies are as their states are."""
-        self.torn, self._written, self._brought = False, self._versions(), self._staged_versions()
+        self.torn, self.clock.written, self.clock.brought = False, self._versions(), self._staged_versions()
 
     def _staged_versions(self) -> list[int]:
         """How often what is brought to updates was written."""
@@ -251,6 +260,21 @@ class Rank:
                 param.grad = grad
             else:
                 param.grad.add_(grad)
+        self.note_grads()
+
+    def note_grads(self) -> None:
+        """Gradients are as the plan made them, clipped them or unscaled them."""
+        if self.clock.notes_grads:
+            self.clock.noted = self._grad_versions()
+
+    def are_grads_written(self) -> bool:
+        """Whether someone else has written to gradients since; asked once of each."""
+        noted, self.clock.noted = self.clock.noted, {}
+        return bool(noted) and noted != self._grad_versions()
+
+    def _grad_versions(self) -> dict[str, tuple[int, int]]:
+        grads = {name: param.grad for name, param in self.params.items() if param.grad is not None}
+        return {name: (id(grad), grad._version) for name, grad in grads.items()}
 
     def loss(self) -> Tensor:
         """The step's loss, detached from the program's own storage."""
@@ -261,7 +285,7 @@ class Rank:
 
         What was brought for its update is brought again where it was written since.
         """
-        if self._brought != self._staged_versions():
+        if self.clock.brought != self._staged_versions():
             for name in [name for step in self._early for name in step.outs if name in self.executor.outer]:
                 self.executor.copier.wait(self.executor.outer.pop(name))
         early = tuple(step for step in self._early if not all(name in self.executor.outer for name in step.outs))

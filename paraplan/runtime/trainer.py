@@ -281,6 +281,7 @@ class Trainer(TrainingStates):
 
         def agree(found: Tensor) -> None:
             self.transport.agree(found, "max")
+            self.state.note_grads()
 
         scales = [self.state.tensors[name] for name in (SCALE,) if name in self.state.tensors]
         return Scaler(self.plan, agree, scales, self.transport.device, [self.state.waiting], **options)
@@ -311,6 +312,7 @@ class Trainer(TrainingStates):
         total = norm_share(counted, self.state.layouts, place, norm_type, self.transport.device, self.state.waiting)
         norm = norm_of(self.transport.agree(total, "max" if norm_type == float("inf") else "sum"), norm_type)
         clip(grads, norm, max_norm, self.state.waiting)
+        self.state.note_grads()
         return norm
 
     def zero_grad(self) -> None:

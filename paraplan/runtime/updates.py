@@ -74,6 +74,9 @@ def make_optimizer(
         if like is not None:
             asked = _Asked(cls, options, made.param_groups, dims, torch.empty(0, dtype=like.dtype, device=like.device))
             _refuse_coupled(rank, name, _coupling(asked), trained)
+    if len(held) > 1 or any(_cut(each, rank.stage) for each in rank.params):
+        rank.clock.notes_grads = True
+        made.register_step_pre_hook(lambda *_: _warn_of_grads(rank))
     warned: list[bool] = []
     made.register_step_post_hook(lambda *_: None if warned else warned.extend([True] * _warn_of_states(rank, made)))
     return made
@@ -100,6 +103,19 @@ def _name_of(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     if type(made) is torch.optim.AdamW:
         return "adamw"
     return f"adam{decay}" if type(made) is torch.optim.Adam else ""
+
+
+def _warn_of_grads(rank: Rank) -> None:
+    """Warn once where gradients that are parts of all were written, since a norm of parts is none of the whole."""
+    if rank.clock.notes_grads and rank.are_grads_written():
+        rank.clock.notes_grads = False
+        warnings.warn(
+            "gradients were written between trainer.step() and optimizer.step(), and under this plan a rank has a part "
+            "of them (shards, or a stage's). What acts on each element by itself (a division, clip_grad_value_) is "
+            "right; torch.nn.utils.clip_grad_norm_ clips by the norm of that part alone: use "
+            "trainer.clip_grad_norm_(max_norm), which takes the norm over all ranks",
+            stacklevel=2,
+        )
 
 
 def _warn_of_states(rank: Rank, optimizer: torch.optim.Optimizer) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from paraplan.ir.lower import lower
 from paraplan.ir.plan import Plan
 from paraplan.runtime.coupling import coupling
 from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.updates import make_optimizer
 
 from .plans import batch, net, planned
 
@@ -192,3 +194,32 @@ def test_weights_written_after_an_update_are_those_of_the_next_step() -> None:
         with torch.no_grad():
             for param in (*optimizer.param_groups[0]["params"], *(x for r in trainer.ranks for x in r.params.values())):
                 param.clamp_(-0.1, 0.1)
+
+
+def _clip_by_part(params: list[nn.Parameter]) -> None:
+    torch.nn.utils.clip_grad_norm_(params, 0.05)
+
+
+def _set_gradient(params: list[nn.Parameter]) -> None:
+    params[0].grad = torch.zeros_like(params[0])
+
+
+@pytest.mark.parametrize("write", [_clip_by_part, _set_gradient, None])
+@pytest.mark.parametrize("shard", [False, True])
+def test_gradients_written_where_they_are_parts_are_warned_of_once(shard: bool, write: Any) -> None:
+    trainer = trainer_of(shard)
+    rank = trainer.ranks[0]
+    optimizer = make_optimizer(rank, torch.optim.SGD, None, None, {"lr": 0.1})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(3):
+            trainer.step(batch(step))
+            rank.take_grads()
+            if write is not None:
+                write(list(rank.params.values()))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            rank.settled()
+    said = [str(each.message) for each in found if "gradients were written" in str(each.message)]
+    assert len(said) == (shard and write is not None)
+    assert all("use trainer.clip_grad_norm_(max_norm)" in each for each in said)
