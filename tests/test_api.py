@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def test_save_and_load_give_back_the_plan(tmp_path: Path) -> None:
     assert loaded.simulate() == plan.simulate()
     loaded.save(tmp_path / "again.json")
     assert (tmp_path / "plan.json").read_bytes() == (tmp_path / "again.json").read_bytes()
+
+
+def test_a_damaged_plan_is_refused_by_name(tmp_path: Path) -> None:
+    planned().save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    op = next(op for op in data["program"]["kinds"][0]["graph"]["ops"] if op["target"].startswith("aten."))
+    op["outs"] = [*op["outs"], None]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(InvalidPlanError, match=r"plan\.json: .*(edited or damaged|such an op's|rule)"):
+        pp.Plan.load(tmp_path / "plan.json")
 
 
 def test_a_plan_tells_itself(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ Every fault is an `InvalidPlanError` that names the place.
 
 from __future__ import annotations
 
+import math
+
 from paraplan.ir.cluster import check_cluster
 from paraplan.ir.errors import ClusterError, InvalidPlanError
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.remat import remat_of
 from paraplan.ir.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, parse_layout
-from paraplan.ir.plan import PLAN_VERSION, STATE_TIERS, ParamLayouts, Plan, Stage
+from paraplan.ir.plan import OPTIMIZERS, PLAN_VERSION, STATE_TIERS, ParamLayouts, Plan, Stage
 from paraplan.ir.program import trained_params
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.reshard import only_gathers
@@ -41,6 +43,7 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
         raise InvalidPlanError(f"bundle_bytes is {plan.bundle_bytes}: at least 0")
     if plan.reducing_bytes < 0:
         raise InvalidPlanError(f"reducing_bytes is {plan.reducing_bytes}: at least 0")
+    _verify_optimizer(plan)
     position = 0
     for index, stage in enumerate(plan.stages):
         if stage.first != position or stage.stop <= stage.first:
@@ -54,7 +57,35 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
     _verify_delay(plan)
     verify_schedule(plan.schedule, len(plan.stages), plan.num_microbatches, _stage_of_rank(plan))
     _verify_classes(plan)
+    _verify_prediction(plan)
     return lower(plan)
+
+
+def _verify_optimizer(plan: Plan) -> None:
+    """It is one of those with torch classes behind them, and keeps what they keep."""
+    known = OPTIMIZERS.get(plan.optimizer.name)
+    if known is None:
+        raise InvalidPlanError(f"optimizer {plan.optimizer.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    if plan.optimizer != known:
+        wrong = next(each for each in known.__struct_fields__ if getattr(plan.optimizer, each) != getattr(known, each))
+        raise InvalidPlanError(
+            f"optimizer {known.name}: {wrong} is {getattr(plan.optimizer, wrong)}, torch's has {getattr(known, wrong)}"
+        )
+
+
+def _verify_prediction(plan: Plan) -> None:
+    """Every class of ranks has a peak, and nothing is less than nothing."""
+    found, classes = plan.prediction, len(plan.schedule.classes)
+    if found is None:
+        return
+    for name, sizes in (("peak_bytes", found.peak_bytes), ("reserved_bytes", found.reserved_bytes)):
+        if len(sizes) != classes and (sizes or name == "peak_bytes"):
+            raise InvalidPlanError(f"prediction.{name} has {len(sizes)} sizes for {classes} classes of ranks")
+    sizes = (*found.peak_bytes, *found.reserved_bytes, *found.tier_peak_bytes.values())
+    if min(sizes) < 0 or not 0 <= found.step_s < math.inf:
+        raise InvalidPlanError(
+            f"the prediction has sizes {sizes} and a step of {found.step_s} s: at least 0, and finite"
+        )
 
 
 def _verify_delay(plan: Plan) -> None:

@@ -39,6 +39,9 @@ def verify_graph(graph: Graph, where: str) -> None:
                 raise InvalidPlanError(f"{at}: {out!r} is made twice or has no spec")
         if op.rule is not None and (fault := rule_fault(op, graph.values)):
             raise InvalidPlanError(f"{at}: its own rule is wrong: {fault}")
+        named = [out for out in op.outs if out is not None]
+        if not named or len({*named}) != len(named):
+            raise InvalidPlanError(f"{at}: it makes {list(op.outs)}: give every result one name")
         _verify_shapes(op, graph, at)
         known.update(name for name in op.outs if name is not None)
     missing = [
@@ -54,8 +57,13 @@ def _verify_shapes(op: Op, graph: Graph, at: str) -> None:
     """The op's rule can be read off its values."""
     try:
         found = dims_of(op, graph.values)
-    except (ValueError, LookupError, TypeError, ArithmeticError, AssertionError) as fault:
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError) as fault:
         raise InvalidPlanError(f"{at}: its arguments and shapes are not such an op's ({fault})") from None
+    if (len(op.tensors), len(op.outs)) != (len(found.inputs), len(found.outputs)):
+        raise InvalidPlanError(
+            f"{at}: it reads {len(op.tensors)} and makes {len(op.outs)} values; its rule is for {len(found.inputs)} "
+            f"and {len(found.outputs)}"
+        )
     for names, dims in ((op.tensors, found.inputs), (op.outs, found.outputs)):
         for name, letters in zip(names, dims, strict=True):
             if name is not None and letters is not None and len(letters) != len(graph.values[name].shape):
@@ -68,6 +76,10 @@ def verify_program(program: Program) -> None:
     Raises:
         InvalidPlanError: otherwise.
     """
+    if program.apart < 1 or program.batch_size < 1:
+        raise InvalidPlanError(
+            f"the program's batch_size is {program.batch_size} and apart {program.apart}: both are at least 1"
+        )
     for kind in program.kinds:
         verify_graph(kind.graph, f"kind {kind.name}")
         _verify_kind(kind)
@@ -192,7 +204,19 @@ def _verify_kind(kind: SegmentKind) -> None:
         *kind.inputs,
         *kind.outputs,
         *kind.asides,
-        *(n for n in (*kind.tangents, *kind.input_grads, *kind.param_grads) if n),
+        *(n for n in (*kind.tangents, *kind.input_grads, *kind.param_grads) if n is not None),
     ):
         if name not in kind.graph.values:
             raise InvalidPlanError(f"kind {kind.name}: {name!r} is no value of its graph")
+    forward = {out for op in kind.graph.ops if op.phase is Phase.FORWARD for out in op.outs}
+    made = {out for op in kind.graph.ops for out in op.outs}
+    given = {*kind.graph.inputs}
+    roles = (
+        ("input", (*kind.params, *kind.inputs, *(n for n in kind.tangents if n is not None)), given),
+        ("result of its forward", (*kind.outputs, *kind.asides), given | forward),
+        ("gradient", tuple(n for n in (*kind.input_grads, *kind.param_grads) if n is not None), given | made),
+    )
+    for role, names, there in roles:
+        for name in names:
+            if name not in there:
+                raise InvalidPlanError(f"kind {kind.name}: {name!r} is no {role} of its graph")

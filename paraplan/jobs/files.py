@@ -70,6 +70,11 @@ def decode_plan(data: bytes, what: str) -> tuple[Plan, tuple[RankProgram, ...]]:
         programs = verify_plan(plan)
     except InvalidPlanError as fault:
         raise InvalidPlanError(f"{what}: {fault}") from None
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError) as fault:
+        raise InvalidPlanError(
+            f"{what}: it does not lower to programs of its ranks ({type(fault).__name__}: {fault}): the file was "
+            "edited or damaged. Take the file as it was saved, or plan again"
+        ) from fault
     if program_digest(plan.program) != filed.program_digest:
         raise InvalidPlanError(
             f"{what}: its program is not the one that was saved (program_digest differs): the file was edited or "

@@ -46,6 +46,7 @@ def test_a_legal_plan_passes_and_round_trips(plan: Plan) -> None:
 
 STAGE = ("stages", 0)
 CHOICE = (*STAGE, "choices", 0)
+PREDICTION = {"step_s": 1.0, "peak_bytes": [1], "compute_s": 1.0, "exposed_comm_s": 0.0, "tokens_per_s": 1.0, "mfu": 0}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,19 @@ CHOICE = (*STAGE, "choices", 0)
         (("program", "batch", "x", "spec", 0), "float7", "batch:x has an impossible spec"),
         (("program", "batch", "x", "spec", 1), [8, 5], r"segment 0 of kind .*: batch:x is .*, and its kind takes"),
         (("program", "kinds", 0, "graph", "values", "h", 1), [8], "are not such an op's|its rule says"),
+        (("program", "apart"), 0, "apart 0: both are at least 1"),
+        (("program", "kinds", 0, "outputs", 0), "dy", "'dy' is no result of its forward"),
+        (("program", "kinds", 0, "param_grads"), ["g", ""], "'' is no value"),
+        (("program", "kinds", 0, "tangents"), ["h"], "'h' is no input"),
+        (("program", "kinds", 0, "graph", "ops", 1, "outs"), [], r"makes \[\]"),
+        (("program", "kinds", 0, "graph", "ops", 1, "outs"), [None], r"makes \[None\]"),
+        (("program", "kinds", 0, "graph", "ops", 1, "outs"), ["y", "y"], "give every result one name"),
+        (("optimizer", "name"), "lion", "optimizer 'lion' is unknown; choose one of sgd"),
+        (("optimizer", "state_slots"), -3, "state_slots is -3, torch's has 0"),
+        (("optimizer", "workspace_slots"), 10**12, "workspace_slots is 1000000000000"),
+        (("prediction",), {**PREDICTION, "peak_bytes": []}, "peak_bytes has 0 sizes for 1 classes"),
+        (("prediction",), {**PREDICTION, "peak_bytes": [-1]}, "at least 0"),
+        (("prediction",), {**PREDICTION, "reserved_bytes": [1, 1]}, "reserved_bytes has 2 sizes for 1 classes"),
     ],
 )
 def test_broken_plans_are_refused(plan: Plan, path: tuple[Any, ...], value: Any, message: str) -> None:
