@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,15 +29,18 @@ def param_groups(
         named: a rank's shards by parameter name.
         groups: `{"match": regex, **options}`: a parameter goes to the first whose pattern is found in its
             name; the rest form a group with the optimizer's own options.
-        params: makes the groups itself, of this rank's parameters.
+        params: makes the groups itself, of this rank's parameters; not together with `groups`.
         tiers: where each parameter is updated; a group whose parameters are updated in several places becomes one
             for each, device first, so that what is updated together lies together.
         everywhere: names and tiers of all ranks' parameters.
     Raises:
-        PlanMismatchError: a group has no pattern, or one that matches no rank's parameter.
+        PlanMismatchError: a group has no pattern, or one that matches no rank's parameter; or `params` makes groups of
+            nothing, or of tensors that are not the trainer's.
     """
     if params is not None:
-        return list(params(named)) or [{"params": []}]
+        if groups is not None:
+            raise PlanMismatchError("groups= and params= both say which parameters are grouped how; give one of them")
+        return _made_groups(named, params, {name for name, _ in everywhere})
     own = {name: (tiers or {}).get(name, "") for name in named}
     left = list(dict.fromkeys((*own.items(), *everywhere)))
     names = [name for name, _ in left]
@@ -53,6 +56,39 @@ def param_groups(
         options = {key: value for key, value in group.items() if key != "match"}
         found += _by_tier(named, own, taken, options)
     return [*found, *_by_tier(named, own, left, {})] or [{"params": []}]
+
+
+def _made_groups(named: Named, params: GroupMaker, everywhere: Collection[str]) -> list[Any]:
+    """What the user's function makes of a rank's parameters, once it is known to be made of them."""
+    if not callable(params):
+        raise PlanMismatchError(
+            f"params= is a {type(params).__name__}: give a function from the parameters by name to param groups, e.g. "
+            "params=lambda named: [named['out.weight']]"
+        )
+    made = [
+        {**each, "params": _listed(each["params"])} if isinstance(each, Mapping) and "params" in each else each
+        for each in params(named)
+    ]
+    own, found = {id(param) for param in named.values()}, False
+    for each in made:
+        for entry in each.get("params", ()) if isinstance(each, Mapping) else (each,):
+            tensor = entry[-1] if isinstance(entry, tuple) and entry else entry
+            if isinstance(tensor, Tensor) and id(tensor) not in own:
+                raise PlanMismatchError(
+                    f"params= gives a tensor of shape {tuple(tensor.shape)} that is no parameter of the trainer, which "
+                    "trains shards of its own; choose among those it is called with, by name: "
+                    f"{', '.join(list(named)[:5])}"
+                )
+            found = True
+    if not found and named and named.keys() >= set(everywhere):
+        raise PlanMismatchError("params= chooses no parameter, so nothing would train; choose some, or leave it out")
+    return made or [{"params": []}]
+
+
+def _listed(params: Any) -> Any:
+    if isinstance(params, set):  # which torch refuses
+        return params
+    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _pattern(group: object) -> str:

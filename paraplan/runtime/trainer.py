@@ -234,12 +234,14 @@ class Trainer(TrainingStates):
         Args:
             cls: a torch optimizer. One that updates elements by others (norms, statistics of rows, orthogonalised
                 updates) is found out and refused where the plan shards what it would take whole.
-            groups: `{"match": regex, **options}`; the first whose pattern is found in a parameter's name takes it.
-            params: makes the param groups from the shards by name; excludes `groups`.
+            groups: `{"match": regex, **options}`; the first whose pattern is found in a parameter's name takes it. All
+                others form a group with `options`: to leave some out, choose with `params`.
+            params: makes the param groups from the shards by name, of these alone; excludes `groups`.
             after: runs after its step, instead of `finish_update`.
             options: for cls.
         Raises:
-            PlanMismatchError: a pattern matches nothing, or the optimizer is another one on shards (see `coupling`).
+            PlanMismatchError: a pattern matches nothing, `params` gives other tensors or none, or the optimizer is
+                another one on shards (see `coupling`).
         """
         made = make_optimizer(self.state, cls, groups, params, options)
         self.state.clock.is_trained = True

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import paraplan
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.lower import lower
@@ -223,3 +224,53 @@ def test_gradients_written_where_they_are_parts_are_warned_of_once(shard: bool, 
     said = [str(each.message) for each in found if "gradients were written" in str(each.message)]
     assert len(said) == (shard and write is not None)
     assert all("use trainer.clip_grad_norm_(max_norm)" in each for each in said)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)).square().mean()
+
+
+def pair_trainer() -> Any:
+    return paraplan.compile(Pair(), "local:1", example_inputs={"x": torch.randn(8, 4)}).executable(Pair())
+
+
+OTHER = Pair()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"params": lambda named: OTHER.parameters()}, r"shape \(8, 4\) that is no parameter of the trainer"),
+        ({"params": lambda named: [{"params": iter([*named.values(), OTHER.up.bias])}]}, "no parameter of the trainer"),
+        ({"params": lambda named: []}, "chooses no parameter"),
+        ({"params": lambda named: [{"params": []}]}, "chooses no parameter"),
+        ({"params": ["up.weight"]}, "give a function"),
+        ({"params": lambda named: named.values(), "groups": [{"match": "up"}]}, "give one of them"),
+    ],
+)
+def test_groups_that_train_something_else_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanMismatchError, match=says):
+        pair_trainer().optimizer(torch.optim.SGD, lr=0.1, **options)
+
+
+def test_params_chooses_among_the_shards_and_groups_takes_the_rest() -> None:
+    for choose in (
+        lambda named: [named["up.weight"]],
+        lambda named: [("up.weight", named["up.weight"])],
+        lambda named: [{"params": named["up.weight"], "lr": 0.2}],
+        lambda named: [{"params": (each for name, each in named.items() if name == "up.weight")}],
+    ):
+        trainer = pair_trainer()
+        before = trainer.full_state_dict()
+        optimizer = trainer.optimizer(torch.optim.SGD, params=choose, lr=0.1)
+        trainer.step({"x": torch.ones(8, 4)})
+        optimizer.step()
+        after = trainer.full_state_dict()
+        assert [name for name, x in after.items() if not torch.equal(x, before[name])] == ["up.weight"]
+    groups = pair_trainer().optimizer(torch.optim.SGD, groups=[{"match": "^up", "lr": 0.2}], lr=0.1).param_groups
+    assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 0.2), (2, 0.1)]
