@@ -28,7 +28,8 @@ class RandomBatches:
 
     Args:
         plan: says names, shapes and dtypes.
-        made: the model; its vocabulary bounds token numbers, its maker's example inputs those of other models.
+        made: the model; its vocabulary bounds token numbers, its maker's example inputs those of other models, each
+            column's (position beside the batch dim) by itself: columns may index tables of different sizes.
         seed: of the run.
     """
 
@@ -54,15 +55,26 @@ class RandomBatches:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
         if "mask" in name or dtype is torch.bool:
             return torch.ones(shape, dtype=dtype)
-        return torch.randint(0, self._bound(name), shape, generator=generator).to(dtype)
+        low, high = self._range(name, entry)
+        if not low.dim():
+            return torch.randint(int(low), int(high) + 1, shape, generator=generator).to(dtype)
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low + 1)
+        return (low + drawn.long()).to(dtype)
 
-    def _bound(self, name: str) -> int:
+    def _range(self, name: str, entry: BatchInput) -> tuple[Tensor, Tensor]:
+        """The least and the largest integer of each column of an input; they broadcast to its shape."""
+        none, example = torch.zeros((), dtype=torch.int64), self.examples.get(name)
         if name == "token_type_ids":
-            return 1
-        example = self.examples.get(name)
-        if isinstance(example, Tensor) and not example.is_meta and example.numel():
-            return int(example.max()) + 1
-        return int(self.vocab) if self.vocab else 2
+            return none, none
+        if not isinstance(example, Tensor) or example.is_meta or not example.numel():
+            return none, torch.tensor(int(self.vocab) - 1 if self.vocab else 1)
+        values, dim = example.detach().cpu().long(), entry.batch_dim
+        if dim is None and values.shape == entry.spec.shape:
+            return values, values
+        by_column = dim is not None and _columns(values.shape, dim) == _columns(entry.spec.shape, dim)
+        low = values.amin(dim, keepdim=True) if by_column else values.min()
+        high = values.amax(dim, keepdim=True) if by_column else values.max()
+        return torch.where((low < 0) & (high >= 0), 0, low), high  # negative labels beside others are ignored ones
 
 
 class TextBatches:
@@ -142,3 +154,7 @@ def _named(plan: Plan, examples: object) -> Mapping[str, Any]:
     if isinstance(examples, tuple):
         return dict(zip(given_inputs(plan.program), [x for x in examples if isinstance(x, Tensor)], strict=False))
     return {}
+
+
+def _columns(shape: tuple[int, ...], batch_dim: int) -> tuple[int, ...]:
+    return (*shape[:batch_dim], *shape[batch_dim + 1 :])
