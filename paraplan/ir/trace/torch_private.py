@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch import _assert_async as assert_async
 from torch import _scaled_mm as scaled_mm
 from torch._C import (
     DispatchKey,
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "COMPILED", "BatchNorm", "FakeTensor", "OpOverload", "TorchDispatchMode", "call_within", "fake_mode",
+    "COMPILED", "BatchNorm", "FakeTensor", "OpOverload", "TorchDispatchMode", "assert_async", "call_within", "fake_mode",
     "functions_applied_by", "has_kernel",
     "in_backward", "is_composite", "is_fake", "is_region", "lazy_module", "lazy_modules", "recording_graph",
     "run_function", "scaled_mm", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
