@@ -31,10 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "COMPILED", "BatchNorm", "FakeTensor", "OpOverload", "TorchDispatchMode", "assert_async", "call_within", "fake_mode",
-    "functions_applied_by", "has_kernel",
-    "in_backward", "is_composite", "is_fake", "is_region", "lazy_module", "lazy_modules", "recording_graph",
-    "run_function", "scaled_mm", "storage_key", "trace_ops", "tree_leaves", "tree_map_only",
+    "BatchNorm", "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "assert_async", "call_within",
+    "fake_mode", "functions_applied_by", "has_kernel", "in_backward", "is_composite", "is_fake", "is_region",
+    "lazy_module", "lazy_modules", "recording_graph", "run_function", "scaled_mm", "storage_key", "trace_ops",
+    "tree_leaves", "tree_map_only",
 ]  # fmt: skip
 
 trace_ops = make_fx
