@@ -96,6 +96,51 @@ class Always(torch.optim.SGD):
         return super().step(closure)
 
 
+class Decayed(torch.optim.SGD):
+    """Has its base's step in its own, and something to do after it."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for param in params_of(self):
+                param.mul_(0.9)
+        return loss
+
+
+@pytest.mark.parametrize("states", AWAY)
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_step_that_calls_its_base_is_one_step(states: str, closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.optim.SGD(model().parameters())  # torch runs hooks for its step too from then on
+
+    def loop(step: Any, made: torch.optim.Optimizer, given: list[Batch]) -> list[Tensor]:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
+        losses = []
+        for batch in given:
+            if closes:
+                losses.append(made.step(lambda batch=batch: step(batch)))
+            else:
+                losses.append(step(batch))
+                made.step()
+            made.zero_grad()
+            schedule.step()
+        return losses
+
+    monkeypatch.setitem(OPTIMIZERS, "decayed", (Decayed, {"lr": 0.1, "momentum": 0.9}))
+    as_in_eager(states, "decayed", loop)
+
+
+def test_a_step_that_failed_leaves_the_next_one_whole() -> None:
+    eager, trainer = model(), executable("fetched", "sgd")
+    made = trainer.optimizer(torch.optim.SGD, lr=0.1)
+    loss_of(eager(batches()[0]["input"]), batches()[0]).backward()
+    torch.optim.SGD(eager.parameters(), lr=0.1).step()
+    with pytest.raises(KeyboardInterrupt):
+        made.step(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    trainer.step(batches()[0])
+    made.step()
+    torch.testing.assert_close(dict(trainer.full_state_dict()), eager.state_dict(), rtol=1e-9, atol=1e-12)
+
+
 def test_a_closure_that_is_called_again_is_refused() -> None:
     trainer = executable("fetched", "sgd")
     optimizer = trainer.optimizer(Twice, lr=0.1)

@@ -11,7 +11,9 @@ the order in which the optimizer made them, which the first update shows.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -43,8 +45,33 @@ class Staging:
         self._params: list[list[nn.Parameter]] = []
         self._outer: Mapping[str, Any] = {}
         optimizer.register_step_pre_hook(lambda _, args, kwargs: self._leave_out(args, kwargs))
-        self._ended = optimizer.register_step_post_hook(lambda *_: self._take_back())
+        self._ended = optimizer.register_step_post_hook(lambda *_: self._end())
+        self._depth = 0
+        self._count_from_here()
         rank.executor.updater = self.update
+
+    def _count_from_here(self) -> None:
+        """A class whose step calls its base's runs hooks for both; what the user calls is the outermost."""
+        step = type(self.optimizer).step
+
+        @functools.wraps(step)
+        def outermost(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._depth = 0 if not self.inside else self._depth
+            return step(optimizer, *args, **kwargs)
+
+        self.optimizer.step = types.MethodType(outermost, self.optimizer)  # type: ignore[method-assign]
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of the optimizer is under way: one of the user's, or of a run that was brought."""
+        return self.inside or self._depth > 0
+
+    def _end(self) -> None:
+        """A step has ended; the user's, unless it is a base class's in that."""
+        if not self.inside:
+            self._depth -= 1
+            if not self._depth:
+                self._take_back()
 
     def _leave_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """A step of the user's begins: what is staged is not in it, but for a closure, which has all of it.
@@ -54,10 +81,13 @@ class Staging:
         """
         if self.inside:
             return None
+        self._depth += 1
+        if self._depth > 1:
+            return None
         self._take_back()
         self.rank.waiting.check()
         self._ended.remove()  # hooks of the user's come before it: each parameter is in their groups once, when updated
-        self._ended = self.optimizer.register_step_post_hook(lambda *_: self._take_back())
+        self._ended = self.optimizer.register_step_post_hook(lambda *_: self._end())
         self._leave_out_staged()
         given = inspect.signature(type(self.optimizer).step).bind_partial(*args, **kwargs)
         closure = given.arguments.get("closure")
@@ -82,11 +112,12 @@ class Staging:
                     "parameters, and under this plan parameters are updated a few at a time after the step; use an "
                     "optimizer that calls it once and first, or plan without offload_states"
                 )
-            before = None
+            before, depth = None, self._depth
             self._take_back()
             try:
                 return closure()
             finally:
+                self._depth = depth
                 self.rank.waiting.check()
                 self._leave_out_staged()
 

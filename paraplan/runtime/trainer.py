@@ -254,7 +254,7 @@ class Trainer(TrainingStates):
 
         def finish(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             alive = trainer()
-            if staging is not None and staging.inside:
+            if staging is not None and staging.is_stepping:
                 return
             if after is not None:
                 after()
