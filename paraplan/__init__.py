@@ -16,6 +16,7 @@ _PUBLIC = {
     "ClusterSpec": "paraplan.ir.cluster",
     "Constraints": "paraplan.planner.constraints",
     "ParaplanError": "paraplan.ir.errors",
+    "InfeasibleError": "paraplan.ir.errors",
     "register_rule": "paraplan.ir.trace.register",
     "register_cost": "paraplan.ir.trace.register",
 }

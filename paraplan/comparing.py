@@ -14,6 +14,7 @@ from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.sizes import parse_bytes
 from paraplan.planner.compare import Comparison, compare
+from paraplan.planner.constraints import check_time_limit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +38,7 @@ def compare_memory(
         ConstraintError: the cluster has several devices, a budget is none, or a strategy is unknown.
         CaptureError: the model cannot be captured.
     """
+    check_time_limit(strategy_time_s)
     spec = as_cluster(cluster)
     if spec.num_devices != 1:
         raise ConstraintError(

@@ -50,6 +50,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 PUBLIC = {
     *("__version__", "compile", "fit", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"),
+    "InfeasibleError",
     *("register_rule", "register_cost"),
 }
 

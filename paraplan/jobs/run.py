@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -105,15 +106,10 @@ def check_run(plan: Plan, options: RunOptions) -> None:
     """Everything that can be refused before any process is started.
 
     Raises:
-        ParaplanError: the model is another one, the data does not fit, the machine has no such devices, or no steps.
+        ParaplanError: the model is another one, the data does not fit, the machine has no such devices, or a number or
+            folder is impossible.
     """
-    if options.steps < 1:
-        raise ConstraintError(f"--steps {options.steps}: at least 1")
-    if options.check and options.resume is not None:
-        raise ConstraintError(
-            "--check compares with a single device from its first step on, which has no states to --resume from; give "
-            "one of them"
-        )
+    check_options(options)
     check_devices(plan.cluster)
     if options.record is not None:
         check_recordable(plan, options.compile or plan.compiled)
@@ -122,6 +118,34 @@ def check_run(plan: Plan, options: RunOptions) -> None:
     if options.weights is not None:
         values_of(plan.program, made.model, options.weights)
     _batches(plan, made, options)
+
+
+def check_options(options: RunOptions) -> None:
+    """Refuse numbers and folders that no run can have.
+
+    Raises:
+        ConstraintError: names the option.
+    """
+    if options.steps < 1:
+        raise ConstraintError(f"--steps {options.steps}: at least 1")
+    if not 0 <= options.lr < math.inf:
+        raise ConstraintError(f"--lr {options.lr}: a number of at least 0")
+    if options.clip is not None and not options.clip > 0:
+        raise ConstraintError(f"--clip {options.clip}: a number above 0; leave it out for no clipping")
+    if options.save is not None and not _could_be_folder(Path(options.save)):
+        raise ConstraintError(
+            f"--save {options.save}: there is a file in its place; give a folder to be made or written"
+        )
+    if options.check and options.resume is not None:
+        raise ConstraintError(
+            "--check compares with a single device from its first step on, which has no states to --resume from; give "
+            "one of them"
+        )
+
+
+def _could_be_folder(path: Path) -> bool:
+    there = next((each for each in (path, *path.absolute().parents) if each.exists()), path)
+    return there.is_dir()
 
 
 def check_local(plan: Plan) -> None:
@@ -162,6 +186,7 @@ def run(
     Raises:
         ParaplanError: what does not belong together, or a step that failed.
     """
+    check_options(options)
     made = _skeleton(plan, options)
     batches = _batches(plan, made, options)
     trainer = make_trainer(

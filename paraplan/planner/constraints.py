@@ -139,6 +139,16 @@ def _check_types(c: Constraints) -> None:
         raise ConstraintError(f"mesh={c.mesh!r}: give whole numbers, one for each axis, e.g. mesh=(2, 4)")
 
 
+def check_time_limit(seconds: float) -> None:
+    """Refuse a time in which nothing can be solved.
+
+    Raises:
+        ConstraintError: it is not a number above 0.
+    """
+    if not seconds > 0:
+        raise ConstraintError(f"a time limit of {seconds} s (--time-limit): give a number of seconds above 0")
+
+
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
     """The constraints themselves, when they make sense together.
 

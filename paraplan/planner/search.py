@@ -25,7 +25,7 @@ from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
 from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.constraints import AUTO, Constraints, check_constraints, device_budget
+from paraplan.planner.constraints import AUTO, Constraints, check_constraints, check_time_limit, device_budget
 from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op, what_would_do
@@ -70,10 +70,12 @@ def search(
         progress: told what is being tried.
         certify: whether to bound the step of every plan in scope; without, the certificate's bound is 0.
     Raises:
+        ConstraintError: choices contradict each other or the cluster, or the time limit is none.
         InfeasibleError: proved on every mesh tried.
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
     started = time.perf_counter()
+    check_time_limit(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)
     _check_rates(job)
     job = replace(job, compiled=constraints.compiled)

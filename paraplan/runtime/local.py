@@ -30,7 +30,7 @@ from paraplan.runtime.evaluate import (
 )
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.late import LateUpdates
-from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share
+from paraplan.runtime.optim import GroupMaker, check_norm, clip, norm_of, norm_share
 from paraplan.runtime.params import join
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.scaling import SCALE, Scaler
@@ -197,7 +197,8 @@ class InProcessTrainer:
         return self.ranks[rank].executor.ledger.tier_peak_bytes
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch's, over the gradients of the last step."""
+        """As torch's, over the gradients of the last step; refuses what `Trainer.clip_grad_norm_` does."""
+        norm_type = check_norm(norm_type)
         shares = []
         for rank in self.ranks:
             grads = {name: grad for name, grad in rank.grads().items() if name in self._counted(rank)}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.mesh import Layout
 from paraplan.runtime.grads import WaitingGrads
 from paraplan.runtime.params import Dims, owned_here
@@ -113,6 +113,21 @@ def _by_tier(
         if own.get(name) == tier:
             here.append(named[name])
     return [{"params": split[tier], **options} for tier in sorted(split)]
+
+
+def check_norm(norm_type: float) -> float:
+    """The kind of norm, as a number.
+
+    Raises:
+        ConstraintError: its shares do not add up to torch's norm of all gradients.
+    """
+    found = float(norm_type)
+    if found == 0 or found != found or found == float("-inf"):
+        raise ConstraintError(
+            f"norm_type={norm_type}: torch's norm of that kind counts or picks among tensors, which shards of them do "
+            "not tell; give another number, such as 2, or inf for the largest element"
+        )
+    return found
 
 
 def norm_share(

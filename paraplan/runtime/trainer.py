@@ -45,7 +45,7 @@ from paraplan.runtime.evaluate import (
 )
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.late import LateUpdates
-from paraplan.runtime.optim import GroupMaker, clip, norm_of, norm_share
+from paraplan.runtime.optim import GroupMaker, check_norm, clip, norm_of, norm_share
 from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, message_pairs
 from paraplan.runtime.scaling import SCALE, Scaler
@@ -306,7 +306,10 @@ class Trainer(TrainingStates):
 
         Returns:
             The norm before clipping, the same on every rank; float64.
+        Raises:
+            ConstraintError: norm_type is 0, -inf or no number.
         """
+        norm_type = check_norm(norm_type)
         grads = {name: param.grad for name, param in self.state.params.items() if param.grad is not None}
         here = counted_here(self.plan.program, self.held, self.stage)
         counted = {name: grad for name, grad in grads.items() if name in here}

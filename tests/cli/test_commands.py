@@ -166,3 +166,29 @@ def test_a_peak_above_the_predicted_one_fails_the_check(plan_file: Path, command
     plan_file.write_text(json.dumps(plan))
     failed = command("run", "plan.json", "--steps", "2", "--model", "zoo:net", "--check")
     assert failed.code == 1 and "check failed: rank 0 had" in failed.err and "were predicted" in failed.err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--lr", "nan"), "--lr nan: a number of at least 0"),
+        (("--lr", "-1"), "--lr -1.0"),
+        (("--clip", "-1"), "--clip -1.0: a number above 0"),
+        (("--clip", "nan"), "--clip nan"),
+        (("--save", "plan.json"), "--save plan.json: there is a file"),
+        (("--save", "plan.json/c"), "--save plan.json/c: there is a file"),
+    ],
+)
+def test_impossible_options_are_refused_before_training(
+    given: tuple[str, str], says: str, plan_file: Path, command: Any
+) -> None:
+    refused = command("run", "plan.json", "--model", "zoo:net", *given)
+    assert refused.code == 2 and says in refused.err and "step" not in refused.out
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan"])
+def test_no_time_to_plan_is_refused(seconds: str, here: Path, command: Any) -> None:
+    refused = command("plan", "zoo:net", "local:2", "--time-limit", seconds)
+    assert refused.code == 2 and "give a number of seconds above 0" in refused.err
+    refused = command("compare", "zoo:net", "local:1", "--time-limit", seconds)
+    assert refused.code == 2 and "give a number of seconds above 0" in refused.err

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import paraplan
 from paraplan.codegen import build_modules
-from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.lower import lower
 from paraplan.ir.plan import Plan
 from paraplan.runtime.coupling import coupling
@@ -274,3 +274,14 @@ def test_params_chooses_among_the_shards_and_groups_takes_the_rest() -> None:
         assert [name for name, x in after.items() if not torch.equal(x, before[name])] == ["up.weight"]
     groups = pair_trainer().optimizer(torch.optim.SGD, groups=[{"match": "^up", "lr": 0.2}], lr=0.1).param_groups
     assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 0.2), (2, 0.1)]
+
+
+def test_norms_that_shards_do_not_tell_are_refused() -> None:
+    trainer = pair_trainer()
+    trainer.step({"x": torch.ones(8, 4)})
+    for kind in (0.0, float("-inf"), float("nan")):
+        with pytest.raises(ConstraintError, match="norm_type"):
+            trainer.clip_grad_norm_(1.0, kind)
+    for kind in (1.0, 3, float("inf"), "inf"):
+        grads = [param.grad.clone() for param in trainer.state.params.values()]
+        assert float(trainer.clip_grad_norm_(1e9, kind)) == pytest.approx(float(nn.utils.get_total_norm(grads, kind)))
