@@ -92,7 +92,7 @@ def test_every_op_of_any_legal_plan_is_among_the_local_ops(program: Program) -> 
                 assert shape_key(op.target, op.flag, op.inputs, op.outputs) in shapes, (name, op.full_key)
                 exact += op.full_key in full
     assert seen > 500
-    assert exact > 0.8 * seen
+    assert exact > 0.75 * seen
 
 
 def _is_kernel(block: object, instr: object) -> bool:

@@ -75,14 +75,22 @@ def test_parts_of_cross_entropy(shape: tuple[int, ...], v_start: int, columns: i
     m = m.nan_to_num(neginf=0.0)
     s = kernels.ce_sumexp(logits, m, columns, v_start)
     same(cross_entropy.ce_sumexp(logits, m, columns, v_start), s)
-    t = kernels.ce_target(logits, labels, -100, v_start)
-    same(cross_entropy.ce_target(logits, labels, -100, v_start), t)
+    classes = 3 * shape[-1]
+    t = kernels.ce_target(logits, labels, -100, v_start, classes)
+    same(cross_entropy.ce_target(logits, labels, -100, v_start, classes), t)
     s, g = s.clamp(min=1e-3), torch.tensor(0.37, dtype=m.dtype)
     same(cross_entropy.ce_loss(m, s, t, labels, -100), kernels.ce_loss(m, s, t, labels, -100))
     same(
         cross_entropy.ce_grad(g, logits, m, s, labels, -100, v_start),
         kernels.ce_grad(g, logits, m, s, labels, -100, v_start),
     )
+
+
+def test_a_label_that_is_no_class_makes_the_loss_nan() -> None:
+    logits, labels = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, -100, 8])
+    found = cross_entropy.ce_target(logits, labels, -100)
+    assert found.isnan().tolist() == [False, False, True]
+    assert not cross_entropy.ce_target(logits, labels, -100, 0, 16).isnan().any()
 
 
 def _heads(b: int, h: int, s: int, d: int, generator: torch.Generator) -> Tensor:

@@ -49,12 +49,13 @@ def _inside(label, ignore_index, v_start, width):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def _target(logits, labels, out, count, width, ignore_index, v_start, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _target(logits, labels, out, count, width, ignore_index, v_start, whole, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     label = tl.load(labels + row, mask=row < count, other=ignore_index)
     local, inside = _inside(label, ignore_index, v_start, width)
     value = tl.load(logits + row * width + local, mask=inside & (row < count), other=0.0)
-    tl.store(out + row, value.to(out.dtype.element_ty), mask=row < count)
+    is_class = (label == ignore_index) | ((label >= 0) & (label < whole))
+    tl.store(out + row, tl.where(is_class, value.to(out.dtype.element_ty), float("nan")), mask=row < count)
 
 
 @triton.jit
@@ -113,10 +114,12 @@ def ce_sumexp(logits: Tensor, m: Tensor, columns: int = -1, v_start: int = 0) ->
 
 
 def ce_target(logits: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0, columns: int = -1) -> Tensor:
-    """Every row's logit at its label; 0 where that is ignored or elsewhere."""
+    """Every row's logit at its label; 0 where that is ignored or elsewhere, NaN where it is no class (to raise, the
+    host would have to wait)."""
     logits, labels, out = row_major(logits), row_major(labels), _per_row(logits)
     count = out.numel()
-    args = logits, labels, out, count, logits.shape[-1], ignore_index, v_start, ROWS
+    width = logits.shape[-1]
+    args = logits, labels, out, count, width, ignore_index, v_start, width if columns < 0 else columns, ROWS
     launch(_target, (triton.cdiv(count, ROWS),), args, (labels,), (out,))
     return out
 
