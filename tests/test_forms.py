@@ -313,3 +313,24 @@ class Discounted(nn.Module):
 def test_written_numbers_are_exact_whatever_the_default_dtype(default: torch.dtype) -> None:
     with default_dtype(default):
         assert_trains_as_eager(Discounted(), {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(3))})
+
+
+class _Average(nn.Module):
+    """A running average, assigned anew where no gradient is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        with torch.no_grad():
+            self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+        return (h - self.average).square().mean()
+
+
+def test_a_buffer_assigned_anew_from_detached_values() -> None:
+    program = assert_trains_as_eager(_Average(), {"x": torch.randn(8, 6)})
+    assert list(program.buffer_updates) == ["average"]

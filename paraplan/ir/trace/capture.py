@@ -261,8 +261,7 @@ def _rewrite(
         return params[name].trainable
 
     found = flows(graph, names, trainable)
-    written = {node.args[0] for node in updates.values()}
-    drop_idle_detach(graph, {node for node, flow in found.items() if flow.carries or node in written})
+    drop_idle_detach(graph, {node for node, flow in found.items() if flow.carries}, set(updates.values()))
     found = flows(graph, names, trainable)
     results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
     widest = reduce(torch.promote_types, (value_of(loss).dtype for loss in results[: len(exported.losses)]))

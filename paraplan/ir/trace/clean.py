@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, fx
 
@@ -76,9 +78,9 @@ def _is_same_cast(node: fx.Node, name: str) -> bool:
     return isinstance(source, Tensor) and source.dtype == node.kwargs.get("dtype", source.dtype)
 
 
-def drop_idle_detach(graph: fx.Graph, carries: set[fx.Node]) -> None:
-    """Drops detach where there is no gradient to stop."""
+def drop_idle_detach(graph: fx.Graph, carries: set[fx.Node], kept: Collection[fx.Node] = ()) -> None:
+    """Drops detach where there is no gradient to stop, but those kept."""
     for node in list(graph.nodes):
-        if node.target is torch.ops.aten.detach.default and node.args[0] not in carries:
+        if node.target is torch.ops.aten.detach.default and node.args[0] not in carries and node not in kept:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
