@@ -371,7 +371,7 @@ def _fetch(away: Away, out: Tensor) -> None:
 
 
 def _bytes(x: Tensor) -> Any:
-    return x.reshape(-1).view(torch.uint8).numpy()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _end(queues: dict[tuple[str, str], SimpleQueue[Flight | None]]) -> None:

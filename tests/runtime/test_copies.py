@@ -148,6 +148,16 @@ def test_a_file_goes_with_its_value_and_the_folder_with_its_copier(tmp_path: Pat
     assert list((tmp_path / "new").iterdir()) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_one_element_of_any_stride_goes_to_disk_and_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    """torch calls it contiguous, and views bytes of stride 1 alone."""
+    copier = Copier(folder=tmp_path)
+    x = torch.arange(6, dtype=torch.float32).to(dtype).view(2, 3)[:1, 1:2].as_strided((1,), (3,))
+    away = copier.wait(copier.offload(x, "disk"))
+    back = copier.wait(copier.prefetch(away, "disk"))
+    assert torch.equal(back, x)
+
+
 def test_the_folder_goes_with_its_last_file_and_comes_with_the_next(tmp_path: Path) -> None:
     copier = Copier(folder=tmp_path)
     for _ in range(2):
