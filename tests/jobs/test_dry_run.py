@@ -108,15 +108,28 @@ def test_launches_do_not_grow_with_the_vocabulary(columns: int) -> None:
     assert all(launch.nbytes <= 4.1 * 64 * columns for launches in dropped for launch in launches)
 
 
-def test_scores_are_never_allocated() -> None:
-    """No value, no workspace and no result inside is as large as the scores of a head."""
-    small = build("gpt2", 0.1)
-    batch = {key: x.repeat(1, 1) for key, x in small.batch.items()}
-    (rank,) = lower(whole_plan(capture(small.model.float(), batch, precision="bf16"), parse_cluster("1xH100"), ADAMW))
-    for block, instr, run in _ran(rank):
-        if "attention" in instr.target:
-            heads, rows = next(value.shape[1:3] for value in call_of(block, instr).inputs if value is not None)
-            assert run.workspace_bytes < batch["input_ids"].shape[0] * heads * rows * rows * 4
+class Attending(nn.Module):
+    """Two heads of 16 over 512 positions."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.project, self.p = nn.Linear(32, 96), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 16)).transpose(1, 2) for each in self.project(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.p, is_causal=True).square().mean()
+
+
+@pytest.mark.parametrize(("p", "precision"), [(0.0, "bf16"), (0.1, "bf16"), (0.1, "fp32")])
+def test_scores_are_never_allocated(p: float, precision: str) -> None:
+    """Attention makes nothing inside that is as large as the scores of one head; the reference does."""
+    program = capture(Attending(p), {"x": torch.zeros(1, 512, 32)}, precision=precision)
+    (rank,) = lower(whole_plan(program, parse_cluster("1xH100"), ADAMW))
+    (plain,) = lower(whole_plan(program, parse_cluster("local:1"), ADAMW))
+    inside = [max(run.workspace_bytes, i.workspace_bytes) for _, i, run in _ran(rank) if "attention" in i.target]
+    reference = [i.workspace_bytes for block in plain.blocks.values() for i in block.instrs if "attention" in i.target]
+    assert len(inside) == 2 and max(inside) < 512 * 512 * 2
+    assert p == 0.0 or min(reference) > 512 * 512 * 2
 
 
 def _edited(rank: RankProgram, target: str, **changes: object) -> RankProgram:

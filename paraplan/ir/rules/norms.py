@@ -15,51 +15,47 @@ def _split(shape: tuple[int, ...], normalised: int) -> tuple[Letters, Letters]:
     return (*lead, *(WHOLE,) * normalised), (*lead, *(WHOLE,) * normalised)
 
 
-@register("paraplan.layer_norm")
-def layer_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b _, _, _ -> a b _, a b _, a b _` (result, mean, reciprocal deviation)."""
-    normalised = len(op.args[1])
+def _forward(inputs: Specs, outputs: Specs, normalised: int) -> OpDims:
+    """Rows are free: the result and its statistics, dims of 1 where it is normalised, follow the input's."""
     names, _ = _split(inputs[0].shape, normalised)
     affine = ((WHOLE,) * normalised,) * (len(inputs) - 1)
     outs = tuple(None if spec is None else names for spec in outputs)
     return uneven(OpDims((names, *affine), outs, sizes_of((names, inputs[0].shape))))
 
 
-@register("paraplan.layer_norm_grad")
-def layer_norm_backward(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b _, a b _, a b _, a b _, _, _ -> a b _, _, _`: gradients of weight and bias contract the rest; all are
-    linear in the gradient."""
-    normalised = len(op.args[2])
+def _backward(inputs: Specs, outputs: Specs, normalised: int, rows: int) -> OpDims:
+    """Of the inputs the first `rows` have rows. Gradients of weight and bias contract these; all are linear in the
+    gradient."""
     names, _ = _split(inputs[0].shape, normalised)
     affine: Letters = (WHOLE,) * normalised
     outs = tuple(None if spec is None else (names if index == 0 else affine) for index, spec in enumerate(outputs))
-    lead = names[: len(names) - normalised]
-    given = (names, names, names, names, *(affine,) * (len(inputs) - 4))
-    sizes = sizes_of((names, inputs[0].shape))
-    return uneven(OpDims(given, outs, sizes, dict.fromkeys(lead, "sum"), linear=((0,),)))
+    lead = names[: len(names) - normalised] if any(spec is not None for spec in outputs[1:]) else ()
+    given = (*(names,) * rows, *(affine,) * (len(inputs) - rows))
+    return uneven(OpDims(given, outs, sizes_of((names, inputs[0].shape)), dict.fromkeys(lead, "sum"), linear=((0,),)))
+
+
+@register("paraplan.layer_norm")
+def layer_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b _, _, _ -> a b _, a b _, a b _` (result, mean, reciprocal deviation)."""
+    return _forward(inputs, outputs, len(op.args[1]))
+
+
+@register("paraplan.layer_norm_grad")
+def layer_norm_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b _, a b _, a b _, a b _, _, _ -> a b _, _, _` (of gradient, input, mean, reciprocal deviation)."""
+    return _backward(inputs, outputs, len(op.args[2]), 4)
 
 
 @register("paraplan.rms_norm", workspace=norm_workspace.rms_norm)
 def rms_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b _[, _] -> a b _, a b _` (result, reciprocal root of the mean square)."""
-    normalised = int(op.args[1])
-    names, _ = _split(inputs[0].shape, normalised)
-    affine = ((WHOLE,) * normalised,) * (len(inputs) - 1)
-    outs = tuple(None if spec is None else names for spec in outputs)
-    return uneven(OpDims((names, *affine), outs, sizes_of((names, inputs[0].shape))))
+    return _forward(inputs, outputs, int(op.args[1]))
 
 
 @register("paraplan.rms_norm_grad", workspace=norm_workspace.rms_norm_grad)
 def rms_norm_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b _, a b _, a b _[, _] -> a b _, _`: the weight's gradient contracts the rest; both are linear in the
-    gradient."""
-    normalised = int(op.args[2])
-    names, _ = _split(inputs[0].shape, normalised)
-    affine: Letters = (WHOLE,) * normalised
-    outs = tuple(None if spec is None else (names if index == 0 else affine) for index, spec in enumerate(outputs))
-    lead = names[: len(names) - normalised] if any(spec is not None for spec in outputs[1:]) else ()
-    given = (names, names, names, *(affine,) * (len(inputs) - 3))
-    return uneven(OpDims(given, outs, sizes_of((names, inputs[0].shape)), dict.fromkeys(lead, "sum"), linear=((0,),)))
+    """`a b _, a b _, a b _[, _] -> a b _, _` (of gradient, input, reciprocal root)."""
+    return _backward(inputs, outputs, int(op.args[2]), 3)
 
 
 def _group_affine(count: int) -> tuple[Letters, ...]:

@@ -62,10 +62,8 @@ __all__ = [
     "conv_grad_input", "conv_grad_weight", "dropout", "embedding", "embedding_grad", "embedding_tables",
     "embedding_tables_grad", "experts", "experts_grad", "float8_cast", "float8_linear", "float8_linear_grad_input",
     "float8_linear_grad_weight", "float8_scale", "group_norm", "group_norm_grad", "index", "index_put", "layer_norm",
-    "layer_norm_grad", "linear",
-    "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "rms_norm", "rms_norm_grad",
-    "route_add", "route_here", "route_plan",
-    "uniform", "upsample", "upsample_grad",
+    "layer_norm_grad", "linear", "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "rms_norm",
+    "rms_norm_grad", "route_add", "route_here", "route_plan", "uniform", "upsample", "upsample_grad",
 ]  # fmt: skip
 
 CHUNK_ELEMENTS = 1 << 20
