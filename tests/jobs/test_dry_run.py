@@ -58,7 +58,7 @@ def test_what_is_launched_is_what_is_priced(name: str) -> None:
             where = (block.name, run.index, instr.target, instr.kernel)
             if instr.target not in UNCOUNTED:
                 counted = launch_count("cuda", instr.target, instr.kernel, call_of(block, instr))
-                assert abs(counted - len(run.launches)) <= (instr.kernel == "flash"), where
+                assert counted == len(run.launches), where
                 assert run.workspace_bytes <= instr.workspace_bytes, where
 
 

@@ -76,7 +76,8 @@ def _is_heads_last(x: LocalValue) -> bool:
 
 
 def _flash_launches(call: Call) -> int:
-    """The kernel, and a copy of its result where the queries are not stored heads last."""
+    """The kernel, and a copy of its result where the queries are not stored heads last; a rank for which a block of a
+    causal ring lies in the future only fills zeros."""
     return 1 + (not _is_heads_last(_attention(call)[0]))
 
 
