@@ -17,6 +17,7 @@ from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
 from paraplan.runtime.attributes import Attributes
 from paraplan.runtime.batch import shard_batch
+from paraplan.runtime.copies import Copier
 from paraplan.runtime.evaluate import (
     Build,
     Evaluation,
@@ -46,11 +47,12 @@ class InProcessTrainer:
     Args:
         plan: the plan.
         programs: `ir.lower.lower(plan)`, per rank class.
-        modules: per rank class, `codegen.build_modules(program)`.
+        modules: per rank class, `codegen.build_modules(program, device=device)`.
         model: on cpu, with values; or on meta.
         seed: base of the random seeds.
         build: emits the modules of another program of this plan; `eval_step` needs it.
         weights: safetensors files with the parameters.
+        device: of every rank, "cpu" or "cuda" (the current device, which all of them share).
 
     Attributes:
         record: whether the next step keeps an account (`entries`, `peak_bytes`); what is computed is the same.
@@ -58,16 +60,16 @@ class InProcessTrainer:
 
     def __init__(
         self, plan: Plan, programs: Sequence[RankProgram], modules: Sequence[Modules], model: nn.Module, seed: int = 0,
-        build: Build | None = None, weights: str | Path | None = None,
+        build: Build | None = None, weights: str | Path | None = None, device: str = "cpu",
     ) -> None:  # fmt: skip
-        self.plan, self.held = plan, holdings(plan)
+        self.plan, self.held, self.device = plan, holdings(plan), device
         self.attributes = Attributes(plan, model)
         self.transport, executors = make_executors(
             [holding.mesh for holding in self.held], programs, plan.schedule.rank_class, modules,
-            source_lines(plan.program),
+            source_lines(plan.program), device,
         )  # fmt: skip
         values = values_of(plan.program, model, weights, seed)
-        self.ranks = [Rank(plan, executor, values, seed) for executor in executors]
+        self.ranks = [Rank(plan, executor, values, seed, device) for executor in executors]
         self.optimizers: list[torch.optim.Optimizer] = []
         self._staging: list[Staging] = []
         self.record = True
@@ -85,9 +87,10 @@ class InProcessTrainer:
             program, modules = self._evaluations.get(key, self.plan.schedule.rank_class[rank.executor.rank])
             here = rank.executor
             executor = Executor(
-                program, modules, here.coordinates, here.port, here.rank, source_lines(self.plan.program)
-            )
-            bind(executor, rank, shard_batch(self.plan, rank.stage, here.coordinates, batch))
+                program, modules, here.coordinates, here.port, here.rank, source_lines(self.plan.program),
+                copier=Copier(self.device, rank=here.rank),
+            )  # fmt: skip
+            bind(executor, rank, shard_batch(self.plan, rank.stage, here.coordinates, batch, self.device))
             rank.account(executor, self.optimizers[index : index + 1])
             self.evaluators.append(executor)
         step_together(self.transport, self.evaluators, [executor.program.steps for executor in self.evaluators])
@@ -118,7 +121,7 @@ class InProcessTrainer:
         self.attributes.check()
         batch = self.attributes.fill(batch)
         for index, rank in enumerate(self.ranks):
-            rank.start(shard_batch(self.plan, rank.stage, rank.executor.coordinates, batch))
+            rank.start(shard_batch(self.plan, rank.stage, rank.executor.coordinates, batch, self.device))
             rank.executor.noting = self.record
             if self.record:
                 rank.begin_account(self.optimizers[index : index + 1])
@@ -203,7 +206,7 @@ class InProcessTrainer:
         for rank in self.ranks:
             grads = {name: grad for name, grad in rank.grads().items() if name in self._counted(rank)}
             place, waiting = rank.executor.coordinates, rank.waiting
-            shares.append(norm_share(grads, rank.layouts, place, norm_type, waiting=waiting))
+            shares.append(norm_share(grads, rank.layouts, place, norm_type, self.device, waiting))
         total = torch.stack(shares).max() if norm_type == float("inf") else torch.stack(shares).sum()
         norm = norm_of(total, norm_type)
         for rank in self.ranks:
@@ -264,4 +267,4 @@ class InProcessTrainer:
         """As `Trainer.scaler`, one for all ranks: give it to `apply_optimizer`."""
         scales = [rank.tensors[SCALE] for rank in self.ranks if SCALE in rank.tensors]
         waiting = [rank.waiting for rank in self.ranks]
-        return Scaler(self.plan, lambda found: found, scales, "cpu", waiting, **options)
+        return Scaler(self.plan, lambda found: found, scales, self.device, waiting, **options)

@@ -9,6 +9,7 @@ from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import Locate, no_source
+from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor, Modules, make_tapes
 from paraplan.runtime.plain import plainly
 from paraplan.runtime.transport import InProcessTransport
@@ -20,6 +21,7 @@ def make_executors(
     rank_class: Sequence[int],
     modules: Sequence[Modules],
     locate: Locate = no_source,
+    device: str = "cpu",
 ) -> tuple[InProcessTransport, list[Executor]]:
     """An in-process transport and one executor per device of the mesh (several: of all of them, by number).
 
@@ -28,6 +30,7 @@ def make_executors(
         programs, modules: per rank class.
         rank_class: class of every rank.
         locate: see `Executor`.
+        device: of every rank.
     """
     transport = InProcessTransport(*([mesh] if isinstance(mesh, Mesh) else mesh))
     tapes = [make_tapes(*pair) for pair in zip(programs, modules, strict=True)]
@@ -35,7 +38,7 @@ def make_executors(
     executors = [
         Executor(
             programs[rank_class[rank]], modules[rank_class[rank]], mesh_of[rank].coordinates(rank),
-            transport.port(rank), rank, locate, tapes[rank_class[rank]]
+            transport.port(rank), rank, locate, tapes[rank_class[rank]], Copier(device, rank=rank),
         )
         for rank in (mesh.devices if isinstance(mesh, Mesh) else sorted(mesh_of))
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from benchmarks.zoo import build
 from paraplan.cost_models.catalog import parse_cluster
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.lower import lower
+from paraplan.ir.lower.evaluate import lower_evaluation
 from paraplan.ir.lower.implement import call_of
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.ir.program import Program
@@ -60,6 +61,17 @@ def test_what_is_launched_is_what_is_priced(name: str) -> None:
                 counted = launch_count("cuda", instr.target, instr.kernel, call_of(block, instr))
                 assert counted == len(run.launches), where
                 assert run.workspace_bytes <= instr.workspace_bytes, where
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
+def test_evaluations_run_the_chosen_kernels(name: str) -> None:
+    cluster = parse_cluster("1xH100")
+    plan = whole_plan(_program(name), cluster, ADAMW)
+    (rank,) = lower_evaluation(plan)
+    chosen = {i.target: i.kernel for block in lower(plan)[0].blocks.values() for i in block.instrs if i.kernel}
+    ran = [instr for _, instr, _ in _ran(rank)]
+    assert any(instr.kernel for instr in ran)
+    assert all(instr.kernel for instr in ran if instr.target in chosen and "dropout" not in instr.target)
 
 
 def _attention(precision: str, dropout: float) -> dict[str, str]:

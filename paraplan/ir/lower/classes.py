@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.holding import group_of_class
-from paraplan.ir.lower.implement import implement
+from paraplan.ir.lower.implement import implement_all
 from paraplan.ir.lower.messages import in_order
 from paraplan.ir.lower.ordered import order_program
 from paraplan.ir.lower.program import RankSteps
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.memory_actions import parse_actions
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import Block, RankProgram
+from paraplan.ir.rank_program import RankProgram
 
 
 def lower(plan: Plan) -> tuple[RankProgram, ...]:
@@ -34,6 +34,4 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
             )
         order = parse_actions(plan.memory_actions)
         ordered = {actions: order_program(program, order) for actions, program in ordered.items()}
-    chosen: dict[int, Block] = {}
-    made = {actions: implement(program, plan.cluster.backend, chosen) for actions, program in ordered.items()}
-    return tuple(made[actions] for actions in plan.schedule.classes)
+    return implement_all(ordered, plan)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from paraplan.ir.errors import ConstraintError, MixedSamples
 from paraplan.ir.holding import group_of_class
 from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.implement import implement_all
 from paraplan.ir.lower.kind import Given, extend
 from paraplan.ir.lower.messages import in_order
 from paraplan.ir.lower.program import RankSteps
@@ -54,8 +55,7 @@ def lower_evaluation(plan: Plan, outputs: Sequence[str] = ()) -> tuple[RankProgr
         actions: _Evaluation(blocks, group_of_class(plan, blocks.held, actions), actions, outputs).evaluate()
         for actions in dict.fromkeys(plan.schedule.classes)
     }
-    ordered = in_order(built)
-    return tuple(ordered[actions] for actions in plan.schedule.classes)
+    return implement_all(in_order(built), plan)
 
 
 class _Evaluation(RankSteps):

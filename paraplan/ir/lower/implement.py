@@ -6,10 +6,13 @@ plan for a CPU is left as it is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from paraplan.ir.graph import refs
 from paraplan.ir.kernel_choice import Call, chosen
+from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
 from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
 
@@ -30,6 +33,13 @@ def implement(program: RankProgram, backend: str, done: dict[int, Block]) -> Ran
             done[id(block)] = _with_kernels(block, backend)
         blocks[name] = done[id(block)]
     return msgspec.structs.replace(program, blocks=blocks)
+
+
+def implement_all(programs: Mapping[tuple[str, ...], RankProgram], plan: Plan) -> tuple[RankProgram, ...]:
+    """Per rank class of the plan's schedule, its program (by its actions) with kernels chosen."""
+    done: dict[int, Block] = {}
+    made = {actions: implement(program, plan.cluster.backend, done) for actions, program in programs.items()}
+    return tuple(made[actions] for actions in plan.schedule.classes)
 
 
 def _with_kernels(block: Block, backend: str) -> Block:
