@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 BENCHMARKS = $(filter-out fuzz model_fuzz ops published,$(basename $(notdir $(shell grep -l "^    raise SystemExit(" benchmarks/*.py))))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format bench fuzz ops
+.PHONY: demo test lint format bench fuzz ops gpu
 .DELETE_ON_ERROR:
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
@@ -39,3 +39,7 @@ fuzz: $(VENV)/.stamp
 
 ops: $(VENV)/.stamp
 	$(PY) -m benchmarks.ops
+
+# Another PY (`make gpu PY=python3`) is taken as it is: it has what is needed.
+gpu: $(if $(filter $(VENV)/%,$(PY)),$(VENV)/.stamp)
+	$(PY) -m benchmarks.gpu $(if $(PART),--only '^$(PART) ') --json out/gpu$(if $(PART),-$(PART)).json

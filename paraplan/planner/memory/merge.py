@@ -21,7 +21,7 @@ from paraplan.planner.memory.merge_program import MergeProgram
 from paraplan.planner.memory.problem import GIVEN
 from paraplan.planner.memory.reruns import Arrays, Ints, Profile, profile_of, without_dead
 from paraplan.planner.memory.squeeze import polish, squeeze
-from paraplan.planner.milp import solve
+from paraplan.planner.milp import SolverError, solve
 
 _BACKEND = "mathopt-cpsat"
 _SOLVE_S = 3.0
@@ -41,7 +41,10 @@ def merge(best: Profile, offered: Ints, budget_bytes: int, deadline: float) -> t
     if left <= 0:
         return best, False
     started = time.perf_counter()
-    solution = solve(program.milp, backend=_BACKEND, time_limit_s=left, relative_gap=1e-4, warm_start=program.hint)
+    try:
+        solution = solve(program.milp, backend=_BACKEND, time_limit_s=left, relative_gap=1e-4, warm_start=program.hint)
+    except SolverError:  # it scales rows to integers, and what it then finds may break one by rounding
+        return best, False
     settled = time.perf_counter() - started < left / 2
     if solution.values is None:
         return best, settled

@@ -15,7 +15,7 @@ from paraplan.planner.memory.relaxation import build_relaxation
 from paraplan.planner.memory.reruns import Arrays, Ints, Profile, profile_of, with_first
 from paraplan.planner.memory.schedule import evaluate, freeing
 from paraplan.planner.memory.squeeze import polish, squeeze
-from paraplan.planner.milp import Status, solve
+from paraplan.planner.milp import SolverError, Status, solve
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain, random_step
 
@@ -96,6 +96,15 @@ def test_merging_finds_what_fits_and_is_better() -> None:
         assert found.recomputed_s <= profile.recomputed_s
         better += found.recomputed_s < profile.recomputed_s
     assert better
+
+
+def test_a_solver_that_answers_wrongly_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object, **__: object) -> None:
+        raise SolverError("called a point optimal that breaks a row")
+
+    monkeypatch.setattr("paraplan.planner.memory.merge.solve", wrong)
+    profile, budget = squeezed(0, 16)
+    assert merge(profile, np.empty(0, int), budget, time.perf_counter() + 1.0) == (profile, False)
 
 
 def test_what_another_schedule_knows_is_taken_over() -> None:

@@ -1,0 +1,152 @@
+"""What the host spends on a step, single kernels beside torch's own, profiles, and NCCL with one rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+import paraplan as pp
+from benchmarks.gpu.place import Place, median_ms, ratio
+from benchmarks.gpu.training import RATE, eager_ms, text
+from benchmarks.table import Case, Row
+from paraplan.ir.trace import capture
+from paraplan.jobs.profile import profile_program
+from paraplan.runtime import ops
+
+
+def per_instruction(place: Place) -> Row:
+    """A step of a model so small that the device waits for the host: ours beside eager's."""
+    tiny = Place(place.device, True)
+    torch.manual_seed(0)
+    model, batch = text("gpt2", tiny, 2, 32, 4, (2, 16), 0.0)
+    plan = pp.compile(model.train(), place.cluster(), example_inputs=batch, mesh=(1,), microbatches=1)
+    trainer = plan.executable(model)
+    optimizer = trainer.optimizer(torch.optim.AdamW, lr=RATE)
+
+    def step() -> None:
+        trainer.step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    count = sum(len(plan.programs[0].blocks[each.block].instrs) for each in plan.programs[0].steps if each.block)
+    ours, theirs = median_ms(step, place, 30), eager_ms(model, batch, place, "fp32")
+    return {"ms": ours, "reference_ms": theirs, "note": f"{count} instructions, {1e3 * ours / count:.1f} us each",
+            "failures": []}  # fmt: skip
+
+
+def _ours(place: Place, target: str, kernel: str) -> Callable[..., Any]:
+    return ops.resolve(target, kernel if place.is_cuda else "")
+
+
+def _kernel_cases(place: Place) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Ours and torch's, by name."""
+    rows, columns = (16, 64) if place.small else (8192, 4096)
+    vocabulary = 128 if place.small else 128256
+    half = torch.bfloat16
+    x = torch.randn(rows, columns, device=place.device, dtype=half)
+    w, seed = torch.ones(columns, device=place.device, dtype=half), torch.tensor(7, device=place.device)
+    logits = torch.randn(rows // 4, vocabulary, device=place.device, dtype=half)
+    labels = torch.randint(0, vocabulary, (rows // 4,), device=place.device)
+    drop = _ours(place, "paraplan.dropout", "triton")
+    rms = _ours(place, "paraplan.rms_norm", "fused")
+    top, total, picked, loss = (_ours(place, f"paraplan.ce_{n}", "triton") for n in ("max", "sumexp", "target", "loss"))
+
+    def cross_entropy() -> Tensor:
+        m = top(logits, -1, 0)
+        s = total(logits, m, -1, 0)
+        t = picked(logits, labels, -100, 0, vocabulary)
+        return loss(m, s, t, labels, -100)  # type: ignore[no-any-return]
+
+    return {
+        "dropout": (lambda: drop(x, seed, 0.1, 3, (rows, columns), (0, 0)), lambda: F.dropout(x, 0.1)),
+        "rms norm": (lambda: rms(x, 1, w, 1e-5), lambda: F.rms_norm(x, (columns,), w, 1e-5)),
+        "cross-entropy": (cross_entropy, lambda: F.cross_entropy(logits, labels, reduction="sum")),
+    }
+
+
+def kernel(place: Place, name: str) -> Row:
+    """One kernel beside torch's."""
+    mine, theirs = _kernel_cases(place)[name]
+    ours, reference = median_ms(mine, place, 30), median_ms(theirs, place, 30)
+    return {"ms": ours, "reference_ms": reference, "failures": []}
+
+
+def profiled(place: Place) -> Row:
+    """Ops measured, a plan made of them, and twenty of its steps."""
+    torch.manual_seed(0)
+    model, batch = text("gpt2", place, 4, 1024, 16, (4, 1024), 0.0)
+    precision = "fp32" if place.small else "bf16"
+    program = capture(model.train(), batch, precision=precision)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        done = profile_program(program, path, device=place.device, ways=1)
+        plan = pp.compile(model, place.cluster(), example_inputs=batch, precision=precision, mesh=(1,),
+                          microbatches=1, profile=path, profile_any=True)  # fmt: skip
+    trainer = plan.executable(model)
+    optimizer = trainer.optimizer(torch.optim.AdamW, lr=RATE)
+
+    def step() -> None:
+        trainer.step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    took, said = median_ms(step, place, 20), 1e3 * plan.prediction.step_s
+    failures = [f"{op}: {why}" for op, why in done.failed.items()]
+    note = f"{done.measured} shapes; interpolation " + ", ".join(
+        f"{kind} {error.median:.0%}" for kind, error in done.errors.items()
+    )
+    return {"ms": took, "predicted_ms": said, "time_ratio": ratio(took, said), "note": note, "failures": failures}
+
+
+COLLECTIVES: dict[str, Callable[[Tensor, str], Tensor]] = {
+    "all_reduce": lambda x, group: ops.all_reduce(x, "sum", group),
+    "all_gather": lambda x, group: ops.gather(x, 1, group),
+    "reduce_scatter": lambda x, group: ops.reduce_scatter(x, "sum", 1, group),
+    "all_to_all": lambda x, group: ops.all_to_all(x, [x.shape[0]], group),
+}
+
+
+def collective(place: Place, name: str) -> Row:
+    """A collective of one rank gives what it was given, and the program's stream waits for it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    if not dist.is_initialized():
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ["MASTER_PORT"] = str(port)
+        dist.init_process_group("nccl" if place.is_cuda else "gloo", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        wrong = 0
+        for _ in range(8):
+            x = torch.randn(64 if place.small else 1 << 22, device=place.device)
+            if place.is_cuda:
+                torch.cuda._sleep(20_000_000)
+            wanted = x * 2
+            found = COLLECTIVES[name](x * 2, str(group.group_name))
+            found = ops.wait_holding(found)
+            wrong += not torch.equal(found, wanted)
+    finally:
+        dist.destroy_process_group()
+    return {"failures": [f"{wrong} of 8 results differ"] if wrong else []}
+
+
+def cases(place: Place) -> dict[str, dict[str, Case]]:
+    """By part."""
+    return {
+        "host": {"per instruction": partial(per_instruction, place)},
+        "speed": {name: partial(kernel, place, name) for name in ("dropout", "rms norm", "cross-entropy")},
+        "profile": {"gpt2": partial(profiled, place)},
+        "nccl": {name: partial(collective, place, name) for name in COLLECTIVES},
+    }
