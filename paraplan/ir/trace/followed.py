@@ -3,8 +3,9 @@
 Whether it is being compiled or exported, forward is told as eager would tell it: no; torch's own modules and
 transformers', which then avoid what cannot be traced and compute the same, are told the truth.
 `x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
-(`torch.tensor(0.1)`) are kept as they were written, for fp64. Batch norm with momentum=None, a cumulative average,
-reads its counter as a Python number: here its running statistics move by 1 / counter, a tensor.
+(`torch.tensor(0.1)`) are kept as they were written, for fp64. What gives back the very tensor it was given is no op
+either. Batch norm with momentum=None, a cumulative average, reads its counter as a Python number: here its running
+statistics move by 1 / counter, a tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace.torch_private import BatchNorm, tree_leaves
+from paraplan.ir.trace.torch_private import BatchNorm, trace_as, traced_as, tree_leaves
 
 _DATA = torch.Tensor.data
 _WRITTEN = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
@@ -37,7 +38,7 @@ class Followed(TorchFunctionMode):
         """Every other function as it is."""
         if getattr(func, "__self__", None) is _DATA:
             return args[0].detach() if func.__name__ == "__get__" else _assign(*args)
-        made = func(*args, **(kwargs or {}))
+        made = _as_itself(func, args, kwargs or {})
         if func in _WRITTEN and isinstance(made, Tensor) and made.dtype == torch.get_default_dtype():
             leaves = tree_leaves(args[-1] if args else (kwargs or {}).get("data"))
             if leaves and len(leaves) == made.numel() and all(isinstance(x, (int, float)) for x in leaves):
@@ -51,6 +52,19 @@ class Followed(TorchFunctionMode):
             if shape == tuple(constant.shape) and torch.equal(written.to(constant.dtype), constant):
                 return written
         return constant
+
+
+def _as_itself(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A call. Where it gives back the very tensor it was given (`x.to(x.dtype)`, `x.flatten(1)` of a matrix), that goes
+    on being what it was: a trace would take every later reading of it for the call's result, and one made under no_grad
+    for a constant."""
+    leaves = (*args, *kwargs.values())
+    before = [(x, x._version, traced_as(x)) for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+    made = func(*args, **kwargs)
+    for x, version, node in before:
+        if made is x and x._version == version and node is not None:
+            trace_as(x, node)
+    return made
 
 
 def _assign(x: Tensor, value: Tensor) -> None:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -34,7 +34,7 @@ __all__ = [
     "BatchNorm", "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "assert_async", "call_within",
     "fake_mode", "functions_applied_by", "has_kernel", "in_backward", "is_composite", "is_fake", "is_region",
     "lazy_module", "lazy_modules", "recording_graph", "run_function", "scaled_mm", "storage_key", "trace_ops",
-    "tree_leaves", "tree_map_only",
+    "trace_as", "traced_as", "tree_leaves", "tree_map_only",
 ]  # fmt: skip
 
 trace_ops = make_fx
@@ -87,6 +87,19 @@ def recording_graph() -> Graph:
     graph = mode.tracer.graph
     assert isinstance(graph, Graph)
     return graph
+
+
+def traced_as(tensor: Tensor) -> object:
+    """What a trace under way knows a tensor as; None where there is none, or it does not know the tensor."""
+    mode = get_proxy_mode()
+    return None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+
+
+def trace_as(tensor: Tensor, known: object) -> None:
+    """Has the trace under way know a tensor as this, which `traced_as` gave."""
+    mode = get_proxy_mode()
+    assert mode is not None, "trace_as outside a trace"
+    set_proxy_slot(tensor, mode.tracer, known)
 
 
 COMPILED = frozenset(
