@@ -232,4 +232,4 @@ def test_an_op_that_is_not_registered_is_named() -> None:
     with pytest.raises(CodegenError, match=r"nowhere.op.default.*import the module"):
         ops.resolve("nowhere.op.default")
     assert ops.resolve(f"{SPACE}.mix.default") is torch.ops.paraplan_custom_test.mix.default
-    assert not ops.is_factory(f"{SPACE}.full.default")
+    assert not ops.is_factory(f"{SPACE}.mix.default")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -322,8 +323,6 @@ LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
 _MEASURES: dict[str, Callable[..., Any]] = {"magnitude": magnitude}
 """Likewise, with workspace."""
 
-FACTORIES = frozenset({"full", "arange", "zeros", "ones", "empty", "scalar_tensor", "eye", "linspace", "constant"})
-
 
 def resolve(target: str, kernel: str = "") -> Callable[..., Any]:
     """The callable behind an instruction's target, run as the kernel it was lowered to.
@@ -352,10 +351,15 @@ def resolve(target: str, kernel: str = "") -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+@cache
 def is_factory(target: str) -> bool:
-    """Whether an op makes a tensor from numbers alone, so that it must be told the device."""
-    space, name = target.split(".")[:2]
-    return space in ("aten", "paraplan") and name in FACTORIES
+    """Whether an op makes a tensor from numbers alone, so that it must be told the device: its schema has an argument
+    `device` and none that is a tensor."""
+    schema = getattr(resolve(target), "_schema", None)
+    if schema is None:
+        return target == "paraplan.constant"
+    types = {argument.name: str(argument.type) for argument in schema.arguments}
+    return "device" in types and not any("Tensor" in kind for kind in types.values())
 
 
 def returns_many(target: str, num_outs: int) -> bool:

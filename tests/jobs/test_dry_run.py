@@ -99,6 +99,27 @@ def test_a_plan_for_cpus_has_reference_kernels_alone() -> None:
     assert not any(instr.kernel for block in rank.blocks.values() for instr in block.instrs)
 
 
+class Made(nn.Module):
+    """What it makes of numbers alone has no rule of ours, and was made on a CPU where it was captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = torch.tril_indices(8, 8)
+        factors = torch.fft.fftfreq(8) * torch.hann_window(8) * torch.logspace(0, 1, 8) + torch.eye(8)
+        y = self.linear(x) @ factors
+        return y[:, rows].mean() + y[:, columns].square().mean()
+
+
+def test_what_is_made_of_numbers_is_made_on_the_device() -> None:
+    program = capture(Made(), {"x": torch.zeros(4, 8)})
+    (rank,) = lower(whole_plan(program, parse_cluster("1xH100"), ADAMW))
+    made = {instr.target.split(".")[1] for _, instr, _ in _ran(rank)}
+    assert {"tril_indices", "fft_fftfreq", "hann_window", "logspace", "eye"} <= made
+
+
 class Head(nn.Module):
     def __init__(self, columns: int) -> None:
         super().__init__()

@@ -99,6 +99,15 @@ def test_unknown_ops_are_named(target: str) -> None:
         ops.resolve(target)
 
 
+def test_factories_are_told_by_their_schemas() -> None:
+    for name in ("full", "hann_window", "tril_indices", "fft_rfftfreq", "scalar_tensor", "empty.memory_format"):
+        assert ops.is_factory(f"aten.{name}" if "." in name else f"aten.{name}.default"), name
+    assert ops.is_factory("prims.iota.default") and ops.is_factory("paraplan.constant")
+    for target in ("aten.full_like.default", "aten.new_zeros.default", "aten._to_copy.default", "aten.sym_size.int"):
+        assert not ops.is_factory(target), target
+    assert not ops.is_factory("paraplan.linear")
+
+
 def test_unbound_collectives_refuse_to_run() -> None:
     with pytest.raises(CodegenError, match="before it was bound"):
         ops.collective(torch.ones(1), "all_reduce", "sum", 0)
