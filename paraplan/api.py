@@ -163,7 +163,7 @@ class Plan:
     def executable(
         self, model: nn.Module, *, weights: str | Path | None = None, seed: int = 0, record: bool = False,
         compile: bool | str = False, offload_folder: str | Path | None = None, paced: bool = False,
-        loss_fn: Callable[..., Any] | None = None,
+        loss_fn: Callable[..., Any] | None = None, timeout_s: float | None = None,
     ) -> Trainer:  # fmt: skip
         """This rank's trainer; joins torchrun's job if this process is part of one.
 
@@ -177,17 +177,17 @@ class Plan:
             compile: run forward and backward blocks through torch.compile, each checked against eager on its first
                 run; where they differ or compiling fails, the block stays eager and a warning says why. A text
                 names torch.compile's backend.
-            offload_folder: where tensors that wait on disk have their files, removed as they go; left out, the
-                system's folder for temporary files.
+            offload_folder: of the files of tensors that wait on disk, removed as they go; left out, the system's.
             paced: CPU processes only: copies to and from host and disk take the time the plan's cluster says.
             loss_fn: compared with the one the plan was made with, if given; what runs is the plan's.
+            timeout_s: how long a collective waits for its peers; left out, 300, or what a job joined before has.
         Raises:
             PlanMismatchError: another model (structure, what forward reads, its code), another loss function, or
                 another number of processes or kind of device than the plan's.
         """
         return _part("make_trainer")(  # type: ignore[no-any-return]
             self.data, self.programs, model, seed=seed, record=record, compile_blocks=compile, weights=weights,
-            offload_folder=offload_folder, paced=paced, loss_fn=loss_fn, reads=self.reads,
+            offload_folder=offload_folder, paced=paced, loss_fn=loss_fn, reads=self.reads, timeout_s=timeout_s,
         )  # fmt: skip
 
     def check(

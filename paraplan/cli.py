@@ -323,12 +323,14 @@ def run(
     compile_blocks: Annotated[
         bool, typer.Option("--compile", help="Through torch.compile, each block checked against eager first.")
     ] = False,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For a rank's peers; default 300.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a plan for some steps, on local processes or under torchrun."""
     options = {
         "steps": steps, "data": data, "lr": lr, "seed": seed, "check": check, "model": model, "clip": clip,
         "weights": weights, "compile": compile_blocks, "record": record, "save": save, "resume": resume,
+        "timeout": timeout,
     }  # fmt: skip
     if "RANK" in os.environ:
         _run_rank(path, options, as_json)

@@ -32,6 +32,7 @@ from paraplan.jobs.models import Made, plan_model
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 from paraplan.jobs.record import check_recordable, write_run
 from paraplan.jobs.trainers import check_devices, make_trainer
+from paraplan.runtime.groups import check_timeout
 from paraplan.runtime.params import pad
 from paraplan.runtime.scaling import Scaler
 from paraplan.runtime.trainer import Trainer
@@ -58,6 +59,7 @@ class RunOptions:
         compile: run forward and backward blocks through torch.compile.
         save: folder for a checkpoint of the run's end.
         resume: folder of a checkpoint to go on from, of any plan of the model.
+        timeout: seconds that a collective of any group waits for its peers; None for the default.
         record: file that the times of its ops go to, from STEPS_RECORDED steps more.
     """
 
@@ -73,6 +75,7 @@ class RunOptions:
     record: str | None = None
     save: str | None = None
     resume: str | None = None
+    timeout: float | None = None
 
 
 @dataclass
@@ -132,6 +135,8 @@ def check_options(options: RunOptions) -> None:
         raise ConstraintError(f"--lr {options.lr}: a number of at least 0")
     if options.clip is not None and not options.clip > 0:
         raise ConstraintError(f"--clip {options.clip}: a number above 0; leave it out for no clipping")
+    if options.timeout is not None:
+        check_timeout(options.timeout, "--timeout ")
     if options.save is not None and not _could_be_folder(Path(options.save)):
         raise ConstraintError(
             f"--save {options.save}: there is a file in its place; give a folder to be made or written"
@@ -191,7 +196,7 @@ def run(
     batches = _batches(plan, made, options)
     trainer = make_trainer(
         plan, programs, made.model, seed=options.seed, compile_blocks=options.compile, weights=options.weights,
-        loss_fn=made.loss_fn,
+        loss_fn=made.loss_fn, timeout_s=options.timeout,
     )  # fmt: skip
     scaler = trainer.scaler() if plan.program.precision == "fp16" else None
     cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]

@@ -24,6 +24,7 @@ from paraplan.runtime.buckets import BucketTrainer
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.executor import Modules
+from paraplan.runtime.groups import check_timeout
 from paraplan.runtime.launch import init_distributed
 from paraplan.runtime.trainer import Trainer
 
@@ -32,6 +33,7 @@ def make_trainer(
     plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False,
     compile_blocks: bool | str = False, weights: str | Path | None = None, share: Trainer | None = None,
     offload_folder: str | Path | None = None, paced: bool = False, loss_fn: object = None, reads: Reads | None = None,
+    timeout_s: float | None = None,
 ) -> Trainer:  # fmt: skip
     """This rank's trainer; see `Plan.executable`. `reads` is what was read while capturing, if that was done here."""
     if not isinstance(model, nn.Module):
@@ -39,11 +41,13 @@ def make_trainer(
             f"model is {model!r:.80}, a {type(model).__name__}: give the nn.Module that the plan was made for "
             f"({plan.model.display})"
         )
+    if timeout_s is not None:
+        check_timeout(timeout_s)
     check_model(plan, model, loss_fn)
     check_devices(plan.cluster)
     backend = plan.cluster.backend
-    if "RANK" in os.environ and not dist.is_initialized():
-        init_distributed("nccl" if backend == "cuda" else "gloo")
+    if "RANK" in os.environ or dist.is_initialized():
+        init_distributed("nccl" if backend == "cuda" else "gloo", timeout_s)
     check_world(plan)
     transport = DistributedTransport(*(holding.mesh for holding in holdings(plan)), device=backend)
     pace = (lambda tier, nbytes: plan.cluster.copy_s(tier, transport.rank, nbytes)) if paced else None

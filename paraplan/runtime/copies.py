@@ -31,6 +31,7 @@ from torch import Tensor
 
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.strides import contiguous_strides, is_dense
+from paraplan.runtime.devices import on_this_device
 from paraplan.runtime.folders import TensorFolder, unlink
 from paraplan.runtime.homes import Homes, Region
 
@@ -91,7 +92,8 @@ class Flight:
         self.done.set()
 
 
-def _serve(queue: SimpleQueue[Flight | None]) -> None:
+def _serve(queue: SimpleQueue[Flight | None], begin: Callable[[], None]) -> None:
+    begin()
     while (flight := queue.get()) is not None:
         flight.fly()
         del flight
@@ -241,7 +243,8 @@ class Copier:
         queue = self._queues.get((tier, way))
         if queue is None:
             queue = self._queues[tier, way] = SimpleQueue()
-            threading.Thread(target=_serve, args=(queue,), name=f"copy:{tier}:{way}", daemon=True).start()
+            given = queue, on_this_device(self.device)
+            threading.Thread(target=_serve, args=given, name=f"copy:{tier}:{way}", daemon=True).start()
         return queue
 
     def _least_s(self, away: Away, from_host: bool = False) -> float:

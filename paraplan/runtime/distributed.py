@@ -1,7 +1,7 @@
 """The transport over torch.distributed: one process per rank, NCCL on cuda, Gloo on cpu.
 
 Emitted modules reach the process groups by name (`groups`, one per mesh axis); messages between ranks of different
-meshes go by two groups of all ranks, one for each direction. The port serves recordings: it
+meshes go by a group for every pair and direction. The port serves recordings: it
 exchanges private copies of what it is given, so that no tensor of the program is held by the backend and what
 the account says died did die; values are those of the fast path. Checked on torch 2.13 Gloo: all collectives
 used here exist for float64, float32, bfloat16 and int64.
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import Mesh
 from paraplan.runtime import ops
+from paraplan.runtime.groups import limit_group, make_group
 from paraplan.runtime.tracker import Ledger, Tracker
 from paraplan.runtime.transport import Handle, Route
 
@@ -74,15 +75,16 @@ class DistributedTransport:
                 if mesh.shape:
                     grid = torch.tensor(mesh.devices).reshape(mesh.shape)
                     made = DeviceMesh(device, grid, mesh_dim_names=mesh.axes)
-                    self.device_mesh = made if mesh == self.mesh else self.device_mesh
+                    if mesh == self.mesh:
+                        self.device_mesh = made
+                        for axis in range(len(mesh.shape)):
+                            limit_group(made.get_group(axis))
         elif needed > 1:
             raise RuntimeFailure(
                 f"the plan needs {needed} ranks and torch.distributed is not initialised; start under torchrun and "
                 "call paraplan.runtime.launch.init_distributed()"
             )
-        # Messages up and down the ranks go by lanes of their own: a pair's messages in one lane are one after another,
-        # and a send that waits for its receive must not hold up what comes the other way.
-        self._lanes = (dist.new_group(), dist.new_group()) if self.num_meshes > 1 else ()
+        self._lanes: dict[tuple[int, int], dist.ProcessGroup] = {}
         self.groups = tuple(self._group_name(axis) for axis in range(len(self.mesh.shape)))
 
     def _group(self, axis: int) -> dist.ProcessGroup:
@@ -121,31 +123,33 @@ class DistributedTransport:
         return ops.all_to_all(x, [x.shape[0] // size] * size, group)
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Exchange a first message over every (source, target) pair of ranks, in one order on all of them.
+        """Make a group for every (source, target) pair of ranks, the same ones on all ranks of the job, and exchange a
+        first message by each, in one order.
 
-        NCCL connects a pair on its first message, at which both have to be present.
+        NCCL runs what one communicator is given one after another, so that a send that waits for its receive would hold
+        up collectives, other pairs and what comes the other way; and connects a pair on its first message, at which
+        both have to be present.
         """
-        for source, target in sorted(set(pairs)):
-            if self.rank == source:
-                dist.send(torch.zeros(1, device=self.device), target, group=self._lane(source, target))
-            elif self.rank == target:
-                dist.recv(torch.zeros(1, device=self.device), source, group=self._lane(source, target))
-
-    def _lane(self, source: int, target: int) -> dist.ProcessGroup:
-        return self._lanes[source < target]
+        for pair in sorted(set(pairs)):
+            group = make_group(sorted(pair))
+            if self.rank in pair:
+                self._lanes[pair] = group
+        for (source, target), group in self._lanes.items():
+            first = torch.zeros(1, device=self.device)
+            dist.send(first, target, group) if self.rank == source else dist.recv(first, source, group)
 
     def send(self, x: Tensor, peer: int, what: str) -> Handle:
         """Start to send, a private copy where an account is kept."""
         with self.tracker.booking(None):
             kept = ops.fresh(x) if self._is_recording else x
-            work = dist.isend(ops.as_sent(kept), peer, group=self._lane(self.rank, peer))
+            work = dist.isend(ops.as_sent(kept), peer, group=self._lanes[self.rank, peer])
         return _Message(kept, what, work=work)
 
     def receive(self, out: Tensor, peer: int, what: str) -> Handle:
         """Start to receive, into a private buffer where an account is kept."""
         with self.tracker.booking(None):
             buffer = torch.empty_like(out) if self._is_recording else out
-            work = dist.irecv(ops.as_sent(buffer), peer, group=self._lane(peer, self.rank))
+            work = dist.irecv(ops.as_sent(buffer), peer, group=self._lanes[peer, self.rank])
         return _Message(out, what, work=work, buffer=buffer)
 
     @property

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.runtime.devices import on_this_device
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.staged import Staging
 from paraplan.runtime.tracker import Tracker
@@ -51,7 +52,9 @@ class LateUpdates:
     ) -> None:
         self.rank, self.optimizer, self.tracker, self._staging = rank, optimizer, tracker, staging
         self._names = {param: name for name, param in rank.params.items() if name in rank.late}
-        self._thread = ThreadPoolExecutor(1, f"update:rank{rank.executor.rank}") if beside else None
+        self._thread = (
+            ThreadPoolExecutor(1, f"update:rank{rank.executor.rank}", on_this_device(rank.device)) if beside else None
+        )
         self._due: Due | None = None
         self._begun: tuple[Due, Future[None] | None] | None = None
         optimizer.register_step_pre_hook(lambda _, args, kwargs: self._hold(*args[1:], **kwargs))

@@ -36,7 +36,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paraplan.ir.errors import RuntimeFailure
+from paraplan.runtime.devices import choose_gpu, local_gpu
 from paraplan.runtime.folders import sweep
+from paraplan.runtime.groups import TIMEOUT_S, check_timeout, limit_job
 from paraplan.runtime.torch_private import default_store
 
 FAULTS = "PARAPLAN_FAULTS"
@@ -62,27 +64,45 @@ _LOGGERS = (
 )
 
 
-def init_distributed(backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:
-    """Join the job torchrun started.
+def init_distributed(backend: str | None = None, timeout_s: float | None = None) -> tuple[int, int]:
+    """Join the job torchrun started; where it is joined already, only set its time limit.
 
     Args:
         backend: "gloo" or "nccl"; NCCL where there is a GPU per process, else Gloo.
-        timeout_s: how long a collective waits for a peer.
+        timeout_s: how long a collective of any group waits for its peers; left out, `TIMEOUT_S`, or what the job has.
     Returns:
         (rank, world size).
     Raises:
-        RuntimeFailure: torchrun's environment is missing.
+        ConstraintError: timeout_s is no time to wait.
+        RuntimeFailure: torchrun's environment is missing, or there is no GPU for this rank.
     """
+    if timeout_s is not None:
+        check_timeout(timeout_s)
+    if not dist.is_initialized():
+        _join(backend, TIMEOUT_S if timeout_s is None else timeout_s)
+    else:
+        if dist.get_backend() == "nccl":
+            choose_gpu()
+        if timeout_s is not None:
+            limit_job(timeout_s)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _join(backend: str | None, timeout_s: float) -> None:
+    """With NCCL, communicators are made at once (`device_id`): a rank that cannot be reached is found before the first
+    step, and groups are split from the job's."""
     if "RANK" not in os.environ:
         raise RuntimeFailure("RANK is not set: start this with torchrun, or with paraplan.runtime.launch.spawn_local")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    limit = timedelta(seconds=timeout_s)
     if backend is None:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
         backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() > local else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(local)
-    if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    return dist.get_rank(), dist.get_world_size()
+    if backend != "nccl":
+        dist.init_process_group(backend, timeout=limit)
+        return
+    device = torch.device("cuda", local_gpu())
+    torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=limit, device_id=device)
 
 
 def leave_job() -> None:

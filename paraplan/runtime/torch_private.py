@@ -7,19 +7,20 @@ fires when the memory is given back; `storage_key` identifies it meanwhile.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._C._distributed_c10d import _register_work
 from torch._C._functorch import maybe_current_level
-from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode as AnyDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    "TorchDispatchMode", "default_store", "exchange_rows", "in_transform", "rank_in_group", "storage_key", "storage_of",
-    "tree_leaves", "untracked",
+    "TorchDispatchMode", "default_store", "exchange_rows", "group_timeout", "in_transform", "rank_in_group",
+    "set_group_timeout", "storage_key", "storage_of", "tree_leaves", "untracked",
 ]  # fmt: skip
 
 
@@ -67,3 +68,15 @@ def exchange_rows(out: Tensor, x: Tensor, receives: list[int], sends: list[int],
 def default_store() -> dist.Store:
     """The store through which the job's processes found each other."""
     return _get_default_store()
+
+
+def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long a collective of a group waits for its peers; of the job's where left out."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    return group._get_backend(group._device_types[0]).options._timeout  # type: ignore[attr-defined,no-any-return]
+
+
+def set_group_timeout(limit: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Set it; the job's where left out."""
+    _set_pg_timeout(limit, group)

@@ -173,6 +173,8 @@ def test_a_peak_above_the_predicted_one_fails_the_check(plan_file: Path, command
     [
         (("--lr", "nan"), "--lr nan: a number of at least 0"),
         (("--lr", "-1"), "--lr -1.0"),
+        (("--timeout", "0"), "--timeout 0.0: give the seconds that a collective waits"),
+        (("--timeout", "inf"), "--timeout inf"),
         (("--clip", "-1"), "--clip -1.0: a number above 0"),
         (("--clip", "nan"), "--clip nan"),
         (("--save", "plan.json"), "--save plan.json: there is a file"),
