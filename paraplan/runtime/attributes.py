@@ -72,5 +72,5 @@ class Attributes:
             if name in batch:
                 held = batch[name]
                 value = attribute_now(self._model(), entry.attribute, entry.spec)
-                found[name] = torch.stack([value] * len(held)).to(held.device, held.dtype)
+                found[name] = torch.stack([value] * len(held)).to(held.dtype)
         return found

@@ -21,7 +21,10 @@ from paraplan.runtime.params import Dims, cut, pad
 
 
 class ShardedBatch(dict[str, Tensor]):
-    """One rank's part of a global batch: per input, its microbatches one after another along a new dim 0."""
+    """One rank's part of a global batch: per input, its microbatches one after another along a new dim 0.
+
+    For CUDA in the host's pinned memory, unless the global batch was on the device.
+    """
 
 
 def shard_batch(
@@ -43,8 +46,13 @@ def shard_batch(
         dtype = getattr(torch, plan.program.batch[name].spec.dtype)
         local = local_shape(given[name].spec.shape, layout, shape)
         parts = [pad(cut(batch[name], layout, shape, (m, *coordinates)), local) for m in range(plan.num_microbatches)]
-        found[name] = torch.stack(parts).to(device, dtype)
+        found[name] = _within_reach(torch.stack(parts), device, dtype)
     return found
+
+
+def _within_reach(x: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """x on the device; for CUDA, what is in the host's memory stays there, pinned, so that no copy of it blocks."""
+    return x.to(dtype).pin_memory() if device == "cuda" and not x.is_cuda else x.to(device, dtype)
 
 
 def _along(plan: Plan, name: str):  # type: ignore[no-untyped-def]
@@ -118,8 +126,12 @@ def _check_shapes(plan: Plan, batch: Mapping[str, Tensor]) -> None:
             )
 
 
-def microbatches(plan: Plan, stage: Holding, batch: ShardedBatch, outer: Container[str]) -> dict[str, Tensor]:
-    """Outer values "batch:<name>@<m>", each with storage of its own, of those a program reads (`outer`).
+def microbatches(
+    plan: Plan, stage: Holding, batch: ShardedBatch, outer: Container[str], device: str = "cpu"
+) -> dict[str, Tensor]:
+    """Outer values "batch:<name>@<m>", each with storage of its own on the device, of those a program reads (`outer`).
+
+    Copies to CUDA are begun and not waited for.
 
     Raises:
         PlanMismatchError: it was cut for another number of microbatches.
@@ -133,5 +145,7 @@ def microbatches(plan: Plan, stage: Holding, batch: ShardedBatch, outer: Contain
             )
         for m in range(plan.num_microbatches):
             if f"batch:{name}@{m}" in outer:
-                found[f"batch:{name}@{m}"] = parts[m].clone(memory_format=torch.contiguous_format)
+                found[f"batch:{name}@{m}"] = parts[m].to(
+                    device, non_blocking=device == "cuda", copy=True, memory_format=torch.contiguous_format
+                )
     return found

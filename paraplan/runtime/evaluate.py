@@ -84,7 +84,7 @@ def bind(executor: Executor, rank: Rank, batch: ShardedBatch) -> None:
     """Give an evaluation its rank's tensors and a batch."""
     executor.outer.clear()
     executor.bind(rank.tensors)
-    executor.bind(microbatches(rank.plan, rank.stage, batch, executor.program.outer))
+    executor.bind(microbatches(rank.plan, rank.stage, batch, executor.program.outer, rank.device))
 
 
 def collect(

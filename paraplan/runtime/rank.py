@@ -220,7 +220,7 @@ class Rank:
         self.waiting.start(outer)
         warm = self.plan.delayed_update is not None and self.steps_done < self.plan.delayed_update
         self.phase = Phase.STEADY if due or not self.flush else Phase.WARM if warm else Phase.FIRST
-        self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer))
+        self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer, self.device))
         for name, value in self.program.outer.items():
             if value.role == "seed":
                 outer[name].fill_(segment_seed(self.seed, self.steps_done, int(value.source)))

@@ -28,9 +28,11 @@ from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
 from paraplan.ir.trace.reading import Reads
 from paraplan.runtime import compiled as compiling
+from paraplan.runtime.ahead import Ahead
 from paraplan.runtime.attributes import Attributes
 from paraplan.runtime.batch import ShardedBatch, shard_batch
 from paraplan.runtime.copies import Copier
+from paraplan.runtime.devices import on_this_device
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.evaluate import (
     Build,
@@ -219,8 +221,12 @@ class Trainer(TrainingStates):
         return True
 
     def shard(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[ShardedBatch]:
-        """This rank's part of every global batch of a loader, the same loader on every rank."""
-        return map(self.cut, loader)
+        """This rank's part of every global batch of a loader, the same loader on every rank.
+
+        With CUDA the next one is loaded and cut in a thread while a step runs (see `ahead`).
+        """
+        device = self.transport.device
+        return Ahead(self.cut, loader, on_this_device(device)) if device == "cuda" else map(self.cut, loader)
 
     def optimizer(
         self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
