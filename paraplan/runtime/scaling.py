@@ -56,7 +56,7 @@ class Scaler(GradScaler):
 
     def _hand_on(self) -> None:
         for scale in self._scales:
-            scale.fill_(self.get_scale())
+            scale.copy_(self._scale)
 
     def scale(self, outputs: Any) -> Any:
         """Not needed here.
@@ -84,7 +84,7 @@ class Scaler(GradScaler):
             if not state:  # no gradient on this rank
                 state[verdict.device] = verdict.clone()
             for found in state.values():
-                found.fill_(verdict.item())
+                found.copy_(verdict)
 
     def _unscale(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """torch's `unscale_`; gradients that wait beside states are divided in their update. Whether one of these is
