@@ -30,7 +30,7 @@ from paraplan.ir.trace import kernels
 from paraplan.runtime import gpu
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.pieces import linear_into_, linear_rows
-from paraplan.runtime.torch_private import exchange_rows, rank_in_group
+from paraplan.runtime.torch_private import exchange_rows, norms_of, rank_in_group
 
 # Keys of node.meta in emitted graphs, see `codegen.emit`.
 INSTR, LOCAL, OFFSET, COPIER = "instr", "local", "offset", "copier"
@@ -99,14 +99,23 @@ def fill_tail(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> T
 
 def magnitude(x: Tensor) -> Tensor:
     """[sum of squares, largest absolute value] of x in float64; infinite or NaN where an element is."""
-    flat = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.reshape(-1)
-    found = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for chunk in (torch.view_as_real(flat).view(-1) if x.is_complex() else flat).split(CHUNK):
-        sizes = torch.view_as_complex(chunk.view(-1, 2)).abs() if x.is_complex() else chunk
-        found[1] = torch.maximum(found[1], torch.stack(torch.aminmax(sizes)).abs().max().double())
-        del sizes
-        found[0] += chunk.to(torch.float64, copy=True).square_().sum()
-    return found
+    if not x.numel():
+        return torch.zeros(2, dtype=torch.float64, device=x.device)
+    squares = chunk_norms([x], 2.0).double().square_().sum()
+    return torch.stack([squares, chunk_norms([x], math.inf).max().double()])
+
+
+def chunk_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The p-norms of all chunks of some tensors of one device and dtype, none of them empty; in float32 at least.
+
+    A chunk is short enough for a sum of float32 to keep its digits, so nothing is copied into a wider dtype. What is
+    not dense is one chunk.
+    """
+    dtype = tensors[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+    flat = [x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x for x in tensors]
+    chunks = [chunk for x in flat for chunk in (x.split(CHUNK) if x.dim() == 1 else (x,))]
+    return torch.stack(norms_of(chunks, norm_type, wide))
 
 
 def first_only(x: Tensor, coordinate: int) -> Tensor:

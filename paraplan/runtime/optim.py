@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.mesh import Layout
 from paraplan.runtime.grads import WaitingGrads
+from paraplan.runtime.ops import chunk_norms
 from paraplan.runtime.params import Dims, owned_here
+from paraplan.runtime.torch_private import scale_all
 
 Named = Mapping[str, nn.Parameter]
 GroupMaker = Callable[[Named], Iterable[Any]]
@@ -136,20 +138,35 @@ def norm_share(
 ) -> Tensor:  # fmt: skip
     """This rank's share of sum |g|^p (of max |g| for p = inf), each element counted on one rank only; float64.
 
-    Of gradients that wait beside states (`waiting`) it is known already.
+    Of gradients that wait beside states (`waiting`) it is known already. Others are read where they are, without a
+    copy, with as many launches as there are devices and dtypes among them.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    read: list[Tensor] = []
+    known: list[Tensor] = []
     for name, grad in grads.items():
-        if not owned_here(layouts[name], coordinates):
-            continue
-        known = None if waiting is None else waiting.power(name, grad, norm_type)
-        if known is not None:
-            total = torch.maximum(total, known) if norm_type == float("inf") else total + known
-        elif norm_type == float("inf"):
-            total = torch.maximum(total, grad.abs().max().double()) if grad.numel() else total
-        else:
-            total += grad.abs().double().pow_(norm_type).sum()
-    return total
+        if owned_here(layouts[name], coordinates):
+            power = None if waiting is None else waiting.power(name, grad, norm_type)
+            if power is not None:
+                known.append(power)
+            elif grad.numel():
+                read.append(grad)
+    shares = [torch.stack(known)] if known else []
+    for kind in _by_kind(read):
+        norms = chunk_norms(kind, norm_type).double()
+        shares.append(norms if norm_type == float("inf") else norms.pow_(norm_type))
+    reduced = [share.max() if norm_type == float("inf") else share.sum() for share in shares]
+    if not reduced:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    together = torch.stack([share.to(device) for share in reduced])
+    return together.max() if norm_type == float("inf") else together.sum()
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one device and dtype together."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for x in tensors:
+        found.setdefault((x.device, x.dtype), []).append(x)
+    return list(found.values())
 
 
 def norm_of(total: Tensor, norm_type: float) -> Tensor:
@@ -161,6 +178,5 @@ def clip(grads: Mapping[str, Tensor], norm: Tensor, max_norm: float, waiting: Wa
     """Scale gradients in place, or in their update, so that their norm is at most `max_norm` (torch's
     clip_grad_norm_)."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for name, grad in grads.items():
-        if not waiting.scale(name, grad, factor):
-            grad.mul_(factor.to(grad.device, grad.dtype))
+    for kind in _by_kind(grad for name, grad in grads.items() if not waiting.scale(name, grad, factor)):
+        scale_all(kind, factor.to(kind[0].device, kind[0].dtype))

@@ -6,9 +6,11 @@ fires when the memory is given back; `storage_key` identifies it meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
@@ -19,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as AnyDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    "TorchDispatchMode", "default_store", "exchange_rows", "group_timeout", "in_transform", "rank_in_group",
-    "set_group_timeout", "storage_key", "storage_of", "tree_leaves", "untracked",
+    "TorchDispatchMode", "default_store", "exchange_rows", "group_timeout", "in_transform", "norms_of", "rank_in_group",
+    "scale_all", "set_group_timeout", "storage_key", "storage_of", "tree_leaves", "untracked",
 ]  # fmt: skip
 
 
@@ -52,6 +54,16 @@ def storage_of(tensor: Tensor) -> UntypedStorage:
 def storage_key(storage: UntypedStorage) -> int:
     """A number no other living storage has."""
     return int(storage._cdata)
+
+
+def norms_of(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """The p-norm of each of some tensors of one device and dtype, in it or in another; one launch for all."""
+    return torch._foreach_norm(tensors, norm_type, dtype)  # type: ignore[no-any-return]
+
+
+def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Tensors of one device and dtype multiplied in place by a scalar of theirs; one launch for all."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def rank_in_group(name: str) -> int:

@@ -16,7 +16,9 @@ from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.lower import lower
 from paraplan.ir.plan import Plan
 from paraplan.runtime.coupling import coupling
+from paraplan.runtime.launches import LaunchCounter
 from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.optim import norm_of, norm_share
 from paraplan.runtime.updates import make_optimizer
 
 from .plans import batch, net, planned
@@ -285,3 +287,40 @@ def test_norms_that_shards_do_not_tell_are_refused() -> None:
     for kind in (1.0, 3, float("inf"), "inf"):
         grads = [param.grad.clone() for param in trainer.state.params.values()]
         assert float(trainer.clip_grad_norm_(1e9, kind)) == pytest.approx(float(nn.utils.get_total_norm(grads, kind)))
+
+
+@pytest.mark.parametrize("kind", [2.0, float("inf")])
+def test_clipping_launches_as_much_for_few_parameters_as_for_many(kind: float) -> None:
+    counts = []
+    for layers in (2, 9):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        given = {"input": torch.randn(8, 4), "y": torch.randn(8, 4)}
+        plan = paraplan.compile(
+            model, "local:1", example_inputs=given, loss_fn=lambda out, batch: (out * batch["y"]).sum()
+        )
+        trainer = plan.executable(model)
+        trainer.step(given)
+        with LaunchCounter() as counter:
+            trainer.clip_grad_norm_(1e-3, kind)
+        counts.append([each.op for each in counter.launches])
+        assert float(trainer.clip_grad_norm_(1.0, kind)) == pytest.approx(1e-3, rel=1e-5)
+    assert counts[0] == counts[1] and len(counts[0]) <= 16, counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, float("inf")])
+def test_norms_of_large_gradients_keep_their_digits(kind: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    grads = {
+        "a": torch.randn(1500, 1000, dtype=dtype),
+        "b": torch.randn(700, 30, dtype=dtype)[:, :7],
+        "c": torch.empty(0),
+    }
+    grads |= {"d": torch.randn(40, 600, dtype=dtype).t(), "e": torch.randn((), dtype=torch.float64)}
+    wide = torch.cat(
+        [grad.to(torch.complex128 if grad.is_complex() else torch.float64).flatten().abs() for grad in grads.values()]
+    )
+    share = norm_share(grads, dict.fromkeys(grads, ()), (), kind)
+    assert share.dtype is torch.float64
+    assert float(norm_of(share, kind)) == pytest.approx(float(torch.linalg.vector_norm(wide, kind)), rel=2e-5)
+    assert not norm_share({"c": torch.empty(0)}, {"c": ()}, (), kind)

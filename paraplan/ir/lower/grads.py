@@ -24,8 +24,8 @@ from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 Dims = tuple[int, ...]
 
-CHUNK = 1 << 18
-"""Elements that are measured at a time, in float64."""
+CHUNK = 1 << 16
+"""Elements of which a norm is taken at a time."""
 
 
 def home_name(param: str) -> str:
@@ -64,10 +64,8 @@ def keep_block(name: str, value: LocalValue, tier: str, spec: TensorSpec, layout
     known["magnitude"] = LocalValue(
         dtype="float64", shape=(2,), strides=(1,), base="magnitude", storage_bytes=2 * DTYPE_BYTES["float64"]
     )
-    squares = min(value.nbytes // DTYPE_BYTES[value.dtype], CHUNK) * 8
-    instrs.append(
-        Instr(target=MAGNITUDE, args=("%" + source,), outs=("magnitude",), workspace_bytes=max(32, squares + 8))
-    )
+    norms = -(-value.nbytes // DTYPE_BYTES[value.dtype] // CHUNK) * 16
+    instrs.append(Instr(target=MAGNITUDE, args=("%" + source,), outs=("magnitude",), workspace_bytes=norms + 32))
     return finish_block(name, ("x", "home"), ("home^!", "magnitude"), (), known, instrs)
 
 
