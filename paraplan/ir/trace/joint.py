@@ -90,6 +90,14 @@ def line_of_node(node: fx.Node) -> str:
     return line_of_stack(node.meta.get("stack_trace"))
 
 
+aten = torch.ops.aten
+_BY_STRIDES = frozenset({
+    aten._linalg_det, aten._linalg_slogdet, aten._linalg_solve_ex, aten.linalg_solve_ex, aten.linalg_det, aten.det,
+    aten.linalg_slogdet, aten.slogdet, aten.logdet, aten.linalg_solve,
+})  # fmt: skip
+"""Ops that factor a matrix or its transpose, whichever lies row by row."""
+
+
 def run_nodes(
     nodes: Sequence[fx.Node], env: dict[fx.Node, object], seed: Tensor | None, labels: _Labels, hook: bool,
     source_of: Callable[[fx.Node], str] = line_of_node,
@@ -104,6 +112,8 @@ def run_nodes(
         if node.target in autograd.RANDOM:
             kwargs = {**kwargs, "seed": seed, "slot": slot}
             slot += 1
+        if getattr(node.target, "overloadpacket", None) in _BY_STRIDES:  # whose backward depends on how these lie
+            args = tree_map_only(Tensor, Tensor.contiguous, args)  # as they do when it runs
         env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         if hook:
             _hook_gradients(env[node], labels, source, seen)
