@@ -90,11 +90,18 @@ def line_of_node(node: fx.Node) -> str:
     return line_of_stack(node.meta.get("stack_trace"))
 
 
-aten = torch.ops.aten
-_BY_STRIDES = frozenset({
-    aten._linalg_det, aten._linalg_slogdet, aten._linalg_solve_ex, aten.linalg_solve_ex, aten.linalg_det, aten.det,
-    aten.linalg_slogdet, aten.slogdet, aten.logdet, aten.linalg_solve,
-})  # fmt: skip
+BY_STRIDES = frozenset(
+    {
+        *(
+            "aten._linalg_det",
+            "aten._linalg_slogdet",
+            "aten._linalg_solve_ex",
+            "aten.linalg_solve_ex",
+            "aten.linalg_solve",
+        ),
+        *("aten.linalg_det", "aten.det", "aten.linalg_slogdet", "aten.slogdet", "aten.logdet"),
+    }
+)
 """Ops that factor a matrix or its transpose, whichever lies row by row."""
 
 
@@ -112,7 +119,7 @@ def run_nodes(
         if node.target in autograd.RANDOM:
             kwargs = {**kwargs, "seed": seed, "slot": slot}
             slot += 1
-        if getattr(node.target, "overloadpacket", None) in _BY_STRIDES:  # whose backward depends on how these lie
+        if str(getattr(node.target, "overloadpacket", "")) in BY_STRIDES:  # whose backward depends on how these lie
             args = tree_map_only(Tensor, Tensor.contiguous, args)  # as they do when it runs
         env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         if hook:

@@ -13,6 +13,7 @@ from paraplan.ir.graph import Arg, Graph, Op, Phase, decode_number
 from paraplan.ir.program import Program, Segment, SegmentKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.trace import kernels
+from paraplan.ir.trace.joint import BY_STRIDES
 
 Env = dict[str, Tensor]
 
@@ -25,6 +26,8 @@ def run_op(op: Op, env: Env) -> None:
     """
     args = [decode(arg, env) for arg in op.args]
     kwargs = {key: decode(arg, env) for key, arg in op.kwargs.items()}
+    if op.target.rpartition(".")[0] in BY_STRIDES:
+        args = [x.contiguous() if isinstance(x, Tensor) else x for x in args]
     result = _function(op.target)(*args, **kwargs)
     results = result if isinstance(result, (tuple, list)) else (result,)
     for name, value in zip(op.outs, results, strict=False):
