@@ -66,7 +66,8 @@ class Checkpointing:
     def state_dict(self) -> dict[str, Tensor]:
         """DTensors by name, sharing storage with the trainer; after loading into them, `load_state_dict`.
 
-        Parameters, and the buffers the model writes (running statistics).
+        Parameters, and the buffers the model writes (running statistics). What lives on the host or on disk is a
+        DTensor on "cpu", which under NCCL has no `full_tensor()`: see `full_state_dict`.
         """
         self.flush()
         return {name: self._dtensor(name, *self.state.held_part(name)) for name in self._names()}
@@ -227,12 +228,17 @@ class Checkpointing:
             param = self.state.params[self._known(name)]
             if id(param) not in mine:
                 continue
+            home = self.slots_device(name)
             kept = {slot: value.to_local() if isinstance(value, DTensor) else value for slot, value in slots.items()}
             optimizer.state[param] = {
-                slot: v.to(param.device if is_like(v, param.shape) else v.device, copy=True)
+                slot: v.to(home if is_like(v, param.shape) else v.device, copy=True)
                 if isinstance(v, Tensor) else v
                 for slot, v in kept.items()
             }  # fmt: skip
+
+    def slots_device(self, name: str) -> torch.device:
+        """Where a parameter's optimizer states are kept: where they live if they come to their update, or beside it."""
+        return self.state.tensors.get(f"slots:{name}", self.state.params[name]).device
 
     def _create_slots(self, optimizer: torch.optim.Optimizer) -> None:
         """One step of learning rate zero on zero gradients, for parameters without state; values and options stay."""
@@ -264,7 +270,7 @@ class Checkpointing:
             return local.detach()
         shape = self._shape(name)
         return DTensor.from_local(
-            local.detach(), self.transport.device_mesh, [_placement(p) for p in layout], run_check=False,
+            local.detach(), self.transport.mesh_on(local.device.type), [_placement(p) for p in layout], run_check=False,
             shape=torch.Size(shape), stride=contiguous_strides(shape),
         )  # fmt: skip
 

@@ -62,6 +62,7 @@ class DistributedTransport:
         self.device, self.num_meshes = device, len(meshes)
         self.tracker = Tracker()
         self.device_mesh: DeviceMesh | None = None
+        self._mesh_beside: DeviceMesh | None = None
         self.rank = dist.get_rank() if dist.is_initialized() else meshes[0].devices[0]
         self.mesh = next((mesh for mesh in meshes if self.rank in mesh.devices), meshes[0])
         needed = 1 + max(device for mesh in meshes for device in mesh.devices)
@@ -90,6 +91,20 @@ class DistributedTransport:
     def _group(self, axis: int) -> dist.ProcessGroup:
         assert self.device_mesh is not None
         return self.device_mesh.get_group(axis)
+
+    def mesh_on(self, kind: str) -> DeviceMesh:
+        """The mesh for DTensors on a kind of device, "cpu" or "cuda", over the same groups.
+
+        One for another kind than the transport's says where shards belong, as checkpoints ask; its collectives work
+        only where the groups' backend serves that kind.
+        """
+        if self._mesh_beside is None and kind != self.device:
+            groups = [self._group(axis) for axis in range(len(self.mesh.shape))]
+            grid = torch.tensor(self.mesh.devices).reshape(self.mesh.shape)
+            self._mesh_beside = DeviceMesh.from_group(groups, kind, grid, mesh_dim_names=self.mesh.axes)
+        found = self.device_mesh if kind == self.device else self._mesh_beside
+        assert found is not None
+        return found
 
     def _group_name(self, axis: int) -> str:
         return "" if self.mesh.shape[axis] == 1 else str(self._group(axis).group_name)

@@ -163,7 +163,7 @@ class TrainingStates(Checkpointing):
             if isinstance(kept, TensorStorageMetadata):
                 value = torch.empty(kept.size, dtype=kept.properties.dtype)
                 if is_like(value, self.plan.program.params[name].spec.shape):
-                    blank = torch.empty(param.shape, dtype=value.dtype, device=self.transport.device)
+                    blank = torch.empty(param.shape, dtype=value.dtype, device=self.slots_device(name))
                     value = self._dtensor(name, blank, self.state.layouts[name])
             found.setdefault(name, {})[slot] = value
         return found

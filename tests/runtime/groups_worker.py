@@ -5,17 +5,22 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.distributed_c10d import _world
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from paraplan.ir.mesh import make_mesh
+from paraplan.ir.mesh import make_mesh, parse_layout
 from paraplan.jobs.link_rank import measure
+from paraplan.runtime.checkpoint import Checkpointing
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.launch import init_distributed, leave_job
+from paraplan.runtime.torch_private import TorchDispatchMode
 
 PAIRS = [(0, 2), (1, 3), (2, 0), (3, 1), (0, 3)]
 
@@ -50,8 +55,41 @@ def main() -> None:
     late.connect(PAIRS)
     assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=88)
     assert limits().count(88.0) == 2 + sum(rank in pair for pair in PAIRS), limits()
+    states_on_the_host(folder, rank)
     (folder / f"done{rank}").touch()
     leave_job()
+
+
+def states_on_the_host(folder: Path, rank: int) -> None:
+    """What lives on the host under a transport for CUDA is saved and loaded where it is, with no copy elsewhere."""
+    torch.cuda.set_device = lambda device: None  # DeviceMesh sets it, and there is none
+    transport = DistributedTransport(make_mesh((2, 2), ("dp", "tp")), device="cuda")
+    trainer = SimpleNamespace(transport=transport, _shape=lambda name: (4, 6))
+    local, layout = torch.rand(2, 6), parse_layout("S0,R")
+    local.fill_(rank // 2)
+    beside = transport.mesh_on("cpu")
+    with Moved() as moved:
+        made = Checkpointing._dtensor(trainer, "w", local, layout)  # type: ignore[arg-type]
+    assert not moved.ops, moved.ops
+    assert made.device.type == "cpu" and made.to_local().data_ptr() == local.data_ptr()
+    assert transport.mesh_on("cuda") is transport.device_mesh and made.device_mesh is beside
+    dcp.save({"w": made}, checkpoint_id=folder / "host")
+    local.zero_()
+    dcp.load({"w": made}, checkpoint_id=folder / "host")
+    assert torch.equal(local, torch.full((2, 6), float(rank // 2))), local
+
+
+class Moved(TorchDispatchMode):
+    """Notes copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_to_copy", "copy_", "clone"):
+            self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def messages(transport: DistributedTransport, rank: int) -> None:
