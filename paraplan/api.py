@@ -162,21 +162,20 @@ class Plan:
 
     def executable(
         self, model: nn.Module, *, weights: str | Path | None = None, seed: int = 0, record: bool = False,
-        compile: bool | str = False, offload_folder: str | Path | None = None, paced: bool = False,
-        loss_fn: Callable[..., Any] | None = None, timeout_s: float | None = None,
+        compile: bool | str | Callable[..., Any] = False, compile_strict: bool = False, timeout_s: float | None = None,
+        offload_folder: str | Path | None = None, paced: bool = False, loss_fn: Callable[..., Any] | None = None,
     ) -> Trainer:  # fmt: skip
         """This rank's trainer; joins torchrun's job if this process is part of one.
 
         Args:
             model: the model the plan was made for, with values; or on meta, and then no rank ever holds it whole.
             weights: safetensors to read this rank's parts from: a file, an index, or a directory with either. Without
-                them a model on meta is initialised module by module, the same for every plan and number of ranks
-                (`paraplan.runtime.weights` says what equals what).
+                them a model on meta is initialised, alike for every plan and number of ranks (see `runtime.weights`).
             seed: base of the random seeds (dropout, initialisation); the same on every rank.
             record: note every instruction and the memory it takes (slow).
             compile: run forward and backward blocks through torch.compile, each checked against eager on its first
-                run; where they differ or compiling fails, the block stays eager and a warning says why. A text
-                names torch.compile's backend.
+                run; one that differs or does not compile on any rank stays eager on all, and a warning says why. Other
+                than True, it is torch.compile's backend. `compile_strict`: such a block is a CodegenError instead.
             offload_folder: of the files of tensors that wait on disk, removed as they go; left out, the system's.
             paced: CPU processes only: copies to and from host and disk take the time the plan's cluster says.
             loss_fn: compared with the one the plan was made with, if given; what runs is the plan's.
@@ -186,8 +185,9 @@ class Plan:
                 another number of processes or kind of device than the plan's.
         """
         return _part("make_trainer")(  # type: ignore[no-any-return]
-            self.data, self.programs, model, seed=seed, record=record, compile_blocks=compile, weights=weights,
-            offload_folder=offload_folder, paced=paced, loss_fn=loss_fn, reads=self.reads, timeout_s=timeout_s,
+            self.data, self.programs, model, seed=seed, record=record, compile_blocks=compile, loss_fn=loss_fn,
+            compile_strict=compile_strict, offload_folder=offload_folder, paced=paced, reads=self.reads,
+            weights=weights, timeout_s=timeout_s,
         )  # fmt: skip
 
     def check(

@@ -152,8 +152,9 @@ def in_place(block: Block, instr: Instr) -> bool:
 
 def is_compiled(block: Block) -> bool:
     """Whether a block is one of those given to torch.compile: a segment's forward or backward, whole, without copies to
-    or from a tier (no compiler sees threads and files)."""
-    return block.name.rsplit(".", 1)[-1] in ("F", "B") and not any(i.kind is InstrKind.COPY for i in block.instrs)
+    or from a tier and waits for them (no compiler sees threads and files)."""
+    copies = any(i.kind is InstrKind.COPY or (i.kind is InstrKind.WAIT and i.axis < 0) for i in block.instrs)
+    return block.name.rsplit(".", 1)[-1] in ("F", "B") and not copies
 
 
 class StepKind(Enum):

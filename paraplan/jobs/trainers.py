@@ -21,6 +21,7 @@ from paraplan.ir.trace.dynamic import attributes_set
 from paraplan.ir.trace.reading import Reads
 from paraplan.jobs.identity import check_model
 from paraplan.runtime.buckets import BucketTrainer
+from paraplan.runtime.compiled import Backend
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.executor import Modules
@@ -31,9 +32,9 @@ from paraplan.runtime.trainer import Trainer
 
 def make_trainer(
     plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False,
-    compile_blocks: bool | str = False, weights: str | Path | None = None, share: Trainer | None = None,
-    offload_folder: str | Path | None = None, paced: bool = False, loss_fn: object = None, reads: Reads | None = None,
-    timeout_s: float | None = None,
+    compile_blocks: bool | Backend = False, compile_strict: bool = False, weights: str | Path | None = None,
+    share: Trainer | None = None, offload_folder: str | Path | None = None, paced: bool = False,
+    loss_fn: object = None, reads: Reads | None = None, timeout_s: float | None = None,
 ) -> Trainer:  # fmt: skip
     """This rank's trainer; see `Plan.executable`. `reads` is what was read while capturing, if that was done here."""
     if not isinstance(model, nn.Module):
@@ -60,8 +61,8 @@ def make_trainer(
     modules = build(programs[plan.schedule.rank_class[transport.rank]])
     return Trainer(
         plan, programs, modules, model, transport, seed=seed, record=record, build=build, compile_phases=phases,
-        compile_backend=compile_blocks if isinstance(compile_blocks, str) else "inductor",
-        weights=weights, share=share, copier=copier, reads=reads,
+        compile_backend="inductor" if isinstance(compile_blocks, bool) else compile_blocks,
+        compile_strict=compile_strict, weights=weights, share=share, copier=copier, reads=reads,
     )  # fmt: skip
 
 

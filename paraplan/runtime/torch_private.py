@@ -6,9 +6,10 @@ fires when the memory is given back; `storage_key` identifies it meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as AnyDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    "TorchDispatchMode", "default_store", "exchange_rows", "group_timeout", "in_transform", "norms_of", "rank_in_group",
-    "scale_all", "set_group_timeout", "storage_key", "storage_of", "tree_leaves", "untracked",
+    "TorchDispatchMode", "default_store", "exchange_rows", "find_backend", "group_timeout", "in_transform", "norms_of",
+    "rank_in_group", "scale_all", "set_group_timeout", "storage_key", "storage_of", "tree_leaves", "untracked",
 ]  # fmt: skip
 
 
@@ -92,3 +93,8 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
 def set_group_timeout(limit: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set it; the job's where left out."""
     _set_pg_timeout(limit, group)
+
+
+def find_backend(name: str) -> Callable[..., Any]:
+    """torch.compile's backend of that name."""
+    return torch._dynamo.lookup_backend(name)  # type: ignore[no-any-return]

@@ -27,10 +27,10 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
 from paraplan.ir.trace.reading import Reads
-from paraplan.runtime import compiled as compiling
 from paraplan.runtime.ahead import Ahead
 from paraplan.runtime.attributes import Attributes
 from paraplan.runtime.batch import ShardedBatch, shard_batch
+from paraplan.runtime.compiled import Backend, CompiledPhases
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.devices import on_this_device
 from paraplan.runtime.distributed import DistributedTransport
@@ -70,6 +70,7 @@ class Trainer(TrainingStates):
         record: note every instruction and the memory it takes (slow); entries and `peak_bytes` then say what was.
         compile_phases: "F" and/or "B": run these phases through torch.compile, checked against eager once.
         compile_backend: torch.compile's.
+        compile_strict: a block that cannot be compiled, or differs from eager, is an error, not a warning.
         build: emits the modules of another program of this plan; `eval_step` needs it.
         weights: safetensors files to read this rank's parts of the parameters from; without them a model on meta is
             initialised from the seed (see `weights`).
@@ -84,7 +85,7 @@ class Trainer(TrainingStates):
     def __init__(
         self, plan: Plan, programs: Sequence[RankProgram], modules: Modules, model: nn.Module,
         transport: DistributedTransport, *, seed: int = 0, record: bool = False, compile_phases: Sequence[str] = (),
-        compile_backend: str = "inductor",
+        compile_backend: Backend = "inductor", compile_strict: bool = False,
         build: Build | None = None, weights: str | Path | None = None,
         share: Trainer | None = None, copier: Copier | None = None, reads: Reads | None = None,
     ) -> None:  # fmt: skip
@@ -104,7 +105,7 @@ class Trainer(TrainingStates):
         self.state = Rank(plan, executor, values, seed, transport.device)
         if len(self.held) > 1:
             transport.connect(message_pairs(plan, programs))
-        compiling.compile_phases(executor, transport, compile_phases, compile_backend)
+        self._phases = CompiledPhases(executor, transport, compile_phases, compile_backend, compile_strict)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._evaluations = Evaluations(plan, build)
         self._evaluators: dict[tuple[str, ...], Executor] = {}
@@ -120,6 +121,7 @@ class Trainer(TrainingStates):
             PlanMismatchError: the batch is not the one the plan was made for, or what the plan has as a constant of the
                 model was changed.
             RuntimeFailure: a step failed; names rank, action, op and source line.
+            CodegenError: under `compile_strict`, a block could not be compiled or differs from eager.
         """
         self.attributes.check()
         if self.state.steps_done == 1 and not self.state.clock.is_trained:
@@ -135,6 +137,8 @@ class Trainer(TrainingStates):
         self._restore()
         if self.record:
             self.state.begin_account(self._optimizers)
+        else:
+            self._phases.prepare()
         self._take(self.state.before)
         loss = self.state.loss()
         self.state.take_grads()
@@ -334,7 +338,7 @@ class Trainer(TrainingStates):
     @property
     def compiled(self) -> dict[str, str | None]:
         """Blocks that were to be compiled: "" where they are, why they stay eager, None before their first run."""
-        return compiling.compiled_blocks(self.state.executor)
+        return self._phases.reasons
 
     @property
     def entries(self) -> list[Entry]:
