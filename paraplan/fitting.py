@@ -219,8 +219,8 @@ def _precision(model: nn.Module) -> tuple[str, str]:
     for name, tensor in (*params.items(), *model.named_buffers()):
         if not tensor.is_contiguous():
             raise ConstraintError(
-                f"{name} is not contiguous (channels_last, or a view); call "
-                "model.to(memory_format=torch.contiguous_format) before fit"
+                f"{name} is not contiguous (channels_last, transposed, or a view); before fit, for all of them: "
+                "for x in (*model.parameters(), *model.buffers()): x.data = x.data.contiguous()"
             )
     if not model.training:
         raise ConstraintError(f"{type(model).__name__} is in evaluation mode; fit plans training: call model.train()")
