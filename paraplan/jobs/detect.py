@@ -24,6 +24,7 @@ from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup, check_clus
 from paraplan.ir.errors import ClusterError, ConstraintError
 from paraplan.jobs.measure import copy_bytes_per_s, launch_s, matmul_flops_per_s
 from paraplan.jobs.topology import Launch, in_node_link, parse_pcie, parse_port_rate, parse_topology, read_launch
+from paraplan.runtime.devices import num_cores
 
 _NAMES = (
     (r"V100-SXM\d-32GB", "V100-32"), (r"A100-SXM4-40GB", "A100-40"), (r"A100-SXM4-80GB", "A100-80"),
@@ -189,11 +190,6 @@ def visible(env: Mapping[str, str], count: int) -> tuple[int, ...]:
     parts = [part.strip() for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     numbers = tuple(int(part) for part in parts if part.isdigit())
     return numbers if len(numbers) == count else tuple(range(count))
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> int:

@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.runtime.devices import choose_gpu, local_gpu
+from paraplan.runtime.devices import choose_gpu, local_gpu, num_cores
 from paraplan.runtime.folders import sweep
 from paraplan.runtime.groups import TIMEOUT_S, check_timeout, limit_job
 from paraplan.runtime.torch_private import default_store
@@ -102,7 +102,15 @@ def _join(backend: str | None, timeout_s: float) -> None:
         return
     device = torch.device("cuda", local_gpu())
     torch.cuda.set_device(device)
+    torch.set_num_threads(host_threads(os.environ, num_cores()))
     dist.init_process_group(backend, timeout=limit, device_id=device)
+
+
+def host_threads(env: Mapping[str, str], cores: int) -> int:
+    """Threads of a rank whose work is on a GPU, for updates on the host: its share of the node's cores, unless
+    OMP_NUM_THREADS says more than the 1 that torchrun sets by itself."""
+    given = env.get("OMP_NUM_THREADS", "1")
+    return int(given) if given != "1" and given.isdigit() else max(1, cores // int(env.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def leave_job() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from paraplan.ir.errors import ConstraintError, RuntimeFailure
 from paraplan.runtime.copies import Copier, Flight
 from paraplan.runtime.late import LateUpdates
-from paraplan.runtime.launch import init_distributed, spawn_local
+from paraplan.runtime.launch import host_threads, init_distributed, spawn_local
 
 WORKER = str(Path(__file__).with_name("groups_worker.py"))
 
@@ -55,6 +55,7 @@ def _joined(monkeypatch: pytest.MonkeyPatch, rank: int, backend: str | None) -> 
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more, backend=backend))
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     assert init_distributed(backend, timeout_s=60) == (5, 8)
     return given
 
@@ -98,3 +99,12 @@ def test_a_cpu_process_sets_no_device(gpus: Callable[[int], list[tuple[int, Any]
     told, flight, copier = gpus(4), Flight(lambda: None, "a copy", 0.0), Copier(beside=True)
     copier._queue("disk", "out").put(flight)
     assert flight.done.wait(10) and told == []
+
+
+@pytest.mark.parametrize(
+    ("env", "threads"),
+    [({}, 16), ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, 2), ({"OMP_NUM_THREADS": "5"}, 5),
+     ({"LOCAL_WORLD_SIZE": "32"}, 1)],
+)  # fmt: skip
+def test_ranks_share_the_cores_of_their_node(env: dict[str, str], threads: int) -> None:
+    assert host_threads(env, cores=16) == threads
