@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import paraplan as pp
 from paraplan.codegen import EmitContext, build_block
-from paraplan.ir.errors import CodegenError
+from paraplan.ir.errors import CodegenError, ConstraintError
 from paraplan.ir.mesh import make_mesh
 from paraplan.ir.rank_program import Block, Instr
 from paraplan.runtime.compiled import CheckedBlock, written_inputs
@@ -169,6 +169,17 @@ def test_a_step_recorded_after_a_compiled_one_is_as_predicted(plan: pp.Plan) -> 
         trainer.step(text(1))
         found.append(([entry.key for entry in trainer.entries], trainer.peak_bytes))
     assert found[0] == found[1]
+
+
+def test_a_plan_hands_its_options_on(plan: pp.Plan) -> None:
+    def unable(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        raise ValueError("no compiler here")
+
+    strict = plan.executable(reader(), compile=unable, compile_strict=True)
+    with pytest.raises(CodegenError, match="ValueError: no compiler here"):
+        strict.step(text())
+    with pytest.raises(ConstraintError, match="timeout_s=0: give the seconds"):
+        plan.executable(reader(), timeout_s=0)
 
 
 def test_ranks_agree_before_any_collective(tmp_path: Path) -> None:
