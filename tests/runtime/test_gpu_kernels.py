@@ -86,6 +86,14 @@ def test_parts_of_cross_entropy(shape: tuple[int, ...], v_start: int, columns: i
     )
 
 
+@pytest.mark.parametrize("kernel", [kernels.ce_grad, cross_entropy.ce_grad])
+def test_ignored_rows_have_no_gradient_even_of_an_infinite_one(kernel: Any) -> None:
+    logits, labels = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([-100, 3])
+    m = kernels.ce_max(logits)
+    found = kernel(torch.tensor(float("inf")), logits, m, kernels.ce_sumexp(logits, m), labels, -100)
+    assert not found[0].count_nonzero() and not found[1].isfinite().any()
+
+
 def test_a_label_that_is_no_class_makes_the_loss_nan() -> None:
     logits, labels = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, -100, 8])
     found = cross_entropy.ce_target(logits, labels, -100)

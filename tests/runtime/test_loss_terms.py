@@ -135,6 +135,16 @@ def test_fit_counts_a_loss_as_often_as_it_is_added() -> None:
     torch.testing.assert_close(model.a.weight.grad, free.a.weight.grad, rtol=1e-9, atol=0)
 
 
+def test_where_all_labels_are_ignored_the_loss_is_nan_and_gradients_are_zero() -> None:
+    model = net(lambda m, z, y, t: F.cross_entropy(z, y)).double()
+    fitted = paraplan.fit(model, wide(), memory="1GiB", cluster="local:1", time_limit_s=2)
+    loss = fitted(**(wide() | {"y": torch.full((4,), -100)}))
+    loss.backward()
+    assert bool(loss.isnan())
+    assert not any(bool(param.grad.count_nonzero()) for param in model.parameters() if param.grad is not None)
+    assert model.a.weight.grad is not None
+
+
 @pytest.mark.parametrize("name", ["square", "worst samples", "and scaled by what is detached"])
 def test_a_function_of_a_mean_equals_eager_over_microbatches(name: str) -> None:
     program = capture(net(CURVED[name]), batch(), precision="fp64")

@@ -186,12 +186,13 @@ def ce_loss(m: Tensor, s: Tensor, t: Tensor, labels: Tensor, ignore_index: int) 
 def ce_grad(
     g: Tensor, logits: Tensor, m: Tensor, s: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0
 ) -> Tensor:
-    """g · (softmax − onehot(label)) for valid rows, zeros for ignored ones; dtype of the logits."""
+    """g · (softmax − onehot(label)) for valid rows, zeros for ignored ones, whatever g; dtype of the logits."""
     flat = logits.reshape(-1, logits.shape[-1])
     top, total = m.reshape(-1, 1), s.reshape(-1, 1)
     local, inside = _local_labels(labels.reshape(-1), ignore_index, v_start, flat.shape[-1])
-    scale = (labels.reshape(-1, 1) != ignore_index).to(m.dtype).mul_(g.to(m.dtype)).div_(total)
-    hit = -inside.to(m.dtype).unsqueeze(-1).mul_(g.to(m.dtype))
+    seed = g.to(m.dtype)
+    scale = torch.where(labels.reshape(-1, 1) != ignore_index, seed, 0.0).div_(total)
+    hit = torch.where(inside.unsqueeze(-1), -seed, 0.0)
     out = torch.empty(flat.shape, dtype=logits.dtype, device=logits.device)
     for rows in _row_chunks(*flat.shape):  # one expression: a chunk's temporaries die before the next one's exist
         out[rows] = (

@@ -78,7 +78,7 @@ def _grad(g, logits, m, s, labels, out, width, ignore_index, v_start, block: tl.
     label = tl.load(labels + row)
     local, inside = _inside(label, ignore_index, v_start, width)
     seed = tl.load(g).to(s.dtype.element_ty)
-    scale = (label != ignore_index).to(seed.dtype) * seed / tl.load(s + row)
+    scale = tl.where(label != ignore_index, seed, 0.0) / tl.load(s + row)
     value = tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(seed.dtype)
     grad = tl.exp(value - tl.load(m + row)) * scale - tl.where(inside & (column == local), seed, 0.0)
     tl.store(out + row * width + column, grad.to(out.dtype.element_ty), mask=column < width)
