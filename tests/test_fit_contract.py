@@ -298,3 +298,25 @@ def test_an_input_of_another_kind_of_numbers_is_refused() -> None:
     trained = paraplan.fit(model, (given,), "1GiB", loss_fn=lambda out, _: out.mean())
     with pytest.raises(PlanMismatchError, match=r"is torch.int64, the step was captured with torch.float64"):
         trained(given.long())
+
+
+class Normal(nn.Module):
+    """The likelihood of the first two columns under a distribution that validates its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mean = nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -torch.distributions.Normal(self.mean(self.norm(x)), 1.0).log_prob(x[:, :2]).mean()
+
+
+def test_fit_takes_what_compile_takes_of_batch_norms_and_distributions() -> None:
+    torch.manual_seed(0)
+    model, x = Normal().double(), torch.randn(8, 4, dtype=DOUBLE)
+    free = copy.deepcopy(model)
+    fitted = paraplan.fit(model, {"x": x}, memory="1GiB", time_limit_s=1.0)
+    for each in (fitted, free):
+        each(x=x).backward()
+    torch.testing.assert_close(model.mean.weight.grad, free.mean.weight.grad, rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.norm.running_var, free.norm.running_var, rtol=1e-12, atol=0)

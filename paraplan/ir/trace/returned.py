@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.trace.export import explain
 from paraplan.ir.trace.fake import arguments, as_computed, fake_batch, fake_copy, name_inputs
+from paraplan.ir.trace.followed import followed_modules
 from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, loss_name, named_tensors
 from paraplan.ir.trace.quiet import quiet_torch
@@ -54,7 +55,7 @@ def returned_by(
     mode = fake_mode()
     copied, batch = fake_copy(model, precision, mode), fake_batch(tensors, precision, mode)
     try:
-        with mode, eager_masks(batch):
+        with mode, eager_masks(batch), followed_modules():
             args, kwargs = arguments(
                 copied, as_computed(batch, precision), others, not isinstance(example_inputs, dict)
             )
