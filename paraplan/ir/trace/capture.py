@@ -41,7 +41,7 @@ from paraplan.ir.trace.substitute_float8 import convert_linears
 from paraplan.ir.trace.tail import Term, alike, loss_terms, own_numerators
 from paraplan.ir.trace.torch_private import FakeTensorMode, fake_mode
 from paraplan.ir.trace.traced import blaming_attributes, trace_model
-from paraplan.ir.trace.user_functions import refuse_hooks
+from paraplan.ir.trace.user_functions import refuse_hooks, refuse_scripts
 
 aten = torch.ops.aten
 
@@ -113,6 +113,7 @@ def _capture(
 ) -> tuple[Program, Reads]:
     traced_dtype(precision)
     refuse_hooks(model)
+    refuse_scripts(model)
     tensors, others = name_inputs(model, example_inputs)
     rows, dims = _batch_dims(tensors, batch_dims)
     batch_size, tensors = of_microbatch(tensors, rows, dims, apart)

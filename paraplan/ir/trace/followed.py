@@ -5,7 +5,7 @@ transformers', which then avoid what cannot be traced and compute the same, are 
 `x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
 (`torch.tensor(0.1)`) are kept as they were written, for fp64. What gives back the very tensor it was given is no op
 either. Batch norm with momentum=None, a cumulative average, reads its counter as a Python number: here its running
-statistics move by 1 / counter, a tensor.
+statistics move by 1 / counter, a tensor. A function of `torch.jit` runs op by op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace.torch_private import BatchNorm, trace_as, traced_as, tree_leaves
+from paraplan.ir.trace.torch_private import BatchNorm, scripts_by_op, trace_as, traced_as, tree_leaves
 
 _DATA = torch.Tensor.data
 _WRITTEN = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
@@ -126,7 +126,8 @@ def told_eager() -> Iterator[None]:
 
 @contextmanager
 def followed_modules() -> Iterator[None]:
-    """Within it, batch norms of momentum=None are followed, and torch.distributions asserts nothing of values."""
+    """Within it, batch norms of momentum=None and functions of torch.jit are followed, and torch.distributions asserts
+    nothing of values."""
     original, derived = BatchNorm.forward, torch.autograd.grad
     distribution: Any = getattr(sys.modules.get("torch.distributions"), "Distribution", None)
     validates = getattr(distribution, "_validate_args", False)
@@ -140,7 +141,7 @@ def followed_modules() -> Iterator[None]:
     if distribution is not None:
         distribution.set_default_validate_args(False)
     try:
-        with told_eager():
+        with told_eager(), scripts_by_op():
             yield
     finally:
         if distribution is not None:

@@ -26,6 +26,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
+from torch.jit import ScriptFunction, optimized_execution
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -33,8 +34,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "BatchNorm", "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "assert_async", "call_within",
     "fake_mode", "functions_applied_by", "has_kernel", "in_backward", "is_composite", "is_fake", "is_region",
-    "lazy_module", "lazy_modules", "recording_graph", "run_function", "scaled_mm", "storage_key", "trace_ops",
-    "trace_as", "traced_as", "tree_leaves", "tree_map_only",
+    "lazy_module", "lazy_modules", "recording_graph", "run_function", "scaled_mm", "scripts_by_op", "storage_key",
+    "trace_ops", "trace_as", "traced_as", "tree_leaves", "tree_map_only",
 ]  # fmt: skip
 
 trace_ops = make_fx
@@ -73,6 +74,25 @@ def lazy_modules() -> AbstractContextManager[None]:
 def lazy_module(graph: Graph, name: str) -> GraphModule:
     """A graph module that writes its Python code when it is first called."""
     return _LazyGraphModule({}, graph, class_name=name)
+
+
+@contextmanager
+def scripts_by_op() -> Iterator[None]:
+    """Under it, functions of `torch.jit` run op by op: those compiled after a few calls have a backward of their own,
+    which no trace sees."""
+    function: Any = ScriptFunction
+    run = function.__call__
+
+    def call(self: Any, *args: object, **kwargs: object) -> object:
+        self._debug_flush_compilation_cache()
+        return run(self, *args, **kwargs)
+
+    function.__call__ = call
+    try:
+        with optimized_execution(False):
+            yield
+    finally:
+        function.__call__ = run
 
 
 def is_fake(tensor: object) -> bool:

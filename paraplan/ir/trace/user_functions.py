@@ -236,3 +236,18 @@ def refuse_hooks(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             where = f"module {name!r}" if name else "the model"
             raise CaptureError(f"{where} has a backward hook: {_HOOKED}")
+
+
+def refuse_scripts(model: nn.Module) -> None:
+    """Modules of `torch.jit`, whose parameters are none of Python's.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"module {name!r}" if name else "the model"
+            raise CaptureError(
+                f"{where} is a {type(module).__name__} of torch.jit, which export cannot look into; keep the nn.Module "
+                "it was made of"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -213,3 +214,20 @@ def test_the_largest_of_a_bag() -> None:
     program = capture(model, ids, precision="fp64")
     assert all(op.rule is None for kind in program.kinds for op in kind.graph.ops)
     assert worst_error(run(program, model, ids)[1], eager(model, ids, "fp64", None)[1]) <= 1e-12
+
+
+def _gated(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda f: torch.jit.trace(f, torch.randn(8, 8))])
+def test_a_function_of_torch_jit_has_its_gradient_before_and_after_torch_compiles_it(make: Callable[..., Any]) -> None:
+    made = make(_gated)
+    for _ in range(3):
+        as_eager(lambda x: made(x))
+
+
+def test_a_module_of_torch_jit_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    with pytest.raises(CaptureError, match=r"module '1' is a RecursiveScriptModule of torch.jit"):
+        capture(model, {"input": X["x"]}, loss_fn=lambda out, given: out.pow(2).mean())
