@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from paraplan.ir.errors import ConstraintError, MixedSamples
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.mesh import P, Partial, Placement, R, S, Shard
-from paraplan.ir.micro_ops import choose, choose_as_is, feasible, making
+from paraplan.ir.micro_ops import choose, choose_as_is, feasible, making, mixed
 from paraplan.ir.program import Program, Segment, SegmentKind
 from paraplan.ir.rules.strategies import AxisChoice
 
@@ -164,7 +164,8 @@ def _placed(program: Program, m: int, in_space: bool, wanted: Mapping[str, Place
 
 
 def _refuse_rows(kind: SegmentKind, segment: Segment, found: KindMicro, m: int) -> None:
-    """A parameter of which every sample has a slice is read in slices by microbatches: no gradient of it is a sum.
+    """A parameter of which every sample has a slice is read in slices by microbatches: no gradient of it is a sum. Nor
+    is the gradient of an input in slices, of which every microbatch would make an addend.
 
     Raises:
         MixedSamples: there is one; names it.
@@ -175,6 +176,11 @@ def _refuse_rows(kind: SegmentKind, segment: Segment, found: KindMicro, m: int) 
                 f"{kind.name}: parameter {name!r} has a slice for every sample, so the batch cannot be split into {m} "
                 "microbatches; use 1 microbatch", f"parameter {name!r}",
             )  # fmt: skip
+    for name, grad in zip(kind.inputs, kind.input_grads, strict=True):
+        if grad is None or not isinstance(found.placements[name], Shard):
+            continue
+        if isinstance(found.placements[grad], Partial):
+            raise mixed(kind.graph, next(op for op in kind.graph.ops if grad in op.outs), m, kind.name, False)
 
 
 def _may_end(program: Program, first: int) -> bool:

@@ -58,7 +58,7 @@ def choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str
         return _options(graph, op, in_space)[0]
     best = _cheapest(feasible(graph, op, m, in_space), have, in_space)
     if best is None:
-        raise _mixed(graph, op, m, where, in_space)
+        raise mixed(graph, op, m, where, in_space)
     return best
 
 
@@ -86,11 +86,12 @@ def choose_as_is(
     if best is not None and not once:
         return best
     if any(at != (P if name in gradients else R) for name, at in pairs):
-        raise _mixed(graph, op, m, where, False)
+        raise mixed(graph, op, m, where, False)
     return AxisChoice("as is", have, tuple(None if out is None else P for out in op.outs))
 
 
-def _mixed(graph: Graph, op: Op, m: int, where: str, in_space: bool) -> MixedSamples:
+def mixed(graph: Graph, op: Op, m: int, where: str, in_space: bool) -> MixedSamples:
+    """What says that an op needs to see other samples than a microbatch's, or a rank's."""
     split = f"over {m} data-parallel ranks" if in_space else f"into {m} microbatches; use 1 microbatch{APART}"
     named = f"{op.target} ({graph.source_of(op)})"
     return MixedSamples(f"{where}: {named} mixes samples of the batch, so the batch cannot be split {split}", named)

@@ -26,6 +26,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
+from tests.against_eager import eager_error
 from tests.numerics import relative_error
 from tests.runtime.pipelines import job_of, pipeline_of
 
@@ -237,3 +238,24 @@ def test_outputs_of_the_whole_batch() -> None:
     torch.testing.assert_close(found.loss, wanted["loss"], rtol=1e-12, atol=1e-13)
     for name in ("logits", "image"):
         torch.testing.assert_close(found.outputs[name], wanted[name], rtol=1e-12, atol=1e-13)
+
+
+class Spectral(nn.Module):
+    """A loss of the spectrum of overlapping windows, whose gradient is added up over the flattened batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.register_buffer("window", torch.hann_window(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.stft(x * self.gain, 8, 4, window=self.window, return_complex=True, center=False)
+        return spectrum.abs().square().mean()
+
+
+def test_a_gradient_added_up_over_a_flattened_batch_is_of_the_whole_batch() -> None:
+    model, x = Spectral(), torch.randn(ROWS, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    program = capture(model, {"x": x}, precision="fp64")
+    assert program_micro(program, 2).has_tail
+    plan = search(job_of(program, 1, "momentum"), Constraints(microbatches=2), certify=False).plan
+    assert eager_error(plan, model, {"x": x}, lambda model, given: model(**given)) <= 1e-12
