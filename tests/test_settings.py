@@ -625,3 +625,59 @@ def test_a_forward_bound_to_its_own_model_is_captured() -> None:
         plain.executable(model)
     plan = paraplan.compile(model, "local:1", example_inputs=given, precision="fp64")
     assert float(plan.executable(model).step(given)) == pytest.approx(float(model(**given)), rel=1e-9)
+
+
+class Registering(nn.Module):
+    """A weight used twice under two names, and what a step is planned without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.tied, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("mask", None)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.other(self.tied(self.second(self.first(x)))) * self.scale * len(list(self.parameters()))
+        return (x if self.mask is None else x * self.mask).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: setattr(m.first, "bias", nn.Parameter(torch.ones(4))), "'first.bias' was None .* is parameter now"),
+        (lambda m: setattr(m.tied, "weight", nn.Parameter(torch.ones(4, 4))), "'tied.weight' was the same .* its own"),
+        (lambda m: setattr(m.other, "weight", m.first.weight), "'other.weight' was .* is the same as 'first.weight'"),
+        (lambda m: setattr(m, "mask", torch.ones(4)), "buffer 'mask' was None .* is buffer now"),
+        (lambda m: m.register_parameter("more", nn.Parameter(torch.ones(4))), "has a parameter 'more' now"),
+        (lambda m: setattr(m.second, "bias", None), "'second.bias' was parameter .* is None now"),
+        (lambda m: delattr(m, "scale"), "no buffer 'scale' any more"),
+    ],
+)
+def test_what_is_registered_after_capture_is_refused(change: Callable[[Any], Any], said: str) -> None:
+    given = {"x": torch.randn(8, 4)}
+    model, alone = Registering(), Registering()
+    trainer, fitted = _trainer(model, given), paraplan.fit(alone, given, memory=2**30)
+    for each in (model, alone):
+        each.scale = each.scale * 2
+        each.second.weight = nn.Parameter(torch.ones(4, 4))
+    trainer.step(given)
+    fitted(**given).backward()
+    assert alone.second.weight.grad is not None
+    for each, step, again in (
+        (model, lambda: trainer.step(given), "plan"),
+        (alone, lambda: fitted(**given), "call fit"),
+    ):
+        change(each)
+        with pytest.raises(PlanMismatchError, match=f"{said}.*; put it back, or {again} again"):
+            step()
+
+
+def test_a_model_moved_to_meta_is_as_it_was() -> None:
+    given = {"x": torch.randn(8, 4)}
+    model = Registering()
+    trainer = _trainer(model, given)
+    model.to("meta")
+    assert model.tied.weight is not model.first.weight
+    trainer.step(given)

@@ -1,5 +1,6 @@
-"""What a captured step has as constants of Python: modes of modules, hooks, methods, options of torch's modules, and
-whatever else forward and loss function read (numbers, text, lists, tensors that are attributes, globals, closures).
+"""What a captured step has as constants of Python: modes of modules, hooks, methods, options of torch's modules, which
+parameters and buffers there are, and whatever else forward and loss function read (numbers, text, lists, tensors that
+are attributes, globals, closures).
 
 Changing one afterwards (`model.bn.eval()`, `model.drop.p = 0`, `model.tau *= 0.9`) changes what the model computes and
 not what was captured, so all are compared before every step: per module one look-up of all names and one comparison.
@@ -24,6 +25,7 @@ from paraplan.ir.trace.places import outside_value, settings_in, value_at
 from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.reads import declared_of
 from paraplan.ir.trace.values import is_plain, named, same_text, text_of, token
+from paraplan.runtime.registered import Registered
 
 _OPTION = (bool, int, float, str, type(None))
 _MODE = "training"
@@ -45,6 +47,7 @@ class Settings:
     ) -> None:  # fmt: skip
         self._model, self._program, self._reads, self._again = weakref.ref(model), program, reads or Reads(), again
         self._modules = [_Module(name, module) for name, module in model.named_modules()]
+        self._registered = Registered(model)
         globals_ = ((from_key(key), text) for key, text in program.settings.items() if key.startswith(GLOBAL))
         outside = self._reads.outside or [(each, text) for each, text in globals_ if each is not None]
         self._names = names_of(model)
@@ -92,6 +95,8 @@ class Settings:
         for module in self._modules:
             if fault := module.fault():
                 raise PlanMismatchError(f"{module.where} {fault} {self._again}")
+        if model is not None and (fault := self._registered.fault()):
+            raise PlanMismatchError(f"{fault}; put it back, or {self._again}")
         for each, now_is, said in self._outside:
             if not now_is(outside_value(each)):
                 now = text_of(outside_value(each))
