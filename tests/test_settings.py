@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import paraplan
 from paraplan.api import Buckets
@@ -615,6 +616,26 @@ def test_a_method_replaced_after_capture_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Annealed, "forward", lambda self, x, y: x.sum())
     with pytest.raises(PlanMismatchError, match=r"Annealed has another 'forward'"):
         trainer.step(given)
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_of_all_modules_are_refused_and_torchs_own_pass(kind: str) -> None:
+    register, given = getattr(nn.modules.module, f"register_module_{kind}"), {"x": torch.randn(8, 4)}
+    model = Reader(lambda m: 1.0)
+    fitted = paraplan.fit(model, given, memory=2**30)
+    trainer = _trainer(model, given)
+    with FlopCounterMode(display=False):
+        fitted(**given).backward()
+    handle = register(lambda module, *_: None)
+    try:
+        for step in (lambda: fitted(**given), lambda: trainer.step(given)):
+            with pytest.raises(PlanMismatchError, match=f"all modules is registered .*register_module_{kind}"):
+                step()
+        with pytest.raises(CaptureError, match=f"all modules is registered .*register_module_{kind}"):
+            paraplan.fit(model, given, memory=2**30)
+    finally:
+        handle.remove()
+    fitted(**given).backward()
 
 
 def test_a_forward_bound_to_its_own_model_is_captured() -> None:

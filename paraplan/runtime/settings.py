@@ -24,6 +24,7 @@ from paraplan.ir.trace.dynamic import as_tensor
 from paraplan.ir.trace.places import outside_value, settings_in, value_at
 from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.reads import declared_of
+from paraplan.ir.trace.user_functions import global_hook_fault
 from paraplan.ir.trace.values import is_plain, named, same_text, text_of, token
 from paraplan.runtime.registered import Registered
 
@@ -95,6 +96,8 @@ class Settings:
         for module in self._modules:
             if fault := module.fault():
                 raise PlanMismatchError(f"{module.where} {fault} {self._again}")
+        if fault := global_hook_fault():
+            raise PlanMismatchError(fault)
         if model is not None and (fault := self._registered.fault()):
             raise PlanMismatchError(f"{fault}; put it back, or {self._again}")
         for each, now_is, said in self._outside:

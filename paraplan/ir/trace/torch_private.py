@@ -27,14 +27,16 @@ from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.jit import ScriptFunction, optimized_execution
+from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "BatchNorm", "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "assert_async", "call_within",
-    "fake_mode", "functions_applied_by", "has_kernel", "in_backward", "is_composite", "is_fake", "is_region",
-    "lazy_module", "lazy_modules", "recording_graph", "run_function", "scaled_mm", "scripts_by_op", "storage_key",
+    "fake_mode", "functions_applied_by", "global_hook", "has_kernel", "in_backward", "is_composite", "is_fake",
+    "is_region", "lazy_module", "lazy_modules", "recording_graph", "run_function", "scaled_mm", "scripts_by_op",
+    "storage_key",
     "trace_ops", "trace_as", "traced_as", "tree_leaves", "tree_map_only",
 ]  # fmt: skip
 
@@ -54,6 +56,23 @@ def has_kernel(op: OpOverload) -> bool:
 def is_region(target: object) -> bool:
     """Whether a call runs another graph (a no_grad region, a branch)."""
     return isinstance(target, HigherOrderOperator)
+
+
+_GLOBAL_HOOKS = {
+    "register_module_forward_hook": _module._global_forward_hooks,
+    "register_module_forward_pre_hook": _module._global_forward_pre_hooks,
+    "register_module_full_backward_hook": _module._global_backward_hooks,
+    "register_module_full_backward_pre_hook": _module._global_backward_pre_hooks,
+}
+
+
+def global_hook() -> str:
+    """What a hook of all modules was registered with, by other code than torch's (its own only look on); "" where there
+    is none."""
+    for name, hooks in _GLOBAL_HOOKS.items():
+        if hooks and any(str(getattr(hook, "__module__", "")).split(".")[0] != "torch" for hook in hooks.values()):
+            return name
+    return ""
 
 
 def in_backward() -> bool:

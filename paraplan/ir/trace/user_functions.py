@@ -29,6 +29,7 @@ from paraplan.ir.trace.canonical import define
 from paraplan.ir.trace.torch_private import (
     OpOverload,
     functions_applied_by,
+    global_hook,
     is_fake,
     run_function,
     tree_leaves,
@@ -223,12 +224,24 @@ def hook_of(param: Tensor) -> str:
     return "register_post_accumulate_grad_hook" if getattr(param, "_post_accumulate_grad_hooks", None) else ""
 
 
+def global_hook_fault() -> str:
+    """What to say of a hook of all modules; "" where there is none."""
+    if name := global_hook():
+        return (
+            f"a hook of all modules is registered (torch.nn.modules.module.{name}), which no captured step runs; "
+            "remove it (forward hooks of the model's own modules, registered before, are captured)"
+        )
+    return ""
+
+
 def refuse_hooks(model: nn.Module) -> None:
-    """Hooks that change gradients of parameters or modules.
+    """Hooks that change gradients of parameters or modules, and hooks of all modules there are.
 
     Raises:
         CaptureError: there is one.
     """
+    if fault := global_hook_fault():
+        raise CaptureError(fault)
     for name, param in model.named_parameters():
         if hook := hook_of(param):
             raise CaptureError(f"parameter {name!r} has a hook on its gradient ({hook}): {_HOOKED}")
