@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import logging
+import operator
+import re
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -702,3 +707,65 @@ def test_a_model_moved_to_meta_is_as_it_was() -> None:
     model.to("meta")
     assert model.tied.weight is not model.first.weight
     trainer.step(given)
+
+
+@functools.lru_cache
+def _mask(size: int) -> Tensor:
+    return torch.tril(torch.ones(size, size))
+
+
+PATTERN, FIRST, LOCK, LOG = re.compile("a+"), operator.itemgetter(0), threading.RLock(), logging.getLogger(__name__)
+
+
+def _logged(h: Tensor) -> Tensor:
+    LOG.info("forward runs")
+    return h
+
+
+def _locked(h: Tensor) -> Tensor:
+    with LOCK:
+        return h * 2
+
+
+class Calls(nn.Module):
+    """A linear layer and a function of its result."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.call, self.pattern, self.first = nn.Linear(4, 4), call, re.compile("b"), operator.itemgetter(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = 2.0 if self.pattern.match("b") else 1.0
+        return self.call(self.first((self.layer(x) * number,))).square().mean()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda h: h @ _mask(4),
+        lambda h: h * (2 if PATTERN.match("aa") else 1),
+        lambda h: FIRST((h,)),
+        _locked,
+        _logged,
+    ],
+    ids=["cached", "pattern", "getter", "lock", "logger"],
+)
+def test_what_is_of_classes_written_in_c_or_of_logging_is_read_as_any_value(call: Callable[[Tensor], Tensor]) -> None:
+    _mask.cache_clear()
+    model, free, x = Calls(call), Calls(call), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    fitted = paraplan.fit(model, {"x": x}, memory="1GiB", time_limit_s=1.0)
+    for level in (logging.INFO, logging.DEBUG):
+        LOG.isEnabledFor(level)  # which it remembers
+        for each in (fitted, free):
+            each(x=x).backward()
+    torch.testing.assert_close(model.layer.weight.grad, free.layer.weight.grad)
+
+
+@pytest.mark.parametrize(("name", "value"), [("pattern", re.compile("c")), ("first", operator.itemgetter(-1))])
+def test_another_pattern_or_getter_is_refused(name: str, value: Any) -> None:
+    model, x = Calls(lambda h: h), torch.randn(8, 4)
+    fitted = paraplan.fit(model, {"x": x}, memory="1GiB", time_limit_s=1.0)
+    setattr(model, name, value)
+    with pytest.raises(PlanMismatchError, match=name):
+        fitted(x=x)

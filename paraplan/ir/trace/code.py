@@ -19,7 +19,8 @@ import sysconfig
 import textwrap
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,12 +92,14 @@ class Reached:
         functions: by id.
         outside: what they name of globals and closures.
         objects: what stands before a dot in those names.
+        caches: functions of functools.lru_cache among those reached.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.functions: dict[int, Any] = {}
         self.outside: dict[tuple[int, tuple[Any, ...]], Outside] = {}
         self.objects: dict[int, object] = {}
+        self.caches: list[Any] = []
         self._named: dict[str, list[Any]] = {}
         self._mentioned: set[str] = set()
         self._classes: set[type] = set()
@@ -132,6 +135,9 @@ class Reached:
             self._queue += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.MethodType):
             self._queue += [value.__func__, value.__self__]
+        elif isinstance(value, _CACHED):
+            self.caches.append(value)
+            self._queue.append(value.__wrapped__)
         elif isinstance(value, (staticmethod, classmethod)):
             self._queue.append(value.__func__)
         elif isinstance(value, property):
@@ -210,7 +216,20 @@ class Reached:
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CALLED = (types.FunctionType, functools.partial, types.MethodType)
+_CACHED = type(functools.lru_cache(id))
+_CALLED = (types.FunctionType, functools.partial, types.MethodType, _CACHED)
+
+
+@contextmanager
+def caches_restored(caches: Sequence[Any]) -> Iterator[None]:
+    """After it, functions of functools.lru_cache have forgotten what they cached under it, fake tensors perhaps."""
+    before = [each.cache_info().misses for each in caches]
+    try:
+        yield
+    finally:
+        for each, misses in zip(caches, before, strict=True):
+            if each.cache_info().misses != misses:
+                each.cache_clear()
 
 
 def is_users(frame: types.FrameType | None) -> bool:

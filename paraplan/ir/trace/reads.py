@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from paraplan.ir.trace.aliases import names_of
-from paraplan.ir.trace.code import Outside, Reached, is_library, is_users, read_next
+from paraplan.ir.trace.code import Outside, Reached, caches_restored, is_library, is_users, read_next
 from paraplan.ir.trace.dynamic import find_owner
 from paraplan.ir.trace.places import is_slot, outside_value, pattern_of, places, set_at, static_of, value_at, where_of
 from paraplan.ir.trace.torch_private import is_fake
@@ -111,7 +111,8 @@ class Recorder:
                 self._meet(outside_value(each), None)
             for found in (*self.reached.objects.values(), *self.loss_reached.objects.values()):
                 self._meet(found, None)
-            yield
+            with caches_restored([*self.reached.caches, *self.loss_reached.caches]):
+                yield
         finally:
             while self._undo:
                 self._undo.pop()()

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paraplan.ir.errors import ParaplanError
+from paraplan.ir.trace.code import Reached, caches_restored
 from paraplan.ir.trace.export import explain
 from paraplan.ir.trace.fake import arguments, as_computed, fake_batch, fake_copy, name_inputs
 from paraplan.ir.trace.followed import followed_modules
@@ -55,7 +56,7 @@ def returned_by(
     mode = fake_mode()
     copied, batch = fake_copy(model, precision, mode), fake_batch(tensors, precision, mode)
     try:
-        with mode, eager_masks(batch), followed_modules():
+        with mode, eager_masks(batch), followed_modules(), caches_restored(Reached([model]).caches):
             args, kwargs = arguments(
                 copied, as_computed(batch, precision), others, not isinstance(example_inputs, dict)
             )

@@ -13,7 +13,10 @@ import fractions
 import functools
 import hashlib
 import itertools
+import logging
+import operator
 import pathlib
+import re
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -39,8 +42,10 @@ class Registered:
 
 PLAIN = (
     bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, enum.Enum, slice, range, decimal.Decimal,
-    fractions.Fraction, datetime.date, datetime.timedelta, pathlib.PurePath, Registered,
+    fractions.Fraction, datetime.date, datetime.timedelta, pathlib.PurePath, re.Pattern, Registered,
 )  # fmt: skip
+_GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
+"""Data whose `repr` says all."""
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _LONGEST = 120
@@ -89,7 +94,7 @@ def named(value: object, names: Mapping[int, str]) -> object:
 
 def is_data(value: object) -> bool:
     """Whether a value is data, and is compared as a whole."""
-    kinds = (*PLAIN, *CONTAINERS, *_FUNCTIONS, Tensor, Absent, types.SimpleNamespace)
+    kinds = (*PLAIN, *CONTAINERS, *_FUNCTIONS, *_GETTERS, Tensor, Absent, types.SimpleNamespace)
     return isinstance(value, kinds) or _is_array(value) or _is_iterator(value)
 
 
@@ -133,6 +138,8 @@ def token(value: object, tracing: bool = False) -> object:
         return type(value), bytes(value) if isinstance(value, bytearray) else value
     if isinstance(value, types.SimpleNamespace):
         return type(value), token(vars(value), tracing)
+    if isinstance(value, _GETTERS):
+        return repr(value)
     if _is_iterator(value):
         return _progress(value, tracing)
     return text_of(value) if _is_array(value) else _Held(value)
@@ -187,9 +194,11 @@ def _text(value: object) -> str:
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, pathlib.PurePath):
         return repr(str(value))
+    if isinstance(value, re.Pattern):  # its repr is cut off
+        return f"re.compile({value.pattern!r}, {int(value.flags)})"
     if isinstance(value, types.SimpleNamespace):
         return f"{type(value).__name__}({_text(vars(value))})"
-    if isinstance(value, (*PLAIN, Absent)):
+    if isinstance(value, (*PLAIN, *_GETTERS, Absent)):
         return repr(value)
     return _TEXTS.get(_kind(value), _name)(value)
 
@@ -240,13 +249,18 @@ def same_text(one: str, other: str) -> bool:
 
 
 def is_opaque(value: object) -> bool:
-    """Whether a value is an object of a user's class, whose attributes are read one by one."""
+    """Whether a value is an object of a user's class, whose attributes are read one by one: not of a class written in C
+    (a cached function, a lock), nor a logger, whose attributes say nothing of a model."""
     cls = type(value)
-    if is_data(value) or isinstance(value, (type, nn.Module, types.ModuleType, types.MethodType)):
+    if is_data(value) or isinstance(value, (type, nn.Module, types.ModuleType, types.MethodType, *_LOGGING)):
         return False
-    return bool(cls.__flags__ & (1 << 9)) and cls.__module__.partition(".")[0] not in _LIBRARIES
+    can_be_watched = cls.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
+    return can_be_watched and cls.__module__.partition(".")[0] not in _LIBRARIES
 
 
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
+"""Py_TPFLAGS of classes made at run time, and of those whose attributes cannot be set."""
+_LOGGING = (logging.Filterer, logging.LoggerAdapter, logging.Manager)
 _LIBRARIES = frozenset({"torch", "numpy", "builtins"})
 
 
