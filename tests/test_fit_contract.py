@@ -320,3 +320,29 @@ def test_fit_takes_what_compile_takes_of_batch_norms_and_distributions() -> None
         each(x=x).backward()
     torch.testing.assert_close(model.mean.weight.grad, free.mean.weight.grad, rtol=1e-12, atol=0)
     torch.testing.assert_close(model.norm.running_var, free.norm.running_var, rtol=1e-12, atol=0)
+
+
+class Options(nn.Module):
+    """A layer whose loss may depend on the type of an argument and on the sign of a zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, option: Any) -> Tensor:
+        return self.layer(x).square().mean() * (2.0 if isinstance(option, float) else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("captured", "same", "other"),
+    [
+        (1, 1, 1.0), (1, 1, True), (0.0, 0.0, -0.0), (float("nan"), float("nan"), 1.0), ((4,), torch.Size([4]), [4]),
+        ({"a": [1, 2.0]}, {"a": [1, 2.0]}, {"a": [1, 2]}), (1j, 1j, 1.0), ("a", "a", "b"), (None, None, 0),
+    ],
+)  # fmt: skip
+def test_arguments_are_compared_by_type_and_value(captured: Any, same: Any, other: Any) -> None:
+    x = torch.randn(8, 4)
+    fitted = paraplan.fit(Options(), {"x": x, "option": captured}, memory="1GiB", time_limit_s=1.0)
+    fitted(x=x, option=same)
+    with pytest.raises(PlanMismatchError, match="option="):
+        fitted(x=x, option=other)

@@ -223,8 +223,18 @@ def _is_own(name: str) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two arguments are equal; what cannot say so is equal to itself alone."""
+    """Whether two arguments are of one type and equal, NaN to NaN and zeros of one sign alone; what cannot say so is
+    equal to itself alone. A shape is a tuple."""
+    kind, its = (tuple if isinstance(each, torch.Size) else type(each) for each in (one, other))
+    if one is other or kind is not its:
+        return one is other
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)
     try:
-        return one is other or bool(one == other)
+        return bool(one == other)
     except (TypeError, ValueError, RuntimeError):
         return False
