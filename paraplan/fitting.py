@@ -26,7 +26,7 @@ from paraplan.ir.errors import ConstraintError, InvalidPlanError, NoPlanError
 from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.struct import from_json
 from paraplan.ir.trace.autocast import ambient_autocast, forward_under
-from paraplan.ir.trace.fake import name_inputs
+from paraplan.ir.trace.fake import name_inputs, refuse_kinds_held
 from paraplan.ir.trace.outputs import LossChoice
 from paraplan.ir.trace.returned import Returned, returned_by
 from paraplan.ir.verify import verify_plan
@@ -216,6 +216,7 @@ def _precision(model: nn.Module) -> tuple[str, str]:
     devices = {param.device.type for param in params.values()}
     if devices not in ({"cpu"}, {"cuda"}):
         raise ConstraintError(f"the parameters are on {', '.join(sorted(devices))}: put the model on one cpu or cuda")
+    refuse_kinds_held(model)
     for name, tensor in (*params.items(), *model.named_buffers()):
         if not tensor.is_contiguous():
             raise ConstraintError(

@@ -13,7 +13,15 @@ from torch.nn import functional as F
 
 import paraplan
 from paraplan.api import Plan
-from paraplan.ir.errors import CaptureError, ConstraintError, ParaplanError, PlanMismatchError, RuntimeFailure
+from paraplan.ir.errors import (
+    CaptureError,
+    ConstraintError,
+    InvalidPlanError,
+    ParaplanError,
+    PlanMismatchError,
+    RuntimeFailure,
+)
+from paraplan.jobs.files import read_plan
 
 
 class Net(nn.Module):
@@ -47,7 +55,7 @@ def test_a_batchs_values(plan: Plan) -> None:
     for value, said in (
         (x.tolist(), r"builtins.list, .* give torch.as_tensor"),
         (x.numpy(), r"numpy.ndarray, .* give torch.as_tensor"),
-        (x.to_sparse(), r"sparse_coo, .* x.to_dense\(\)"),
+        (x.to_sparse(), r"sparse_coo; give x.to_dense\(\)"),
         (x.to("meta"), "on meta"),
         (x.long(), r"torch.int64, the plan was made for torch.float32; give x.to\(torch.float32\)"),
         (x.bool(), "torch.bool"),
@@ -98,3 +106,57 @@ def test_an_optimizer_over_other_tensors_is_told(plan: Plan) -> None:
     optimizer.step()
     with pytest.warns(UserWarning, match="no optimizer was made with trainer.optimizer"):
         trainer.step(BATCH)
+
+
+KINDS = {
+    "layout torch.sparse_coo; give .*to_dense": lambda: torch.eye(4).to_sparse(),
+    "layout torch.sparse_csr; give .*to_dense": lambda: torch.eye(4).to_sparse_csr(),
+    "nested tensor; pad it": lambda: torch.nested.nested_tensor([torch.ones(4)] * 4),
+    "quantized tensor; give .*dequantize": lambda: torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.quint8),
+    "torch.uint16.*int64": lambda: torch.ones(4, 4, dtype=torch.uint16),
+    "torch.float8_e8m0fnu.*float32": lambda: torch.ones(4, 4).to(torch.float8_e8m0fnu),
+}
+
+
+@pytest.mark.parametrize("said", KINDS)
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantize.*:UserWarning")
+def test_tensors_of_kinds_no_plan_has_are_refused_by_name(said: str, plan: Plan) -> None:
+    given = {**BATCH, "x": KINDS[said]()}
+    holder = Net()
+    holder.register_buffer("held", given["x"])
+
+    def compiled(model: nn.Module, batch: dict[str, Tensor]) -> object:
+        return paraplan.compile(model, "local:1", example_inputs=batch, optimizer="sgd")
+
+    for call in (lambda: compiled(Net(), given), lambda: paraplan.fit(Net(), given, "1MiB")):
+        with pytest.raises(CaptureError, match=f"input 'x' is .*{said}"):
+            call()
+    for call in (lambda: compiled(holder, BATCH), lambda: paraplan.fit(holder, BATCH, "1MiB")):
+        with pytest.raises(CaptureError, match=f"buffer 'held' is .*{said}"):
+            call()
+    fitted, trainer = paraplan.fit(Net(), BATCH, "1MiB"), plan.executable(Net())
+    for call in (lambda: fitted(**given), lambda: trainer.step(given)):
+        with pytest.raises(PlanMismatchError, match="batch input x is .*" + said.split(".*")[0]):
+            call()
+
+
+def test_lazy_modules_are_refused_before_they_are_called() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(CaptureError, match=r"parameter '0.weight' is not initialized"):
+        paraplan.compile(model, "local:1", example_inputs={"input": torch.ones(4, 4)}, optimizer="sgd")
+
+
+def test_a_step_under_another_default_device_draws_its_seed_all_the_same() -> None:
+    fitted = paraplan.fit(Net(), BATCH, "1MiB")
+    wanted = fitted(**BATCH)
+    with torch.device("meta"):
+        found = fitted(**BATCH)
+        found.backward()
+    assert torch.equal(found, wanted)
+
+
+def test_a_plan_file_of_deep_nesting_is_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text('{"a":' * 50_000)
+    with pytest.raises(InvalidPlanError, match=r"deep.json is truncated or no JSON"):
+        read_plan(tmp_path / "deep.json")

@@ -66,11 +66,11 @@ def from_json(data: bytes, kind: type[T], what: str, error: type[ParaplanError])
         what: how messages call the source, e.g. the file's name.
         error: the exception to raise.
     Raises:
-        error: malformed JSON, an unknown key, a wrong type or a missing field, with its path.
+        error: malformed or too deeply nested JSON, an unknown key, a wrong type or a missing field, with its path.
     """
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as fault:
+    except (msgspec.DecodeError, RecursionError) as fault:  # of nesting
         raise error(f"{what}: {fault}") from None
 
 

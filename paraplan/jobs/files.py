@@ -49,7 +49,7 @@ def decode_plan(data: bytes, what: str) -> tuple[Plan, tuple[RankProgram, ...]]:
         head = msgspec.json.decode(data, type=_Head)
     except msgspec.ValidationError as fault:
         raise InvalidPlanError(f"{what} is no plan file: {fault}") from None
-    except msgspec.DecodeError as fault:
+    except (msgspec.DecodeError, RecursionError) as fault:
         raise InvalidPlanError(f"{what} is truncated or no JSON: {fault}") from None
     if head.version < PLAN_VERSION:
         made = head.made_with.get("paraplan", "an older paraplan")

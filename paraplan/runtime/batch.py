@@ -16,6 +16,7 @@ from paraplan.ir.holding import Holding
 from paraplan.ir.mesh import Layout, R, S, local_shape, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import given_inputs
+from paraplan.ir.trace.fake import not_dense
 from paraplan.runtime import ragged
 from paraplan.runtime.params import Dims, cut, pad
 
@@ -88,14 +89,20 @@ def check_values(plan: Plan, batch: Mapping[str, Tensor]) -> None:
                 f"batch input {name} is a {type(x).__module__}.{type(x).__qualname__}, the plan reads a tensor "
                 f"({spec}); give torch.as_tensor(...) of it"
             )
-        if x.layout != torch.strided or x.is_nested or x.is_quantized:
-            raise PlanMismatchError(
-                f"batch input {name} is a tensor of layout {x.layout}, the plan reads a dense one ({spec}); give "
-                f"{name}.to_dense()"
-            )
+        refuse_not_dense(name, x)
         if x.device.type == "meta":
             raise PlanMismatchError(f"batch input {name} is on meta and has no values; give a tensor that has ({spec})")
         refuse_kind(name, x.dtype, getattr(torch, spec.dtype), "the plan was made for")
+
+
+def refuse_not_dense(name: str, x: Tensor) -> None:
+    """Refuse a sparse, nested or quantized input.
+
+    Raises:
+        PlanMismatchError: names the input, and what to give.
+    """
+    if said := not_dense(name, x):
+        raise PlanMismatchError(f"batch input {name} is {said}")
 
 
 def refuse_kind(name: str, given: torch.dtype, wanted: torch.dtype, captured: str) -> None:

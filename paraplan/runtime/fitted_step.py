@@ -20,7 +20,7 @@ from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.sources import source_lines
 from paraplan.runtime import ragged
-from paraplan.runtime.batch import refuse_kind
+from paraplan.runtime.batch import refuse_kind, refuse_not_dense
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor, Modules, make_tapes
 from paraplan.runtime.rank import split_steps
@@ -148,6 +148,8 @@ class FittedStep:
                 f"{list(given_inputs(program))}"
             )
         refuse_gradients(batch)
+        for name, x in batch.items():
+            refuse_not_dense(name, x)
         batch, found = ragged.pad(self.plan, batch), {}
         for name, entry in program.step_batch.items():
             given, dtype = batch[name], getattr(torch, entry.spec.dtype)
@@ -172,7 +174,7 @@ class FittedStep:
     def draw(self) -> tuple[int, int]:
         """The base of the next step's random seeds and its number; torch's generator is drawn from where no seed was
         given."""
-        return (int(torch.randint(_SEEDS, ())), 0) if self.seed is None else (self.seed, self.steps_done)
+        return (int(torch.randint(_SEEDS, (), device="cpu")), 0) if self.seed is None else (self.seed, self.steps_done)
 
     def _seed(self, executor: Executor) -> None:
         base, step = self.draw()

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.tensor import DTYPE_BYTES
 from paraplan.ir.trace.torch_private import FakeTensorMode, tree_leaves
 
 PRECISIONS = {
@@ -55,6 +57,40 @@ def _buffer_dtype(model: nn.Module, module: nn.Module, name: str, dtype: torch.d
     return torch.float32 if hasattr(model, "config") and name in module._non_persistent_buffers_set else dtype
 
 
+def not_dense(name: str, x: Tensor) -> str:
+    """What a tensor is that is no dense one, and what to give; "" of a dense one."""
+    if is_lazy(x):
+        return "not initialized (of a lazy module); call the model once before"
+    if x.is_nested:
+        return "a nested tensor; pad it to one shape and pass a mask"
+    if x.is_quantized:
+        return f"a quantized tensor; give {name}.dequantize()"
+    return "" if x.layout == torch.strided else f"a tensor of layout {x.layout}; give {name}.to_dense()"
+
+
+def refuse_kinds(what: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what no plan counts: tensors that are not dense, and dtypes without a size here.
+
+    Args:
+        what: they are, for messages.
+        tensors: by name.
+    Raises:
+        CaptureError: names the tensor and what to give.
+    """
+    for name, x in tensors.items():
+        if said := not_dense(name, x):
+            raise CaptureError(f"{what} {name!r} is {said}")
+        if str(x.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+            wide = torch.float32 if x.is_floating_point() else torch.int64
+            raise CaptureError(f"{what} {name!r} is {x.dtype}, which no plan has; give {name}.to({wide})")
+
+
+def refuse_kinds_held(model: nn.Module) -> None:
+    """`refuse_kinds` of a model's parameters and buffers."""
+    refuse_kinds("parameter", dict(model.named_parameters()))
+    refuse_kinds("buffer", dict(model.named_buffers()))
+
+
 def fake_copy(model: nn.Module, precision: str, mode: FakeTensorMode, memo: dict[int, Any] | None = None) -> nn.Module:
     """The model with fake CPU parameters and buffers in the precision's traced dtype.
 
@@ -64,8 +100,9 @@ def fake_copy(model: nn.Module, precision: str, mode: FakeTensorMode, memo: dict
         mode: of the fake tensors.
         memo: takes what `copy.deepcopy` notes: the copy of every object by the object's id.
     Raises:
-        CaptureError: the module cannot be copied.
+        CaptureError: the module cannot be copied, or holds a tensor that no plan counts.
     """
+    refuse_kinds_held(model)
     dtype = traced_dtype(precision)
     memo = {} if memo is None else memo
     with mode:
@@ -180,7 +217,7 @@ def name_inputs(
     """Tensors of the batch by the names of forward's parameters, and the other arguments.
 
     Raises:
-        CaptureError: an input that forward does not take, or no tensor at all.
+        CaptureError: an input that forward does not take or no plan counts, or no tensor at all.
     """
     if isinstance(example_inputs, dict):
         named: dict[str, object] = dict(example_inputs)
@@ -197,6 +234,7 @@ def name_inputs(
         )
     if not tensors:
         raise CaptureError(f"example_inputs of {type(model).__name__} hold no tensor; give one global batch")
+    refuse_kinds("input", tensors)
     for name, value in tensors.items():
         if value.is_complex():
             raise CaptureError(
