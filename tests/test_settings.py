@@ -623,6 +623,61 @@ def test_a_method_replaced_after_capture_is_refused(monkeypatch: pytest.MonkeyPa
         trainer.step(given)
 
 
+class Stretched(nn.Module):
+    """Calls a method of its base, with a default argument that can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def scale(self, x: Tensor, by: list[float] = [2.0], *, more: float = 1.0) -> Tensor:  # noqa: B006
+        return x * by[0] * more
+
+    def unread(self) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.lin(x)).square().mean()
+
+
+class Derived(Stretched):
+    """Has its base's."""
+
+
+@pytest.mark.parametrize("cls", [Stretched, Derived])
+def test_a_method_replaced_on_a_class_is_refused(cls: type[Stretched], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"x": torch.randn(8, 4)}
+    fitted = paraplan.fit(Derived(), given, memory=2**30)
+    for name in ("unread", "quiet"):
+        monkeypatch.setattr(cls, name, lambda self: 2.0, raising=False)
+    fitted(**given)
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "scale", lambda self, x: x)
+        for _ in range(2):
+            with pytest.raises(PlanMismatchError, match=f"^{cls.__name__} has another 'scale' than .* call fit again"):
+                fitted(**given)
+    fitted(**given)
+
+
+def test_a_changed_default_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, by = {"x": torch.randn(8, 4)}, [2.0]
+    monkeypatch.setattr(Stretched.scale, "__defaults__", (by,))
+    fitted = paraplan.fit(Stretched(), given, memory=2**30)
+    fitted(**given)
+    for name, value, said in (
+        ("__defaults__", ([3.0],), r"'by' of Stretched.scale was \[2.0\] .* is \[3.0\] now"),
+        ("__kwdefaults__", {"more": 2.0}, "'more' of Stretched.scale was 1.0 .* is 2.0 now"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Stretched.scale, name, value)
+            with pytest.raises(PlanMismatchError, match=f"default {said}"):
+                fitted(**given)
+    fitted(**given)
+    by[0] = 4.0
+    with pytest.raises(PlanMismatchError, match="default 'by'"):
+        fitted(**given)
+
+
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_hooks_of_all_modules_are_refused_and_torchs_own_pass(kind: str) -> None:
     register, given = getattr(nn.modules.module, f"register_module_{kind}"), {"x": torch.randn(8, 4)}

@@ -26,6 +26,7 @@ from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.reads import declared_of
 from paraplan.ir.trace.user_functions import global_hook_fault
 from paraplan.ir.trace.values import is_plain, named, same_text, text_of, token
+from paraplan.runtime.methods import Methods
 from paraplan.runtime.registered import Registered
 
 _OPTION = (bool, int, float, str, type(None))
@@ -48,7 +49,7 @@ class Settings:
     ) -> None:  # fmt: skip
         self._model, self._program, self._reads, self._again = weakref.ref(model), program, reads or Reads(), again
         self._modules = [_Module(name, module) for name, module in model.named_modules()]
-        self._registered = Registered(model)
+        self._registered, self._methods = Registered(model), Methods(model)
         globals_ = ((from_key(key), text) for key, text in program.settings.items() if key.startswith(GLOBAL))
         outside = self._reads.outside or [(each, text) for each, text in globals_ if each is not None]
         self._names = names_of(model)
@@ -96,6 +97,8 @@ class Settings:
         for module in self._modules:
             if fault := module.fault():
                 raise PlanMismatchError(f"{module.where} {fault} {self._again}")
+        if fault := self._methods.fault():
+            raise PlanMismatchError(f"{fault} {self._again}")
         if fault := global_hook_fault():
             raise PlanMismatchError(fault)
         if model is not None and (fault := self._registered.fault()):

@@ -36,12 +36,12 @@ _PACKAGES = ("torch", "transformers", "numpy", "functorch", "torchgen", "acceler
 
 
 class Outside(NamedTuple):
-    """A value of a global or a closure that a function's code names.
+    """A value of a global or a closure that a function's code names, or of a default argument.
 
     Attributes:
         where: what messages call it: "global tau of train.py".
         key: "global <module>:<path>" where another process finds it too, else "".
-        root: the namespace, or the closure's cell.
+        root: the namespace, the closure's cell, or the function whose default it is.
         path: what is looked up in it, one after another: names, and items as one-tuples.
     """
 
@@ -93,6 +93,8 @@ class Reached:
         outside: what they name of globals and closures.
         objects: what stands before a dot in those names.
         caches: functions of functools.lru_cache among those reached.
+        classes: the user's, in the order met.
+        mentioned: names that the functions' code has; what a class holds under one is followed.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
@@ -101,8 +103,8 @@ class Reached:
         self.objects: dict[int, object] = {}
         self.caches: list[Any] = []
         self._named: dict[str, list[Any]] = {}
-        self._mentioned: set[str] = set()
-        self._classes: set[type] = set()
+        self.mentioned: set[str] = set()
+        self.classes: dict[type, None] = {}
         self._queue: list[object] = list(roots)
         met: dict[int, object] = {}  # a module may hold a method bound to itself
         while self._queue and len(self.functions) < _MOST:
@@ -151,13 +153,13 @@ class Reached:
 
     def _follow_class(self, cls: type) -> None:
         for each in cls.__mro__:
-            if each in self._classes or is_library(each):
+            if each in self.classes or is_library(each):
                 continue
-            self._classes.add(each)
+            self.classes[each] = None
             for name, held in vars(each).items():
                 if isinstance(held, (*_CALLED, staticmethod, classmethod, property)):
                     self._named.setdefault(name, []).append(held)
-                    if name in self._mentioned:
+                    if name in self.mentioned:
                         self._queue.append(held)
             for name in ("__call__", "__init__", "__post_init__") if not issubclass(each, nn.Module) else ():
                 self._mention(name)
@@ -165,8 +167,8 @@ class Reached:
                 self._mention(name)
 
     def _mention(self, name: str) -> None:
-        if name not in self._mentioned:
-            self._mentioned.add(name)
+        if name not in self.mentioned:
+            self.mentioned.add(name)
             self._queue += self._named.get(name, [])
 
     def _follow_function(self, function: Any) -> None:
@@ -175,7 +177,7 @@ class Reached:
         self.functions[id(function)] = function
         wrapped = getattr(function, "__wrapped__", None)
         self._queue += [wrapped] if wrapped is not None else []
-        self._queue += [held for held in (function.__defaults__ or ()) if callable(held)]
+        self._follow_defaults(function)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for path in _paths(function.__code__):
             name = path[0]
@@ -187,6 +189,18 @@ class Reached:
                 self._look(("global", f"of {file}"), key, function.__globals__, (name,), path)
         for name in _names(function.__code__):
             self._mention(name)
+
+    def _follow_defaults(self, function: Any) -> None:
+        """Default arguments are variables around a function too."""
+        code, values = function.__code__, function.__defaults__ or ()
+        first = code.co_argcount - len(values)
+        found = {code.co_varnames[first + i]: ("__defaults__", (i,)) for i in range(len(values))}
+        found |= {name: ("__kwdefaults__", (name,)) for name in function.__kwdefaults__ or ()}
+        for name, path in found.items():
+            each = Outside(f"default {name!r} of {function.__qualname__}", "", function, path)
+            self.outside[id(function), path] = each
+            if callable(value := each.value()):
+                self._queue.append(value)
 
     def _look(self, words: tuple[str, str], key: str, root: Any, first: Any, path: tuple[Any, ...]) -> None:
         """Follow what is called, note what is data."""
@@ -318,13 +332,17 @@ def _instructions(code: types.CodeType) -> Mapping[int, int]:
 def code_text(function: Any) -> str:
     """Digests of a function's code: "3.11:<bytecode> ast:<source>"."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    code, defaults = function.__code__, [repr(v) for v in (function.__defaults__ or ()) if isinstance(v, _PLAIN)]
+    code, defaults = (
+        function.__code__,
+        [repr(v) for v in (function.__defaults__ or ()) if isinstance(v, PLAIN_DEFAULTS)],
+    )
     own = _digest(repr((_spelled(code, function.__doc__), defaults)))
     source = _source_digest(code)
     return f"{version}:{own} ast:{source}" if source else f"{version}:{own}"
 
 
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN_DEFAULTS = (bool, int, float, str, type(None))
+"""Default arguments that are part of a function's digest."""
 
 
 def _spelled(code: types.CodeType, doc: str | None = None) -> object:

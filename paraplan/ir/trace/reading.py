@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor, fx, nn
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace.aliases import names_of
 from paraplan.ir.trace.carried import Changed, is_constant, tensors_in
-from paraplan.ir.trace.code import Outside, Reached
+from paraplan.ir.trace.code import PLAIN_DEFAULTS, Outside, Reached
 from paraplan.ir.trace.contents import content_digest, hooks_text
 from paraplan.ir.trace.dynamic import Attribute, attributes_set
 from paraplan.ir.trace.places import outside_value, set_at, value_at
@@ -58,9 +59,14 @@ def _code(root: object) -> dict[str, str]:
     reached = Reached([root])
     around: dict[str, list[object]] = {}
     for each in reached.outside.values():
-        if not each.key:
+        if not each.key and not _is_in_code(each):
             around.setdefault(each.where, []).append(outside_value(each))
     return {**reached.digests(), **{where: content_digest(values) for where, values in sorted(around.items())}}
+
+
+def _is_in_code(each: Outside) -> bool:
+    """Whether a value is a default argument that the function's own digest has."""
+    return isinstance(each.root, types.FunctionType) and isinstance(outside_value(each), PLAIN_DEFAULTS)
 
 
 def loss_text(loss_fn: object) -> str:
