@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import paraplan
 from paraplan.ir.errors import CaptureError, ConstraintError, InfeasibleError, PlanMismatchError, RuntimeFailure
+from paraplan.runtime.batch import check_values
 from paraplan.runtime.fitted import FittedModule
 
 DOUBLE = torch.float64
@@ -142,6 +144,44 @@ def test_gradients_that_are_not_made_are_refused(fitted: FittedModule) -> None:
         grad.pow(2).sum().backward()
     with pytest.raises(PlanMismatchError, match=r"torch\.func"):
         torch.func.grad(lambda w: torch.func.functional_call(fitted, {"head.weight": w}, (), given)[1])(weight.detach())
+
+
+class Doubling(TorchFunctionMode):
+    """Another tanh."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.tanh else result
+
+
+class Plain(Tensor):
+    """A subclass that changes nothing."""
+
+
+class Doubled(Tensor):
+    """One that does."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is torch.tanh else result
+
+
+def test_functions_of_torch_that_were_not_captured_are_refused(fitted: FittedModule) -> None:
+    given = batch()
+    with Doubling(), pytest.raises(PlanMismatchError, match=r"function modes are \['Doubling'\] here and were \[\]"):
+        fitted(**given)
+    with torch.device("cpu"):
+        fitted(**given)
+    x = given["x"]
+    fitted(**{**given, "x": x.as_subclass(Plain)})
+    with pytest.raises(PlanMismatchError, match="'x' is a Doubled, whose __torch_function__"):
+        fitted(**{**given, "x": x.as_subclass(Doubled)})
+    with pytest.raises(CaptureError, match="'x' is a Doubled, whose __torch_function__"):
+        paraplan.fit(made(), {**given, "x": x.as_subclass(Doubled)}, memory="1GiB", loss="1")
+    plan = paraplan.compile(made(), "local:1", example_inputs=given, loss="1", precision="fp64")
+    with pytest.raises(PlanMismatchError, match="x is a Doubled, whose __torch_function__"):
+        check_values(plan.data, {"x": x.as_subclass(Doubled), "y": given["y"]})
 
 
 @pytest.mark.parametrize("what", ["head.weight", "x"])

@@ -16,7 +16,7 @@ from paraplan.ir.holding import Holding
 from paraplan.ir.mesh import Layout, R, S, local_shape, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import given_inputs
-from paraplan.ir.trace.fake import not_dense
+from paraplan.ir.trace.fake import not_dense, overrides_functions, own_functions
 from paraplan.runtime import ragged
 from paraplan.runtime.params import Dims, cut, pad
 
@@ -90,6 +90,8 @@ def check_values(plan: Plan, batch: Mapping[str, Tensor]) -> None:
                 f"({spec}); give torch.as_tensor(...) of it"
             )
         refuse_not_dense(name, x)
+        if overrides_functions(x):
+            raise PlanMismatchError(f"batch input {name} {own_functions(x)}")
         if x.device.type == "meta":
             raise PlanMismatchError(f"batch input {name} is on meta and has no values; give a tensor that has ({spec})")
         refuse_kind(name, x.dtype, getattr(torch, spec.dtype), "the plan was made for")

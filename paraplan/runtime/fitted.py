@@ -6,8 +6,8 @@ registries, so names, `state_dict`, optimizers and moves between modes are the m
 autograd, multiplied by what the loss was multiplied by (a scaler, 1/accumulation).
 
 Where no gradients are wanted (`eval()`, `no_grad`), the model itself runs. Limits: the batch must have the shapes that
-were captured (fewer rows are padded where that changes nothing, `ragged`); only the loss carries a gradient; one
-backward per forward.
+were captured (fewer rows are padded where that changes nothing, `ragged`) and is made contiguous; only the loss carries
+a gradient; one backward per forward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paraplan.runtime.checkpoint import is_like
 from paraplan.runtime.fitted_step import FittedStep
 from paraplan.runtime.progress import Optimizers, groups_of, listed, pack, unpack
 from paraplan.runtime.settings import Settings
-from paraplan.runtime.torch_private import in_transform
+from paraplan.runtime.torch_private import function_modes, in_transform
 from paraplan.runtime.training_state import ABOUT, about_run, give_numbers, read_numbers
 
 
@@ -64,6 +64,7 @@ class FittedModule(nn.Module):
         self.plan, self._fit_model = plan, (model,)
         self._fit_step, self._fit_settings = step, Settings(model, step.plan.program, reads)
         self._fit_fixed, self._fit_returns, self._fit_casts, self._fit_remake = dict(fixed), returns, casts, remake
+        self._fit_modes = function_modes()
         self._fit_first: Callable[[FittedStep, Mapping[str, Tensor]], None] | None = None
 
     @property
@@ -92,6 +93,11 @@ class FittedModule(nn.Module):
             raise PlanMismatchError(
                 f"autocast is {casts or 'off'} here and was {self._fit_casts or 'off'} when fit was called; call fit "
                 "under the same torch.autocast"
+            )
+        if (modes := function_modes()) != self._fit_modes:
+            raise PlanMismatchError(
+                f"function modes are {modes} here and were {self._fit_modes} when fit was called; call fit under the "
+                "modes that the steps are taken under"
             )
         batch = with_attributes(self._fit_step.plan.program, model, self._batch(args, kwargs))
         if self._fit_first is not None:

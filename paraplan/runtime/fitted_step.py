@@ -19,6 +19,7 @@ from paraplan.ir.program import given_inputs
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.sources import source_lines
+from paraplan.ir.trace.fake import overrides_functions, own_functions
 from paraplan.runtime import ragged
 from paraplan.runtime.batch import refuse_kind, refuse_not_dense
 from paraplan.runtime.copies import Copier
@@ -150,6 +151,8 @@ class FittedStep:
         refuse_gradients(batch)
         for name, x in batch.items():
             refuse_not_dense(name, x)
+            if overrides_functions(x):
+                raise PlanMismatchError(f"input {name!r} {own_functions(x)}")
         batch, found = ragged.pad(self.plan, batch), {}
         for name, entry in program.step_batch.items():
             given, dtype = batch[name], getattr(torch, entry.spec.dtype)

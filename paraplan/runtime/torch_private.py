@@ -18,12 +18,14 @@ from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._C._distributed_c10d import _register_work
 from torch._C._functorch import maybe_current_level
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
+from torch.overrides import _get_current_function_mode_stack, _len_torch_function_stack
 from torch.utils._python_dispatch import TorchDispatchMode as AnyDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    "TorchDispatchMode", "default_store", "exchange_rows", "find_backend", "group_timeout", "in_transform", "norms_of",
-    "rank_in_group", "scale_all", "set_group_timeout", "storage_key", "storage_of", "tree_leaves", "untracked",
+    "TorchDispatchMode", "default_store", "exchange_rows", "find_backend", "function_modes", "group_timeout",
+    "in_transform", "norms_of", "rank_in_group", "scale_all", "set_group_timeout", "storage_key", "storage_of",
+    "tree_leaves", "untracked",
 ]  # fmt: skip
 
 
@@ -45,6 +47,14 @@ def untracked() -> AbstractContextManager[None]:
 def in_transform() -> bool:
     """Whether a transform of torch.func is under way."""
     return maybe_current_level() is not None
+
+
+def function_modes() -> list[str]:
+    """Classes of the function modes that are active, outermost first; torch's own (a default device) left out."""
+    if not _len_torch_function_stack():
+        return []
+    kinds = [type(mode) for mode in _get_current_function_mode_stack()]
+    return [kind.__qualname__ for kind in kinds if kind.__module__.split(".")[0] != "torch"]
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage:

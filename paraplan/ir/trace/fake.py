@@ -211,6 +211,25 @@ def of_microbatch(
     return size, {name: x if dims[name] is None else x.narrow(dims[name] or 0, 0, size) for name, x in tensors.items()}
 
 
+_AS_TORCH = (getattr(Tensor.__torch_function__, "__func__", None), nn.Parameter.__torch_function__)
+
+
+def overrides_functions(x: Tensor) -> bool:
+    """Whether a tensor's class has functions of torch of its own (`__torch_function__`), which no graph has."""
+    if type(x) is Tensor:
+        return False
+    own = type(x).__torch_function__
+    return getattr(own, "__func__", own) not in _AS_TORCH
+
+
+def own_functions(x: Tensor) -> str:
+    """What to say of an input that does."""
+    return (
+        f"is a {type(x).__qualname__}, whose __torch_function__ would be left out of the captured step; give "
+        "x.as_subclass(torch.Tensor), and write what it does as functions that forward calls"
+    )
+
+
 def name_inputs(
     model: nn.Module, example_inputs: dict[str, object] | tuple[object, ...]
 ) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -236,6 +255,8 @@ def name_inputs(
         raise CaptureError(f"example_inputs of {type(model).__name__} hold no tensor; give one global batch")
     refuse_kinds("input", tensors)
     for name, value in tensors.items():
+        if overrides_functions(value):
+            raise CaptureError(f"input {name!r} {own_functions(value)}")
         if value.is_complex():
             raise CaptureError(
                 f"input {name!r} is complex; pass view_as_real(x) and build the complex value from real parts"
