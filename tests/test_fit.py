@@ -196,6 +196,29 @@ def test_a_loss_of_one_s_own() -> None:
     ) <= 1e-9  # fmt: skip
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_loss_of_one_element_keeps_its_shape(shape: tuple[int, ...], named: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+            loss = self.lin(x).square().mean().reshape(shape)
+            return {"loss": loss} if named else loss
+
+    model = Net().double()
+    twin, x = copy.deepcopy(model), torch.randn(8, 4).double()
+    ours, theirs = (
+        out["loss"] if named else out for out in (paraplan.fit(model, {"x": x}, memory="1GiB")(x=x), twin(x))
+    )
+    torch.testing.assert_close(ours, theirs)
+    ours.backward()
+    theirs.backward()
+    torch.testing.assert_close(model.lin.weight.grad, twin.lin.weight.grad)
+
+
 def test_without_gradients_a_plain_model_gives_its_own_output() -> None:
     """Of a model that returns no loss: training returns the loss, all else what the model returns."""
     torch.manual_seed(0)

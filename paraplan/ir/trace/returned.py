@@ -32,14 +32,17 @@ class Returned:
         template: what the model returns, each tensor a `_Slot`; None: the loss is returned alone.
         name: of the slot the loss goes to.
         for_loss: whether a loss function makes the loss, and takes inputs that the model does not.
+        shape: of the loss, of one element.
     """
 
     template: Any = None
     name: str = ""
     for_loss: bool = False
+    shape: tuple[int, ...] = ()
 
     def __call__(self, loss: Tensor) -> Any:
         """What is returned."""
+        loss = loss.reshape(self.shape) if self.shape else loss
         return loss if self.template is None else _filled(self.template, {self.name: loss})
 
 
@@ -70,7 +73,10 @@ def returned_by(
         name = loss_name(output)
     else:
         name = _only(loss, {name for name, _ in named_tensors(output)})
-    return Returned() if name is None else Returned(_template(output, ""), name)
+    if name is None:
+        return Returned()
+    found = dict(named_tensors(output)).get(name)
+    return Returned(_template(output, ""), name, shape=() if found is None else tuple(found.shape))
 
 
 def _only(loss: str | Any, names: set[str]) -> str | None:
