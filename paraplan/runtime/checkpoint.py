@@ -25,7 +25,7 @@ from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.params import join_over
-from paraplan.runtime.progress import groups_of, matched, pack, take_groups, unpack
+from paraplan.runtime.progress import check_mapping, groups_of, matched, pack, take_groups, unpack
 from paraplan.runtime.rank import Rank
 
 
@@ -89,6 +89,7 @@ class Checkpointing:
         Raises:
             PlanMismatchError: a name or a local shape is not the plan's.
         """
+        check_mapping(state, "state", "state_dict")
         self._forget()
         with torch.no_grad():
             for name, value in state.items():
@@ -154,6 +155,7 @@ class Checkpointing:
         Raises:
             PlanMismatchError: a parameter is missing, or a value is no tensor of its shape; nothing is loaded then.
         """
+        check_mapping(full, "full", "full_state_dict")
         missing = [name for name in self.state.stage.params if name not in full]
         if missing:
             raise PlanMismatchError(f"full state dict lacks {', '.join(missing[:5])} ({len(missing)} in all)")
@@ -188,6 +190,7 @@ class Checkpointing:
         Raises:
             PlanMismatchError: it has no groups, or not those of this optimizer.
         """
+        check_mapping(state, "state", "optimizer_state_dict")
         if set(state) != {"state", "about"}:
             raise PlanMismatchError(
                 "these are an optimizer's states without its groups' options (learning rate, decay) and the steps "

@@ -29,7 +29,7 @@ from paraplan.ir.trace.reading import Reads
 from paraplan.ir.trace.returned import Returned
 from paraplan.runtime.checkpoint import is_like
 from paraplan.runtime.fitted_step import FittedStep
-from paraplan.runtime.progress import Optimizers, groups_of, listed, pack, unpack
+from paraplan.runtime.progress import Optimizers, groups_of, optimizers_in, pack, unpack
 from paraplan.runtime.settings import Settings
 from paraplan.runtime.torch_private import function_modes, in_transform
 from paraplan.runtime.training_state import ABOUT, about_run, give_numbers, read_numbers
@@ -148,7 +148,7 @@ class FittedModule(nn.Module):
         params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         kept = {name: x.detach().cpu().clone() for name, x in model.named_parameters(remove_duplicate=False)}
         kept |= {name: buffers[name].detach().cpu().clone() for name in program.buffer_updates}
-        optimizers = listed(optimizer)
+        optimizers = optimizers_in(optimizer)
         slots = {
             name: {key: x.detach().cpu() if isinstance(x, Tensor) else x for key, x in each.state[param].items()}
             for each in optimizers
@@ -170,7 +170,7 @@ class FittedModule(nn.Module):
         Raises:
             PlanMismatchError: it is of another model, or its groups, schedules or scaler are not those given.
         """
-        model, optimizers, program = self._fit_model[0], listed(optimizer), self._fit_step.plan.program
+        model, optimizers, program = self._fit_model[0], optimizers_in(optimizer), self._fit_step.plan.program
         params = dict(model.named_parameters())
         numbers = read_numbers(program, full, optimizers, groups_of(optimizers, params), scheduler, scaler)
         own = {**params, **{name: x for name, x in model.named_buffers() if name in program.buffer_updates}}

@@ -201,7 +201,7 @@ class InProcessTrainer:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch's, over the gradients of the last step; refuses what `Trainer.clip_grad_norm_` does."""
-        norm_type = check_norm(norm_type)
+        norm_type = check_norm(max_norm, norm_type)
         shares = []
         for rank in self.ranks:
             grads = {name: grad for name, grad in rank.grads().items() if name in self._counted(rank)}

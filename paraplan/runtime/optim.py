@@ -117,19 +117,27 @@ def _by_tier(
     return [{"params": split[tier], **options} for tier in sorted(split)]
 
 
-def check_norm(norm_type: float) -> float:
-    """The kind of norm, as a number.
+def check_norm(max_norm: float | Tensor, norm_type: float) -> float:
+    """The kind of norm, as a number, what to clip to being one too.
 
     Raises:
-        ConstraintError: its shares do not add up to torch's norm of all gradients.
+        ConstraintError: one is no number, or shares of that norm do not add up to torch's norm of all gradients.
     """
-    found = float(norm_type)
+    _read("max_norm", max_norm, lambda value: value / 1.0)
+    found: float = _read("norm_type", norm_type, float)
     if found == 0 or found != found or found == float("-inf"):
         raise ConstraintError(
             f"norm_type={norm_type}: torch's norm of that kind counts or picks among tensors, which shards of them do "
             "not tell; give another number, such as 2, or inf for the largest element"
         )
     return found
+
+
+def _read(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
+    try:
+        return read(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConstraintError(f"{name}={value!r:.80}: give a number") from None
 
 
 def norm_share(

@@ -29,9 +29,45 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Groups = list[dict[str, Any]]
 
 
-def listed(value: Any) -> list[Any]:
-    """Several, one or none as a list."""
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+def optimizers_in(value: Any) -> list[torch.optim.Optimizer]:
+    """Several, one or none as a list.
+
+    Raises:
+        PlanMismatchError: it is something else.
+    """
+    return _listed(value, "optimizer", "a torch.optim.Optimizer", lambda x: hasattr(x, "param_groups"))
+
+
+def schedulers_in(value: Any) -> list[Any]:
+    """Likewise."""
+    return _listed(
+        value, "scheduler", "one of torch.optim.lr_scheduler",
+        lambda x: hasattr(x, "load_state_dict") and not hasattr(x, "param_groups"),
+    )  # fmt: skip
+
+
+def check_scaler(value: Any) -> None:
+    """Likewise, of one or none."""
+    _listed(value, "scaler", "a torch.amp.GradScaler", lambda x: hasattr(x, "load_state_dict") and hasattr(x, "scale"))
+
+
+def _listed(value: Any, argument: str, wanted: str, fits: Callable[[Any], bool]) -> list[Any]:
+    found = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    for each in found:
+        if isinstance(each, type) or not fits(each):
+            shown = each.__name__ if isinstance(each, type) else type(each).__name__
+            raise PlanMismatchError(f"{argument}= is given a {shown}: give {wanted}, several as a list, or None")
+    return found
+
+
+def check_mapping(value: Any, argument: str, source: str) -> None:
+    """Refuse a state that is no mapping.
+
+    Raises:
+        PlanMismatchError: names the argument, what it is, and what makes one.
+    """
+    if not isinstance(value, Mapping):
+        raise PlanMismatchError(f"{argument} is a {type(value).__name__}: give a mapping as {source} makes it")
 
 
 def pack(value: Any) -> bytes:

@@ -317,9 +317,9 @@ class Trainer(TrainingStates):
         Returns:
             The norm before clipping, the same on every rank; float64.
         Raises:
-            ConstraintError: norm_type is 0, -inf or no number.
+            ConstraintError: norm_type is 0 or -inf, or one of both is no number.
         """
-        norm_type = check_norm(norm_type)
+        norm_type = check_norm(max_norm, norm_type)
         grads = {name: param.grad for name, param in self.state.params.items() if param.grad is not None}
         here = counted_here(self.plan.program, self.held, self.stage)
         counted = {name: grad for name, grad in grads.items() if name in here}

@@ -26,7 +26,16 @@ from paraplan.ir.program import Program
 from paraplan.runtime import progress
 from paraplan.runtime.checkpoint import Checkpointing, is_like
 from paraplan.runtime.params import cut, pad
-from paraplan.runtime.progress import Optimizers, check_header, header, listed, pack, unpack
+from paraplan.runtime.progress import (
+    Optimizers,
+    check_header,
+    check_mapping,
+    header,
+    optimizers_in,
+    pack,
+    schedulers_in,
+    unpack,
+)
 
 ABOUT = "about"
 """Where a checkpoint has what is no tensor."""
@@ -48,7 +57,7 @@ class TrainingStates(Checkpointing):
         Raises:
             PlanMismatchError: an optimizer has parameters of somebody else's, or ranks have other groups.
         """
-        optimizers = listed(optimizer)
+        optimizers = optimizers_in(optimizer)
         found = {"model": self.state_dict(), "optimizer": {}, ABOUT: b""}
         for each in optimizers:
             found["optimizer"] |= self.slots(each, create)
@@ -73,7 +82,7 @@ class TrainingStates(Checkpointing):
         """
         numbers = self._numbers(state, optimizer, scheduler, scaler)
         self.load_state_dict(state["model"])
-        for each in listed(optimizer):
+        for each in optimizers_in(optimizer):
             self.load_slots(each, state["optimizer"])
         self._take_numbers(numbers, optimizer, scheduler, scaler)
 
@@ -90,7 +99,7 @@ class TrainingStates(Checkpointing):
         """
         about = unpack(self.training_state(optimizer, scheduler, scaler)[ABOUT])
         slots: dict[str, dict[str, Any]] = {}
-        for each in listed(optimizer):
+        for each in optimizers_in(optimizer):
             slots |= self._full_slots(each)
         model = self.full_state_dict(rank0_only)
         if rank0_only and self.transport.rank != 0:
@@ -108,7 +117,7 @@ class TrainingStates(Checkpointing):
         numbers = self._numbers(full, optimizer, scheduler, scaler)
         self.load_full_state_dict(full["model"])
         program, here = self.state.program, self.state.executor.coordinates
-        for each in listed(optimizer):
+        for each in optimizers_in(optimizer):
             mine: dict[str, dict[str, Any]] = {}
             for name, layout in self.state.layouts.items():
                 shape = self.plan.program.params[name].spec.shape
@@ -195,13 +204,12 @@ class TrainingStates(Checkpointing):
 
     def _numbers(self, state: Mapping[str, Any], optimizer: Optimizers, scheduler: Any, scaler: Any) -> dict[str, Any]:
         """What a state has beside tensors, having refused what does not belong to what is given."""
-        return read_numbers(
-            self.plan.program, state, listed(optimizer),
-            progress.groups_of(listed(optimizer), self.state.params, self.transport.everyones), scheduler, scaler,
-        )  # fmt: skip
+        optimizers = optimizers_in(optimizer)
+        groups = progress.groups_of(optimizers, self.state.params, self.transport.everyones)
+        return read_numbers(self.plan.program, state, optimizers, groups, scheduler, scaler)
 
     def _take_numbers(self, numbers: Mapping[str, Any], optimizer: Optimizers, scheduler: Any, scaler: Any) -> None:
-        give_numbers(numbers, listed(optimizer), scheduler, scaler)
+        give_numbers(numbers, optimizers_in(optimizer), scheduler, scaler)
         self.steps_done = numbers["steps_done"]
         self.state.seed = self.state.seed if numbers["seed"] is None else numbers["seed"]
 
@@ -211,11 +219,12 @@ def about_run(
     scaler: Any, steps_done: int, seed: int | None, everyones: Callable[[Any], list[Any]] = lambda own: [own],
 ) -> dict[str, Any]:  # fmt: skip
     """What a training state has beside tensors."""
+    progress.check_scaler(scaler)
     return {
         "header": header(program),
         "groups": progress.groups_of(optimizers, params, everyones),
         "others": [progress.others_of(each) for each in optimizers],
-        "schedules": progress.schedules_of(listed(scheduler)),
+        "schedules": progress.schedules_of(schedulers_in(scheduler)),
         "scaler": None if scaler is None else scaler.state_dict(),
         "steps_done": steps_done,
         "seed": seed,
@@ -231,6 +240,8 @@ def read_numbers(
     Raises:
         PlanMismatchError: it is of another model, or not of what is given.
     """
+    check_mapping(state, "a training state", "training_state or full_training_state")
+    progress.check_scaler(scaler)
     about = state.get(ABOUT)
     numbers = unpack(about) if isinstance(about, bytes) and about else dict(about or {})
     check_header(program, numbers.get("header"))
@@ -243,8 +254,8 @@ def read_numbers(
         )
     if (numbers["scaler"] is None) != (scaler is None) and program.precision == numbers["header"]["precision"]:
         raise PlanMismatchError("the training state was saved with a scaler, or this is; give both one, or neither")
-    if len(listed(scheduler)) != len(numbers["schedules"]):
-        progress.take_schedules(listed(scheduler), numbers["schedules"], optimizers, [])
+    if len(schedulers_in(scheduler)) != len(numbers["schedules"]):
+        progress.take_schedules(schedulers_in(scheduler), numbers["schedules"], optimizers, [])
     return {**numbers, "groups": saved, "match": progress.matched(groups, saved)}
 
 
@@ -253,7 +264,7 @@ def give_numbers(
 ) -> None:
     """Options of groups, states of schedules and of the scaler."""
     progress.take_groups(optimizers, numbers["groups"], numbers["match"])
-    progress.take_schedules(listed(scheduler), numbers["schedules"], optimizers, numbers["match"])
+    progress.take_schedules(schedulers_in(scheduler), numbers["schedules"], optimizers, numbers["match"])
     for optimizer, others in zip(optimizers, numbers["others"], strict=False):
         optimizer.state.update(others)
     if scaler is not None and numbers["scaler"] is not None:

@@ -1,7 +1,8 @@
-"""Full tensors that are not the plan's are refused by name, before any is loaded."""
+"""Full tensors that are not the plan's are refused by name, before any is loaded; so are wrong arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import paraplan
-from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.errors import ParaplanError, PlanMismatchError
 
 
 class Net(nn.Module):
@@ -54,3 +55,34 @@ def test_numpy_arrays_are_taken() -> None:
     wanted = {key: x + 1 for key, x in taken.full_state_dict().items()}
     taken.load_full_state_dict({key: x.numpy() for key, x in wanted.items()})
     assert all(torch.equal(x, wanted[key]) for key, x in taken.full_state_dict().items())
+
+
+BAD: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (lambda t, o: t.clip_grad_norm_("a"), "max_norm='a': give a number"),
+    (lambda t, o: t.clip_grad_norm_(None), "max_norm=None"),
+    (lambda t, o: t.clip_grad_norm_(1.0, "a"), "norm_type='a': give a number"),
+    (lambda t, o: t.save("unwritten", 3), "optimizer= is given a int: give a torch.optim.Optimizer"),
+    (lambda t, o: t.save("unwritten", torch.optim.SGD), "optimizer= is given a SGD"),
+    (lambda t, o: t.save("unwritten", o, 3), "scheduler= is given a int: give one of torch.optim.lr_scheduler"),
+    (lambda t, o: t.save("unwritten", o, o), "scheduler= is given a SGD"),
+    (lambda t, o: t.save("unwritten", o, None, 3), "scaler= is given a int: give a torch.amp.GradScaler"),
+    (lambda t, o: t.full_training_state(3), "optimizer= is given a int"),
+    (lambda t, o: t.load_full_training_state(t.full_training_state(o), [3]), "optimizer= is given a int"),
+    (lambda t, o: t.load_full_training_state(t.full_training_state(o), o, o), "scheduler= is given a SGD"),
+    (lambda t, o: t.load_full_training_state(None), "a training state is a NoneType: give a mapping"),
+    (lambda t, o: t.load_training_state([1]), "a training state is a list: give a mapping"),
+    (lambda t, o: t.load_full_state_dict([1]), "full is a list: give a mapping as full_state_dict makes it"),
+    (lambda t, o: t.load_state_dict(None), "state is a NoneType: give a mapping as state_dict makes it"),
+    (lambda t, o: t.load_optimizer_state_dict(o, None), "state is a NoneType: give a mapping as optimizer_state_dict"),
+]
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    taken = trainer()
+    optimizer = taken.optimizer(torch.optim.SGD, lr=0.1)
+    taken.step({"x": torch.randn(8, 12)})
+    before = float(taken.clip_grad_norm_(torch.tensor(1e-3)))
+    assert float(taken.clip_grad_norm_(np.float64(1.0))) == pytest.approx(min(before, 1e-3), rel=1e-2)
+    for wrong, says in BAD:
+        with pytest.raises(ParaplanError, match=says):
+            wrong(taken, optimizer)
