@@ -623,6 +623,9 @@ def test_a_method_replaced_after_capture_is_refused(monkeypatch: pytest.MonkeyPa
         trainer.step(given)
 
 
+_NAME = re.compile("a")
+
+
 class Stretched(nn.Module):
     """Calls a method of its base, with a default argument that can change."""
 
@@ -630,8 +633,8 @@ class Stretched(nn.Module):
         super().__init__()
         self.lin = nn.Linear(4, 4)
 
-    def scale(self, x: Tensor, by: list[float] = [2.0], *, more: float = 1.0) -> Tensor:  # noqa: B006
-        return x * by[0] * more
+    def scale(self, x: Tensor, by: list[float] = [2.0], *, more: float = 1.0, name: Any = _NAME) -> Tensor:  # noqa: B006
+        return x * by[0] * more * len(name.findall("ab"))
 
     def unread(self) -> float:
         return 1.0
@@ -666,7 +669,7 @@ def test_a_changed_default_argument_is_refused(monkeypatch: pytest.MonkeyPatch) 
     fitted(**given)
     for name, value, said in (
         ("__defaults__", ([3.0],), r"'by' of Stretched.scale was \[2.0\] .* is \[3.0\] now"),
-        ("__kwdefaults__", {"more": 2.0}, "'more' of Stretched.scale was 1.0 .* is 2.0 now"),
+        ("__kwdefaults__", {"more": 2.0, "name": _NAME}, "'more' of Stretched.scale was 1.0 .* is 2.0 now"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(Stretched.scale, name, value)
