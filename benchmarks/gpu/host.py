@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -118,13 +116,8 @@ COLLECTIVES: dict[str, Callable[[Tensor, str], Tensor]] = {
 
 def collective(place: Place, name: str) -> Row:
     """A collective of one rank gives what it was given, and the program's stream waits for it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    if not dist.is_initialized():
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ["MASTER_PORT"] = str(port)
-        dist.init_process_group("nccl" if place.is_cuda else "gloo", rank=0, world_size=1)
+    backend = "nccl" if place.is_cuda else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD
         assert group is not None

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.runtime.launch import init_distributed, spawn_local
@@ -34,5 +35,6 @@ def test_a_signal_that_kills_any_rank_leaves_its_traceback(tmp_path: Path, capfd
 
 def test_torchrun_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # a test before this one may have joined a job
     with pytest.raises(RuntimeFailure, match="start this with torchrun"):
         init_distributed()
