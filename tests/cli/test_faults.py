@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch.distributed as dist
 import yaml
 
 from paraplan.ir.cluster import ClusterSpec
@@ -119,7 +120,11 @@ def test_run_refuses_what_does_not_belong(plan_file: Path, command: Any, monkeyp
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "0")
-    refuse(command("run", "plan.json", "--model", "zoo:net"), "2 devices", "1 process")
+    try:
+        refuse(command("run", "plan.json", "--model", "zoo:net"), "2 devices", "1 process")
+    finally:
+        if dist.is_initialized():  # the job of one, which others are not to find joined
+            dist.destroy_process_group()
 
 
 def test_debug_shows_the_traceback(here: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
