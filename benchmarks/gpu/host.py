@@ -10,24 +10,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paraplan as pp
 from benchmarks.gpu.place import Place, median_ms, ratio
-from benchmarks.gpu.training import RATE, eager_ms, text
+from benchmarks.gpu.training import RATE, Batch, eager_ms, text
 from benchmarks.table import Case, Row
 from paraplan.ir.trace import capture
 from paraplan.jobs.profile import profile_program
 from paraplan.runtime import ops
 
 
-def per_instruction(place: Place) -> Row:
-    """A step of a model so small that the device waits for the host: ours beside eager's."""
-    tiny = Place(place.device, True)
-    torch.manual_seed(0)
-    model, batch = text("gpt2", tiny, 2, 32, 4, (2, 16), 0.0)
-    plan = pp.compile(model.train(), place.cluster(), example_inputs=batch, mesh=(1,), microbatches=1)
+def _steps_of(plan: pp.Plan, model: nn.Module, batch: Batch) -> Callable[[], None]:
+    """What takes a training step under a plan."""
     trainer = plan.executable(model)
     optimizer = trainer.optimizer(torch.optim.AdamW, lr=RATE)
 
@@ -36,6 +32,16 @@ def per_instruction(place: Place) -> Row:
         optimizer.step()
         optimizer.zero_grad()
 
+    return step
+
+
+def per_instruction(place: Place) -> Row:
+    """A step of a model so small that the device waits for the host: ours beside eager's."""
+    tiny = Place(place.device, True)
+    torch.manual_seed(0)
+    model, batch = text("gpt2", tiny, 2, 32, 4, (2, 16), 0.0)
+    plan = pp.compile(model.train(), place.cluster(), example_inputs=batch, mesh=(1,), microbatches=1)
+    step = _steps_of(plan, model, batch)
     count = sum(len(plan.programs[0].blocks[each.block].instrs) for each in plan.programs[0].steps if each.block)
     ours, theirs = median_ms(step, place, 30), eager_ms(model, batch, place, "fp32")
     return {"ms": ours, "reference_ms": theirs, "note": f"{count} instructions, {1e3 * ours / count:.1f} us each",
@@ -90,14 +96,7 @@ def profiled(place: Place) -> Row:
         done = profile_program(program, path, device=place.device, ways=1)
         plan = pp.compile(model, place.cluster(), example_inputs=batch, precision=precision, mesh=(1,),
                           microbatches=1, profile=path, profile_any=True)  # fmt: skip
-    trainer = plan.executable(model)
-    optimizer = trainer.optimizer(torch.optim.AdamW, lr=RATE)
-
-    def step() -> None:
-        trainer.step(batch)
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = _steps_of(plan, model, batch)
     took, said = median_ms(step, place, 20), 1e3 * plan.prediction.step_s
     failures = [f"{op}: {why}" for op, why in done.failed.items()]
     note = f"{done.measured} shapes; interpolation " + ", ".join(

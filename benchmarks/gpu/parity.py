@@ -64,7 +64,6 @@ class Errors:
         self.calls = 0
         self.worst = 0.0
         self.where = ""
-        self.over = 0
         self.failures: list[str] = []
 
     def compare(self, instr: Instr, found: Tensor, exact: Tensor, said: LocalValue, dtype: str) -> None:
@@ -85,8 +84,7 @@ class Errors:
     def inside(self, instr: Instr, nbytes: int) -> None:
         """What an instruction allocated and dropped."""
         slack = 512 * 8  # blocks are rounded up to 512 bytes
-        if nbytes > instr.workspace_bytes + slack and instr.workspace_bytes >= 0:
-            self.over = max(self.over, nbytes - instr.workspace_bytes)
+        if nbytes > instr.workspace_bytes + slack:
             self.failures.append(f"{instr.target}: {nbytes} B inside, the program says {instr.workspace_bytes}")
 
 

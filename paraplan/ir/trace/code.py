@@ -199,8 +199,7 @@ class Reached:
         for name, path in found.items():
             each = Outside(f"default {name!r} of {function.__qualname__}", "", function, path)
             value = each.value()
-            if type(value).__flags__ & _SEALED != _SEALED:
-                self.outside[id(function), path] = each
+            self.outside[id(function), path] = each
             if callable(value):
                 self._queue.append(value)
 
@@ -232,8 +231,6 @@ class Reached:
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SEALED = 1 << 9 | 1 << 8
-"""Flags of classes of C's whose attributes cannot be watched, and are not the user's (a regular expression)."""
 _CACHED = type(functools.lru_cache(id))
 _CALLED = (types.FunctionType, functools.partial, types.MethodType, _CACHED)
 

@@ -91,16 +91,9 @@ def line_of_node(node: fx.Node) -> str:
 
 
 BY_STRIDES = frozenset(
-    {
-        *(
-            "aten._linalg_det",
-            "aten._linalg_slogdet",
-            "aten._linalg_solve_ex",
-            "aten.linalg_solve_ex",
-            "aten.linalg_solve",
-        ),
-        *("aten.linalg_det", "aten.det", "aten.linalg_slogdet", "aten.slogdet", "aten.logdet"),
-    }
+    f"aten.{name}"
+    for of in ("det", "slogdet", "solve_ex", "solve")
+    for name in (f"_linalg_{of}", f"linalg_{of}", of, "logdet")
 )
 """Ops that factor a matrix or its transpose, whichever lies row by row."""
 
