@@ -17,15 +17,14 @@ import msgspec
 
 from paraplan import __version__
 from paraplan.cost_models.catalog import parse_cluster
-from paraplan.cost_models.predict import predict, simulate_plan, with_reserved
+from paraplan.cost_models.predict import predict, priced_on, simulate_plan, with_reserved
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
-from paraplan.ir.errors import ConstraintError, PlanMismatchError
+from paraplan.ir.errors import ConstraintError
 from paraplan.ir.lazy import lazy
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
-from paraplan.ir.schedule import split_classes
 from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.files import profile_for, read_plan, write_plan
@@ -127,22 +126,7 @@ class Plan:
         Raises:
             PlanMismatchError: it has another number of devices.
         """
-        other = as_cluster(cluster)
-        if other.num_devices != self.data.cluster.num_devices:
-            raise PlanMismatchError(
-                f"the plan is for {self.data.cluster.num_devices} devices ({self.data.cluster.name}), "
-                f"{other.name} has {other.num_devices}; "
-                "plan again for it"
-            )
-        old = self.data.schedule
-        schedule = split_classes(old, other.device_kinds())
-        first = [schedule.rank_class.index(index) for index in range(len(schedule.classes))]
-        programs = tuple(self.programs[old.rank_class[rank]] for rank in first)
-        moved = msgspec.structs.replace(
-            self.data, cluster=other, schedule=schedule, prediction=None, certificate=None, profile=None
-        )  # fmt: skip
-        priced = msgspec.structs.replace(moved, prediction=predict(moved, programs))
-        return Plan(priced, programs)
+        return Plan(*priced_on(self.data, self.programs, as_cluster(cluster)))
 
     def explain(self) -> Explanation:
         """Layouts in words, where time and memory go."""

@@ -7,10 +7,7 @@ message on stderr and exit code 2; `--debug` shows where it came from. `--json` 
 from __future__ import annotations
 
 import gc
-import itertools
-import json
 import os
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -23,7 +20,7 @@ from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import CheckError, ConstraintError, ParaplanError, RuntimeFailure
 from paraplan.ir.lazy import lazy
 from paraplan.terminal import clusters, profiles
-from paraplan.terminal.progress import Progress, out, print_fault
+from paraplan.terminal.progress import Progress, out, print_fault, print_json
 from paraplan.terminal.settings import parse_degree, parse_mesh, parse_settings, parse_stages
 
 app = typer.Typer(
@@ -40,13 +37,10 @@ _PARTS = {
     "RunOptions": "paraplan.jobs.run",
     "check_run": "paraplan.jobs.run",
     "check_local": "paraplan.jobs.run",
-    "run": "paraplan.jobs.run",
-    "leave_job": "paraplan.jobs.launch",
     "prepare_ranks": "paraplan.jobs.launch",
-    "run_json": "paraplan.terminal.run",
-    "run_table": "paraplan.terminal.run",
     "check_failure": "paraplan.terminal.run",
     "spawn": "paraplan.terminal.run",
+    "run_rank": "paraplan.terminal.run",
     "STRATEGIES": "paraplan.planner.compare",
     "check_names": "paraplan.planner.compare",
     "show_plan": "paraplan.terminal.show",
@@ -195,7 +189,7 @@ def plan(
             found.save(output)
     _part("show_summary")(out(), found, output)
     if as_json:
-        _print_json(_part("plan_json")(found))
+        print_json(_part("plan_json")(found))
 
 
 def _check_batch(model: str, made: Any, batch: int | None, seq: int | None) -> None:
@@ -229,7 +223,7 @@ def show(
     told = loaded.memory()
     _part("show_memory")(out(), f"{loaded.data.model.display} on {loaded.data.cluster.name}", told)
     if as_json:
-        _print_json(_part("memory_json")(told))
+        print_json(_part("memory_json")(told))
 
 
 @app.command()
@@ -251,7 +245,7 @@ def simulate(
     _part("show_simulation")(out(), priced, simulation, trace)
     if as_json:
         busy = {"compute": simulation.compute_s, **simulation.comm_s, **simulation.copy_s}
-        _print_json({
+        print_json({
             "step_s": simulation.step_s, "peak_bytes": max(simulation.peak_bytes), "compute_s": simulation.compute_s,
             "exposed_comm_s": simulation.exposed_comm_s, "busy_s": busy, "tokens_per_s": priced.prediction.tokens_per_s,
             "mfu": priced.prediction.mfu, "exposed_copy_s": simulation.exposed_copy_s,
@@ -292,7 +286,7 @@ def compare(
         )  # fmt: skip
     out().print(_part("compare_table")(found))
     if as_json:
-        _print_json(_part("compare_json")(found))
+        print_json(_part("compare_json")(found))
 
 
 @app.command()
@@ -333,7 +327,7 @@ def run(
         "timeout": timeout,
     }  # fmt: skip
     if "RANK" in os.environ:
-        _run_rank(path, options, as_json)
+        _part("run_rank")(path, options, as_json, RESULT_ENV)
         return
     loaded = _part("Plan").load(path)
     with Progress() as tell:
@@ -343,38 +337,9 @@ def run(
         _part("check_run")(loaded.data, _part("RunOptions")(**options))
     result = _part("spawn")(path, loaded.data, sys.argv[1:], RESULT_ENV)
     if as_json:
-        _print_json(result)
+        print_json(result)
     if failure := _part("check_failure")(result):
         raise CheckError(failure)
-
-
-def _run_rank(path: Path, options: dict[str, Any], as_json: bool) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank has nothing to say of it, nor to do
-    loaded, console = _part("Plan").load(path), out()
-    first, told = os.environ["RANK"] == "0", itertools.count(1)
-    every = max(1, options["steps"] // 20)
-
-    def tell(step: int, loss: float, seconds: float) -> None:
-        number = next(told)
-        if first and (number % every == 1 % every or number == options["steps"]):
-            console.print(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s", highlight=False)
-
-    result = _part("run")(loaded.data, loaded.programs, _part("RunOptions")(**options), tell)
-    if first:
-        console.print(_part("run_table")(loaded.data, result))
-        found = _part("run_json")(result)
-        if target := os.environ.get(RESULT_ENV):
-            Path(target).write_text(json.dumps(found))
-        elif as_json:
-            _print_json(found)
-    _part("leave_job")()
-    if first and RESULT_ENV not in os.environ and (failure := _part("check_failure")(found)):
-        raise CheckError(failure)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    sys.stdout.flush()
-    print(json.dumps(value), flush=True)  # noqa: T201
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ from paraplan.cost_models.measured import INTERPOLATED, MEASURED, MODELLED
 from paraplan.cost_models.ops import op_cost, rate_of
 from paraplan.cost_models.reserved import reserved_bytes
 from paraplan.cost_models.simulate import Simulation, simulate
-from paraplan.ir.errors import CostModelError
+from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import CostModelError, PlanMismatchError
 from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.memo import Lately, Same
 from paraplan.ir.mesh import Mesh
@@ -23,6 +24,7 @@ from paraplan.ir.profile import UPDATE, VIEW
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.rules.carried import registered_work
+from paraplan.ir.schedule import split_classes
 from paraplan.ir.sizes import say_size
 
 _COMPUTE_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
@@ -49,6 +51,29 @@ def _forward_flops(graph: Graph) -> int:
             else:
                 total += op_cost(op.target, op.args, op.kwargs, inputs, outputs).flops
     return total
+
+
+def priced_on(
+    plan: Plan, programs: Sequence[RankProgram], cluster: ClusterSpec
+) -> tuple[Plan, tuple[RankProgram, ...]]:
+    """A plan's decisions on another cluster of as many devices, priced anew; nothing is proved of it.
+
+    Raises:
+        PlanMismatchError: it has another number of devices.
+    """
+    if cluster.num_devices != plan.cluster.num_devices:
+        raise PlanMismatchError(
+            f"the plan is for {plan.cluster.num_devices} devices ({plan.cluster.name}), "
+            f"{cluster.name} has {cluster.num_devices}; plan again for it"
+        )
+    old = plan.schedule
+    schedule = split_classes(old, cluster.device_kinds())
+    first = [schedule.rank_class.index(index) for index in range(len(schedule.classes))]
+    moved = msgspec.structs.replace(
+        plan, cluster=cluster, schedule=schedule, prediction=None, certificate=None, profile=None
+    )  # fmt: skip
+    there = tuple(programs[old.rank_class[rank]] for rank in first)
+    return msgspec.structs.replace(moved, prediction=predict(moved, there)), there
 
 
 def model_flops(program: Program) -> int:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from paraplan.ir.errors import ClusterError
 from paraplan.ir.lazy import lazy
-from paraplan.terminal.progress import Progress, out
+from paraplan.terminal.progress import Progress, out, print_json
 
 app = typer.Typer(help="Describe clusters: the catalog, files, this machine.", no_args_is_help=True)
 
@@ -59,7 +59,7 @@ def list_devices(as_json: AsJson = False) -> None:
         "8xA100-80:2+8xH100:2. Sources: paraplan cluster show 8xH100[/dim]"
     )
     if as_json:
-        _print_json({"devices": [json.loads(_part("to_json")(row)) for row in rows]})
+        print_json({"devices": [json.loads(_part("to_json")(row)) for row in rows]})
 
 
 @app.command()
@@ -71,7 +71,7 @@ def show(
     spec = _part("parse_cluster")(cluster)
     _show(out(), spec)
     if as_json:
-        _print_json(json.loads(_part("to_json")(spec)))
+        print_json(json.loads(_part("to_json")(spec)))
 
 
 @app.command()
@@ -102,7 +102,7 @@ def detect(
         _part("write_bytes")(output, data, "--output", ClusterError)
     console.print(f"[dim]saved to {escape(str(output))}[/dim]" if output else "[dim]not saved; give -o FILE[/dim]")
     if as_json:
-        _print_json(json.loads(_part("to_json")(spec)))
+        print_json(json.loads(_part("to_json")(spec)))
 
 
 def _show(console: Console, spec: Any) -> None:
@@ -131,8 +131,3 @@ def _table(*columns: str) -> Table:
         right = column.startswith(">")
         table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
     return table
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    sys.stdout.flush()
-    sys.stdout.write(json.dumps(value) + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ClusterError, ConstraintError
 from paraplan.ir.lazy import lazy
-from paraplan.terminal.progress import Progress, out
+from paraplan.terminal.progress import Progress, out, print_json
 from paraplan.terminal.settings import parse_settings
 
 _PARTS = {
@@ -89,7 +88,7 @@ def profile(
         )
     _show(done, output)
     if as_json:
-        _print_json(_part("json_of")(done))
+        print_json(_part("json_of")(done))
 
 
 def _show(done: Any, output: Path) -> None:
@@ -142,7 +141,7 @@ def profile_links(
         f"saved to {output}" + (f"; {found.collectives} times in {profile}" if profile else ""), highlight=False
     )
     if as_json:
-        _print_json({
+        print_json({
             "cluster": json.loads(_part("to_json")(spec)), "collectives": found.collectives,
             "links": {level: vars(fit) for level, fit in found.links.items()},
         })  # fmt: skip
@@ -163,9 +162,4 @@ def learn(
         highlight=False,
     )
     if as_json:
-        _print_json({"ops": len(found.ops), "new": found.new, "pooled": found.pooled, "corrected": found.corrected})
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    sys.stdout.flush()
-    sys.stdout.write(json.dumps(value) + "\n")
+        print_json({"ops": len(found.ops), "new": found.new, "pooled": found.pooled, "corrected": found.corrected})

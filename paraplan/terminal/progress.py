@@ -1,9 +1,13 @@
-"""What the commands write beside their results: progress and errors, both on stderr."""
+"""What the commands write: results on stdout, the JSON object last; progress and errors on stderr."""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -57,3 +61,9 @@ def print_fault(fault: ParaplanError) -> None:
     """An error as users see it."""
     text = Text.assemble(("error: ", "bold red"), (str(fault), "red"))
     Console(stderr=True).print(text, soft_wrap=True)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """The object of `--json`: the last line of standard output."""
+    sys.stdout.flush()
+    print(json.dumps(value), flush=True)  # noqa: T201

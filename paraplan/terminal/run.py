@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +13,13 @@ from typing import Any
 
 from rich.table import Table
 
-from paraplan.ir.errors import RuntimeFailure
+from paraplan.ir.errors import CheckError, RuntimeFailure
 from paraplan.ir.plan import Plan
-from paraplan.jobs.launch import start_ranks
+from paraplan.jobs.files import read_plan
+from paraplan.jobs.launch import leave_job, start_ranks
+from paraplan.jobs.run import RunOptions, run
 from paraplan.report.units import show_bytes, show_seconds
+from paraplan.terminal.progress import out, print_json
 
 
 def spawn(path: Path, plan: Plan, args: Sequence[str], result_env: str) -> dict[str, Any]:
@@ -31,6 +36,36 @@ def spawn(path: Path, plan: Plan, args: Sequence[str], result_env: str) -> dict[
         if code or not os.path.exists(target):
             raise RuntimeFailure(f"a rank failed (exit code {code}); its message is above")
         return json.loads(Path(target).read_text())  # type: ignore[no-any-return]
+
+
+def run_rank(path: Path, options: dict[str, Any], as_json: bool, result_env: str) -> None:
+    """Train as one rank of a job; the first one tells the steps and the result.
+
+    Raises:
+        CheckError: `--check` found a difference, and no other process waits for the result.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank has nothing to say of it, nor to do
+    data, programs = read_plan(path)
+    console = out()
+    first, told = os.environ["RANK"] == "0", itertools.count(1)
+    every = max(1, options["steps"] // 20)
+
+    def tell(step: int, loss: float, seconds: float) -> None:
+        number = next(told)
+        if first and (number % every == 1 % every or number == options["steps"]):
+            console.print(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s", highlight=False)
+
+    result = run(data, programs, RunOptions(**options), tell)
+    if first:
+        console.print(run_table(data, result))
+        found = run_json(result)
+        if target := os.environ.get(result_env):
+            Path(target).write_text(json.dumps(found))
+        elif as_json:
+            print_json(found)
+    leave_job()
+    if first and result_env not in os.environ and (failure := check_failure(found)):
+        raise CheckError(failure)
 
 
 def run_json(result: Any) -> dict[str, Any]:
