@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -29,6 +30,7 @@ class Values(Protocol):
         """A rank's part of a tensor; may be a view, of another dtype, on another device."""
 
 
+@lru_cache(4096)
 def slices(shape: Dims, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> tuple[slice, ...]:
     """Where a rank's part lies in a whole tensor, per dim; padding is no part of it, so the last may be short or empty.
 

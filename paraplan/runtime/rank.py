@@ -125,6 +125,9 @@ class Rank:
             if home_name(name) in self.tensors
         }
         self.waiting = WaitingGrads(self.params, homes) if shared is None else shared.waiting
+        self._own_shapes = {name: tuple(param.shape) for name, param in self.params.items()}
+        self._seeds = [(name, int(each.source)) for name, each in self.program.outer.items() if each.role == "seed"]
+        self._late_names = {name for name, each in self.program.outer.items() if each.role == "late"}
         if shared is None:
             self.settled()
 
@@ -213,7 +216,7 @@ class Rank:
     def start(self, batch: ShardedBatch) -> None:
         """Bind a batch and fresh seeds; what the last step left behind is dropped, but for gradients that are due."""
         outer, due = self.executor.outer, self.updates is not None and self.updates.is_due
-        held = {name for name, value in self.program.outer.items() if value.role == "late"} if due else set()
+        held = self._late_names if due else ()
         for name in [name for name in outer if name not in self.tensors and name not in held]:
             del outer[name]
         self.executor.copier.forget()  # states that set out for an update that was skipped
@@ -221,9 +224,8 @@ class Rank:
         warm = self.plan.delayed_update is not None and self.steps_done < self.plan.delayed_update
         self.phase = Phase.STEADY if due or not self.flush else Phase.WARM if warm else Phase.FIRST
         self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer, self.device))
-        for name, value in self.program.outer.items():
-            if value.role == "seed":
-                outer[name].fill_(segment_seed(self.seed, self.steps_done, int(value.source)))
+        for name, segment in self._seeds:
+            outer[name].fill_(segment_seed(self.seed, self.steps_done, segment))
         self.steps_done += 1
 
     def begin_account(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -340,9 +342,7 @@ class Rank:
         """The step's gradients by parameter name, without padding, as the optimizer reads them."""
         waiting = self.waiting
         return {
-            name: waiting.grad(name)
-            if name in waiting.names
-            else self.without_padding(name, self.grad(name), self.layouts[name])
+            name: waiting.grad(name) if name in waiting.names else inside(self.grad(name), self._own_shapes[name])
             for name in self.program.grads
         }
 
