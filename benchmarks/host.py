@@ -1,4 +1,4 @@
-"""Host time of a training step, ours beside eager PyTorch's, of models so small that the host's work is what is measured.
+"""Host time of a training step, ours beside eager PyTorch's, of models so small that little else is measured.
 
     python -m benchmarks.host [--only PATTERN] [--json FILE]
 
