@@ -23,6 +23,7 @@ from paraplan.cost_models.predict import predict
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, NoPlanError
+from paraplan.ir.lower import lower
 from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.struct import from_json
 from paraplan.ir.trace.autocast import ambient_autocast, forward_under
@@ -128,6 +129,7 @@ def fit(
             precision=precision, batch_dims=batch_dims, recompute="none", microbatches=microbatches, progress=progress,
             dynamic=dynamic,
         )  # fmt: skip
+    whole = _unfused(whole)
     sizes = {name: whole.programs[0].outer[f"param:{name}"].nbytes for name in whole.programs[0].grads}
     beside = sum(sizes.values()) * accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
     plan = _scheduled(whole, budget, beside, time_limit_s, host_tiers(spec) if offload else ())
@@ -189,6 +191,13 @@ def _ways_out(whole: Plan, tiers: tuple[Tier, ...]) -> str:
 
 def _with_ways_out(fault: NoPlanError, problem: MemoryProblem, budget: int, time_s: float, ways: str) -> str:
     return f"{fault}. {least_words(problem, budget, time_s)}. {ways}"
+
+
+def _unfused(whole: Plan) -> Plan:
+    """The plan with the update that a user's own optimizer makes by itself."""
+    optimizer = msgspec.structs.replace(whole.data.optimizer, fused=False)
+    data = msgspec.structs.replace(whole.data, optimizer=optimizer)
+    return replace(whole, data=data, programs=lower(data))
 
 
 def _inputs(example_inputs: Any) -> dict[str, Any] | tuple[object, ...]:

@@ -254,7 +254,7 @@ def described(**fields: float) -> Job:
 
 def test_a_host_without_room_or_rate_is_named() -> None:
     host = Constraints(offload_states="host")
-    with pytest.raises(InfeasibleError, match=r"takes at least .* there.* has room for 97.66 KiB: 1.92 MiB are"):
+    with pytest.raises(InfeasibleError, match=r"takes at least .* there.* has room for 97.66 KiB: 1.67 MiB are"):
         search(described(host_memory_bytes=100_000), host, certify=False)
     with pytest.raises(ConstraintError, match="describes no room on host"):
         search(described(host_memory_bytes=0), host, certify=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ import paraplan
 from paraplan.api import Plan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.lower import lower
 from paraplan.ir.plan import OPTIMIZERS
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 from paraplan.runtime.local import InProcessTrainer
@@ -58,10 +60,20 @@ def test_peaks_are_as_predicted(name: str, states: str | None) -> None:
 
 def test_an_optimizer_that_takes_more_than_planned_is_warned_of() -> None:
     plan = paraplan.compile(Deep(), "local:1", example_inputs=BATCH, optimizer="momentum")
-    for cls, options, name in (
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, r"momentum\+decay"),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "nesterov"),
-        (torch.optim.AdamW, {"lr": 0.1}, "adamw"),
-    ):
+    with pytest.warns(UserWarning, match="'momentum'.*plan with optimizer='adamw'"):
+        plan.executable(Deep()).optimizer(torch.optim.AdamW, lr=0.1)
+    for more in ({"weight_decay": 0.1}, {"nesterov": True}):
+        options = {"lr": 0.1, "momentum": 0.9, **more}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a fused kernel takes no more for them
+            plan.executable(Deep()).optimizer(torch.optim.SGD, **options)
+        with pytest.warns(UserWarning, match="counts on torch's fused kernels.*takes 1 tensors"):
+            plan.executable(Deep()).optimizer(torch.optim.SGD, fused=False, **options)
+
+
+def test_an_unfused_optimizer_that_takes_more_than_planned_is_warned_of() -> None:
+    data = paraplan.compile(Deep(), "local:1", example_inputs=BATCH, optimizer="momentum").data
+    data = msgspec.structs.replace(data, optimizer=msgspec.structs.replace(data.optimizer, fused=False))
+    for options, name in (({"weight_decay": 0.1}, r"momentum\+decay"), ({"nesterov": True}, "nesterov")):
         with pytest.warns(UserWarning, match=f"'momentum'.*plan with optimizer='{name}'"):
-            plan.executable(Deep()).optimizer(cls, **options)
+            Plan(data, lower(data)).executable(Deep()).optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, **options)

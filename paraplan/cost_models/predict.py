@@ -87,14 +87,14 @@ def model_flops(program: Program) -> int:
 def plan_costs(plan: Plan) -> tuple[Costs, ...]:
     """Per rank class of the schedule, what things cost on its stage's mesh; plans alike share them."""
     return _costs_by_class(plan, lambda mesh, new: _COSTS.get(
-        (Same(plan.cluster), mesh, Same(plan.profile), plan.optimizer.name, plan.compiled), new
+        (Same(plan.cluster), mesh, Same(plan.profile), plan.optimizer.timed_as, plan.compiled), new
     ))  # fmt: skip
 
 
 def _costs_by_class(plan: Plan, made: Callable[[Mesh, Callable[[], Costs]], Costs]) -> tuple[Costs, ...]:
     meshes = dict.fromkeys(mesh for stage in plan.stages for mesh in stage.meshes)
     per_mesh = {
-        mesh: made(mesh, partial(Costs, plan.cluster, mesh, plan.profile, plan.optimizer.name, plan.compiled))
+        mesh: made(mesh, partial(Costs, plan.cluster, mesh, plan.profile, plan.optimizer.timed_as, plan.compiled))
         for mesh in meshes
     }
     mesh_of = {device: mesh for mesh in meshes for device in mesh.devices}
@@ -197,7 +197,7 @@ def with_used_profile(plan: Plan, programs: Sequence[RankProgram]) -> Plan:
     groups = {(link.size, link.local_size) for each in costs for link in each.moves.links}
     kept = tuple(op for _, (op, how) in sorted(used.items()) if how != MODELLED)
     always = tuple(
-        op for op in plan.profile.ops if op.target in (VIEW, UPDATE + plan.optimizer.name) and op not in kept
+        op for op in plan.profile.ops if op.target in (VIEW, UPDATE + plan.optimizer.timed_as) and op not in kept
     )  # fmt: skip
     collectives = tuple(each for each in plan.profile.collectives if (each.size, each.local_size) in groups)
     profile = msgspec.structs.replace(plan.profile, ops=(*kept, *always), collectives=collectives)

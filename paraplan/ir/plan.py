@@ -90,6 +90,7 @@ class Optimizer(Value, frozen=True, kw_only=True):
         workspace_slots: tensors of one parameter's size alive at once while that parameter is updated.
         lingering_slots: tensors of the previous parameter's size still alive then.
         scalar_bytes: bytes of small state per parameter (step counters).
+        fused: whether torch's fused kernels update what has no gaps (`ir.fused`), which takes no workspace.
     """
 
     name: str
@@ -97,23 +98,33 @@ class Optimizer(Value, frozen=True, kw_only=True):
     workspace_slots: int
     lingering_slots: int = 0
     scalar_bytes: int = 0
+    fused: bool = False
 
     def workspace_bytes(self, sizes: Sequence[int]) -> int:
-        """The most the update of parameters of these bytes, one after another, allocates and drops inside."""
+        """The most an update that is not fused of parameters of these bytes, one after another, allocates and drops
+        inside."""
         pairs = zip(sizes, [0, *sizes], strict=False)
         return max((self.workspace_slots * n + self.lingering_slots * last for n, last in pairs), default=0)
 
+    @property
+    def timed_as(self) -> str:
+        """What profiles call the times of its updates."""
+        return f"{self.name}.fused" if self.fused else self.name
+
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "sgd": Optimizer(name="sgd", state_slots=0, workspace_slots=0),
-    "momentum": Optimizer(name="momentum", state_slots=1, workspace_slots=0),
-    "adam": Optimizer(name="adam", state_slots=2, workspace_slots=2, lingering_slots=1, scalar_bytes=4),
-    "adamw": Optimizer(name="adamw", state_slots=2, workspace_slots=2, lingering_slots=1, scalar_bytes=4),
-    "nesterov": Optimizer(name="nesterov", state_slots=1, workspace_slots=1),
-    "sgd+decay": Optimizer(name="sgd+decay", state_slots=0, workspace_slots=1),
-    "momentum+decay": Optimizer(name="momentum+decay", state_slots=1, workspace_slots=1),
-    "nesterov+decay": Optimizer(name="nesterov+decay", state_slots=1, workspace_slots=2),
-    "adam+decay": Optimizer(name="adam+decay", state_slots=2, workspace_slots=3, lingering_slots=1, scalar_bytes=4),
+    each.name: each
+    for each in (
+        Optimizer(name="sgd", state_slots=0, workspace_slots=0, fused=True),
+        Optimizer(name="momentum", state_slots=1, workspace_slots=0, fused=True),
+        Optimizer(name="adam", state_slots=2, workspace_slots=2, lingering_slots=1, scalar_bytes=4, fused=True),
+        Optimizer(name="adamw", state_slots=2, workspace_slots=2, lingering_slots=1, scalar_bytes=4, fused=True),
+        Optimizer(name="nesterov", state_slots=1, workspace_slots=1, fused=True),
+        Optimizer(name="sgd+decay", state_slots=0, workspace_slots=1, fused=True),
+        Optimizer(name="momentum+decay", state_slots=1, workspace_slots=1, fused=True),
+        Optimizer(name="nesterov+decay", state_slots=1, workspace_slots=2, fused=True),
+        Optimizer(name="adam+decay", state_slots=2, workspace_slots=3, lingering_slots=1, scalar_bytes=4, fused=True),
+    )
 }
 """By name. `+decay`: with `weight_decay`, which adds the parameter to its gradient in a tensor of its own (AdamW's
 scales the parameter in place and needs none)."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from paraplan.ir.cluster import check_cluster
 from paraplan.ir.errors import ClusterError, InvalidPlanError
 from paraplan.ir.lower import lower
@@ -66,6 +68,7 @@ def _verify_optimizer(plan: Plan) -> None:
     known = OPTIMIZERS.get(plan.optimizer.name)
     if known is None:
         raise InvalidPlanError(f"optimizer {plan.optimizer.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    known = msgspec.structs.replace(known, fused=plan.optimizer.fused)  # either way torch has it
     if plan.optimizer != known:
         wrong = next(each for each in known.__struct_fields__ if getattr(plan.optimizer, each) != getattr(known, each))
         raise InvalidPlanError(

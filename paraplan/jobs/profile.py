@@ -214,7 +214,7 @@ def _always(optimizer: str, meter: Meter, book: Book) -> Iterator[OpTime]:
     if book.lacks("view;"):
         yield meter.stretched(measure_view(meter.device))
     cls, options = OPTIMIZER_CLASSES[optimizer]
-    if book.lacks(f"update.{optimizer};"):
+    if book.lacks(f"update.{OPTIMIZERS[optimizer].timed_as};"):
         for count in UPDATED:
             yield meter.update(optimizer, cls, options, (count,))
 

@@ -234,7 +234,9 @@ class Checkpointing:
             home = self.slots_device(name)
             kept = {slot: value.to_local() if isinstance(value, DTensor) else value for slot, value in slots.items()}
             optimizer.state[param] = {
-                slot: v.to(home if is_like(v, param.shape) else v.device, copy=True)
+                slot: v.to(
+                    home if is_like(v, param.shape) else v.device, copy=True, memory_format=torch.contiguous_format
+                )
                 if isinstance(v, Tensor) else v
                 for slot, v in kept.items()
             }  # fmt: skip

@@ -17,6 +17,7 @@ from paraplan.ir.mesh import Shard, parse_layout
 from paraplan.ir.plan import OPTIMIZERS, Optimizer
 from paraplan.ir.sizes import say_size
 from paraplan.runtime.coupling import Coupling, coupling
+from paraplan.runtime.fused import KERNELS, FusedUpdates
 from paraplan.runtime.optim import GroupMaker
 from paraplan.runtime.rank import Rank
 
@@ -63,7 +64,6 @@ def make_optimizer(
             )
         made.register_step_pre_hook(lambda _, args, kwargs: _check_closure(name, args[1:], kwargs))
     rank.has_optimizer = True
-    _warn_of_memory(rank.plan.optimizer, made)
     held = holdings(rank.plan)
     own = {id(param) for group in made.param_groups for param in group["params"]}
     names = {name for name, param in rank.params.items() if params is None or id(param) in own}
@@ -77,16 +77,27 @@ def make_optimizer(
     if len(held) > 1 or any(_cut(each, rank.stage) for each in rank.params):
         rank.clock.notes_grads = True
         made.register_step_pre_hook(lambda *_: _warn_of_grads(rank))
+    fused = FusedUpdates(rank, made, params is not None) if type(made) in KERNELS else None
+    _warn_of_memory(rank.plan.optimizer, made, fused)
     warned: list[bool] = []
     made.register_step_post_hook(lambda *_: None if warned else warned.extend([True] * _warn_of_states(rank, made)))
     return made
 
 
-def _warn_of_memory(planned: Optimizer, made: torch.optim.Optimizer) -> None:
+def _warn_of_memory(planned: Optimizer, made: torch.optim.Optimizer, fused: FusedUpdates | None) -> None:
     """Warn where an optimizer of torch's keeps or allocates more than the plan's memory counts."""
-    asked = [OPTIMIZERS[name] for group in made.param_groups if (name := _name_of(made, group)) in OPTIMIZERS]
-    for each in asked:
-        if each.state_slots > planned.state_slots or each.workspace_slots > planned.workspace_slots:
+    asked = [(OPTIMIZERS[name], g) for g in made.param_groups if (name := _name_of(made, g)) in OPTIMIZERS]
+    for each, group in asked:
+        if fused is not None and fused.exceeds(group) and each.workspace_slots:
+            warnings.warn(
+                f"the plan counts on torch's fused kernels, whose update allocates nothing; as {each.name!r} is to be "
+                f"executed here, it takes {each.workspace_slots} tensors of a parameter's size or more: leave out "
+                "fused=, foreach=, capturable= and differentiable=",
+                stacklevel=4,
+            )
+            return
+        more = each.workspace_slots > planned.workspace_slots and not group["fused"]
+        if each.state_slots > planned.state_slots or more:
             warnings.warn(
                 f"the plan counts the memory of optimizer {planned.name!r}; this one is {each.name!r}, whose states or "
                 f"update take more: peaks may exceed the predicted ones; plan with optimizer={each.name!r}",

@@ -64,7 +64,7 @@ def test_a_model_is_measured_once_and_a_cut_run_goes_on(
     assert again.known > 0
     assert all(op.seconds > 0 and op.samples >= 3 for op in again.profile.ops if op.inputs)
     targets = {op.target for op in again.profile.ops}
-    assert {"paraplan.linear", "paraplan.attention_grad", "paraplan.dropout", "view", "update.adamw"} <= targets
+    assert {"paraplan.linear", "paraplan.attention_grad", "paraplan.dropout", "view", "update.adamw.fused"} <= targets
 
 
 def test_workspace_and_strides_are_the_op_s(program: Program) -> None:
@@ -82,7 +82,7 @@ def test_workspace_and_strides_are_the_op_s(program: Program) -> None:
 
 def test_an_update_is_that_of_one_parameter() -> None:
     found = measure_update("sgd", measure_ops.torch.optim.SGD, {}, (64,), "cpu")
-    assert (found.target, found.inputs) == ("update.sgd", (Measured("float32", (64,)),))
+    assert (found.target, found.inputs) == ("update.sgd.fused", (Measured("float32", (64,)),))
 
 
 def test_no_such_device() -> None:

@@ -59,7 +59,9 @@ def made_up(ops: list[LocalOp], seed: int, share: float = 1.0) -> Profile:
     times.append(OpTime(target=VIEW, flag=0, inputs=(), outputs=(), seconds=1e-6))
     for size in (64, 4096, 65536):
         spec = Measured("float32", (size,))
-        update = OpTime(target="update.adamw", flag=0, inputs=(spec,), outputs=(spec,), seconds=1e-6 + size * 5e-9)
+        update = OpTime(
+            target="update.adamw.fused", flag=0, inputs=(spec,), outputs=(spec,), seconds=1e-6 + size * 5e-9
+        )
         times.append(update)
     sent = [
         CollectiveTime(target=target, size=n, local_size=n, input_bytes=nbytes,

@@ -44,8 +44,8 @@ class RankSteps(LossSteps):
             self.turn = Turn(self.plan.schedule.name, stage, blocks.micro.mixes, self.actions)
         self.messages = Messages(blocks, group, self.add)
         update = lambda args, staged, drops: self.add(StepKind.UPDATE, args=args, staged=staged, drops=drops)  # noqa: E731
-        most, optimizer = self.plan.bundle_bytes, self.plan.optimizer
-        self.staged = StagedUpdates(self.states, self.program.params, optimizer, most, update)
+        most = self.plan.bundle_bytes
+        self.staged = StagedUpdates(self.states, self.program.params, self.plan.optimizer, self.fused, most, update)
         self.late = tuple(name for name in self.trained if self.plan.is_late(self.holding.params[name]))
 
     @property
@@ -194,7 +194,10 @@ class RankSteps(LossSteps):
             if not layouts[name].staged:
                 here.append(math.prod(value.shape) * _itemsize(value.dtype))
         return {
-            tier: (sum(here) * optimizer.state_slots + scalars[tier], optimizer.workspace_bytes(here))
+            tier: (
+                sum(here) * optimizer.state_slots + scalars[tier],
+                0 if tier in self.fused else optimizer.workspace_bytes(here),
+            )
             for tier, here in sizes.items()
         }
 

@@ -90,6 +90,7 @@ class StagedUpdates:
         states: writes what every update has in common.
         params: of the program.
         optimizer: the plan's.
+        fused: the places whose updates fused kernels make.
         most_bytes: of a run's states.
         update: writes an UPDATE.
     """
@@ -97,6 +98,7 @@ class StagedUpdates:
     states: StateCopies
     params: Mapping[str, ParamSpec]
     optimizer: Optimizer
+    fused: frozenset[str]
     most_bytes: int
     update: Update
     _is_out: bool = False
@@ -166,10 +168,9 @@ class StagedUpdates:
     def _update(self, run: tuple[str, ...]) -> None:
         sizes = [self._visitors(name)[0].at_home.nbytes for name in run]
         slots, scalars = self.optimizer.state_slots, self.optimizer.scalar_bytes * len(run)
-        staged = StagedUpdate(
-            tier=_way(self.states.layouts[run[0]])[1], state_bytes=slots * sum(sizes) + scalars,
-            workspace_bytes=self.optimizer.workspace_bytes(sizes),
-        )  # fmt: skip
+        tier = _way(self.states.layouts[run[0]])[1]
+        workspace = 0 if tier in self.fused else self.optimizer.workspace_bytes(sizes)
+        staged = StagedUpdate(tier=tier, state_bytes=slots * sum(sizes) + scalars, workspace_bytes=workspace)
         recalled = tuple(f"{home_name(name)}^up" for name in run if self._grads(name))
         self.update(tuple(self.states.updated(name) for name in run), staged, recalled)
 

@@ -86,14 +86,19 @@ def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> B
     return emitter.finish((zero,), ())
 
 
-def cast_block(name: str, value: LocalValue, dtype: str, extended: Dims) -> Block:
-    """A rank's part of a gradient in the accumulator's dtype, lying as it does."""
+def begin_block(name: str, value: LocalValue, dtype: str, rows: bool, extended: Dims) -> Block:
+    """A rank's part of a gradient as its accumulator begins: in another dtype lying as it does, or (`rows`) row by
+    row."""
     emitter = BlockEmitter(name, extended)
     whole = (R,) * len(extended)
     emitter.give("x", TensorSpec(value.dtype, value.shape), whole, value.strides)
-    given = "%" + emitter.get("x", whole)
-    cast = emitter.local("aten._to_copy.default", (given,), "cast", dtype, value.shape, {"dtype": ":" + dtype})
-    return emitter.finish((cast,), ())
+    made = emitter.get("x", whole)
+    if rows:
+        made = emitter.local("paraplan.reshape_copy", ("%" + made, value.shape), "rows", value.dtype, value.shape)
+    if value.dtype != dtype:
+        args = ("%" + made,)
+        made = emitter.local("aten._to_copy.default", args, "cast", dtype, value.shape, {"dtype": ":" + dtype})
+    return emitter.finish((made,), ())
 
 
 def loss_block(

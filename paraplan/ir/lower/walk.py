@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from paraplan.ir.fused import fusible_places
 from paraplan.ir.lower.ahead import Gathers, Visit
 from paraplan.ir.lower.away import Copies, at
 from paraplan.ir.lower.away import Visit as CopyVisit
@@ -32,13 +33,14 @@ from paraplan.ir.lower.parted import PartedCalls
 from paraplan.ir.lower.reduce import Partials, Reductions
 from paraplan.ir.lower.stage import PlanBlocks, StageBlocks
 from paraplan.ir.lower.states import StateCopies
-from paraplan.ir.lower.updates import cast_block, zero_block
+from paraplan.ir.lower.updates import begin_block, zero_block
 from paraplan.ir.lower.whole import Turn
 from paraplan.ir.mesh import R, parse_layout
 from paraplan.ir.program import master_dtype
 from paraplan.ir.rank_program import Block, LocalValue, Step, StepKind
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.schedule import Action, ActionKind
+from paraplan.ir.strides import is_contiguous
 from paraplan.ir.tensor import TensorSpec
 
 AWAKE = 2
@@ -69,6 +71,7 @@ class SegmentSteps:
         self.casts: dict[object, Block] = {}
         self.action = ""
         self.trained = self.holding.trained
+        self.fused = fusible_places(plan.program, blocks.held) if plan.optimizer.fused else frozenset[str]()
         params, shape = self.holding.params, self.holding.mesh.shape
         specs = {name: self.grad_spec(name) for name in self.trained}
         self.calls = PartedCalls(self._call)
@@ -349,24 +352,36 @@ class SegmentSteps:
             if out is not None and not path:
                 local = block.outputs[position]
                 assert local is not None
+                value = block.values[local]
                 if position >= first:
-                    out = self._first_cast(segment.params[position - first], out, block.values[local], m, index)
-                self.strides_of.setdefault(target, block.values[local].strides)
+                    out, value = self._begun(segment.params[position - first], out, value, m, index)
+                self.strides_of.setdefault(target, value.strides)
                 self.add(StepKind.ACCUMULATE, args=(target, out), microbatch=m, segment=index)
             elif out is not None:
-                self._send(segment.params[position - first], out, path)
+                name, value = segment.params[position - first], block.values[str(block.outputs[position])]
+                self._send(name, self._laid_out(name, out, value, value.dtype, m, index)[0], path)
 
-    def _first_cast(self, name: str, out: str, value: LocalValue, m: int, index: int) -> str:
+    def _begun(self, name: str, out: str, value: LocalValue, m: int, index: int) -> tuple[str, LocalValue]:
         """A gradient that its accumulator begins with, in its dtype; others are cast as they are added."""
-        dtype, begins = self.grad_spec(name).dtype, name not in self.begun
+        begins = name not in self.begun
         self.begun.add(name)
-        if not begins or value.dtype == dtype:
-            return out
-        key = (value.dtype, dtype, value.shape, value.strides)
+        return self._laid_out(name, out, value, self.grad_spec(name).dtype, m, index) if begins else (out, value)
+
+    def _laid_out(
+        self, name: str, out: str, value: LocalValue, dtype: str, m: int, index: int
+    ) -> tuple[str, LocalValue]:
+        """A gradient in a dtype and, where a fused kernel is to read it and it comes there as it lies, row by row."""
+        layouts = self.holding.params[name]
+        rows = layouts.update_tier in self.fused and not layouts.grad_tier
+        rows = rows and not is_contiguous(value.shape, value.strides)
+        if value.dtype == dtype and not rows:
+            return out, value
+        key = (value.dtype, dtype, value.shape, value.strides, rows)
         if key not in self.casts:
-            self.casts[key] = cast_block(f"cast.{len(self.casts)}", value, dtype, self.extended)
-        self.add(StepKind.CALL, self.casts[key], args=(out,), outs=(f"{out}^{dtype}",), microbatch=m, segment=index)
-        return f"{out}^{dtype}"
+            self.casts[key] = begin_block(f"cast.{len(self.casts)}", value, dtype, rows, self.extended)
+        block, made = self.casts[key], f"{out}^{dtype}"
+        self.add(StepKind.CALL, block, args=(out,), outs=(made,), microbatch=m, segment=index)
+        return made, block.values[str(block.outputs[0])]
 
     def _partial_bytes(self, parts: StageBlocks, index: int) -> int:
         """Bytes of the gradients that a segment's backward leaves as they were made."""

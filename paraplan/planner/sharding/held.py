@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from paraplan.ir.fused import is_fusible
 from paraplan.ir.mesh import R
 from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.assemble import Job
@@ -75,7 +76,9 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
         moved, brought = add(moved, prices.kept(tier, shard, on_host)), brought + shard
     cost = add(scale(add(reduced, restored, copy, step, moved), n), fetched)
     owned = shard if option.owns_state(cls.spec, prices.extended[1:]) else 0
-    states, workspace = owned + shard * slots + job.optimizer.scalar_bytes, shard * job.optimizer.workspace_slots
+    states = owned + shard * slots + job.optimizer.scalar_bytes
+    fused = job.optimizer.fused and is_fusible(cls.spec, option.state_dtype, option.layouts(), prices.extended[1:])
+    workspace = 0 if fused else shard * job.optimizer.workspace_slots
     kept = stored + (0 if tier else states)
     rests = kept - stored + (prices.nbytes(cls.spec, (R, *option.resting)) if stored else 0)
     accumulated = grad if m > 1 else 0

@@ -108,7 +108,7 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
     Raises:
         InfeasibleError: what is pinned to the host does not fit there.
     """
-    costs = Costs(job.cluster, mesh, job.profile, job.optimizer.name)
+    costs = Costs(job.cluster, mesh, job.profile, job.optimizer.timed_as)
     prices = Prices(costs, (job.program.shares(num_microbatches), *mesh.shape), constraints.every_place)
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
     space = build_space(job, prices, num_microbatches, pins)
