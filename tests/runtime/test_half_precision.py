@@ -245,3 +245,40 @@ def test_executable_with_schedule_scaler_and_compiled_blocks() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.125)
     assert trainer.compiled
     assert all(reason is not None for reason in trainer.compiled.values())
+
+
+class Shared(nn.Module):
+    """A weight in three layers, embeddings tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.layer, self.norm = nn.Embedding(32, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.wte(x)
+        for _ in range(3):
+            h = h + self.layer(self.norm(h)).tanh()
+        return nn.functional.cross_entropy(h @ self.wte.weight.t(), y)
+
+
+@pytest.mark.parametrize("pins", [{}, {"dp": 2, "zero": 0}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_what_is_added_to_a_gradient_is_not_cast_first(pins: dict[str, int]) -> None:
+    """Of a weight that several segments read the first gradient is cast, and later ones by the addition."""
+    torch.manual_seed(0)
+    model, draw = Shared(), torch.Generator().manual_seed(0)
+    given = {name: torch.randint(0, 32, (8,), generator=draw) for name in "xy"}
+    devices = pins.get("dp", 1)
+    plan = pp.compile(model, f"local:{devices}", example_inputs=given, precision="bf16", **pins)
+    walk, added = MemoryWalk(plan.programs[0]), []
+    for step in plan.programs[0].steps:
+        memory = walk.advance(step)
+        if step.kind is StepKind.ACCUMULATE and step.args[0].startswith("acc:"):
+            assert memory.held is not None and memory.held.dtype == "float32"
+            added.append((memory.moved, memory.added))
+    assert added == [(True, "float32")] * 5 + [(False, "bfloat16")] * 9
+    trainer = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], model)
+    loss, (wanted, exact) = trainer.step(given), Captured(plan.data, model, adamw, 0).step(given, None)
+    assert float(loss) == pytest.approx(wanted, rel=5e-3) and max_error(trainer.grads(), exact)[0] < 2e-2
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+    for rank in range(devices):
+        assert [e.key for e in trainer.entries(rank)] == [e.key for e in entries(plan.programs[0])]

@@ -230,7 +230,7 @@ def _param_grads(
     """The gradients of the parameters, and the moves left to those that leave the block as they were made."""
     found: list[str | None] = []
     left: list[Path] = []
-    for grad, placements in zip(kind.param_grads, context.param_grads, strict=True):
+    for grad, placements, wanted_dtype in zip(kind.param_grads, context.param_grads, context.grad_dtypes, strict=True):
         if grad is None or not wanted:
             found.append(None)
             left.append(())
@@ -242,17 +242,8 @@ def _param_grads(
             left.append(path)
             continue
         local = backward.get(grad, layout)
-        dtype = backward.values[local].dtype
-        if context.grad_dtype and dtype != context.grad_dtype:
-            value = backward.values[local]
-            local = backward.local(
-                "aten._to_copy.default",
-                ("%" + local,),
-                f"{grad}@{layout_text(layout)}^{context.grad_dtype}",
-                context.grad_dtype,
-                value.shape,
-                {"dtype": ":" + context.grad_dtype},
-            )
+        if wanted_dtype not in ("", backward.values[local].dtype):
+            local = backward.cast(local, wanted_dtype, f"{grad}@{layout_text(layout)}^{wanted_dtype}")
         found.append(local)
         left.append(())
     return tuple(left), tuple(found)

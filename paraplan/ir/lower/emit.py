@@ -278,6 +278,11 @@ class BlockEmitter(LayoutMoves):
         )
         return out
 
+    def cast(self, local: str, dtype: str, out: str) -> str:
+        """Emit a cast of a local value, which lies as it does."""
+        shape = self.values[local].shape
+        return self.local("aten._to_copy.default", ("%" + local,), out, dtype, shape, {"dtype": ":" + dtype})
+
     def effect(self, target: str, args: tuple[Arg, ...]) -> None:
         """Emit an op that makes nothing (a write into an input)."""
         self._add(Instr(target=target, args=args, outs=(), origin=-1, layout_change=True))

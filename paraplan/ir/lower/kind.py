@@ -53,7 +53,7 @@ class KindContext:
         inputs: per boundary input.
         params: per parameter slot, where it is stored.
         param_grads: per parameter slot, the layout its gradient is handed over in (on the mesh).
-        grad_dtype: dtype gradients of parameters leave the backward in, "" for that they are made in.
+        grad_dtypes: per parameter slot, the dtype its gradient leaves the backward in, "" for that it is made in.
         fetched: per parameter slot, whether it comes only shortly before the block, from a tier (see `fetch`) or from
             where it rests (see `ahead`); empty: none does.
         rows: of a segment of the tail, per boundary input the dim that microbatches cut; empty elsewhere.
@@ -64,7 +64,7 @@ class KindContext:
     inputs: tuple[Given, ...]
     params: tuple[Layout, ...]
     param_grads: tuple[Layout, ...]
-    grad_dtype: str
+    grad_dtypes: tuple[str, ...]
     fetched: tuple[bool, ...] = ()
     rows: tuple[int | None, ...] = ()
 

@@ -154,9 +154,7 @@ class _Loop:
         return name
 
     def _cast(self, local: str, out: str, dtype: str) -> str:
-        emitter = self.emitter
-        name, shape = emitter._unique(f"{out}^{dtype}"), emitter.values[local].shape
-        return emitter.local("aten._to_copy.default", ("%" + local,), name, dtype, shape, {"dtype": ":" + dtype})
+        return self.emitter.cast(local, dtype, self.emitter._unique(f"{out}^{dtype}"))
 
     def _put(self, inside: ChunkEmitter, out: str) -> None:
         """One more chunk of a value that is read whole."""

@@ -137,10 +137,7 @@ class Parcels:
         for index, (local, parcel) in enumerate(zip(results, parcels, strict=True)):
             value = emitter.values[local]
             if parcel.dtype and parcel.dtype != value.dtype:
-                results[index] = emitter.local(
-                    "aten._to_copy.default", ("%" + local,), f"{local}^{parcel.dtype}", parcel.dtype, value.shape,
-                    {"dtype": ":" + parcel.dtype},
-                )  # fmt: skip
+                results[index] = emitter.cast(local, parcel.dtype, f"{local}^{parcel.dtype}")
         return emitter.parted(results)
 
 

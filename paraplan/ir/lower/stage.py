@@ -25,7 +25,7 @@ from paraplan.ir.memo import Lately, Same
 from paraplan.ir.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.micro import ProgramMicro, dual, program_micro
 from paraplan.ir.plan import KindChoice, Plan
-from paraplan.ir.program import HALVES
+from paraplan.ir.program import HALVES, master_dtype
 from paraplan.ir.schedule import ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
 
@@ -110,6 +110,7 @@ class PlanBlocks:
         self.tail_stage = self._stage_of_tail()
         self.maker: dict[str, int] = {}
         self._split = _split_stages(plan)
+        self._begun_by = tuple(_last_segments(plan, each) for each in self.held)
         self._choices: list[KindChoice] = []
         self._done: dict[object, LoweredForward] = {}
         self._done_back: dict[object, LoweredBackward] = {}
@@ -188,7 +189,7 @@ class PlanBlocks:
         for name in segment.inputs:
             if name not in parts.given and name in self.maker:
                 self._receive(route, name, stage)
-        context = parts.contexts[index] = self._context(parts, stage, index)
+        context = parts.contexts[index] = self._context(route, stage, index)
         choice = self._choice(stage, index)
         micro = self.micro.segments[index]
         key = (choice, context, tuple(micro.placements[name] for name in kind.inputs))
@@ -249,8 +250,8 @@ class PlanBlocks:
             self._choices.append(choice)
         return self._choices.index(choice)
 
-    def _context(self, parts: StageBlocks, stage: int, index: int) -> KindContext:
-        plan, held = self.plan, self.plan.stages[stage]
+    def _context(self, route: RouteBlocks, stage: int, index: int) -> KindContext:
+        plan, held, parts = self.plan, self.plan.stages[stage], route.at(stage)
         segment = plan.program.segments[index]
         try:
             params = [held.params[name] for name in segment.params]
@@ -264,10 +265,19 @@ class PlanBlocks:
             num_microbatches=m, mesh_shape=held.mesh.shape, inputs=inputs,
             params=tuple(parse_layout(p.stored) for p in params),
             param_grads=tuple(parse_layout(p.grad) for p in params),
-            grad_dtype="float32" if plan.program.precision in HALVES and plan.num_microbatches == 1 else "",
+            grad_dtypes=self._grad_dtypes(route.groups[stage], index),
             fetched=tuple(bool(p.stored_tier) or p.ahead for p in params),
             rows=tuple(map(self._rows, segment.inputs)) if m < plan.num_shares else (),
         )  # fmt: skip
+
+    def _grad_dtypes(self, group: int, index: int) -> tuple[str, ...]:
+        """The dtype of an accumulator where, of one microbatch, that begins with a segment's gradient; what is added
+        to it later is cast by the addition."""
+        program, begun_by = self.plan.program, self._begun_by[group]
+        return tuple(
+            master_dtype(program.precision, program.params[name].spec.dtype) if begun_by.get(name) == index else ""
+            for name in program.segments[index].params
+        )
 
     def _read(self, parts: StageBlocks, name: str, index: int) -> Given:
         """How a segment is given a value."""
@@ -345,6 +355,19 @@ class PlanBlocks:
 
 def _hashable(choice: KindChoice) -> Hashable:
     return choice.ops, choice.input_grads, tuple(choice.activations.items()), choice.split
+
+
+def _last_segments(plan: Plan, held: Holding) -> dict[str, int]:
+    """Parameter -> the last segment that makes its gradient; nothing where several microbatches do, or none is cast."""
+    program = plan.program
+    if program.precision not in HALVES or plan.num_microbatches > 1:
+        return {}
+    found: dict[str, int] = {}
+    for index in held.segments:
+        segment = program.segments[index]
+        grads = program.kinds[segment.kind].param_grads
+        found.update({name: index for name, grad in zip(segment.params, grads, strict=True) if grad is not None})
+    return found
 
 
 def _split_stages(plan: Plan) -> set[int]:

@@ -73,7 +73,7 @@ def tangent_block(
         emitter.give("scale", TensorSpec("float32", ()), whole)
         scale = emitter.get("scale", whole)
         if dtype != "float32":
-            scale = emitter.local("aten._to_copy.default", ("%" + scale,), "cast", dtype, (), {"dtype": ":" + dtype})
+            scale = emitter.cast(scale, dtype, "cast")
         tangent = emitter.local("aten.mul.Tensor", ("%" + tangent, "%" + scale), "scaled", dtype, ())
     return emitter.parted((total, tangent))
 
@@ -96,8 +96,7 @@ def begin_block(name: str, value: LocalValue, dtype: str, rows: bool, extended: 
     if rows:
         made = emitter.local("paraplan.reshape_copy", ("%" + made, value.shape), "rows", value.dtype, value.shape)
     if value.dtype != dtype:
-        args = ("%" + made,)
-        made = emitter.local("aten._to_copy.default", args, "cast", dtype, value.shape, {"dtype": ":" + dtype})
+        made = emitter.cast(made, dtype, "cast")
     return emitter.finish((made,), ())
 
 
@@ -209,10 +208,7 @@ def restore_block(
         emitter.give("state", spec, (R, *state), strides)
     source = "state"
     if state_dtype != param.spec.dtype:
-        shape = local_shape(param.spec.shape, state, mesh_shape)
-        local = emitter.get("state", (R, *state))
-        dtype = param.spec.dtype
-        source = emitter.local("aten._to_copy.default", ("%" + local,), "cast", dtype, shape, {"dtype": ":" + dtype})
+        source = emitter.cast(emitter.get("state", (R, *state)), param.spec.dtype, "cast")
         emitter.define(source, param.spec, (R, *state))
     updated = emitter.get(source, (R, *stored))
     emitter.effect("paraplan.write", ("%" + emitter.get("stored", (R, *stored)), "%" + updated))

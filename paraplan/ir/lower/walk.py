@@ -68,6 +68,7 @@ class SegmentSteps:
         self.waits: list[Callable[[], None]] = []  # what ends the denominators
         self.strides_of: dict[str, tuple[int, ...]] = {}
         self.begun: set[str] = set()  # parameters whose gradients have accumulators
+        self.begins: dict[str, tuple[Move, ...]] = {}  # how the first of their parts that are sent moves
         self.casts: dict[object, Block] = {}
         self.action = ""
         self.trained = self.holding.trained
@@ -390,9 +391,10 @@ class SegmentSteps:
         return sum(local_bytes(spec, path[0].before, self.extended) for spec, path in found if path)
 
     def _send(self, name: str, out: str, path: tuple[Move, ...]) -> None:
-        param = self.program.params[name]
-        dtype = self.grad_spec(name).dtype
-        self.partials.send(name, Parcel(out, f"{out}^", param.spec, path, dtype))
+        casts = name not in self.begun and self.begins.get(name) != path  # what goes as the first does arrives after it
+        self.begins.setdefault(name, path)
+        dtype = self.grad_spec(name).dtype if casts else ""
+        self.partials.send(name, Parcel(out, f"{out}^", self.program.params[name].spec, path, dtype))
 
     def _accumulate(self, name: str, addend: str) -> None:
         self.begun.add(name)
