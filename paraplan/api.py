@@ -272,6 +272,7 @@ def compile(
     cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
     pp: int | Literal["auto"] | None = None, schedule: str | None = None,
     stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1, compiled: bool = False,
+    reduce_dtype: str | None = None,
     microbatches: int | None = None, per_microbatch: bool = False,
     memory: int | str | None = None, memory_reserve: int | str = 0, recompute: str | None = None,
     offload: str = "none", offload_states: str | None = None, delayed_update: bool | int | None = None,
@@ -300,6 +301,9 @@ def compile(
             averaged. It changes what is computed; where labels are counted, by those of all microbatches.
         memory, memory_reserve: what a device may hold at most (else its memory) and leaves free; bytes or "12GiB".
         overlap: in how many pieces at most tensor parallelism's products go, beside their collectives; 1: none does.
+        reduce_dtype: "fp32" or "bf16": what gradients are summed over ranks in, under half precisions. Left out, those
+            reduced as they are made (ZeRO-2 and 3, tensor parallelism) are in the half precision, those reduced once a
+            step (ZeRO-0 and 1) in float32, as accumulators and sums between stages always are.
         compiled: forward and backward blocks go through torch.compile, and are priced as it fuses them.
         recompute: "none", "selective", "alternate" or "full"; left out: chosen, and only where memory is short.
         offload: "host" or "disk" (both) lets activations, states and parameters be there if memory is short.
@@ -322,7 +326,7 @@ def compile(
         zero=zero, pp=pp, schedule=schedule, stages=None if stages is None else tuple(map(tuple, stages)),
         microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory), recompute=recompute,
         offload=offload, offload_states=offload_states, memory_reserve_bytes=parse_bytes(memory_reserve),
-        overlap=overlap, compiled=compiled, params=dict(params or {}),
+        overlap=overlap, compiled=compiled, params=dict(params or {}), reduce_dtype=reduce_dtype or "",
         delayed_update=_part("warm_up_steps")(delayed_update),
     )  # fmt: skip
     keeper = _optimizer(optimizer)

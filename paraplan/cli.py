@@ -157,6 +157,7 @@ def plan(
     per_microbatch: PerMicrobatch = False,
     overlap: Overlap = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile; priced as fused.")] = False,
+    reduce_dtype: Annotated[str | None, typer.Option(help="Of sums of gradients over ranks: fp32 or bf16.")] = None,
     dynamic: Dynamic = None,
     recompute: Recompute = None,
     offload: Offload = "none",
@@ -174,16 +175,14 @@ def plan(
         "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "dynamic": dynamic or (),
         "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "microbatches": microbatches,
         "offload": offload, "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap,
-        "compiled": compiled, "per_microbatch": per_microbatch,
+        "compiled": compiled, "reduce_dtype": reduce_dtype, "per_microbatch": per_microbatch,
     }  # fmt: skip
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, parse_settings(settings or []), meta=True)
-        _check_batch(model, made, batch, seq)
         found = _part("compile")(
-            made.model, cluster, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer,
-            precision=precision, batch=8 if batch is None else batch, seq=_sequence(made.model, seq),
-            time_limit_s=time_limit, progress=tell, profile=profile, profile_any=profile_any, **pins,
+            made.model, cluster, optimizer=optimizer, precision=precision, time_limit_s=time_limit, progress=tell,
+            profile=profile, profile_any=profile_any, **_batch_of(model, made, batch, seq), **pins,
         )  # fmt: skip
         if output is not None:
             found.save(output)
@@ -192,11 +191,16 @@ def plan(
         print_json(_part("plan_json")(found))
 
 
-def _check_batch(model: str, made: Any, batch: int | None, seq: int | None) -> None:
+def _batch_of(model: str, made: Any, batch: int | None, seq: int | None) -> dict[str, Any]:
+    """What a model is captured on, as options of `compile`."""
     if made.example_inputs is not None and (batch is not None or seq is not None):
         raise ConstraintError(
             f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
         )
+    return {
+        "example_inputs": made.example_inputs, "loss_fn": made.loss_fn, "batch": 8 if batch is None else batch,
+        "seq": _sequence(made.model, seq),
+    }  # fmt: skip
 
 
 def _sequence(model: Any, given: int | None) -> int:
@@ -278,11 +282,9 @@ def compare(
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, given, meta=True)
-        _check_batch(model, made, batch, seq)
         found = _part("compare_memory")(
             made.model, cluster, memory or ["80%", "60%", "50%", "40%"], names, strategy_time_s=time_limit,
-            progress=tell, example_inputs=made.example_inputs, loss_fn=made.loss_fn, optimizer=optimizer,
-            precision=precision, batch=8 if batch is None else batch, seq=_sequence(made.model, seq),
+            progress=tell, optimizer=optimizer, precision=precision, **_batch_of(model, made, batch, seq),
         )  # fmt: skip
     out().print(_part("compare_table")(found))
     if as_json:

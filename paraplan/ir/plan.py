@@ -298,6 +298,10 @@ class Certificate(Value, frozen=True, kw_only=True):
     gap: float
 
 
+REDUCE_DTYPES = {"": "", "fp32": "float32", "bf16": "bfloat16"}
+"""In which dtype gradients may be summed over ranks; "" where each is summed in the dtype it then has."""
+
+
 class Plan(Value, frozen=True, kw_only=True):
     """Everything needed to simulate, show and run one training step.
 
@@ -314,6 +318,10 @@ class Plan(Value, frozen=True, kw_only=True):
         reducing_bytes: what gradients on their way to the optimizer's layout may hold until they are there, where a
             collective holds what it reads (a reduce-scatter does); two are under way in any case.
         compiled: whether forward and backward blocks go through torch.compile.
+        reduce_dtype: "fp32" or "bf16": the dtype in which gradients of parameters are summed over the ranks of a mesh,
+            under half precisions. "": those reduced as they are made (ZeRO-2, ZeRO-3, tensor parallelism) in the half
+            precision, those reduced once a step (accumulated whole: ZeRO-0, ZeRO-1) in their accumulators' float32.
+            Accumulators, and what stages that share a parameter exchange, are float32 in any case.
         delayed_update: after how many steps the host's updates of states that stay there are done beside the next
             step's work, and so are one step late (see `ir.lower.late`); None: never.
         states_ahead: whether the first states that come to their update set out before the last segment's backward, and
@@ -336,6 +344,7 @@ class Plan(Value, frozen=True, kw_only=True):
     bundle_bytes: int = 8 << 20
     reducing_bytes: int = 0
     compiled: bool = False
+    reduce_dtype: str = ""
     delayed_update: int | None = None
     states_ahead: bool = False
     stages: tuple[Stage, ...]
@@ -350,6 +359,11 @@ class Plan(Value, frozen=True, kw_only=True):
     def num_shares(self) -> int:
         """Extent of the microbatch axis."""
         return self.program.shares(self.num_microbatches)
+
+    @property
+    def wire_dtype(self) -> str:
+        """What gradients are cast to before they are summed over ranks; "" where they are not."""
+        return REDUCE_DTYPES[self.reduce_dtype]
 
     def is_late(self, layouts: ParamLayouts) -> bool:
         """Whether a trained parameter that lies so is updated one step late."""

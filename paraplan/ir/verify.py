@@ -14,8 +14,8 @@ from paraplan.ir.errors import ClusterError, InvalidPlanError
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.remat import remat_of
 from paraplan.ir.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, parse_layout
-from paraplan.ir.plan import OPTIMIZERS, PLAN_VERSION, STATE_TIERS, ParamLayouts, Plan, Stage
-from paraplan.ir.program import trained_params
+from paraplan.ir.plan import OPTIMIZERS, PLAN_VERSION, REDUCE_DTYPES, STATE_TIERS, ParamLayouts, Plan, Stage
+from paraplan.ir.program import HALVES, trained_params
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.reshard import only_gathers
 from paraplan.ir.verify_program import verify_program
@@ -46,6 +46,7 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
     if plan.reducing_bytes < 0:
         raise InvalidPlanError(f"reducing_bytes is {plan.reducing_bytes}: at least 0")
     _verify_optimizer(plan)
+    _verify_reduce_dtype(plan)
     position = 0
     for index, stage in enumerate(plan.stages):
         if stage.first != position or stage.stop <= stage.first:
@@ -73,6 +74,18 @@ def _verify_optimizer(plan: Plan) -> None:
         wrong = next(each for each in known.__struct_fields__ if getattr(plan.optimizer, each) != getattr(known, each))
         raise InvalidPlanError(
             f"optimizer {known.name}: {wrong} is {getattr(plan.optimizer, wrong)}, torch's has {getattr(known, wrong)}"
+        )
+
+
+def _verify_reduce_dtype(plan: Plan) -> None:
+    """It is known, and the plan computes in a half precision."""
+    if plan.reduce_dtype not in REDUCE_DTYPES:
+        known = ", ".join(repr(each) for each in REDUCE_DTYPES)
+        raise InvalidPlanError(f"reduce_dtype is {plan.reduce_dtype!r}: one of {known}")
+    if plan.reduce_dtype and plan.program.precision not in HALVES:
+        raise InvalidPlanError(
+            f"reduce_dtype is {plan.reduce_dtype!r}, but gradients of {plan.program.precision} are summed as they are; "
+            "leave it empty"
         )
 
 

@@ -104,11 +104,14 @@ class AgainstEager:
     Args:
         call: how the user calls the model.
         program: what was captured of it.
+        summed_in: the precision in which gradients are summed over ranks, where that is the plan's to say.
     """
 
-    def __init__(self, call: Call, program: Program) -> None:
+    def __init__(self, call: Call, program: Program, summed_in: str = "") -> None:
         self.call, self.program = call, program
         self.precision = program.precision if call.casts is None else _NAMED[call.casts]
+        loss, tensors = BASE[self.precision]
+        self._base = loss, max(tensors, BASE[summed_in][1] if summed_in else 0.0)
         self.own = Eager(call, program, _OWN[program.precision])
         self._wide: Eager | None = None
         self._floor = floor_of(self.precision)
@@ -140,7 +143,7 @@ class AgainstEager:
             words = f"the captured program on one device, all random draws of a shape alike ({why})"
             other = self._judge(captured(shared, same), again, words)
             other.against += ", all random draws of a shape alike,"
-            own = _compared(found, captured(self.program, seeds), self._base(), self.noise, self._floor)
+            own = _compared(found, captured(self.program, seeds), self._least(), self.noise, self._floor)
             own.against = CAPTURED
             if not own.holds:  # what the captured program does says nothing of the step
                 return own
@@ -148,8 +151,8 @@ class AgainstEager:
                 return other
         return verdict
 
-    def _base(self) -> tuple[float, float]:
-        loss, tensors = BASE[self.precision]
+    def _least(self) -> tuple[float, float]:
+        loss, tensors = self._base
         return (loss, tensors) if self.precision == "fp64" else (max(loss, UNBOUNDED), max(tensors, UNBOUNDED))
 
     def rereads(self, batch: Tensors, params: Tensors, buffers: Tensors, seeds: Sequence[int]) -> str:
@@ -199,12 +202,12 @@ class AgainstEager:
         own, wide = runs.own, runs.widen(runs)
         if own is None and wide is None:
             return Verdict(cannot=f"the eager model fails: {runs.faults[False]}")
-        loss, tensors = BASE[self.precision]
+        loss, tensors = self._base
         half = self.program.precision not in ("fp64", "fp32")
         mine, theirs = self.precision, "float32" if half else "float64"
         if wide is None:
             assert own is not None
-            verdict = _compared(found, own, self._base(), floor=self._floor)
+            verdict = _compared(found, own, self._least(), floor=self._floor)
             verdict.how = _words(drawn, f"in {mine} alone: it fails in {theirs} ({runs.faults[True]})")
             return verdict
         noise = self.noise = {} if own is None else _noise(own, wide, self._floor)

@@ -127,7 +127,8 @@ class SingleDevice:
         refuse_hooks(made.model)  # copies of it have none
         self.program, self.errors, self._step = plan.program, Errors(), 0
         self.captured = Captured(plan, made.model, optimizer, seed)
-        self.eager = AgainstEager(Call.of(made, plan.program, choice), plan.program)
+        self.eager = AgainstEager(Call.of(made, plan.program, choice), plan.program, plan.reduce_dtype)
+        self._limit = max(TOLERANCE[each] for each in (plan.program.precision, plan.reduce_dtype) if each)
         self._updates = _Updates(self.eager, self.captured, optimizer)
         self.errors.failure = shared_numbers(plan.program)
 
@@ -169,7 +170,7 @@ class SingleDevice:
     ) -> list[Fault]:  # fmt: skip
         captured, errors, noise = self.captured, self.errors, self.eager.noise
         floor = floor_of(self.program.precision)
-        limit, updated = TOLERANCE[self.program.precision], UPDATED.get(self.program.precision, UPDATED_NARROW)
+        limit, updated = self._limit, UPDATED.get(self.program.precision, UPDATED_NARROW)
         off = Difference("", relative(loss, wanted_loss), f"{loss:.9g}", f"{wanted_loss:.9g}")
         faults = [Fault("loss", off, limit)]
         errors.loss = max(errors.loss, off.error)

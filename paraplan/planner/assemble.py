@@ -30,7 +30,7 @@ class Job:
         model: which model, for the plan's readers.
         versions: what the plan is made with.
         profile: measured times of the cluster's device, if there are any.
-        compiled: as in the plan.
+        compiled, reduce_dtype: as in the plan.
     """
 
     program: Program
@@ -40,6 +40,7 @@ class Job:
     versions: dict[str, str]
     profile: Profile | None = None
     compiled: bool = False
+    reduce_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
         made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
         num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, bundle_bytes=decisions.bundle_bytes,
         stages=(stage,), schedule=schedule, profile=job.profile, compiled=job.compiled,
+        reduce_dtype=job.reduce_dtype,
         notes=(*_notes(program), *_routing(program, choices), *_apart(program), *_once(micro)),
     )  # fmt: skip
 

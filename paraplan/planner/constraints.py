@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError
-from paraplan.ir.plan import AHEAD, HERE, ON_HOST, PLACES, Place
+from paraplan.ir.plan import AHEAD, HERE, ON_HOST, PLACES, REDUCE_DTYPES, Place
+from paraplan.ir.program import HALVES
 from paraplan.ir.struct import Value
 
 PRESETS = ("none", "selective", "alternate", "full")
@@ -62,6 +63,7 @@ class Constraints(Value, frozen=True, kw_only=True):
             1: none does.
         compiled: whether forward and backward blocks go through torch.compile: chains of memory-bound ops are then
             priced as it fuses them. Nothing is proved of such plans, for ops are chosen at their prices apart.
+        reduce_dtype: in which dtype gradients are summed over ranks, as in `ir.plan.Plan`.
         offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "all" keeps
             parameters there too, "none" all on the device; "either" leaves the states to the planner, "any" states and
             parameters; None: as "any" where `offload` allows the host, and on the disk where it allows that. "disk"
@@ -92,6 +94,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     offload: str = "none"
     overlap: int = 1
     compiled: bool = False
+    reduce_dtype: str = ""
     offload_states: str | None = None
     delayed_update: int | None = None
     params: dict[str, str] = {}
@@ -208,6 +211,22 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     if c.ep is not None and dp % c.ep:
         raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
     return c
+
+
+def check_reduce_dtype(constraints: Constraints, precision: str) -> None:
+    """Refuse a dtype of sums over ranks that is unknown, or beside a precision that knows one alone.
+
+    Raises:
+        ConstraintError: so it is.
+    """
+    given = constraints.reduce_dtype
+    if given not in REDUCE_DTYPES:
+        raise ConstraintError(f"reduce_dtype={given!r}: one of {', '.join(filter(None, REDUCE_DTYPES))}")
+    if given and precision not in HALVES:
+        raise ConstraintError(
+            f"reduce_dtype={given!r} says how gradients of half precisions are summed over ranks, and "
+            f"precision={precision!r} sums them as they are; leave it out, or plan with precision='bf16'"
+        )
 
 
 def device_budget(cluster: ClusterSpec, constraints: Constraints) -> int:

@@ -25,7 +25,14 @@ from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
 from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.constraints import AUTO, Constraints, check_constraints, check_time_limit, device_budget
+from paraplan.planner.constraints import (
+    AUTO,
+    Constraints,
+    check_constraints,
+    check_reduce_dtype,
+    check_time_limit,
+    device_budget,
+)
 from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.op_by_op import solve_op_by_op, what_would_do
@@ -78,7 +85,8 @@ def search(
     check_time_limit(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)
     _check_rates(job)
-    job = replace(job, compiled=constraints.compiled)
+    check_reduce_dtype(constraints, job.program.precision)
+    job = replace(job, compiled=constraints.compiled, reduce_dtype=constraints.reduce_dtype)
     if job.program.apart > 1 and constraints.microbatches is None:
         constraints = msgspec.structs.replace(constraints, microbatches=job.program.apart)
     constraints, unpriced = _with_states(job, constraints)

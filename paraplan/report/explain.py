@@ -84,7 +84,7 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
     return (
         ("model", f"{plan.model.display}: {show_count(num_params(program))} parameters, {pieces}"),
         ("batch", batch),
-        ("computes in", f"{program.precision}, optimizer {plan.optimizer.name}"),
+        ("computes in", f"{program.precision}{_summed_in(plan)}, optimizer {plan.optimizer.name}"),
         *((("float8", float8_words(program)),) if program.precision == "fp8" else ()),
         ("cluster", f"{cluster.name}: {_devices(cluster)}"),
         *((_stage_name(plan, index), _stage_text(plan, stage)) for index, stage in enumerate(plan.stages)),
@@ -92,6 +92,10 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
         ("parameters", "; ".join(dict.fromkeys(layer_words(plan)))),
         ("activations", _activation_words(plan)),
     )  # fmt: skip
+
+
+def _summed_in(plan: Plan) -> str:
+    return f", gradients summed over ranks in {plan.reduce_dtype}" if plan.reduce_dtype else ""
 
 
 def float8_words(program: Program) -> str:

@@ -17,7 +17,7 @@ OPTIONS = {
         "--memory", "--memory-reserve", "--tp",
         "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages", "--microbatches",
         "--per-microbatch",
-        "--overlap", "--compile", "--dynamic", "--recompute", "--offload", "--offload-states",
+        "--overlap", "--compile", "--reduce-dtype", "--dynamic", "--recompute", "--offload", "--offload-states",
         "--delayed-update",
         "--time-limit", "--profile", "--profile-any", "--json",
     ],

@@ -37,6 +37,7 @@ from paraplan.ir.plan import KindChoice
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.rank_program import Block
 from paraplan.ir.reshard import Move
+from paraplan.ir.tensor import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,8 @@ def _param_grads(
             continue
         layout = (P if context.num_microbatches > 1 else R, *placements)
         path = backward.path(grad, layout)
+        if context.reduce_dtype and any(move.reduction for move in path):
+            grad = _as_summed(backward, grad, context.reduce_dtype)
         if path and path[0].kind != "all_gather" and travels_with(backward.specs[grad], path, backward.mesh_shape):
             found.append(backward.get(grad, backward.home(grad)))
             left.append(path)
@@ -247,3 +250,13 @@ def _param_grads(
         found.append(local)
         left.append(())
     return tuple(left), tuple(found)
+
+
+def _as_summed(backward: BlockEmitter, grad: str, dtype: str) -> str:
+    """The graph's name of a gradient in the dtype in which it is summed over ranks."""
+    home, spec = backward.home(grad), backward.specs[grad]
+    if spec.dtype == dtype:
+        return grad
+    cast = backward.cast(backward.get(grad, home), dtype, f"{grad}^{dtype}")
+    backward.define(cast, TensorSpec(dtype, spec.shape), home)
+    return cast

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -54,6 +54,7 @@ class KindContext:
         params: per parameter slot, where it is stored.
         param_grads: per parameter slot, the layout its gradient is handed over in (on the mesh).
         grad_dtypes: per parameter slot, the dtype its gradient leaves the backward in, "" for that it is made in.
+        reduce_dtype: what they are cast to before they are summed over ranks, "" for nothing.
         fetched: per parameter slot, whether it comes only shortly before the block, from a tier (see `fetch`) or from
             where it rests (see `ahead`); empty: none does.
         rows: of a segment of the tail, per boundary input the dim that microbatches cut; empty elsewhere.
@@ -65,6 +66,7 @@ class KindContext:
     params: tuple[Layout, ...]
     param_grads: tuple[Layout, ...]
     grad_dtypes: tuple[str, ...]
+    reduce_dtype: str = ""
     fetched: tuple[bool, ...] = ()
     rows: tuple[int | None, ...] = ()
 
@@ -132,12 +134,29 @@ def chosen_strategies(
     return tuple(found)
 
 
+def _summed_late(kind: SegmentKind, strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    """The strategies without sums over ranks of gradients that are cast for them, which come when they leave."""
+    grads = own_grads(kind)
+    return tuple(
+        replace(strategy, outputs=strategy.computed) if op.outs and op.outs[0] in grads else strategy
+        for op, strategy in zip(kind.graph.ops, strategies, strict=True)
+    )
+
+
+def own_grads(kind: SegmentKind) -> frozenset[str]:
+    """The gradients of parameters that no op of the kind reads."""
+    read = {name for op in kind.graph.ops for name in op.tensors}
+    return frozenset(grad for grad in kind.param_grads if grad is not None and grad not in read)
+
+
 def lower_forward(
     name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext
 ) -> LoweredForward:
     """Lower a kind's forward ops."""
     m = context.num_microbatches
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
+    if context.reduce_dtype:
+        strategies = _summed_late(kind, strategies)
     chunks = chosen_chunks(kind, choice, strategies, context)
     kind = executed(kind, choice)
     remat = remat_of(kind, choice.activations)

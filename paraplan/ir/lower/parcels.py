@@ -29,9 +29,10 @@ class Parcel:
 
     Attributes:
         source, result: its outer names before and after.
-        spec: of the whole value.
+        spec: of the whole value, as it travels.
         path: the moves.
         dtype: what it is cast to on arrival; "" leaves it.
+        given: the dtype it is cast from before; "" where it has that it travels in.
     """
 
     source: str
@@ -39,6 +40,7 @@ class Parcel:
     spec: TensorSpec
     path: tuple[Move, ...]
     dtype: str = ""
+    given: str = ""
 
 
 @dataclass(eq=False)
@@ -100,7 +102,7 @@ class Parcels:
 
     def begin(self, parcels: Sequence[Parcel]) -> Callable[[], None]:
         """Write what issues parcels that move alike; returns what writes their wait."""
-        key = tuple((parcel.spec, parcel.path, parcel.dtype) for parcel in parcels)
+        key = tuple((parcel.spec, parcel.path, parcel.dtype, parcel.given) for parcel in parcels)
         if key not in self._made:
             self._made[key] = self._blocks(f"{self.stem}.{len(self._made)}", parcels)
         given = {f"x{index}": parcel.source for index, parcel in enumerate(parcels)}
@@ -127,18 +129,28 @@ class Parcels:
         """Issue and wait of one change of layout; inputs `x<i>`."""
         emitter = BlockEmitter(name, self.mesh_shape, overwrites=self.overwrites)
         given = [f"x{index}" for index in range(len(parcels))]
-        for local, parcel in zip(given, parcels, strict=True):
-            emitter.give(local, parcel.spec, parcel.path[0].before)
+        names = [_put_in(emitter, local, parcel) for local, parcel in zip(given, parcels, strict=True)]
         if len(parcels) == 1:
-            results = [emitter.get("x0", parcels[0].path[-1].after)]
+            results = [emitter.get(names[0], parcels[0].path[-1].after)]
         else:
-            locals_ = [emitter.get(local, parcel.path[0].before) for local, parcel in zip(given, parcels, strict=True)]
+            locals_ = [emitter.get(local, parcel.path[0].before) for local, parcel in zip(names, parcels, strict=True)]
             results = move_together(emitter, "moved", locals_, [parcel.path for parcel in parcels])
         for index, (local, parcel) in enumerate(zip(results, parcels, strict=True)):
             value = emitter.values[local]
             if parcel.dtype and parcel.dtype != value.dtype:
                 results[index] = emitter.cast(local, parcel.dtype, f"{local}^{parcel.dtype}")
         return emitter.parted(results)
+
+
+def _put_in(emitter: BlockEmitter, local: str, parcel: Parcel) -> str:
+    """The name of an input as it travels."""
+    layout, spec = parcel.path[0].before, parcel.spec
+    emitter.give(local, TensorSpec(parcel.given or spec.dtype, spec.shape), layout)
+    if parcel.given in ("", spec.dtype):
+        return local
+    cast = emitter.cast(emitter.get(local, layout), spec.dtype, f"{local}^{spec.dtype}")
+    emitter.define(cast, spec, layout)
+    return cast
 
 
 def travels_with(spec: TensorSpec, path: Sequence[Move], mesh_shape: Dims) -> Key | None:

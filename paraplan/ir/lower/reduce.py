@@ -29,21 +29,25 @@ class Reductions:
 
     Attributes:
         layouts: of every parameter.
-        specs: of every gradient as it accumulates.
+        specs: of every gradient as the optimizer reads it.
+        accumulates: the dtype of every accumulator.
         mesh_shape: of the stage.
         calls: writes steps.
         most_bytes: the plan's bound on bundles.
         holding_bytes: the plan's bound on what those under way hold.
+        wire_dtype: what sums over ranks are of, "" where of what accumulates.
         reduced: told of every parameter and its gradient, once that is in the optimizer's layout.
         grads: parameter -> outer name of its reduced gradient.
     """
 
     layouts: Mapping[str, ParamLayouts]
     specs: Mapping[str, TensorSpec]
+    accumulates: Mapping[str, str]
     mesh_shape: Dims
     calls: PartedCalls
     most_bytes: int
     holding_bytes: int = 0
+    wire_dtype: str = ""
     reduced: Callable[[str, str], None] = lambda name, grad: None
     grads: dict[str, str] = field(default_factory=dict)
 
@@ -57,11 +61,12 @@ class Reductions:
     def final(self, names: Iterable[str]) -> None:
         """These parameters' gradients are complete: begin what can begin."""
         for name in names:
-            spec, path = self.specs[name], self._path(name)
+            path = self._path(name)
             self.grads[name] = f"grad:{name}" if path else f"acc:{name}"
             self._names[f"grad:{name}"] = name
             if path:
-                self._parcels.send(Parcel(f"acc:{name}", f"grad:{name}", spec, path))
+                dtypes = self.specs[name].dtype, self.accumulates[name]
+                self._parcels.send(Parcel(f"acc:{name}", f"grad:{name}", self._sent(name), path, *dtypes))
             else:
                 self.reduced(name, f"acc:{name}")
 
@@ -70,7 +75,7 @@ class Reductions:
         key = travels_with(spec, path, self._extended)
         return key is not None and any(
             path and travels_with(each, path, self._extended) == key
-            for each, path in ((spec, self._path(name)) for name, spec in self.specs.items())
+            for each, path in ((self._sent(name), self._path(name)) for name in self.specs)
         )
 
     def send(self, parcel: Parcel) -> None:
@@ -89,6 +94,12 @@ class Reductions:
         layouts = self.layouts[name]
         source, target = _extend(layouts.grad), _extend(layouts.state)
         return reshard_path(self.specs[name].shape, source, target, self._extended, frozen=1)
+
+    def _sent(self, name: str) -> TensorSpec:
+        """A gradient as it travels."""
+        sums = any(move.reduction for move in self._path(name))
+        dtype = self.wire_dtype if self.wire_dtype and sums else self.accumulates[name]
+        return TensorSpec(dtype, self.specs[name].shape)
 
     @property
     def _extended(self) -> Dims:

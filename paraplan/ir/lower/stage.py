@@ -26,6 +26,7 @@ from paraplan.ir.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.micro import ProgramMicro, dual, program_micro
 from paraplan.ir.plan import KindChoice, Plan
 from paraplan.ir.program import HALVES, master_dtype
+from paraplan.ir.reshard import reshard_path
 from paraplan.ir.schedule import ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
 
@@ -100,6 +101,7 @@ class PlanBlocks:
         micro: what everything does along the microbatch axis.
         tail_stage: the stage that holds the tail; -1 where there is none.
         maker: value -> the stage that makes it.
+        reduce_dtype: what gradients are cast to before they are summed over ranks as they are made; "" for nothing.
     """
 
     def __init__(self, plan: Plan, evaluate: bool = False) -> None:
@@ -109,8 +111,9 @@ class PlanBlocks:
         self.micro: ProgramMicro = program_micro(plan.program, plan.num_microbatches)
         self.tail_stage = self._stage_of_tail()
         self.maker: dict[str, int] = {}
+        self.reduce_dtype = "" if plan.wire_dtype == HALVES.get(plan.program.precision) else plan.wire_dtype
         self._split = _split_stages(plan)
-        self._begun_by = tuple(_last_segments(plan, each) for each in self.held)
+        self._makers = tuple(_makers(plan, each) for each in self.held)
         self._choices: list[KindChoice] = []
         self._done: dict[object, LoweredForward] = {}
         self._done_back: dict[object, LoweredBackward] = {}
@@ -266,6 +269,7 @@ class PlanBlocks:
             params=tuple(parse_layout(p.stored) for p in params),
             param_grads=tuple(parse_layout(p.grad) for p in params),
             grad_dtypes=self._grad_dtypes(route.groups[stage], index),
+            reduce_dtype=self.reduce_dtype,
             fetched=tuple(bool(p.stored_tier) or p.ahead for p in params),
             rows=tuple(map(self._rows, segment.inputs)) if m < plan.num_shares else (),
         )  # fmt: skip
@@ -273,11 +277,23 @@ class PlanBlocks:
     def _grad_dtypes(self, group: int, index: int) -> tuple[str, ...]:
         """The dtype of an accumulator where, of one microbatch, that begins with a segment's gradient; what is added
         to it later is cast by the addition."""
-        program, begun_by = self.plan.program, self._begun_by[group]
+        if self.plan.program.precision not in HALVES or self.plan.num_microbatches > 1:
+            return ("",) * len(self.plan.program.segments[index].params)
         return tuple(
-            master_dtype(program.precision, program.params[name].spec.dtype) if begun_by.get(name) == index else ""
-            for name in program.segments[index].params
+            self.accumulates(group, name) if self._makers[group].get(name, ())[-1:] == (index,) else ""
+            for name in self.plan.program.segments[index].params
         )
+
+    def accumulates(self, group: int, name: str) -> str:
+        """The dtype of an accumulator: the optimizer's, but where one gradient is all of the sum and reduced as
+        it was made."""
+        plan, held = self.plan, self.held[group]
+        made, layouts = plan.program.params[name].spec, held.params[name]
+        if plan.wire_dtype == made.dtype and plan.num_microbatches == len(self._makers[group].get(name, ())) == 1:
+            source, target = parse_layout(layouts.grad), parse_layout(layouts.state)
+            if any(move.reduction for move in reshard_path(made.shape, source, target, held.mesh.shape)):
+                return made.dtype
+        return master_dtype(plan.program.precision, made.dtype)
 
     def _read(self, parts: StageBlocks, name: str, index: int) -> Given:
         """How a segment is given a value."""
@@ -357,16 +373,14 @@ def _hashable(choice: KindChoice) -> Hashable:
     return choice.ops, choice.input_grads, tuple(choice.activations.items()), choice.split
 
 
-def _last_segments(plan: Plan, held: Holding) -> dict[str, int]:
-    """Parameter -> the last segment that makes its gradient; nothing where several microbatches do, or none is cast."""
-    program = plan.program
-    if program.precision not in HALVES or plan.num_microbatches > 1:
-        return {}
-    found: dict[str, int] = {}
+def _makers(plan: Plan, held: Holding) -> dict[str, tuple[int, ...]]:
+    """Parameter -> the segments that make its gradient, ascending; one that makes two of it twice."""
+    found: dict[str, tuple[int, ...]] = {}
     for index in held.segments:
-        segment = program.segments[index]
-        grads = program.kinds[segment.kind].param_grads
-        found.update({name: index for name, grad in zip(segment.params, grads, strict=True) if grad is not None})
+        segment = plan.program.segments[index]
+        for name, grad in zip(segment.params, plan.program.kinds[segment.kind].param_grads, strict=True):
+            if grad is not None:
+                found[name] = (*found.get(name, ()), index)
     return found
 
 

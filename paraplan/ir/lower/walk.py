@@ -80,9 +80,11 @@ class SegmentSteps:
         self.tied = frozenset(name for name, count in holders.items() if count > 1)
         self.states = StateCopies(params, specs, shape, self._call)
         made = {name: specs[name] for name in self.holding.graded}
+        self.accumulates = {name: blocks.accumulates(group, name) for name in made}
         self.reductions = Reductions(
-            params, made, shape, self.calls, plan.bundle_bytes, plan.reducing_bytes, self._reduced
-        )
+            params, made, self.accumulates, shape, self.calls, plan.bundle_bytes, plan.reducing_bytes,
+            plan.wire_dtype, self._reduced,
+        )  # fmt: skip
         self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
         self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
         under_way = AWAKE if len(blocks.held) == 1 else len(plan.program.segments)
@@ -366,7 +368,7 @@ class SegmentSteps:
         """A gradient that its accumulator begins with, in its dtype; others are cast as they are added."""
         begins = name not in self.begun
         self.begun.add(name)
-        return self._laid_out(name, out, value, self.grad_spec(name).dtype, m, index) if begins else (out, value)
+        return self._laid_out(name, out, value, self.accumulates[name], m, index) if begins else (out, value)
 
     def _laid_out(
         self, name: str, out: str, value: LocalValue, dtype: str, m: int, index: int
@@ -387,14 +389,19 @@ class SegmentSteps:
     def _partial_bytes(self, parts: StageBlocks, index: int) -> int:
         """Bytes of the gradients that a segment's backward leaves as they were made."""
         params, paths = self.program.segments[index].params, parts.backwards[index].partial
-        found = zip((self.program.params[name].spec for name in params), paths, strict=True)
+        found = zip(map(self._made_spec, params), paths, strict=True)
         return sum(local_bytes(spec, path[0].before, self.extended) for spec, path in found if path)
 
     def _send(self, name: str, out: str, path: tuple[Move, ...]) -> None:
         casts = name not in self.begun and self.begins.get(name) != path  # what goes as the first does arrives after it
         self.begins.setdefault(name, path)
-        dtype = self.grad_spec(name).dtype if casts else ""
-        self.partials.send(name, Parcel(out, f"{out}^", self.program.params[name].spec, path, dtype))
+        dtype = self.accumulates[name] if casts else ""
+        self.partials.send(name, Parcel(out, f"{out}^", self._made_spec(name), path, dtype))
+
+    def _made_spec(self, name: str) -> TensorSpec:
+        """The spec of a gradient that leaves its block as a sum over ranks."""
+        spec = self.program.params[name].spec
+        return TensorSpec(self.lowered.reduce_dtype or spec.dtype, spec.shape)
 
     def _accumulate(self, name: str, addend: str) -> None:
         self.begun.add(name)

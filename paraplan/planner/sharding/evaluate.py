@@ -25,7 +25,7 @@ def work_of_choices(space: Space, choices: Sequence[int]) -> Price:
         have = transfer.source.layouts[choices[transfer.source.decider]]
         wants: dict[Layout, None] = dict.fromkeys(end.layouts[choices[end.decider]] for end in transfer.readers)
         for want in wants:
-            price = space.prices.reshard(transfer.spec, have, want, transfer.bundled)
+            price = space.prices.reshard(transfer.spec, have, want, transfer.bundled, transfer.wire)
             if price is None:
                 raise ValueError(f"{transfer.what}: no way from {have} to {want}")
             total = add(total, scale(price, transfer.count))

@@ -73,8 +73,9 @@ def _factor(
         wants.append(_numbers(end.layouts, asks))
         again = end.decider in readers or end.decider == transfer.source.decider
         readers.append(_twin(end, prices, factors) if again else end.decider)
-    moved = space.prices.transfers(transfer.spec, tuple(makes), tuple(asks), transfer.bundled) * transfer.count
-    return Factor(transfer.source.decider, tuple(readers), have, tuple(wants), moved, transfer.what)
+    prices_of = space.prices.transfers(transfer.spec, tuple(makes), tuple(asks), transfer.bundled, transfer.wire)
+    what, source = transfer.what, transfer.source.decider
+    return Factor(source, tuple(readers), have, tuple(wants), prices_of * transfer.count, what)
 
 
 def _twin(end: End, prices: list[Floats], factors: list[Factor]) -> int:

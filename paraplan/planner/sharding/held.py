@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from paraplan.ir.fused import is_fusible
 from paraplan.ir.mesh import R
+from paraplan.ir.plan import REDUCE_DTYPES
 from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.assemble import Job
 from paraplan.planner.classes import ParamClass
@@ -62,9 +63,9 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
         return ParamHeld(fetched, stored * n, stored * n, away=on_host * n, disk=(stays - on_host) * n, here=stays)
     tier, master = option.state_tier, TensorSpec(option.state_dtype, cls.spec.shape)
     shard, grad = prices.nbytes(master, (R, *option.state)), prices.nbytes(master, (R, *option.grad))
-    reduced = prices.reshard(master, (R, *option.grad), (R, *option.state), bundled=True)
+    reduced = _reduced(job, prices, master, option)
     restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored), bundled=option.ahead)
-    assert reduced is not None and restored is not None
+    assert restored is not None
     copy = prices.write(cls.spec, (R, *option.resting)) if option.needs_restore(cls.spec.dtype) else prices.zero
     back = not option.stored_tier
     on_host = bool(tier) and not option.fetched
@@ -91,6 +92,16 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     work, one = workspace + brought, grad if m == 1 and not waits else 0
     left = rests if waits else rests + shard
     return ParamHeld(cost, (kept + accumulated) * n, left * n, work, one, away=away, disk=disk, here=stays)
+
+
+def _reduced(job: Job, prices: Prices, master: TensorSpec, option: ParamOption) -> Price:
+    """An accumulated gradient brought to the optimizer's layout, in the dtype it is summed over ranks in; what one
+    gradient alone accumulates is not cast to it."""
+    source, target, wire = (R, *option.grad), (R, *option.state), REDUCE_DTYPES[job.reduce_dtype]
+    sent = TensorSpec(wire, master.shape) if wire and prices.sums(master, source, target) else master
+    moved = prices.reshard(sent, source, target, bundled=True)
+    assert moved is not None
+    return add(moved, prices.cast(sent, master.dtype, target))
 
 
 def _reads(job: Job, cls: ParamClass) -> int:

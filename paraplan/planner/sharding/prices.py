@@ -152,25 +152,34 @@ class Prices:
         outputs = tuple(None if name is None else steps.values[name] for name in step.outs)
         return self._on(COMPUTE, self.costs.op_s(step.target, step.args, step.kwargs, inputs, outputs))
 
-    def reshard(self, spec: TensorSpec, source: Layout, target: Layout, bundled: bool = False) -> Price | None:
-        """A change of layout; None where there is no way. `bundled`: see `transfers`."""
+    def reshard(
+        self, spec: TensorSpec, source: Layout, target: Layout, bundled: bool = False, wire: str = ""
+    ) -> Price | None:
+        """A change of layout; None where there is no way. `bundled`, `wire`: see `transfers`."""
         if source == target:
             return self.zero
-        key = (spec, source, target, bundled)
+        key = (spec, source, target, bundled, wire)
         if key not in self._moves:
-            price = self.transfers(spec, (source,), (target,), bundled)[0, 0]
+            price = self.transfers(spec, (source,), (target,), bundled, wire)[0, 0]
             self._moves[key] = tuple(price.tolist()) if np.isfinite(price).all() else None
         return self._moves[key]
 
     def transfers(
-        self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bundled: bool = False
-    ) -> Floats:
+        self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bundled: bool = False,
+        wire: str = "",
+    ) -> Floats:  # fmt: skip
         """[source, target, stream] prices of changing a value's layout; infinite where there is no way.
 
         `bundled`: lowering puts small values of this sort (parameters, their gradients) into one collective with
         others, so they are priced at what they add to one at least (a bound must hold however many share it).
+        `wire`: the dtype a value is cast to before it is summed over ranks; "": its own.
         """
         table = reshard_table(spec.shape, self.extended, 1, (*sources, *targets))
+        if wire not in ("", spec.dtype):
+            sums = self._sums(table, sources, targets)[:, :, None]
+            cast = np.array([self.cast(spec, wire, source) for source in sources])[:, None]
+            as_is = self.transfers(spec, sources, targets, bundled)
+            return np.where(sums, self.transfers(TensorSpec(wire, spec.shape), sources, targets, bundled) + cast, as_is)
         key = (spec, id(table), bundled)
         if key not in self._totals:
             moves = np.array([self._move(spec, move, bundled) for move in table.moves]).reshape(-1, len(self.streams))
@@ -178,6 +187,18 @@ class Prices:
         totals = self._totals[key][0]
         rows, columns = ([table.index[layout] for layout in layouts] for layouts in (sources, targets))
         found: Floats = totals[np.ix_(rows, columns)]
+        return found
+
+    def sums(self, spec: TensorSpec, source: Layout, target: Layout) -> bool:
+        """Whether a change of layout sums over ranks."""
+        table = reshard_table(spec.shape, self.extended, 1, (source, target))
+        return bool(self._sums(table, (source,), (target,))[0, 0])
+
+    def _sums(self, table: ReshardTable, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> NDArray[np.bool_]:
+        """[source, target] whether the moves between layouts sum over ranks."""
+        reduce = np.array([bool(move.reduction) and self.extended[move.axis] > 1 for move in table.moves], np.float64)
+        rows, columns = ([table.index[layout] for layout in layouts] for layouts in (sources, targets))
+        found: NDArray[np.bool_] = table.totals(reduce)[np.ix_(rows, columns)] > 0
         return found
 
     def _move(self, spec: TensorSpec, move: Move, bundled: bool) -> Price:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.graph import Op, Phase
-from paraplan.ir.lower.kind import extend
+from paraplan.ir.lower.kind import extend, own_grads
 from paraplan.ir.mesh import Layout, P, R, Shard, gathered, without
 from paraplan.ir.micro import KindMicro, ProgramMicro, dual, program_micro
-from paraplan.ir.program import SegmentKind, producers
+from paraplan.ir.plan import REDUCE_DTYPES
+from paraplan.ir.program import HALVES, SegmentKind, producers
 from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, op_signature, op_strategies
 from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.assemble import Job
@@ -59,6 +60,7 @@ class Transfer:
         what: for people.
         kind, phase: where.
         bundled: whether small ones share a collective with others (parameters and their gradients).
+        wire: what they are cast to before they are summed over ranks; "" for nothing.
     """
 
     spec: TensorSpec
@@ -69,6 +71,7 @@ class Transfer:
     kind: int
     phase: Phase
     bundled: bool
+    wire: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,9 +206,13 @@ def _runs(space: Space, segment: int, m: int) -> int:
 
 def _ops(job: Job, space: Space, index: int, micro: KindMicro, count: int, m: int, pins: Pins) -> None:
     kind = job.program.kinds[index]
+    casts = REDUCE_DTYPES[job.reduce_dtype] not in ("", HALVES.get(job.program.precision))
+    late = own_grads(kind) if casts else frozenset[str]()  # lowering sums them when they leave
     for position, (op, along) in enumerate(zip(kind.graph.ops, micro.choices, strict=True)):
         alike = _alike(space, op, kind, along, m, pins.keys(kind, position))
         kept = [number for number, option in enumerate(alike.options) if pins.op(kind, position, option)]
+        if not late.isdisjoint(op.outs):
+            kept = [n for n in kept if alike.options[n].outputs == alike.options[n].computed] or kept
         if not kept:
             alike, kept = _alike(space, op, kind, along, m, (frozenset("-"),) * (len(space.prices.extended) - 1)), [0]
         if len(kept) < len(alike.options):
@@ -301,18 +308,11 @@ class _KindTransfers:
         for (name, phase), ends in readers.items():
             for source, count in self._sources(name, made):
                 spec = self.kind.graph.values[name]
-                self.space.transfers.append(
-                    Transfer(
-                        spec,
-                        source,
-                        tuple(dict.fromkeys(ends)),
-                        count * self.m,
-                        f"{self.kind.name}.{name}.{phase.value}",
-                        self.index,
-                        phase,
-                        name in self.kind.params or name in self.kind.param_grads,
-                    )
-                )
+                self.space.transfers.append(Transfer(
+                    spec, source, tuple(dict.fromkeys(ends)), count * self.m, f"{self.kind.name}.{name}.{phase.value}",
+                    self.index, phase, name in self.kind.params or name in self.kind.param_grads,
+                    REDUCE_DTYPES[self.job.reduce_dtype] if name in self.kind.param_grads else "",
+                ))  # fmt: skip
         self._saved(made)
 
     def _grad_readers(self, readers: dict[tuple[str, Phase], list[End]]) -> None:
