@@ -82,3 +82,14 @@ def merged_dims(shape: Sequence[int], global_shape: Sequence[int], starts: Seque
             wholes.append(whole)
             begins.append(start)
     return tuple(reversed(sizes)), tuple(reversed(wholes)), tuple(reversed(begins))
+
+
+def grouped_rows(chosen: int, held: int, total: int) -> int:
+    """Rows of a piece in which a mixture's rows are multiplied: twice those of even routing, or all there may be.
+
+    Args:
+        chosen: rows of all experts.
+        held: experts here.
+        total: experts on all ranks.
+    """
+    return min(chosen, -(-2 * chosen * held // total))

@@ -30,6 +30,7 @@ from paraplan.ir.trace import kernels
 from paraplan.runtime import gpu
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.pieces import linear_into_, linear_rows
+from paraplan.runtime.row_counts import row_counts
 from paraplan.runtime.torch_private import exchange_rows, norms_of, rank_in_group
 
 # Keys of node.meta in emitted graphs, see `codegen.emit`.
@@ -254,7 +255,7 @@ def route(x: Tensor, sent: Tensor, received: Tensor, rows: int, group: str) -> T
     The result has `rows` rows, zeros after those received.
     """
     out = x.new_empty((rows, *x.shape[1:]))
-    sends, receives = sent.tolist(), received.tolist()
+    sends, receives = row_counts(sent, received)
     out[sum(receives) :].zero_()
     exchange_rows(as_sent(out[: sum(receives)]), as_sent(x[: sum(sends)]), receives, sends, group)
     return out

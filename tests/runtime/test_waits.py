@@ -22,6 +22,7 @@ from paraplan.ir.trace import capture
 from paraplan.ir.trace.torch_private import fake_mode
 from paraplan.jobs.local_ops import whole_plan
 from paraplan.jobs.without_device import dispatched_methods
+from paraplan.runtime import ops, row_counts
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.torch_private import TorchDispatchMode, tree_leaves
 from paraplan.runtime.trainer import Trainer
@@ -118,7 +119,7 @@ def _trained(name: str, precision: str, steps: int = 2) -> list[tuple[str, str]]
     ("name", "precision"),
     [
         ("gpt2", "bf16"), ("llama", "fp32"), ("gpt2_lora", "fp8"), ("t5", "bf16"), ("vit", "bf16"), ("unet", "fp32"),
-        ("dlrm", "fp32"), ("lstm", "fp32"), ("gshard", "bf16"),
+        ("dlrm", "fp32"), ("lstm", "fp32"), ("gshard", "bf16"), ("mixtral", "bf16"), ("qwen3_moe", "fp32"),
     ],
 )  # fmt: skip
 def test_a_step_waits_for_nothing(name: str, precision: str) -> None:
@@ -130,9 +131,26 @@ def test_a_gradient_scaler_waits_once_a_step() -> None:
     assert _trained("gpt2", "fp16") == [("_local_scalar_dense", "grad_scaler.py:<genexpr>")] * 2
 
 
-def test_experts_without_a_capacity_wait_for_their_counts() -> None:
+def test_experts_in_float64_wait_for_their_counts() -> None:
     with pytest.raises(RuntimeFailure, match=r"paraplan\.experts .*bincount"):
-        _trained("mixtral", "bf16")
+        _trained("mixtral", "fp64")
+
+
+def test_an_exchange_of_rows_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows there, gradients there and results back: the counts of one exchange are copied when the first is sent."""
+    waits, read, exchanged = [], Tensor.tolist, []
+    monkeypatch.setattr(Tensor, "tolist", lambda x: waits.append(x.shape) or read(x))
+    monkeypatch.setattr(
+        ops, "exchange_rows", lambda out, x, receives, sends, group: exchanged.append((sends, receives))
+    )
+    for _ in range(2):
+        sent, received = torch.tensor([1, 2]), torch.tensor([0, 3])
+        ops.route(torch.ones(4, 5), sent, received, 6, "axis")
+        ops.route(torch.ones(4, 2), sent, received, 6, "axis")
+    assert waits == [(2, 2)] * 2
+    assert exchanged == [([1, 2], [0, 3])] * 4
+    del sent, received
+    assert not row_counts._READ
 
 
 def test_waits_are_seen() -> None:

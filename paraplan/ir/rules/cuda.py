@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from paraplan.ir.kernel_choice import Call, Kernel, offer
 from paraplan.ir.rank_program import LocalValue, parse_offset
+from paraplan.ir.rules.expert_workspace import grouped_experts, grouped_experts_grad, pieces
 from paraplan.ir.strides import elementwise_strides, is_contiguous
 
 HALF = frozenset({"bfloat16", "float16"})
@@ -139,6 +140,31 @@ def _tiled_grad_workspace(call: Call) -> int:
     return 4 * math.prod(query.shape[:3]) + sum(x.nbytes for x in _copies(call.inputs[0], *_of_backward(call)))
 
 
+def _mixture(call: Call) -> tuple[list[LocalValue], int]:
+    """Inputs of a mixture, gradients first, and the number of experts on all ranks."""
+    inputs = [x for x in call.inputs if x is not None]
+    return inputs, int(call.args[len(inputs) + 1])
+
+
+def _grouped_fits(call: Call) -> bool:
+    """Rows and stacks of one dtype, none of them empty."""
+    *_, w_in, w_out = inputs = _mixture(call)[0]
+    dtypes = {x.dtype for x in (*inputs[:-4], w_in, w_out)}
+    some = all(0 not in x.shape for x in inputs)
+    return some and w_in.shape[0] <= 1023 and len(dtypes) == 1 and w_in.dtype in (*HALF, "float32")
+
+
+def _grouped_launches(call: Call) -> int:
+    """Sorting and finding ends; in each piece five, or with gradients six and two for those of the stacks, which later
+    pieces add to those of the first."""
+    inputs, total = _mixture(call)
+    count = pieces(inputs[-4], inputs[-2].shape[0], total)
+    copies = sum(not is_contiguous(x.shape, x.strides) for x in inputs)
+    if len(inputs) == 5:
+        return copies + 2 + 5 * count
+    return copies + 3 + 6 * count + bool(call.args[9]) * (4 * count - 2)
+
+
 offer(
     "cuda", "paraplan.attention", Kernel("flash", _forward_fits_flash, _flash_launches, _flash_workspace),
     Kernel("triton", _tiled_fits, lambda call: 1 + len(_copies(*_attention(call))), _tiled_workspace),
@@ -162,3 +188,12 @@ offer("cuda", "paraplan.ce_sumexp", Kernel("triton", _always, *_contiguous_launc
 offer("cuda", "paraplan.ce_target", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.ce_loss", Kernel("triton", _always, *_contiguous_launches(1, 0, 1, 2, 3)))
 offer("cuda", "paraplan.ce_grad", Kernel("triton", _always, *_contiguous_launches(1, 1, 2, 3, 4)))
+offer(
+    "cuda", "paraplan.experts",
+    Kernel("grouped", _grouped_fits, _grouped_launches, lambda call: grouped_experts(call.inputs, _mixture(call)[1])),
+)  # fmt: skip
+offer(
+    "cuda", "paraplan.experts_grad",
+    Kernel("grouped", _grouped_fits, _grouped_launches,
+           lambda call: grouped_experts_grad(call.inputs, _mixture(call)[1], bool(call.args[9]))),
+)  # fmt: skip

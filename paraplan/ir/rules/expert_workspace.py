@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paraplan.ir.graph import Arg
+from paraplan.ir.kernel_choice import grouped_rows
 from paraplan.ir.rank_program import LocalValue
 from paraplan.ir.strides import is_contiguous
 from paraplan.ir.tensor import DTYPE_BYTES
@@ -51,6 +52,46 @@ def experts_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
     assert w_in is not None and w_out is not None
     width = w_in.shape[2]
     return _mixture(x, ids, weights, w_in, w_in.shape[3] + (w_in.shape[1] + 3) * width + w_out.shape[1])
+
+
+def pieces(ids: LocalValue, held: int, total: int) -> int:
+    """Pieces in which rows are multiplied by grouped products; `total`: experts on all ranks."""
+    chosen = math.prod(ids.shape)
+    return -(-chosen // grouped_rows(chosen, held, total))
+
+
+def grouped_experts(inputs: Values, total: int) -> int:
+    """By grouped products: copies of strided inputs; sorting, or a piece's tokens or results beside hidden values."""
+    x, ids, _, w_in, w_out = inputs
+    assert x is not None and ids is not None and w_in is not None and w_out is not None
+    inner, row = w_in.shape[1] * w_in.shape[2], max(x.shape[1], w_out.shape[1])
+    return _grouped(inputs, ids, w_in, total, lambda rows: rows * (inner + row) * _item(x))
+
+
+def grouped_experts_grad(inputs: Values, total: int, train: bool) -> int:
+    """Likewise with tokens, gradients, hidden values and theirs. Of stacks' gradients those of pieces after the first;
+    in the first piece the inner stack's, a result, is not there yet when most else is."""
+    _, x, ids, _, w_in, w_out = inputs
+    assert x is not None and ids is not None and w_in is not None and w_out is not None
+    hidden, width, inner, n = x.shape[1], w_in.shape[2], w_in.shape[1] * w_in.shape[2], w_out.shape[1]
+    again = train and pieces(ids, w_in.shape[0], total) > 1
+
+    def of_a_piece(rows: int) -> int:
+        stacks = w_out.nbytes if again else -w_in.nbytes * train
+        return max(
+            rows * (hidden + n + inner + width) * _item(x) + stacks,
+            rows * (hidden + inner) * _item(x) + again * w_in.nbytes,
+        )
+
+    return _grouped(inputs, ids, w_in, total, of_a_piece)
+
+
+def _grouped(
+    inputs: Values, ids: LocalValue, w_in: LocalValue, total: int, of_a_piece: Callable[[int], int]
+) -> int:  # fmt: skip
+    chosen, held = math.prod(ids.shape), w_in.shape[0]
+    kept = 12 * chosen + 8 + 4 * held * pieces(ids, held, total)
+    return sum(map(_copied, inputs)) + kept + max(8 * chosen, of_a_piece(grouped_rows(chosen, held, total)))
 
 
 def route_plan(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:

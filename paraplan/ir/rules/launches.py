@@ -100,5 +100,8 @@ _COMPOSED: dict[str, Callable[[Call], int]] = {
     "paraplan.linear_grad_weight": _linear_grad_weight,
     "paraplan.max_pool_grad": _always(2),
     "paraplan.pack": _pack,
+    "paraplan.route_add": _always(2),
+    "paraplan.route_here": _always(8),
+    "paraplan.route_plan": _always(9),
     "paraplan.unpack_stacked": _unpack_stacked,
 }

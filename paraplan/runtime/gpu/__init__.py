@@ -19,6 +19,8 @@ _MODULES = {
     ("paraplan.constant", "kept"): "constants",
     ("paraplan.embedding", "aten"): "lookup",
     ("paraplan.embedding_grad", "aten"): "lookup",
+    ("paraplan.experts", "grouped"): "experts",
+    ("paraplan.experts_grad", "grouped"): "experts",
     ("paraplan.rms_norm", "fused"): "norms",
     ("paraplan.rms_norm_grad", "fused"): "norms",
     ("paraplan.attention", "flash"): "flash",
