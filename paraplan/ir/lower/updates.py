@@ -190,7 +190,8 @@ def restore_block(
     away: AwayValue | None = None,
     own: bool = False,
 ) -> Block:
-    """The updated parameter written back into its stored copy; inputs `stored` and `state`.
+    """The updated parameter written into its stored copy, by one copy that casts it; what other ranks are sent first is
+    cast before. Inputs `stored` and `state`.
 
     `away`: the state where it was updated on a tier and is being copied to the device; it takes the place of `state`.
     `own`: the state on the device is a copy, no view of the stored one.
@@ -207,7 +208,8 @@ def restore_block(
             strides = contiguous_strides(local_shape(param.spec.shape, stored, mesh_shape))
         emitter.give("state", spec, (R, *state), strides)
     source = "state"
-    if state_dtype != param.spec.dtype:
+    sent = any(a != b and size > 1 for a, b, size in zip(stored, state, mesh_shape, strict=True))
+    if sent and state_dtype != param.spec.dtype:
         source = emitter.cast(emitter.get("state", (R, *state)), param.spec.dtype, "cast")
         emitter.define(source, param.spec, (R, *state))
     updated = emitter.get(source, (R, *stored))

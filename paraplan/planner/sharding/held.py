@@ -66,7 +66,10 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     reduced = _reduced(job, prices, master, option)
     restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored), bundled=option.ahead)
     assert restored is not None
-    copy = prices.write(cls.spec, (R, *option.resting)) if option.needs_restore(cls.spec.dtype) else prices.zero
+    copy = prices.zero
+    if option.needs_restore(cls.spec.dtype):  # cast as it is written, or before it is sent to other ranks
+        given = option.state_dtype if option.resting == option.state else cls.spec.dtype
+        copy = prices.write(cls.spec, (R, *option.resting), given)
     back = not option.stored_tier
     on_host = bool(tier) and not option.fetched
     waits = option.grad_tier

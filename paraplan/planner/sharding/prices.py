@@ -226,10 +226,10 @@ class Prices:
     def _copy(self, target: str, before: TensorSpec, after: TensorSpec) -> Price:
         return self._on(COMPUTE, self.costs.op_s(target, ("%x",), {}, (before,), (after,)))
 
-    def write(self, spec: TensorSpec, layout: Layout) -> Price:
-        """A value written over another one."""
-        local = self._local(spec, layout)
-        return self._on(COMPUTE, self.costs.op_s("paraplan.write", ("%0", "%1"), {}, (local, local), ()))
+    def write(self, spec: TensorSpec, layout: Layout, dtype: str) -> Price:
+        """A value of some dtype written over another one."""
+        over, value = self._local(spec, layout), self._local(TensorSpec(dtype, spec.shape), layout)
+        return self._on(COMPUTE, self.costs.op_s("paraplan.write", ("%0", "%1"), {}, (over, value), ()))
 
     def updated(self, param_bytes: int, slots: int) -> Price:
         """What a parameter adds to the optimizer's update, with its gradient and `slots` states."""
