@@ -9,15 +9,18 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import paraplan
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.lower import lower
+from paraplan.ir.lower.grads import CHUNK
 from paraplan.ir.plan import Plan
 from paraplan.runtime.coupling import coupling
 from paraplan.runtime.launches import LaunchCounter
 from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.ops import chunk_norms, magnitude
 from paraplan.runtime.optim import norm_of, norm_share
 from paraplan.runtime.updates import make_optimizer
 
@@ -324,3 +327,27 @@ def test_norms_of_large_gradients_keep_their_digits(kind: float, dtype: torch.dt
     assert share.dtype is torch.float64
     assert float(norm_of(share, kind)) == pytest.approx(float(torch.linalg.vector_norm(wide, kind)), rel=2e-5)
     assert not norm_share({"c": torch.empty(0)}, {"c": ()}, (), kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_chunks_of_a_large_gradient_are_rows_and_nothing_its_size_is_made(dtype: torch.dtype) -> None:
+    """Each chunk's norm is its own, whatever lies beside it, and NaN and infinity are seen where they are."""
+    torch.manual_seed(0)
+    x, small = torch.randn(5 * CHUNK + 7, dtype=dtype), torch.randn(3, dtype=dtype)
+    for kind in (1.0, 2.0, 3.0, float("inf")):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            found = chunk_norms([x, small], kind)
+        assert max(event.cpu_memory_usage for event in seen.events()) <= 4 * CHUNK
+        chunks = (each.float() if dtype is torch.bfloat16 else each for each in (*x.split(CHUNK), small))
+        wanted = [torch.linalg.vector_norm(each, kind) for each in chunks]
+        if kind == float("inf") and not dtype.is_complex:
+            assert float(found.max()) == pytest.approx(float(torch.stack(wanted).max()), rel=1e-6)
+        else:
+            torch.testing.assert_close(
+                found.double().sort()[0], torch.stack(wanted).double().sort()[0], rtol=1e-4, atol=0.0
+            )
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            spoiled = x.clone()
+            spoiled[CHUNK + 1] = bad
+            assert not chunk_norms([spoiled, small], kind).isfinite().all()
+            assert bool(magnitude(spoiled).isfinite().all()) is False
