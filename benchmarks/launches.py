@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.table import Row, main
+from examples.models.resnet import ResNet
 from paraplan.cost_models.catalog import parse_cluster
 from paraplan.ir.lower import lower
 from paraplan.ir.plan import OPTIMIZERS
@@ -116,6 +117,7 @@ def _language(kind: str, layers: int, tokens: tuple[int, int]) -> Made:
         "gpt2": {"n_layer": layers, "n_embd": 1600, "n_head": 25, "bos_token_id": None, "eos_token_id": None},
         "llama": {"num_hidden_layers": layers, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256,
                   "num_attention_heads": 32, "num_key_value_heads": 8},
+        "mixtral": {"num_hidden_layers": layers, "experts_implementation": "grouped_mm"},
     }  # fmt: skip
     config = AutoConfig.for_model(kind, **sizes[kind], use_cache=False)
     ids = torch.zeros(tokens, dtype=torch.long)
@@ -137,13 +139,20 @@ def _head(columns: int, then: Callable[[Tensor, Tensor], Tensor]) -> Made:
     return _Head(columns, then).train(), {"x": torch.zeros(8192, 1024), "labels": torch.zeros(8192, dtype=torch.long)}
 
 
+def _resnet(blocks: int) -> Made:
+    batch = {"pixels": torch.zeros(32, 3, 224, 224), "labels": torch.zeros(32, dtype=torch.long)}
+    return ResNet((blocks,)).train(), batch
+
+
 def _sum(x: Tensor, labels: Tensor) -> Tensor:
     return x.float().sum()
 
 
 CASES: dict[str, tuple[Callable[[], Made], Callable[[], Made] | None]] = {
     "llama layer": (lambda: _language("llama", 2, (1, 8192)), lambda: _language("llama", 1, (1, 8192))),
+    "mixtral layer": (lambda: _language("mixtral", 2, (1, 8192)), lambda: _language("mixtral", 1, (1, 8192))),
     "gpt2 layer, dropout": (lambda: _language("gpt2", 2, (8, 1024)), lambda: _language("gpt2", 1, (8, 1024))),
+    "resnet block": (lambda: _resnet(3), lambda: _resnet(2)),
     "dropout": (lambda: _head(4096, lambda x, _: _sum(F.dropout(x, 0.1), _)), lambda: _head(4096, _sum)),
     "layer norm": (lambda: _head(4096, lambda x, _: _sum(F.layer_norm(x, (4096,)), _)), lambda: _head(4096, _sum)),
     "rms norm": (lambda: _head(4096, lambda x, _: _sum(F.rms_norm(x, (4096,)), _)), lambda: _head(4096, _sum)),

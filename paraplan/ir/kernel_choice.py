@@ -93,3 +93,13 @@ def grouped_rows(chosen: int, held: int, total: int) -> int:
         total: experts on all ranks.
     """
     return min(chosen, -(-2 * chosen * held // total))
+
+
+def norm_splits(samples: int, channels: int) -> int:
+    """Parts in which batch norm's sums over samples are taken, so that programs are enough for a device.
+
+    Args:
+        samples: of a channel.
+        channels: here.
+    """
+    return max(1, min(-(-samples // 4096), 1024 // max(channels, 1)))

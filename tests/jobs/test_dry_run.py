@@ -27,8 +27,8 @@ from paraplan.planner.sampling import random_plan
 
 pytest.importorskip("triton")
 ADAMW = OPTIMIZERS["adamw"]
-UNCOUNTED = {"paraplan.stack", "paraplan.unstack", "paraplan.bn_grad_affine", "paraplan.bn_grad_input"}
-"""Padded layouts launch by their padding; the backward of batch norm is decomposed where torch has no CUDA."""
+UNCOUNTED = {"paraplan.stack", "paraplan.unstack"}
+"""Padded layouts launch by their padding."""
 
 
 def _program(name: str, precision: str = "bf16") -> Program:
@@ -53,7 +53,8 @@ def _ran(rank: RankProgram) -> Iterator[tuple[Block, Instr, InstrRun]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "t5", "vit", "unet", "dlrm", "gpt2_lora", "mixtral", "qwen3_moe", "switch", "gshard"]
+    "name",
+    ["gpt2", "llama", "t5", "vit", "unet", "dlrm", "gpt2_lora", "resnet", "mixtral", "qwen3_moe", "switch", "gshard"],
 )
 def test_what_is_launched_is_what_is_priced(name: str) -> None:
     for rank in _programs(_program(name)):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from paraplan.ir.kernel_choice import Call, Kernel, offer
+from paraplan.ir.kernel_choice import Call, Kernel, norm_splits, offer
 from paraplan.ir.rank_program import LocalValue, parse_offset
 from paraplan.ir.rules.expert_workspace import grouped_experts, grouped_experts_grad, pieces
 from paraplan.ir.strides import elementwise_strides, is_contiguous
+from paraplan.ir.tensor import DTYPE_BYTES
 
 HALF = frozenset({"bfloat16", "float16"})
 
@@ -140,6 +141,36 @@ def _tiled_grad_workspace(call: Call) -> int:
     return 4 * math.prod(query.shape[:3]) + sum(x.nbytes for x in _copies(call.inputs[0], *_of_backward(call)))
 
 
+def _plus(
+    found: tuple[Callable[[Call], int], Callable[[Call], int]], workspace: Callable[[Call], int]
+) -> tuple[Callable[[Call], int], Callable[[Call], int]]:
+    """Launches, and workspace with more of it."""
+    return found[0], lambda call: found[1](call) + workspace(call)
+
+
+def _ids_bytes(call: Call) -> int:
+    """Row numbers of ids, for a gradient that is summed by them."""
+    assert call.inputs[1] is not None
+    return 8 * math.prod(call.inputs[1].shape)
+
+
+_local_ids = _plus(_contiguous_launches(2, 0, 1), _ids_bytes)
+
+
+def _sums_over_samples(*positions: int) -> tuple[Callable[[Call], int], Callable[[Call], int]]:
+    """Parts of as many sums as there are tensors to sum over, in float32 at least, and sums nobody wants."""
+
+    def parts(call: Call) -> int:
+        x = call.inputs[0]
+        assert x is not None
+        channels, samples = x.shape[1], math.prod(x.shape) // max(x.shape[1], 1)
+        absent = sum(out is None for out in call.outputs)
+        item = max(DTYPE_BYTES[x.dtype], 4)
+        return (len(positions) * norm_splits(samples, channels) + absent) * channels * item
+
+    return _plus(_contiguous_launches(2, *positions), parts)
+
+
 def _mixture(call: Call) -> tuple[list[LocalValue], int]:
     """Inputs of a mixture, gradients first, and the number of experts on all ranks."""
     inputs = [x for x in call.inputs if x is not None]
@@ -177,8 +208,16 @@ offer(
            _tiled_grad_workspace),
 )  # fmt: skip
 offer("cuda", "paraplan.constant", Kernel("kept", _always, *_contiguous_launches(1)))
-offer("cuda", "paraplan.embedding", Kernel("aten", _is_whole_table(2), *_contiguous_launches(1)))
-offer("cuda", "paraplan.embedding_grad", Kernel("aten", _is_whole_table(4), *_contiguous_launches(1, 0, 1)))
+offer(
+    "cuda", "paraplan.embedding", Kernel("aten", _is_whole_table(2), *_contiguous_launches(1)),
+    Kernel("triton", _always, *_contiguous_launches(1, 0, 1)),
+)  # fmt: skip
+offer(
+    "cuda", "paraplan.embedding_grad", Kernel("aten", _is_whole_table(4), *_contiguous_launches(1, 0, 1)),
+    Kernel("triton", _always, *_local_ids),
+)  # fmt: skip
+offer("cuda", "paraplan.embedding_tables", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
+offer("cuda", "paraplan.embedding_tables_grad", Kernel("triton", _always, *_local_ids))
 offer("cuda", "paraplan.rms_norm", Kernel("fused", _always, *_contiguous_launches(1, 0)))
 offer("cuda", "paraplan.rms_norm_grad", Kernel("fused", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.dropout", Kernel("triton", _always, *_contiguous_launches(1, 0)))
@@ -188,6 +227,12 @@ offer("cuda", "paraplan.ce_sumexp", Kernel("triton", _always, *_contiguous_launc
 offer("cuda", "paraplan.ce_target", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.ce_loss", Kernel("triton", _always, *_contiguous_launches(1, 0, 1, 2, 3)))
 offer("cuda", "paraplan.ce_grad", Kernel("triton", _always, *_contiguous_launches(1, 1, 2, 3, 4)))
+offer("cuda", "paraplan.bn_squares", Kernel("triton", _always, *_sums_over_samples(0)))
+offer("cuda", "paraplan.bn_grad_affine", Kernel("triton", _always, *_sums_over_samples(0, 1)))
+offer("cuda", "paraplan.bn_rstd", Kernel("triton", _always, *_contiguous_launches(1, 0)))
+offer("cuda", "paraplan.bn_running", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
+offer("cuda", "paraplan.bn_apply", Kernel("triton", _always, *_contiguous_launches(1, 0)))
+offer("cuda", "paraplan.bn_grad_input", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
 offer(
     "cuda", "paraplan.experts",
     Kernel("grouped", _grouped_fits, _grouped_launches, lambda call: grouped_experts(call.inputs, _mixture(call)[1])),

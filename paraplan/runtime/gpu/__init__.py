@@ -27,6 +27,11 @@ _MODULES = {
     ("paraplan.attention_grad", "flash"): "flash",
     ("paraplan.attention", "triton"): "attention",
     ("paraplan.attention_grad", "triton"): "attention",
+    **{
+        (f"paraplan.bn_{name}", "triton"): "batch_norm"
+        for name in ("squares", "rstd", "running", "apply", "grad_affine", "grad_input")
+    },
+    **{(f"paraplan.embedding{name}", "triton"): "split_lookup" for name in ("", "_grad", "_tables", "_tables_grad")},
     **{(f"paraplan.ce_{name}", "triton"): "cross_entropy" for name in ("max", "sumexp", "target", "loss", "grad")},
 }
 
