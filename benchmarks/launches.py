@@ -4,9 +4,9 @@ device.
     python -m benchmarks.launches [--only PATTERN] [--json FILE]
 
 Ours are counted in a dry run of the one-device plan on CUDA tensors without data, eager's on the meta device by the
-same counter, with attention as torch's flash kernel, which SDPA takes on CUDA. A case is the difference of two models,
-two layers and one, with a dropout and without; cross-entropy comes with the linear layer before it. Both count calls
-that reach the device: a kernel of torch's that is several on the device counts once, in ours as in eager's.
+same counter, in bfloat16 also beside fp8, with attention as torch's flash kernel, which SDPA takes on CUDA. A case is
+the difference of two models, two layers and one, with a dropout and without; cross-entropy comes with the linear layer
+before it. Both count calls that reach the device: a kernel of torch's that is several there counts once, in both.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Count(NamedTuple):
         return Count(*(a - b for a, b in zip(self, other, strict=True)))
 
 
-def ours(made: Made) -> Count:
+def ours(made: Made, precision: str = "bf16") -> Count:
     """A training step of the plan of one device, without its update."""
     model, batch = made
-    program = capture(model, batch, precision="bf16")
+    program = capture(model, batch, precision=precision)
     (rank,) = lower(whole_plan(program, parse_cluster("1xH100"), OPTIMIZERS["adamw"]))
     runs = dry_run(rank, "cuda")
     found = {"F": [0, 0], "B": [0, 0]}
@@ -63,8 +63,8 @@ def ours(made: Made) -> Count:
     return Count(found["F"][0], found["B"][0], found["F"][1] + found["B"][1])
 
 
-def eager(made: Made) -> Count:
-    """A forward and a backward of the model in bfloat16."""
+def eager(made: Made, precision: str = "bf16") -> Count:
+    """A forward and a backward of the model in bfloat16, whatever ours is in."""
     model, batch = made
     model = model.to(PRECISION)
     forward, backward = LaunchCounter(), LaunchCounter()
@@ -166,11 +166,11 @@ CASES: dict[str, tuple[Callable[[], Made], Callable[[], Made] | None]] = {
 }
 
 
-def _row(more: Callable[[], Made], less: Callable[[], Made] | None) -> Row:
+def _row(more: Callable[[], Made], less: Callable[[], Made] | None, precision: str = "bf16") -> Row:
     counts = []
     for count in (ours, eager):
         with torch.device("meta"):
-            counts.append(count(more()).less(count(less()) if less else Count(0, 0, 0)))
+            counts.append(count(more(), precision).less(count(less(), precision) if less else Count(0, 0, 0)))
     mine, theirs = counts
     return {
         "ours_forward": mine.forward, "ours_backward": mine.backward, "eager_forward": theirs.forward,
@@ -182,4 +182,5 @@ COLUMNS = ("case", "ours_forward", "ours_backward", "eager_forward", "eager_back
 
 if __name__ == "__main__":
     cases = {name: lambda pair=pair: _row(*pair) for name, pair in CASES.items()}  # type: ignore[misc]
+    cases["llama layer, fp8"] = lambda: _row(*CASES["llama layer"], precision="fp8")
     raise SystemExit(main("launches", cases, columns=COLUMNS))

@@ -142,6 +142,11 @@ def _linear_grad_weight(ins: Specs, outs: Outs, flag: int) -> _Product:
     return 2 * rows * k * n, min(rows, k, n)
 
 
+def _turned_grad_weight(ins: Specs, outs: Outs, flag: int) -> _Product:
+    n, k, rows = ins[0].shape[0], ins[1].shape[0], math.prod(ins[0].shape[1:])
+    return 2 * rows * k * n, min(rows, k, n)
+
+
 def _linear_into(ins: Specs, outs: Outs, flag: int) -> _Product:
     k, n, rows = ins[1].shape[-1], ins[0].shape[-1], math.prod(ins[1].shape[:-1])
     return 2 * rows * k * n, min(rows, k, n)
@@ -232,7 +237,7 @@ _PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], _Product]]] = {
     "paraplan.linear_grad_weight": ("matmul", _linear_grad_weight),
     "paraplan.float8_linear": ("matmul", _linear),
     "paraplan.float8_linear_grad_input": ("matmul", _linear),
-    "paraplan.float8_linear_grad_weight": ("matmul", _linear_grad_weight),
+    "paraplan.float8_linear_grad_weight": ("matmul", _turned_grad_weight),
     "paraplan.linear_into_": ("matmul", _linear_into),
     "paraplan.linear_rows": ("matmul", _linear_rows),
     "paraplan.experts": ("matmul", _experts),
@@ -258,7 +263,6 @@ _PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], _Product]]] = {
 _TURNED = {
     ("paraplan.float8_linear", True): (1,),
     ("paraplan.float8_linear_grad_input", False): (1,),
-    ("paraplan.float8_linear_grad_weight", False): (0, 1),
 }
 
 

@@ -121,7 +121,7 @@ def used_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:
     for op, key in zip(graph.ops, choice.ops, strict=True):
         if op.phase is not Phase.FORWARD or op.target == "paraplan.float8_scale":
             continue
-        if op.target == "paraplan.float8_cast" and op.outs[0] is not None:
+        if op.target in ("paraplan.float8_cast", "paraplan.float8_cast_both") and op.outs[0] is not None:
             casts[op.tensors[0]] = op.outs[0]
             continue
         parts = choices_named(op, graph.values, key)

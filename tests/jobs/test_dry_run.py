@@ -18,7 +18,9 @@ from paraplan.ir.lower.implement import call_of
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
+from paraplan.ir.rules.float8 import filled
 from paraplan.ir.rules.launches import launch_count
+from paraplan.ir.strides import is_contiguous
 from paraplan.ir.trace import capture
 from paraplan.jobs.dry_run import InstrRun, dry_run
 from paraplan.jobs.local_ops import whole_plan
@@ -80,6 +82,29 @@ def test_experts_run_as_grouped_products(name: str, precision: str) -> None:
     assert set(torchs) == ({2, 5} if precision == "bf16" else {0})
     assert {len(run.launches) for _, run in ran} == {7, 11}
     assert all(0.98 * instr.workspace_bytes <= run.workspace_bytes for instr, run in ran)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_is_launched_in_float8(name: str) -> None:
+    """A tensor is cast in three launches, also to its transpose; a product is one, and a copy of a weight that lies the
+    other way."""
+    most = {"scale": 2, "cast": 1, "cast_both": 1, "linear": 2, "linear_grad_input": 2, "linear_grad_weight": 1}
+    seen = set()
+    for rank in _programs(_program(name, "fp8")):
+        for block, instr, run in _ran(rank):
+            where = (block.name, run.index, instr.target, instr.kernel)
+            if instr.target not in UNCOUNTED:
+                call = call_of(block, instr)
+                assert launch_count("cuda", instr.target, instr.kernel, call) == len(run.launches), where
+                assert run.workspace_bytes <= instr.workspace_bytes, where
+            what = instr.target.removeprefix("paraplan.float8_")
+            if what in most:
+                seen.add(what)
+                inputs = [x for x in call_of(block, instr).inputs if x is not None]
+                copied = sum(not is_contiguous(x.shape, x.strides) for x in inputs)
+                copied += 2 * len(filled(inputs)) if what == "linear_grad_weight" else 0
+                assert len(run.launches) <= most[what] + copied, where
+    assert seen == set(most)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "unet"])

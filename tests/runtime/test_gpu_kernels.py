@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paraplan.ir.trace import attention_kernels, kernels, random_kernels
+from paraplan.ir.trace import attention_kernels, float8_kernels, kernels, random_kernels
 
 pytest.importorskip("triton")
 
-from paraplan.runtime.gpu import attention, cross_entropy, flash
+from paraplan.runtime.gpu import attention, cross_entropy, flash, float8
 from paraplan.runtime.gpu import random_kernels as gpu_random
 
 SEED = torch.tensor(-12345678901)
@@ -102,6 +102,48 @@ def test_a_label_that_is_no_class_makes_the_loss_nan() -> None:
     assert not cross_entropy.ce_target(logits, labels, -100, 0, 16).isnan().any()
 
 
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+HALVES = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+"""Every bfloat16."""
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_scales_of_float8_have_the_same_bits(dtype: torch.dtype) -> None:
+    """Of zeros, numbers just above and below those that fit, the largest and smallest ones, infinities and NaN; of more
+    parts than one, of a strided tensor."""
+    top = HALVES[:0x7F80:61].unbind()
+    fits = [x for exponent in range(-20, 20, 3) for x in (torch.tensor([1.75, 1.7421875, 1.7578125]) * 2.0**exponent)]
+    given = [x.view(1).bfloat16() for x in (*top, *fits, *torch.tensor([0.0, -3.0, float("inf"), float("nan")]))]
+    wide = torch.randn(3, 9001, generator=torch.Generator().manual_seed(0)).bfloat16()
+    broken = wide.clone()
+    broken[1, 7] = float("nan")
+    for x in (*given, wide, wide.t(), wide * 1e30, wide * 1e-30, broken):
+        assert torch.equal(float8.float8_scale(x, dtype), float8_kernels.float8_scale(x, dtype)), x
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_casts_to_float8_have_the_same_bits(dtype: torch.dtype) -> None:
+    """Every finite number, larger ones than fit left out: no scale leaves any."""
+    for scale in (1.0, 2.0**-7, 2.0**-30, 2.0**25, 2.0**100):
+        room = torch.finfo(dtype).max * scale
+        x = torch.where(HALVES.float().abs() <= room, HALVES, 0).view(64, 1024)
+        x = torch.cat([x, torch.full((1, 1024), float("nan"))]).bfloat16()[:, :1000].view(5, 13, 1000)
+        wanted, turned = float8_kernels.float8_cast_both(x, torch.tensor(scale), dtype)
+        assert turned.shape == (1000, 5, 13)
+        alone = float8.float8_cast(x, torch.tensor(scale), dtype)
+        for made, right in zip((alone, *float8.float8_cast_both(x, torch.tensor(scale), dtype)),
+                               (wanted, wanted, turned), strict=True):  # fmt: skip
+            assert made.dtype == dtype and made.is_contiguous() and made.shape == right.shape
+            number = ~right.float().isnan()
+            assert torch.equal(made.float().isnan(), ~number)
+            assert torch.equal(made.view(torch.uint8)[number], right.view(torch.uint8)[number])
+        strided = x.transpose(0, 1)
+        assert torch.equal(
+            float8.float8_cast(strided, torch.tensor(scale), dtype).float().nan_to_num(),
+            float8_kernels.float8_cast(strided, torch.tensor(scale), dtype).float().nan_to_num(),
+        )
+
+
 def _heads(b: int, h: int, s: int, d: int, generator: torch.Generator) -> Tensor:
     return torch.randn(b, s, h, d, generator=generator).transpose(1, 2)
 
@@ -179,12 +221,15 @@ _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paraplan.runtime.gpu import cross_entropy, random_kernels
+from paraplan.runtime.gpu import cross_entropy, float8, random_kernels
 types = dict(x="*bf16", seed="*i64", out="*bf16", count="i64", columns="i32", sizes=("i32", "i32"),
              wholes=("i32", "i32"), starts=("i32", "i32"), column_start="i32", slot_key="i64", logits="*bf16",
+             parts="*fp32", scale="*fp32", rows="*u8", turned="*u8", height="i32",
              m="*fp32", s="*fp32", labels="*i64", g="*fp32", width="i32", ignore_index="i32", v_start="i32")
 for kernel, fixed in ((random_kernels._dropout, dict(threshold=-1717986918, scale=1 / 0.9, block=1024)),
-                      (cross_entropy._grad, dict(block=2048))):
+                      (cross_entropy._grad, dict(block=2048)), (float8._parts, dict(block=4096)),
+                      (float8._scale, dict(least=1e-12, largest=8, block=1024)),
+                      (float8._cast, dict(has_rows=True, has_turned=True, digits=3, bias=7, tile=64))):
     names = [each.name for each in kernel.params]
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
     made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=GPUTarget("cuda", 90, 32))
@@ -200,4 +245,4 @@ def test_kernels_compile_for_a_device_that_is_not_there() -> None:
         [sys.executable, "-c", _COMPILE], capture_output=True, text=True, timeout=200, check=False,
         env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
-    assert run.stdout.split()[::2] == ["_dropout", "_grad"], run.stderr[-2000:]
+    assert run.stdout.split()[::2] == ["_dropout", "_grad", "_parts", "_scale", "_cast"], run.stderr[-2000:]

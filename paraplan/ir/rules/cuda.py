@@ -8,6 +8,7 @@ from collections.abc import Callable
 from paraplan.ir.kernel_choice import Call, Kernel, norm_splits, offer
 from paraplan.ir.rank_program import LocalValue, parse_offset
 from paraplan.ir.rules.expert_workspace import grouped_experts, grouped_experts_grad, pieces
+from paraplan.ir.rules.float8 import num_parts
 from paraplan.ir.strides import elementwise_strides, is_contiguous
 from paraplan.ir.tensor import DTYPE_BYTES
 
@@ -26,6 +27,12 @@ def _contiguous_launches(launches: int, *positions: int) -> tuple[Callable[[Call
         return [x for x in inputs if x is not None and not is_contiguous(x.shape, x.strides)]
 
     return lambda call: launches + len(copied(call)), lambda call: sum(x.nbytes for x in copied(call))
+
+
+def _scale_of_parts() -> tuple[Callable[[Call], int], Callable[[Call], int]]:
+    """Launches and workspace of a scale: maxima of parts, joined."""
+    launches, copied = _contiguous_launches(2, 0)
+    return launches, lambda call: copied(call) + 4 * num_parts(call.inputs[0])
 
 
 def _attention(call: Call) -> tuple[LocalValue, LocalValue, LocalValue]:
@@ -222,6 +229,9 @@ offer("cuda", "paraplan.rms_norm", Kernel("fused", _always, *_contiguous_launche
 offer("cuda", "paraplan.rms_norm_grad", Kernel("fused", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.dropout", Kernel("triton", _always, *_contiguous_launches(1, 0)))
 offer("cuda", "paraplan.uniform", Kernel("triton", _always, *_contiguous_launches(1)))
+offer("cuda", "paraplan.float8_scale", Kernel("triton", _always, *_scale_of_parts()))
+offer("cuda", "paraplan.float8_cast", Kernel("triton", _always, *_contiguous_launches(1, 0)))
+offer("cuda", "paraplan.float8_cast_both", Kernel("triton", _always, *_contiguous_launches(1, 0)))
 offer("cuda", "paraplan.ce_max", Kernel("triton", _always, *_contiguous_launches(1, 0)))
 offer("cuda", "paraplan.ce_sumexp", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.ce_target", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))

@@ -14,11 +14,14 @@ import math
 from dataclasses import replace
 
 from paraplan.ir.graph import Arg, Op
+from paraplan.ir.rank_program import LocalValue
 from paraplan.ir.rules.dims import OpDims, Specs, letters, register, sizes_of, uneven
 from paraplan.ir.rules.workspace import Values
 
 ALIGNED = 16
 """Of columns and contracted elements."""
+PARTS, PART_ELEMENTS = 1024, 4096
+"""The most parts of a tensor whose maxima are found at once on CUDA, a power of two, and the least elements of one."""
 _SCALARS = 64
 """The numbers a scale is made of."""
 
@@ -42,27 +45,43 @@ def cast(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return uneven(OpDims((names, ()), (names,), sizes_of((names, inputs[0].shape))))
 
 
-def _turned(inputs: Values, *which: int) -> int:
-    """Bytes of copies [columns, rows] of some inputs [..., columns], rows made a multiple of 16."""
-    total = 0
-    for index in which:
-        value = inputs[index]
-        assert value is not None
-        rows = math.prod(value.shape[:-1])
-        total += value.shape[-1] * (rows + -rows % ALIGNED)
-    return total
+@register("paraplan.float8_cast_both")
+def cast_both(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b k,  -> a b k, k a b`."""
+    names = letters(len(inputs[0].shape))
+    return uneven(OpDims((names, ()), (names, (names[-1], *names[:-1])), sizes_of((names, inputs[0].shape))))
+
+
+def num_parts(x: LocalValue | None) -> int:
+    """Of how many parts of a tensor maxima are found on CUDA."""
+    assert x is not None
+    return min(-(-math.prod(x.shape) // PART_ELEMENTS), PARTS)
+
+
+def _turned(inputs: Values) -> int:
+    """Bytes of the weight's transpose."""
+    value = inputs[1]
+    assert value is not None
+    return value.nbytes
+
+
+def filled(call: Values) -> tuple[LocalValue, ...]:
+    """The transposes [k, ...] a weight's gradient is made of that are copied, for their rows are no multiple of 16."""
+    found = [value for value in call[:2] if value is not None]
+    return tuple(value for value in found if math.prod(value.shape[1:]) % ALIGNED)
 
 
 def _linear_workspace(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
-    return _turned(inputs, 1) if args[4] else 0
+    return _turned(inputs) if args[4] else 0
 
 
 def _grad_input_workspace(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
-    return 0 if args[4] else _turned(inputs, 1)
+    return 0 if args[4] else _turned(inputs)
 
 
 def _grad_weight_workspace(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
-    return _turned(inputs, 0, 1)
+    rows = [(value.shape[0], math.prod(value.shape[1:])) for value in filled(inputs)]
+    return sum(columns * (count + -count % ALIGNED) for columns, count in rows)
 
 
 def _dims(left: tuple[str, ...], right: tuple[str, ...], out: tuple[str, ...], inputs: Specs, leads: tuple[str, ...],
@@ -89,9 +108,9 @@ def linear_grad_input(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 @register("paraplan.float8_linear_grad_weight", workspace=_grad_weight_workspace)
 def linear_grad_weight(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b n, a b k, , -> n k`: the leading dims are contracted."""
+    """`n a b, k a b, , -> n k`: of transposes, all but their first dims contracted."""
     leads = letters(len(inputs[0].shape) - 1, skip="kn")
-    return _dims((*leads, "n"), (*leads, "k"), _weight(op), inputs, leads, leads)
+    return _dims(("n", *leads), ("k", *leads), _weight(op), inputs, leads, leads)
 
 
 def _weight(op: Op) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from paraplan.ir.kernel_choice import Call, offered
 from paraplan.ir.rank_program import LocalValue
+from paraplan.ir.rules.float8 import filled
 from paraplan.ir.strides import is_contiguous, view_strides
 
 _RESERVES = frozenset({"aten.empty.memory_format"})
@@ -54,6 +55,11 @@ def _linear(call: Call) -> int:
     return 1 + (len(call.inputs) == 3 and _copied(call.inputs[0]) and _flattened(call.inputs[0]))
 
 
+def _turned(transposed: bool) -> Callable[[Call], int]:
+    """A product in float8, and a copy of a weight that lies the other way."""
+    return lambda call: 1 + (bool(call.args[4]) == transposed)
+
+
 def _linear_grad_weight(call: Call) -> int:
     return 1 + sum(map(_flattened, call.inputs))
 
@@ -85,6 +91,11 @@ _COMPOSED: dict[str, Callable[[Call], int]] = {
     "paraplan.conv": _row_major_planes,
     "paraplan.conv_grad_input": _row_major_planes,
     "paraplan.conv_grad_weight": _row_major_planes,
+    "paraplan.float8_cast_both": _always(2),
+    "paraplan.float8_linear": _turned(True),
+    "paraplan.float8_linear_grad_input": _turned(False),
+    "paraplan.float8_linear_grad_weight": lambda call: 1 + 2 * len(filled(call.inputs)),
+    "paraplan.float8_scale": _always(9),
     "paraplan.index_put": _always(2),
     "paraplan.linear": _linear,
     "paraplan.linear_grad_weight": _linear_grad_weight,

@@ -20,7 +20,7 @@ from paraplan.ir.trace.torch_private import OpOverload
 Names = str | tuple[str | None, ...] | None
 _DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 MAX_CONSTANT_ELEMENTS = 4096
-_ONCE = frozenset({"paraplan.float8_scale", "paraplan.float8_cast"})
+_ONCE = frozenset({"paraplan.float8_scale", "paraplan.float8_cast", "paraplan.float8_cast_both"})
 """Ops written once a phase for equal arguments: products that read one tensor cast it once."""
 
 
@@ -158,9 +158,10 @@ class Writer:
         if key in self._once:
             return self._once[key]
         outs = self.emit(full, args, specs, kwargs)
+        found: Names = outs if many else outs[0]
         if full in _ONCE:
-            self._once[key] = outs[0]
-        return outs if many else outs[0]
+            self._once[key] = found
+        return found
 
 
 def write_constant(writer: Writer, node: fx.Node, value: Tensor, source: str) -> None:

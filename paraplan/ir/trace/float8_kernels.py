@@ -4,7 +4,8 @@ A tensor x is held as x8 = x / s, with s the least power of two for which every 
 tensorwise recipe with `round_scales_to_power_of_2` (Micikevicius et al. 2022, "FP8 formats for deep learning"). Powers
 of two make division and multiplication by s exact, and the last bit of a maximum changes nothing. Products are torch's
 `_scaled_mm`, which on Hopper takes its left operand in rows and its right one in columns, 16 contracted elements at a
-time; an operand that lies the other way is copied first. On CPU torch computes the same product in float32.
+time. What a weight's gradient is made of is therefore cast to its transpose; a weight that lies the other way is copied
+first. On CPU torch computes the same product in float32.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ def float8_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.div(x, scale, out=out)
 
 
+def float8_cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [..., k] cast, and its transpose [k, ...]."""
+    out = float8_cast(x, scale, dtype)
+    return out, out.movedim(-1, 0).contiguous()
+
+
 def float8_linear(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, transposed: bool) -> Tensor:
     """y[..., n] = x[..., k] · w in bfloat16; w: [n, k], or [k, n] when `transposed`."""
     right = _turned(w) if transposed else w
@@ -47,10 +54,11 @@ def float8_linear_grad_input(g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Ten
 
 
 def float8_linear_grad_weight(g: Tensor, x: Tensor, g_scale: Tensor, x_scale: Tensor, transposed: bool) -> Tensor:
-    """The gradient of `float8_linear` in w, all leading dims contracted."""
+    """The gradient of `float8_linear` in w, of transposes g [n, ...], x [k, ...]: all but first dims contracted."""
+    left, right = _filled(g), _filled(x)
     if transposed:
-        return product(_turned(_rows(x)), _turned(_rows(g)), x_scale, g_scale)
-    return product(_turned(_rows(g)), _turned(_rows(x)), g_scale, x_scale)
+        return product(right, left, x_scale, g_scale)
+    return product(left, right, g_scale, x_scale)
 
 
 def product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, fast: bool = False) -> Tensor:
@@ -66,10 +74,16 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """A copy [k, rows] of x [rows, k], rows made a multiple of 16 with zeros."""
-    rows, columns = x.shape
+    """A copy [k, n] of a weight [n, k]."""
+    return x.t().contiguous()
+
+
+def _filled(x: Tensor) -> Tensor:
+    """[k, ...] -> contiguous [k, rows], rows made a multiple of 16 with zeros."""
+    x = x.reshape(x.shape[0], -1).contiguous()
+    columns, rows = x.shape
     if rows % ALIGNED == 0:
-        return x.t().contiguous()
+        return x
     out = x.new_zeros((columns, rows + -rows % ALIGNED))
-    out[:, :rows].copy_(x.t())
+    out[:, :rows].copy_(x)
     return out

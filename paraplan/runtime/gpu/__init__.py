@@ -32,6 +32,7 @@ _MODULES = {
         for name in ("squares", "rstd", "running", "apply", "grad_affine", "grad_input")
     },
     **{(f"paraplan.embedding{name}", "triton"): "split_lookup" for name in ("", "_grad", "_tables", "_tables_grad")},
+    **{(f"paraplan.float8_{name}", "triton"): "float8" for name in ("scale", "cast", "cast_both")},
     **{(f"paraplan.ce_{name}", "triton"): "cross_entropy" for name in ("max", "sumexp", "target", "loss", "grad")},
 }
 

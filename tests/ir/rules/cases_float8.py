@@ -21,16 +21,18 @@ def float8_cases() -> dict[str, list[Case]]:
     halves, scale = torch.randn(4, 9, 12, generator=_generator).bfloat16(), torch.tensor(0.25)
     x, w = signs(torch.float8_e4m3fn, 4, 9, 192), signs(torch.float8_e4m3fn, 192, 192)
     g = signs(torch.float8_e5m2, 4, 9, 192)
+    turned = [each.movedim(-1, 0).contiguous() for each in (g, x)]
     scales = [torch.tensor(0.5), torch.tensor(4.0)]
     matrix = signs(torch.float8_e4m3fn, 12, 192)
 
     def both(*inputs: Tensor) -> list[Case]:
         return [case([*inputs, *scales], "%a", "%b", "%c", "%d", transposed) for transposed in (False, True)]
 
+    casts = [case([halves, scale], "%a", "%b", E4M3), case([halves[0], scale], "%a", "%b", E5M2)]
     return {
         "paraplan.float8_scale": [case([halves], "%a", E4M3), case([halves[0] * 1e6], "%a", E5M2)],
-        "paraplan.float8_cast": [case([halves, scale], "%a", "%b", E4M3), case([halves[0], scale], "%a", "%b", E5M2)],
+        **{f"paraplan.float8_cast{both_ways}": casts for both_ways in ("", "_both")},
         "paraplan.float8_linear": [*both(x, w), case([matrix, w, *scales], "%a", "%b", "%c", "%d", False)],
         "paraplan.float8_linear_grad_input": both(g, w),
-        "paraplan.float8_linear_grad_weight": both(g, x),
+        "paraplan.float8_linear_grad_weight": both(*turned),
     }

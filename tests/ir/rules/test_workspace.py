@@ -89,11 +89,13 @@ def float8_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
     values, gradients, one = torch.float8_e4m3fn, torch.float8_e5m2, torch.ones(())
     yield "paraplan.float8_scale", (draw(B, S, 96), values)
     yield "paraplan.float8_cast", (draw(B, S, 96), one, values)
+    yield "paraplan.float8_cast_both", (draw(B, S, 96), one, values)
     for rows, transposed in itertools.product((S, S + 3), (False, True)):
         x, w, g = draw(B, rows, 96).to(values), draw(96, 96).to(values), draw(B, rows, 96).to(gradients)
         yield "paraplan.float8_linear", (x, w, one, one, transposed)
         yield "paraplan.float8_linear_grad_input", (g, w, one, one, transposed)
-        yield "paraplan.float8_linear_grad_weight", (g, x, one, one, transposed)
+        turned = (each.movedim(-1, 0).contiguous() for each in (g, x))
+        yield "paraplan.float8_linear_grad_weight", (*turned, one, one, transposed)
 
 
 def expert_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
