@@ -148,6 +148,7 @@ class Plan:
         self, model: nn.Module, *, weights: str | Path | None = None, seed: int = 0, record: bool = False,
         compile: bool | str | Callable[..., Any] = False, compile_strict: bool = False, timeout_s: float | None = None,
         offload_folder: str | Path | None = None, paced: bool = False, loss_fn: Callable[..., Any] | None = None,
+        cuda_graphs: bool = False,
     ) -> Trainer:  # fmt: skip
         """This rank's trainer; joins torchrun's job if this process is part of one.
 
@@ -160,6 +161,8 @@ class Plan:
             compile: run forward and backward blocks through torch.compile, each checked against eager on its first
                 run; one that differs or does not compile on any rank stays eager on all, and a warning says why. Other
                 than True, it is torch.compile's backend. `compile_strict`: such a block is a CodegenError instead.
+            cuda_graphs: from the third step on what is before the optimizer and what is after it are replayed as CUDA
+                graphs; gradients then come in the same tensors every step, and the batch stays in memory.
             offload_folder: of the files of tensors that wait on disk, removed as they go; left out, the system's.
             paced: CPU processes only: copies to and from host and disk take the time the plan's cluster says.
             loss_fn: compared with the one the plan was made with, if given; what runs is the plan's.
@@ -167,11 +170,12 @@ class Plan:
         Raises:
             PlanMismatchError: another model (structure, what forward reads, its code), another loss function, or
                 another number of processes or kind of device than the plan's.
+            ConstraintError: `cuda_graphs` of a plan in whose steps the host decides or waits; says which to plan for.
         """
         return _part("make_trainer")(  # type: ignore[no-any-return]
             self.data, self.programs, model, seed=seed, record=record, compile_blocks=compile, loss_fn=loss_fn,
             compile_strict=compile_strict, offload_folder=offload_folder, paced=paced, reads=self.reads,
-            weights=weights, timeout_s=timeout_s,
+            weights=weights, timeout_s=timeout_s, cuda_graphs=cuda_graphs,
         )  # fmt: skip
 
     def check(

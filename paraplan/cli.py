@@ -319,6 +319,9 @@ def run(
     compile_blocks: Annotated[
         bool, typer.Option("--compile", help="Through torch.compile, each block checked against eager first.")
     ] = False,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="Replay what is before and after the optimizer as CUDA graphs.")
+    ] = False,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For a rank's peers; default 300.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -326,7 +329,7 @@ def run(
     options = {
         "steps": steps, "data": data, "lr": lr, "seed": seed, "check": check, "model": model, "clip": clip,
         "weights": weights, "compile": compile_blocks, "record": record, "save": save, "resume": resume,
-        "timeout": timeout,
+        "timeout": timeout, "cuda_graphs": cuda_graphs,
     }  # fmt: skip
     if "RANK" in os.environ:
         _part("run_rank")(path, options, as_json, RESULT_ENV)

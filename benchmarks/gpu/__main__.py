@@ -10,6 +10,7 @@ train        steps of models against eager PyTorch: losses, time, peak and reser
              and no wait of the host for the device
 copies       tensors on host and disk, their copies held up and unwritten memory poisoned
 memory       a user's loop within 100, 97 and 94 % of its peak, a limit that the allocator enforces
+graphs       steps captured once and replayed
 rest         fp16, fp8, torch.compile, states on the host, checkpoints
 nccl         collectives of one rank, the device busy
 host         time of the host for an instruction, beside eager's
@@ -33,7 +34,10 @@ from benchmarks.gpu import host, parity, tiers, training
 from benchmarks.gpu.place import Place, described, here
 from benchmarks.table import Case, Row, main
 
-ORDER = (*("kernels", "ranks", "attention", "train", "copies", "memory", "rest", "nccl", "host", "speed", "profile"),)
+ORDER = (
+    *("kernels", "ranks", "attention", "train", "copies", "memory", "graphs", "rest", "nccl", "host", "speed"),
+    "profile",
+)
 COLUMNS = (
     *("case", "error", "ms", "predicted_ms", "time_ratio", "reference_ms", "peak_ratio", "reserved_ratio", "note"),
     *("misses", "failures"),

@@ -16,10 +16,12 @@ from torch.nn import functional as F
 
 import paraplan as pp
 from benchmarks.gpu.place import Place, median_ms, no_waiting, ratio, watching
+from benchmarks.replaying import NotedGraphs
 from benchmarks.table import Case, Row
 from benchmarks.zoo.sized import decoder
 from examples.models.resnet import ResNet, images
 from examples.models.unet import UNet
+from paraplan.runtime.graphs import CudaGraphs
 from paraplan.runtime.trainer import Trainer
 
 Batch = dict[str, Tensor]
@@ -156,17 +158,20 @@ def trained(place: Place, make: Make, precision: str = "bf16", deterministic: bo
         make: gives the model, on the CPU, and a batch.
         precision: of the plan; eager's losses are float32's.
         deterministic: whether the model draws no random numbers, so that losses are comparable.
-        options: of `Plan.executable`, and "plan" for those of `compile`.
+        options: of `Plan.executable`, and "plan" for those of `compile`; "graphs" for steps that are replayed.
     """
     torch.manual_seed(0)
     model, batch = make()
     model = model.train()
     wanted = eager_losses(model, batch, place, RATE)
     planned: Mapping[str, Any] = options.pop("plan", {})
+    graphs = options.pop("graphs", False)
     plan = pp.compile(model, place.cluster(), example_inputs=batch, precision=precision, mesh=(1,), microbatches=1,
                       **planned)  # fmt: skip
     others, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if place.is_cuda else (0, 0)
     trainer = plan.executable(copy.deepcopy(model), **options)
+    if graphs:
+        trainer.replay(CudaGraphs() if place.is_cuda else NotedGraphs(("_local_scalar_dense",)))
     optimizer = trainer.optimizer(torch.optim.AdamW, lr=RATE)
     scaler = trainer.scaler() if precision == "fp16" else None
     losses = []
@@ -191,6 +196,8 @@ def trained(place: Place, make: Make, precision: str = "bf16", deterministic: bo
         failures.append(f"losses {losses}, eager's in float32 {wanted}")
     if scaler is None and not planned.get("offload_states"):
         failures += _waits(place, step)
+    if graphs and not trainer.replayed.replays["before"]:  # type: ignore[union-attr]
+        failures.append(f"no step was replayed: {trainer.replayed.reason}")  # type: ignore[union-attr]
     said = plan.prediction
     row: Row = {
         "error": error, "ms": ours, "predicted_ms": 1e3 * said.step_s, "time_ratio": ratio(ours, 1e3 * said.step_s),
@@ -280,4 +287,10 @@ def cases(place: Place) -> dict[str, dict[str, Case]]:
         "states on host": lambda: trained(place, small, plan={"offload_states": "host"}),
         "checkpoint": lambda: _resumed(place),
     }
-    return {"attention": attention, "train": models, "rest": rest}
+    graphs: dict[str, Case] = {
+        f"gpt2 {precision} p {p}": lambda a=(precision, p): trained(  # type: ignore[misc]
+            place, partial(text, "gpt2", place, 4, 512, 8, (4, 512), a[1]), a[0], not a[1], graphs=True
+        )
+        for precision, p in (("bf16", 0.0), ("bf16", 0.1), ("fp16", 0.0))
+    }
+    return {"attention": attention, "train": models, "rest": rest, "graphs": graphs}

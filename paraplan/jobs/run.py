@@ -18,6 +18,7 @@ from torch import Tensor
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
+from paraplan.ir.lower import lower
 from paraplan.ir.lower.late import in_phase
 from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.plan import Plan
@@ -32,6 +33,7 @@ from paraplan.jobs.models import Made, plan_model
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 from paraplan.jobs.record import check_recordable, write_run
 from paraplan.jobs.trainers import check_devices, make_trainer
+from paraplan.runtime.graphs import refuse_graphs
 from paraplan.runtime.groups import check_timeout
 from paraplan.runtime.params import pad
 from paraplan.runtime.scaling import Scaler
@@ -60,6 +62,7 @@ class RunOptions:
         save: folder for a checkpoint of the run's end.
         resume: folder of a checkpoint to go on from, of any plan of the model.
         timeout: seconds that a collective of any group waits for its peers; None for the default.
+        cuda_graphs: replay what is before and after the optimizer as CUDA graphs.
         record: file that the times of its ops go to, from STEPS_RECORDED steps more.
     """
 
@@ -76,6 +79,7 @@ class RunOptions:
     save: str | None = None
     resume: str | None = None
     timeout: float | None = None
+    cuda_graphs: bool = False
 
 
 @dataclass
@@ -113,6 +117,8 @@ def check_run(plan: Plan, options: RunOptions) -> None:
             folder is impossible.
     """
     check_options(options)
+    if options.cuda_graphs:
+        refuse_graphs(plan, lower(plan))
     check_devices(plan.cluster)
     if options.record is not None:
         check_recordable(plan, options.compile or plan.compiled)
@@ -196,7 +202,7 @@ def run(
     batches = _batches(plan, made, options)
     trainer = make_trainer(
         plan, programs, made.model, seed=options.seed, compile_blocks=options.compile, weights=options.weights,
-        loss_fn=made.loss_fn, timeout_s=options.timeout,
+        loss_fn=made.loss_fn, timeout_s=options.timeout, cuda_graphs=options.cuda_graphs,
     )  # fmt: skip
     scaler = trainer.scaler() if plan.program.precision == "fp16" else None
     cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]

@@ -13,7 +13,7 @@ from torch import nn
 
 from paraplan.codegen import build_modules
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.holding import holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
@@ -25,6 +25,7 @@ from paraplan.runtime.compiled import Backend
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.executor import Modules
+from paraplan.runtime.graphs import CudaGraphs, refuse_graphs
 from paraplan.runtime.groups import check_timeout
 from paraplan.runtime.launch import init_distributed
 from paraplan.runtime.trainer import Trainer
@@ -34,7 +35,7 @@ def make_trainer(
     plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False,
     compile_blocks: bool | Backend = False, compile_strict: bool = False, weights: str | Path | None = None,
     share: Trainer | None = None, offload_folder: str | Path | None = None, paced: bool = False,
-    loss_fn: object = None, reads: Reads | None = None, timeout_s: float | None = None,
+    loss_fn: object = None, reads: Reads | None = None, timeout_s: float | None = None, cuda_graphs: bool = False,
 ) -> Trainer:  # fmt: skip
     """This rank's trainer; see `Plan.executable`. `reads` is what was read while capturing, if that was done here."""
     if not isinstance(model, nn.Module):
@@ -44,6 +45,8 @@ def make_trainer(
         )
     if timeout_s is not None:
         check_timeout(timeout_s)
+    if cuda_graphs:
+        refuse_graphs(plan, programs)
     check_model(plan, model, loss_fn)
     check_devices(plan.cluster)
     backend = plan.cluster.backend
@@ -59,11 +62,14 @@ def make_trainer(
 
     phases = ("F", "B") if compile_blocks or plan.compiled else ()
     modules = build(programs[plan.schedule.rank_class[transport.rank]])
-    return Trainer(
+    trainer = Trainer(
         plan, programs, modules, model, transport, seed=seed, record=record, build=build, compile_phases=phases,
         compile_backend="inductor" if isinstance(compile_blocks, bool) else compile_blocks,
         compile_strict=compile_strict, weights=weights, share=share, copier=copier, reads=reads,
     )  # fmt: skip
+    if cuda_graphs:
+        trainer.replay(CudaGraphs())
+    return trainer
 
 
 def make_bucket_trainer(
@@ -72,6 +78,8 @@ def make_bucket_trainer(
 ) -> BucketTrainer:  # fmt: skip
     """This rank's trainer for the shapes of several plans; see `Buckets.executable`."""
     options["compile_blocks"] = options.pop("compile", False)
+    if options.get("cuda_graphs"):
+        raise ConstraintError("trainers of several shapes have no CUDA graphs: plan one shape, or leave them out")
     trainers: list[Trainer] = []
     for index, (plan, programs, reads) in enumerate(plans):
         share = trainers[0] if trainers else None

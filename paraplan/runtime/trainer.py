@@ -46,6 +46,7 @@ from paraplan.runtime.evaluate import (
     without_padding,
 )
 from paraplan.runtime.executor import Executor, Modules
+from paraplan.runtime.graphs import AFTER, BEFORE, Graphs, ReplayedSteps, refuse_host_decisions
 from paraplan.runtime.late import LateUpdates
 from paraplan.runtime.optim import GroupMaker, check_norm, clip, norm_of, norm_share
 from paraplan.runtime.params import join_over
@@ -80,6 +81,7 @@ class Trainer(TrainingStates):
 
     Attributes:
         rank: this process' rank.
+        replayed: its steps as graphs; None where they run kernel by kernel.
     """
 
     def __init__(
@@ -109,6 +111,16 @@ class Trainer(TrainingStates):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._evaluations = Evaluations(plan, build)
         self._evaluators: dict[tuple[str, ...], Executor] = {}
+        self.replayed: ReplayedSteps | None = None
+
+    def replay(self, graphs: Graphs) -> None:
+        """From now on steps are captured and replayed, what is recorded or timed excepted; see `graphs`.
+
+        Raises:
+            ConstraintError: the host decides or waits within a step; names what, and the way out.
+        """
+        refuse_host_decisions(self.state.program)
+        self.replayed = ReplayedSteps(self.state, graphs)
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward, backward and gradient reduction of one global batch.
@@ -139,7 +151,9 @@ class Trainer(TrainingStates):
             self.state.begin_account(self._optimizers)
         else:
             self._phases.prepare()
-        self._take(self.state.before)
+        if self.replayed is not None:
+            self.replayed.begin()
+        self._take_part(BEFORE, self.state.before)
         loss = self.state.loss()
         self.state.take_grads()
         return loss
@@ -191,6 +205,13 @@ class Trainer(TrainingStates):
         if self.state.is_stale:
             self.state.executor.run(self.state.restoring)
             self.state.settled()
+
+    def _take_part(self, part: str, steps: tuple[Step, ...]) -> None:
+        """Take steps on this side of the optimizer, as a graph where they are one."""
+        if self.replayed is None or self.record or self.state.executor.seconds is not None:
+            self._take(steps)
+        else:
+            self.replayed.run(part, steps)
 
     def _take(self, steps: Iterable[Step], executor: Executor | None = None) -> None:
         executor = executor or self.state.executor
@@ -308,7 +329,7 @@ class Trainer(TrainingStates):
                 if name not in self.state.staged:
                     param.grad = None
         self.state.torn = True
-        self._take(self.state.tail())
+        self._take_part(AFTER, self.state.tail())
         self.state.settled()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

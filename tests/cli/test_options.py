@@ -39,7 +39,7 @@ OPTIONS = {
     "cluster detect": ["--output -o", "--processes", "--json"],
     "run": [
         *("PLAN", "--steps", "--data", "--lr", "--seed", "--check", "--model", "--clip", "--weights"),
-        *("--save", "--resume", "--record", "--compile", "--timeout", "--json"),
+        *("--save", "--resume", "--record", "--compile", "--cuda-graphs", "--timeout", "--json"),
     ],
 }  # fmt: skip
 

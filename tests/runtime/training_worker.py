@@ -10,7 +10,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from paraplan.api import Buckets, Plan
+from benchmarks.replaying import NotedGraphs
+from paraplan.api import Buckets, Plan, compile
 from paraplan.codegen import build_modules
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
@@ -123,12 +124,37 @@ def buckets() -> None:
     assert max_error(trainer.checkpoint.full_state_dict(), named)[0] < 1e-9
 
 
+def single() -> dict[str, torch.Tensor]:
+    return {name: x.float() if name == "x" else x for name, x in test_evaluate.batch().items()}
+
+
+def replayed(level: int) -> None:
+    """Steps as graphs, with collectives in them, are the steps bit for bit."""
+    plan = compile(test_ragged.steady().float(), "local:2", example_inputs=single(), dp=2, zero=level, precision="bf16")
+    losses = []
+    for graphs in (False, True):
+        trainer = plan.executable(test_ragged.steady().float(), seed=3)
+        if graphs:
+            trainer.replay(NotedGraphs(("_local_scalar_dense",)))
+        optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)
+        losses.append([])
+        for step in range(6):
+            losses[-1].append(trainer.step({name: x + step * (name == "x") for name, x in single().items()}).item())
+            trainer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[0] == losses[1] and len(set(losses[0])) == 6, losses
+    assert trainer.replayed is not None and trainer.replayed.replays == {"before": 4, "after": 4}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     rank, _ = init_distributed("gloo", timeout_s=60)
     torch.set_num_threads(1)
     half_precision(folder)
     buckets()
+    for level in (1, 3):
+        replayed(level)
     (folder / f"done{rank}").touch()
     leave_job()
 
