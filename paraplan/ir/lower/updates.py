@@ -10,7 +10,7 @@ from paraplan.ir.mesh import Layout, P, R, is_view_of, local_shape, parse_layout
 from paraplan.ir.micro import KindMicro
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import Denominator, LossTerm, ParamSpec
-from paraplan.ir.rank_program import Block, LocalValue
+from paraplan.ir.rank_program import Block
 from paraplan.ir.rules.strategies import GraphKey, Strategy, graph_strategies
 from paraplan.ir.strides import contiguous_strides, is_contiguous
 from paraplan.ir.tensor import TensorSpec
@@ -84,20 +84,6 @@ def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> B
     shape = local_shape(spec.shape, layout, extended)
     zero = emitter.local("aten.full.default", (shape, 0.0), "zero", spec.dtype, shape, {"dtype": ":" + spec.dtype})
     return emitter.finish((zero,), ())
-
-
-def begin_block(name: str, value: LocalValue, dtype: str, rows: bool, extended: Dims) -> Block:
-    """A rank's part of a gradient as its accumulator begins: in another dtype lying as it does, or (`rows`) row by
-    row."""
-    emitter = BlockEmitter(name, extended)
-    whole = (R,) * len(extended)
-    emitter.give("x", TensorSpec(value.dtype, value.shape), whole, value.strides)
-    made = emitter.get("x", whole)
-    if rows:
-        made = emitter.local("paraplan.reshape_copy", ("%" + made, value.shape), "rows", value.dtype, value.shape)
-    if value.dtype != dtype:
-        made = emitter.cast(made, dtype, "cast")
-    return emitter.finish((made,), ())
 
 
 def loss_block(

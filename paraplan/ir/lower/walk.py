@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.fused import fusible_places
+from paraplan.ir.lower.accumulators import Accumulators
 from paraplan.ir.lower.ahead import Gathers, Visit
 from paraplan.ir.lower.away import Copies, at
 from paraplan.ir.lower.away import Visit as CopyVisit
@@ -33,14 +34,13 @@ from paraplan.ir.lower.parted import PartedCalls
 from paraplan.ir.lower.reduce import Partials, Reductions
 from paraplan.ir.lower.stage import PlanBlocks, StageBlocks
 from paraplan.ir.lower.states import StateCopies
-from paraplan.ir.lower.updates import begin_block, zero_block
+from paraplan.ir.lower.updates import zero_block
 from paraplan.ir.lower.whole import Turn
 from paraplan.ir.mesh import R, parse_layout
 from paraplan.ir.program import master_dtype
-from paraplan.ir.rank_program import Block, LocalValue, Step, StepKind
+from paraplan.ir.rank_program import Block, Step, StepKind
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.schedule import Action, ActionKind
-from paraplan.ir.strides import is_contiguous
 from paraplan.ir.tensor import TensorSpec
 
 AWAKE = 2
@@ -67,9 +67,6 @@ class SegmentSteps:
         self.tangent_of: dict[str, str] = {}
         self.waits: list[Callable[[], None]] = []  # what ends the denominators
         self.strides_of: dict[str, tuple[int, ...]] = {}
-        self.begun: set[str] = set()  # parameters whose gradients have accumulators
-        self.begins: dict[str, tuple[Move, ...]] = {}  # how the first of their parts that are sent moves
-        self.casts: dict[object, Block] = {}
         self.action = ""
         self.trained = self.holding.trained
         self.fused = fusible_places(plan.program, blocks.held) if plan.optimizer.fused else frozenset[str]()
@@ -80,9 +77,10 @@ class SegmentSteps:
         self.tied = frozenset(name for name, count in holders.items() if count > 1)
         self.states = StateCopies(params, specs, shape, self._call)
         made = {name: specs[name] for name in self.holding.graded}
-        self.accumulates = {name: blocks.accumulates(group, name) for name in made}
+        accumulated = {name: blocks.accumulates(group, name) for name in made}
+        self.accumulators = Accumulators(params, accumulated, self.fused, self.extended, self._call_for)
         self.reductions = Reductions(
-            params, made, self.accumulates, shape, self.calls, plan.bundle_bytes, plan.reducing_bytes,
+            params, made, accumulated, shape, self.calls, plan.bundle_bytes, plan.reducing_bytes,
             plan.wire_dtype, self._reduced,
         )  # fmt: skip
         self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
@@ -357,34 +355,12 @@ class SegmentSteps:
                 assert local is not None
                 value = block.values[local]
                 if position >= first:
-                    out, value = self._begun(segment.params[position - first], out, value, m, index)
+                    out, value = self.accumulators.begin(segment.params[position - first], out, value, m, index)
                 self.strides_of.setdefault(target, value.strides)
                 self.add(StepKind.ACCUMULATE, args=(target, out), microbatch=m, segment=index)
             elif out is not None:
                 name, value = segment.params[position - first], block.values[str(block.outputs[position])]
-                self._send(name, self._laid_out(name, out, value, value.dtype, m, index)[0], path)
-
-    def _begun(self, name: str, out: str, value: LocalValue, m: int, index: int) -> tuple[str, LocalValue]:
-        """A gradient that its accumulator begins with, in its dtype; others are cast as they are added."""
-        begins = name not in self.begun
-        self.begun.add(name)
-        return self._laid_out(name, out, value, self.accumulates[name], m, index) if begins else (out, value)
-
-    def _laid_out(
-        self, name: str, out: str, value: LocalValue, dtype: str, m: int, index: int
-    ) -> tuple[str, LocalValue]:
-        """A gradient in a dtype and, where a fused kernel is to read it and it comes there as it lies, row by row."""
-        layouts = self.holding.params[name]
-        rows = layouts.update_tier in self.fused and not layouts.grad_tier
-        rows = rows and not is_contiguous(value.shape, value.strides)
-        if value.dtype == dtype and not rows:
-            return out, value
-        key = (value.dtype, dtype, value.shape, value.strides, rows)
-        if key not in self.casts:
-            self.casts[key] = begin_block(f"cast.{len(self.casts)}", value, dtype, rows, self.extended)
-        block, made = self.casts[key], f"{out}^{dtype}"
-        self.add(StepKind.CALL, block, args=(out,), outs=(made,), microbatch=m, segment=index)
-        return made, block.values[str(block.outputs[0])]
+                self._send(name, self.accumulators.laid_out(name, out, value, value.dtype, m, index)[0], path)
 
     def _partial_bytes(self, parts: StageBlocks, index: int) -> int:
         """Bytes of the gradients that a segment's backward leaves as they were made."""
@@ -393,9 +369,7 @@ class SegmentSteps:
         return sum(local_bytes(spec, path[0].before, self.extended) for spec, path in found if path)
 
     def _send(self, name: str, out: str, path: tuple[Move, ...]) -> None:
-        casts = name not in self.begun and self.begins.get(name) != path  # what goes as the first does arrives after it
-        self.begins.setdefault(name, path)
-        dtype = self.accumulates[name] if casts else ""
+        dtype = self.accumulators.dtype_on_arrival(name, path)
         self.partials.send(name, Parcel(out, f"{out}^", self._made_spec(name), path, dtype))
 
     def _made_spec(self, name: str) -> TensorSpec:
@@ -404,5 +378,5 @@ class SegmentSteps:
         return TensorSpec(self.lowered.reduce_dtype or spec.dtype, spec.shape)
 
     def _accumulate(self, name: str, addend: str) -> None:
-        self.begun.add(name)
+        self.accumulators.mark(name)
         self.add(StepKind.ACCUMULATE, args=(f"acc:{name}", addend))

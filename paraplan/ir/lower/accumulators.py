@@ -1,0 +1,90 @@
+"""How gradients come to their accumulators: in which dtype, and in what order of dims.
+
+A parameter's first gradient becomes its accumulator, cast to its dtype; those that follow are cast as they are added. A
+fused optimizer kernel reads its gradient as a flat array (`ir.fused`): one that it gets as it was made is copied row by
+row first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paraplan.ir.lower.away import Call
+from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.mesh import R
+from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.rank_program import Block, LocalValue
+from paraplan.ir.reshard import Move
+from paraplan.ir.strides import is_contiguous
+from paraplan.ir.tensor import TensorSpec
+
+Dims = tuple[int, ...]
+
+
+@dataclass
+class Accumulators:
+    """Those of a group of ranks.
+
+    Attributes:
+        layouts: of every parameter.
+        dtypes: of every accumulator.
+        fused: the places whose updates fused kernels make.
+        extended: the mesh, the microbatches before it.
+        call: writes one step.
+    """
+
+    layouts: Mapping[str, ParamLayouts]
+    dtypes: Mapping[str, str]
+    fused: frozenset[str]
+    extended: Dims
+    call: Call
+    _begun: set[str] = field(default_factory=set)
+    _first_paths: dict[str, tuple[Move, ...]] = field(default_factory=dict)
+    _blocks: dict[object, Block] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """A parameter has an accumulator."""
+        self._begun.add(name)
+
+    def begin(self, name: str, out: str, value: LocalValue, m: int, index: int) -> tuple[str, LocalValue]:
+        """A gradient that its accumulator begins with, as that is to be; others as they are."""
+        if name in self._begun:
+            return out, value
+        self.mark(name)
+        return self.laid_out(name, out, value, self.dtypes[name], m, index)
+
+    def laid_out(
+        self, name: str, out: str, value: LocalValue, dtype: str, m: int, index: int
+    ) -> tuple[str, LocalValue]:
+        """A gradient in a dtype and, where a fused kernel is to read it as it was made, row by row."""
+        layouts = self.layouts[name]
+        rows = layouts.update_tier in self.fused and not layouts.grad_tier
+        rows = rows and not is_contiguous(value.shape, value.strides)
+        if value.dtype == dtype and not rows:
+            return out, value
+        key = (value.dtype, dtype, value.shape, value.strides, rows)
+        if key not in self._blocks:
+            self._blocks[key] = _begin_block(f"cast.{len(self._blocks)}", value, dtype, rows, self.extended)
+        block, made = self._blocks[key], f"{out}^{dtype}"
+        self.call(block, (out,), (made,), m, index)
+        return made, block.values[str(block.outputs[0])]
+
+    def dtype_on_arrival(self, name: str, path: tuple[Move, ...]) -> str:
+        """What a gradient that moves to its accumulator is cast to when it is there; "" where the addition casts it."""
+        follows = name in self._begun or self._first_paths.get(name) == path  # what goes as the first does comes later
+        self._first_paths.setdefault(name, path)
+        return "" if follows else self.dtypes[name]
+
+
+def _begin_block(name: str, value: LocalValue, dtype: str, rows: bool, extended: Dims) -> Block:
+    """A rank's part of a gradient in another dtype, in the order it has or (`rows`) row by row."""
+    emitter = BlockEmitter(name, extended)
+    whole = (R,) * len(extended)
+    emitter.give("x", TensorSpec(value.dtype, value.shape), whole, value.strides)
+    made = emitter.get("x", whole)
+    if rows:
+        made = emitter.local("paraplan.reshape_copy", ("%" + made, value.shape), "rows", value.dtype, value.shape)
+    if value.dtype != dtype:
+        made = emitter.cast(made, dtype, "cast")
+    return emitter.finish((made,), ())
