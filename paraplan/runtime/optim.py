@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.mesh import Layout
 from paraplan.runtime.grads import WaitingGrads
-from paraplan.runtime.ops import chunk_norms
+from paraplan.runtime.norms import chunk_norms
 from paraplan.runtime.params import Dims, owned_here
 from paraplan.runtime.torch_private import scale_all
 

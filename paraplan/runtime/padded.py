@@ -38,11 +38,11 @@ _EVERY = frozenset(
         *("add", "sub", "neg", "abs", "relu", "sign", "sgn", "square", "tanh", "sin", "erf", "expm1", "gelu", "silu"),
         *("leaky_relu", "pow", "clone", "_to_copy", "alias", "detach", "contiguous", "view", "reshape", "unsqueeze"),
         *("squeeze", "expand", "permute", "transpose", "t", "slice", "select", "flip", "roll", "cat", "stack", "split"),
-        *("chunk", "unbind", "repeat", "sum", "mean", "amax", "amin", "cumsum", "gather"),
+        *("chunk", "unbind", "repeat", "sum", "mean", "amax", "amin", "cumsum", "gather", "rotary"),
     )
 )
 """Zero where all that is computed with is zero; of some, more is asked."""
-_FACTORS = frozenset(("mul", "mm", "bmm", "matmul", "dot", "mv", "einsum"))
+_FACTORS = frozenset(("mul", "gated", "mm", "bmm", "matmul", "dot", "mv", "einsum"))
 """Zero where one operand is."""
 _SCALARS = frozenset(("view", "reshape", "squeeze", "_to_copy", "neg", "clone", "alias", "detach", "add", "sub"))
 _COUNTED = frozenset(("sum", "count_nonzero"))
@@ -182,7 +182,7 @@ class Rows:
             return False
         if name == "pow" and not (len(inputs) == 1 and isinstance(op.args[1], (int, float)) and op.args[1] >= 1):
             return False
-        return self.zero(inputs[0]) if name == "gather" else all(self.zero(each) for each in inputs)
+        return self.zero(inputs[0]) if name in ("gather", "rotary") else all(self.zero(each) for each in inputs)
 
     def _ignored(self, at: int, labels: Any, ignored: Any) -> bool:
         known = self.concrete((at, str(labels)[1:]))

@@ -20,7 +20,7 @@ from paraplan.ir.plan import Plan
 from paraplan.runtime.coupling import coupling
 from paraplan.runtime.launches import LaunchCounter
 from paraplan.runtime.local import InProcessTrainer
-from paraplan.runtime.ops import chunk_norms, magnitude
+from paraplan.runtime.norms import chunk_norms, magnitude
 from paraplan.runtime.optim import norm_of, norm_share
 from paraplan.runtime.updates import make_optimizer
 

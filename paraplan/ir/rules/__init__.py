@@ -5,6 +5,7 @@ from paraplan.ir.rules import (
     batch_norm,
     convolution,
     creation,
+    elementwise,
     experts,
     float8,
     indexing,
@@ -20,6 +21,7 @@ from paraplan.ir.rules import (
 from paraplan.ir.rules.dims import OpDef, OpDims, known_targets, op_def
 
 __all__ = [
-    "OpDef", "OpDims", "attention", "batch_norm", "convolution", "creation", "experts", "float8", "indexing",
-    "known_targets", "lookup", "matmul", "norms", "op_def", "pointwise", "pooling", "reductions", "sorting", "views",
+    "OpDef", "OpDims", "attention", "batch_norm", "convolution", "creation", "elementwise", "experts", "float8",
+    "indexing", "known_targets", "lookup", "matmul", "norms", "op_def", "pointwise", "pooling",
+    "reductions", "sorting", "views",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from paraplan.ir.kernel_choice import Call, Kernel, norm_splits, offer
 from paraplan.ir.rank_program import LocalValue, parse_offset
 from paraplan.ir.rules.expert_workspace import grouped_experts, grouped_experts_grad, pieces
 from paraplan.ir.rules.float8 import num_parts
-from paraplan.ir.strides import elementwise_strides, is_contiguous
+from paraplan.ir.strides import elementwise_strides, is_contiguous, view_strides
 from paraplan.ir.tensor import DTYPE_BYTES
 
 HALF = frozenset({"bfloat16", "float16"})
@@ -178,6 +178,27 @@ def _sums_over_samples(*positions: int) -> tuple[Callable[[Call], int], Callable
     return _plus(_contiguous_launches(2, *positions), parts)
 
 
+def _rotary_fits(call: Call) -> bool:
+    return call.inputs[0] is not None and len(call.inputs[0].shape) <= 4
+
+
+def _without_dense_rows(call: Call) -> list[LocalValue]:
+    """Inputs that cannot be seen as dense rows one pitch apart."""
+
+    def copied(x: LocalValue) -> bool:
+        columns = x.shape[-1] if x.shape else 1
+        strides = view_strides(x.shape, x.strides, (math.prod(x.shape) // max(columns, 1), columns))
+        return strides is None or (columns > 1 and strides[1] != 1)
+
+    return [x for x in call.inputs if x is not None and copied(x)]
+
+
+_dense_rows_launches: tuple[Callable[[Call], int], Callable[[Call], int]] = (
+    lambda call: 1 + len(_without_dense_rows(call)),
+    lambda call: sum(x.nbytes for x in _without_dense_rows(call)),
+)
+
+
 def _mixture(call: Call) -> tuple[list[LocalValue], int]:
     """Inputs of a mixture, gradients first, and the number of experts on all ranks."""
     inputs = [x for x in call.inputs if x is not None]
@@ -237,6 +258,9 @@ offer("cuda", "paraplan.ce_sumexp", Kernel("triton", _always, *_contiguous_launc
 offer("cuda", "paraplan.ce_target", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.ce_loss", Kernel("triton", _always, *_contiguous_launches(1, 0, 1, 2, 3)))
 offer("cuda", "paraplan.ce_grad", Kernel("triton", _always, *_contiguous_launches(1, 1, 2, 3, 4)))
+offer("cuda", "paraplan.rotary", Kernel("triton", _rotary_fits, *_contiguous_launches(1)))
+offer("cuda", "paraplan.gated", Kernel("triton", _always, *_dense_rows_launches))
+offer("cuda", "paraplan.gated_grad", Kernel("triton", _always, *_dense_rows_launches))
 offer("cuda", "paraplan.bn_squares", Kernel("triton", _always, *_sums_over_samples(0)))
 offer("cuda", "paraplan.bn_grad_affine", Kernel("triton", _always, *_sums_over_samples(0, 1)))
 offer("cuda", "paraplan.bn_rstd", Kernel("triton", _always, *_contiguous_launches(1, 0)))

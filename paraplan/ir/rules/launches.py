@@ -97,6 +97,7 @@ _COMPOSED: dict[str, Callable[[Call], int]] = {
     "paraplan.float8_linear_grad_weight": lambda call: 1 + 2 * len(filled(call.inputs)),
     "paraplan.float8_scale": _always(9),
     "paraplan.index_put": _always(2),
+    "paraplan.rotary": _always(3),
     "paraplan.linear": _linear,
     "paraplan.linear_grad_weight": _linear_grad_weight,
     "paraplan.max_pool_grad": _always(2),

@@ -23,14 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from paraplan.ir.trace import autograd, losses
+from paraplan.ir.trace import autograd, elementwise, losses
 from paraplan.ir.trace.flow import aten_name, value_of
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.torch_private import OpOverload
 
 aten = torch.ops.aten
 VIEWS = frozenset({"view", "_unsafe_view", "reshape", "flatten"})
-_ELEMENTWISE = frozenset({autograd.dropout, losses.mse, losses.l1, losses.smooth_l1, losses.huber})
+_ELEMENTWISE = frozenset({autograd.dropout, elementwise.gated, losses.mse, losses.l1, losses.smooth_l1, losses.huber})
 _ROWWISE = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
 
 

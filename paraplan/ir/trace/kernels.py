@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paraplan.ir.trace.attention_kernels import attention, attention_grad, attention_merge
+from paraplan.ir.trace.elementwise_kernels import gated, gated_grad, rotary
 from paraplan.ir.trace.expert_kernels import embedding_tables, embedding_tables_grad, experts, experts_grad
 from paraplan.ir.trace.float8_kernels import (
     float8_cast,
@@ -61,11 +62,12 @@ __all__ = [
     "attention_merge", "avg_pool", "avg_pool_grad", "bn_apply", "bn_grad_affine", "bn_grad_input", "bn_rstd",
     "bn_running", "bn_squares", "ce_grad", "ce_loss", "ce_max", "ce_sumexp", "ce_target", "constant", "conv",
     "conv_grad_input", "conv_grad_weight", "dropout", "embedding", "embedding_grad", "embedding_tables",
-    "embedding_tables_grad", "experts", "experts_grad", "float8_cast", "float8_cast_both", "float8_linear",
-    "float8_linear_grad_input",
-    "float8_linear_grad_weight", "float8_scale", "group_norm", "group_norm_grad", "index", "index_put", "layer_norm",
-    "layer_norm_grad", "linear", "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "rms_norm",
-    "rms_norm_grad", "route_add", "route_here", "route_plan", "uniform", "upsample", "upsample_grad",
+    "embedding_tables_grad", "experts", "experts_grad", "float8_cast", "float8_cast_both",
+    "float8_linear", "float8_linear_grad_input",
+    "float8_linear_grad_weight", "float8_scale", "gated", "gated_grad", "group_norm", "group_norm_grad", "index",
+    "index_put", "layer_norm", "layer_norm_grad", "linear", "linear_grad_input", "linear_grad_weight", "max_pool",
+    "max_pool_grad", "rms_norm", "rms_norm_grad", "rotary", "route_add", "route_here", "route_plan", "uniform",
+    "upsample", "upsample_grad",
 ]  # fmt: skip
 
 CHUNK_ELEMENTS = 1 << 20

@@ -12,6 +12,7 @@ from paraplan.ir.trace import autograd, contractions
 from paraplan.ir.trace.flattened import sink_merges
 from paraplan.ir.trace.flow import aten_name, value_of
 from paraplan.ir.trace.recognise import recognise
+from paraplan.ir.trace.recognise_elementwise import recognise_elementwise
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.substitute_attention import attention
@@ -42,6 +43,7 @@ def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
     """
     recognise_depth(rewriter, graph)
     recognise(rewriter, graph)
+    recognise_elementwise(rewriter, graph)
     for node in list(graph.nodes):
         _reject_mixed(node)
         rule = _RULES.get(_name(node.target)) if node.op == "call_function" else None

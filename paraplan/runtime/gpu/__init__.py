@@ -27,6 +27,7 @@ _MODULES = {
     ("paraplan.attention_grad", "flash"): "flash",
     ("paraplan.attention", "triton"): "attention",
     ("paraplan.attention_grad", "triton"): "attention",
+    **{(f"paraplan.{name}", "triton"): "elementwise" for name in ("rotary", "gated", "gated_grad")},
     **{
         (f"paraplan.bn_{name}", "triton"): "batch_norm"
         for name in ("squares", "rstd", "running", "apply", "grad_affine", "grad_input")

@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from paraplan.ir.kernel_choice import grouped_rows
+from paraplan.runtime.gpu.activations import KINDS, activated
 from paraplan.runtime.gpu.grouped import outer, product
 from paraplan.runtime.gpu.launch import launch, row_major
 
 BLOCK = 1024
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
 @triton.jit
@@ -75,32 +75,13 @@ def _gather(x, g, order, first, ends, xs, gs, begin, choices, width, g_width, he
 
 
 @triton.jit
-def _activation(x, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An activation and its derivative."""
-    if kind == 0:
-        share = 1 / (1 + tl.exp(-x))
-        value, slope = x * share, share * (1 + x * (1 - share))
-    elif kind == 1:
-        share = 0.5 * (1 + tl.math.erf(x * 0.7071067811865476))
-        value, slope = x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    elif kind == 2:
-        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        share = 1 / (1 + tl.exp(-inner))
-        value = x * share
-        slope = share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x)
-    else:
-        value, slope = tl.where(x <= 0, 0.0, x), tl.where(x > 0, 1.0, 0.0)
-    return value, slope
-
-
-@triton.jit
 def _hidden(u, ends, width, held, gated: tl.constexpr, kind: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """u[:, :width] := act(u[:, :width]), times u[:, width:] where gated."""
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(ends + held - 1):
         column = tl.program_id(1) * block + tl.arange(0, block)
         place = u + row * width * (1 + gated) + column
-        value, _ = _activation(tl.load(place, mask=column < width, other=0.0).to(tl.float32), kind)
+        value, _ = activated(tl.load(place, mask=column < width, other=0.0).to(tl.float32), kind)
         if gated:
             value *= tl.load(place + width, mask=column < width, other=0.0).to(tl.float32)
         tl.store(place, value.to(u.dtype.element_ty), mask=column < width)
@@ -120,7 +101,7 @@ def _hidden_grad(u, d, weights, gw, order, first, ends, begin, width, held, gate
             here = column < width
             place = u + row * width * (1 + gated) + column
             grad = tl.load(d + row * width + column, mask=here, other=0.0).to(tl.float32)
-            value, slope = _activation(tl.load(place, mask=here, other=0.0).to(tl.float32), kind)
+            value, slope = activated(tl.load(place, mask=here, other=0.0).to(tl.float32), kind)
             inner = grad * weight * slope
             made = value
             if gated:
@@ -241,7 +222,7 @@ def _results(found: _Sorted, piece: int, x: Tensor, w_in: Tensor, w_out: Tensor,
     parts, width = w_in.shape[1:3]
     ends = found.ends[piece]
     u = product(found.gathered(piece, x)[0], w_in.flatten(1, 2).transpose(1, 2), ends)
-    args = u, ends, width, len(ends), parts == 2, ACTIVATIONS[activation], BLOCK
+    args = u, ends, width, len(ends), parts == 2, KINDS[activation], BLOCK
     launch(_hidden, (found.rows, triton.cdiv(width, BLOCK)), args, (u, ends), (u,))
     return product(u[:, :width], w_out.transpose(1, 2), ends)
 
@@ -279,7 +260,7 @@ def _piece_grads(
     xs, gs = found.gathered(piece, x, g)
     u, d = product(xs, inner.transpose(1, 2), ends), product(gs, w_out, ends)
     tensors = u, d, weights, grads.weights, found.order, found.first, ends
-    args = *tensors, piece * found.rows, width, len(ends), parts == 2, ACTIVATIONS[activation], BLOCK
+    args = *tensors, piece * found.rows, width, len(ends), parts == 2, KINDS[activation], BLOCK
     launch(_hidden_grad, (found.rows,), args, tensors, (u, d, grads.weights))
     del tensors, args
     if train:

@@ -360,6 +360,18 @@ def rms_cases() -> dict[str, list[Case]]:
     return {"paraplan.rms_norm": forward, "paraplan.rms_norm_grad": backward}
 
 
+def elementwise_cases() -> dict[str, list[Case]]:
+    angles = [((12, 1, 6, 4), (12, 1, 6, 4)), ((1, 1, 6, 4), (1, 1, 6, 4)), ((12, 2, 1, 4), (1, 1, 1, 4))]
+    turned = [
+        case([randn(12, 2, 6, 4), randn(*cos), randn(*sin)], "%a", "%b", "%c", transposed)
+        for cos, sin in angles for transposed in (False, True)
+    ]  # fmt: skip
+    kinds = (":silu", ":gelu", ":gelu_tanh", ":relu")
+    gates = [case([randn(4, 6, 12), randn(4, 6, 12)], "%a", "%b", kind) for kind in kinds]
+    grads = [case([randn(4, 12), randn(4, 12), randn(4, 12)], "%a", "%b", "%c", kind) for kind in kinds]
+    return {"paraplan.rotary": turned, "paraplan.gated": gates, "paraplan.gated_grad": grads}
+
+
 def lookup_cases() -> dict[str, list[Case]]:
     logits, labels = randn(4, 6, 12), ints(12, 4, 6)
     labels[0, :3] = -100
@@ -463,6 +475,7 @@ def all_cases() -> dict[str, list[Case]]:
         reduction_cases,
         creation_cases,
         norm_cases,
+        elementwise_cases,
         lookup_cases,
         attention_cases,
     )

@@ -62,6 +62,7 @@ BACKWARDS = {
     "paraplan.conv": ("paraplan.conv_grad_input", "paraplan.conv_grad_weight"),
     "paraplan.max_pool": ("paraplan.max_pool_grad",),
     "paraplan.group_norm": ("paraplan.group_norm_grad",),
+    "paraplan.gated": ("paraplan.gated_grad",),
 }
 torch.set_num_threads(1)
 

@@ -68,6 +68,12 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "paraplan.embedding", (draw(V // 2, 96), ids, V // 2, V)
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V, -1, 0)
     yield "paraplan.embedding_grad", (draw(B, S, 96), ids, V // 2, -1, V // 2)
+    heads, angles = draw(B, S, 4, 16).transpose(1, 2), (draw(1, 1, S, 16), draw(1, 1, S, 16))
+    for transposed in (False, True):
+        yield "paraplan.rotary", (heads, *angles, transposed)
+    for kind in ("silu", "gelu"):
+        yield "paraplan.gated", (*draw(B, S, 192).chunk(2, -1), kind)
+        yield "paraplan.gated_grad", (draw(B, S, 96), *draw(B, S, 192).chunk(2, -1), kind)
     yield from attention_cases(draw, seed)
     yield from odd_attention(draw, seed)
     yield from expert_cases(draw)
