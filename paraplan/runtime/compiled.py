@@ -3,13 +3,15 @@
 1. Before the first step every rank compiles its blocks on empty inputs and runs none of them, so no collective is
    issued while a rank may fail. All ranks then exchange what failed; a block that fails on one stays eager on all.
 2. Compilers have miscompiled graphs with collectives without an error (a fused kernel read a buffer before its
-   all-reduce), so a compiled block is run beside the eager one the first time it is called; where they differ on any
-   rank of the mesh, every rank of it uses the eager block from then on.
+   all-reduce), so the first time a compiled block is called it is run before the eager one; where they differ on any
+   rank of the mesh, every rank of it uses the eager block from then on. The first's results wait in the host's memory
+   meanwhile: the first step takes no more memory of the device than others.
 3. Nothing is compiled later: inputs that are not those compiled for run the uncompiled code.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +31,8 @@ from paraplan.runtime.torch_private import find_backend
 Boxed = Callable[[list[Any]], Sequence[Tensor | None]]
 Backend = str | Callable[..., Any]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+COMPARED = 1 << 22
+"""Elements of results that are compared at a time."""
 REMEDY = "leave the strictness out to run such blocks uncompiled"
 
 
@@ -62,7 +66,7 @@ class CheckedBlock:
         self._is_run = True
         # A function of its own per block: torch limits how often one may be compiled.
         self._compiled = torch.compile(compilable(eager, block).forward, fullgraph=True, backend=self._made_by)
-        self._written = written_inputs(block)
+        self._written, self._spent = written_inputs(block), freed_inputs(block)
 
     def _made_by(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """torch.compile's backend, whose code is not run while blocks are only compiled."""
@@ -103,26 +107,36 @@ class CheckedBlock:
         """Run it, deciding on the first call."""
         if self.chosen is not None:
             return self.chosen(boxed)
-        again = [x.clone() if index in self._written else x for index, x in enumerate(boxed)]
+        found, reason = self._first_run(boxed)
         wanted = self.eager(boxed)
-        found = self._agreed(self._first_run(again, wanted))
-        if found:
-            self.stay_eager(found)
+        reason = self._agreed(reason or _difference(found, wanted))
+        if reason:
+            self.stay_eager(reason)
         else:
             self.chosen = self._run
         return wanted  # type: ignore[no-any-return]
 
-    def _first_run(self, given: list[Any], wanted: Sequence[Tensor | None]) -> str:
-        before = self.calls
+    def _first_run(self, boxed: list[Any]) -> tuple[Sequence[Tensor | None], str]:
+        """What compiled code gives for these inputs, in the host's memory, or why it gives nothing.
+
+        The inputs are as before: those it frees or writes wait in the host's memory too, so that the device holds no
+        more than in any other call.
+        """
+        kept = {index: (boxed[index], _on_host(boxed[index])) for index in self._spent | self._written}
+        given, before = list(boxed), self.calls
+        for index in self._spent - self._written:
+            kept[index] = boxed[index] = (None, kept[index][1])
         try:
-            found = self._run(given)
+            found = [None if x is None else _on_host(x) for x in self._run(given)]
         except Exception as fault:
             if any(instr.kind is InstrKind.COLLECTIVE for instr in self.block.instrs):
                 raise  # other ranks may wait in its collectives: there is nothing to agree on
-            return f"{type(fault).__name__}: {str(fault)[:200]}"
-        if self.calls == before:
-            return "its inputs, or torch's settings, are not those it was compiled for"
-        return _difference(found, wanted)
+            return (), f"{type(fault).__name__}: {str(fault)[:200]}"
+        finally:
+            for index, (x, held) in kept.items():
+                boxed[index] = _like(held, self.transport.device) if x is None else x.copy_(held)
+        missed = "its inputs, or torch's settings, are not those it was compiled for"
+        return found, missed if self.calls == before else ""
 
     def _run(self, boxed: list[Any]) -> Any:
         args = tuple(boxed)
@@ -147,6 +161,22 @@ def written_inputs(block: Block) -> frozenset[int]:
     return frozenset(index for index, name in enumerate(block.inputs) if name in written)
 
 
+def freed_inputs(block: Block) -> frozenset[int]:
+    """Positions of a block's inputs that it frees."""
+    freed = {name for instr in block.instrs for name in instr.frees}
+    return frozenset(index for index, name in enumerate(block.inputs) if name in freed)
+
+
+def _like(x: Tensor, device: str) -> Tensor:
+    """A copy elsewhere, with the same strides."""
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+    return torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=device).copy_(once).expand(x.shape)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return _like(x, "cpu")
+
+
 def _owner(block: Block, name: str) -> str:
     """The value whose storage a value shares."""
     while (base := block.values[name].base) != name:
@@ -155,20 +185,30 @@ def _owner(block: Block, name: str) -> str:
 
 
 def _difference(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> str:
+    """Where results, in the host's memory, are not eager's; little of them is on the device at a time."""
     for index, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        if a is None or b is None:
+        if a is None or b is None or not b.numel():
             continue
         if a.stride() != b.stride():
             return f"result {index} has strides {a.stride()}, eager's are {b.stride()}"
+        parts = list(zip(_parts(a), _parts(b), strict=True))
         if not a.is_floating_point():
-            if not torch.equal(a, b):
+            if not all(torch.equal(x.to(y.device), y) for x, y in parts):
                 return f"result {index} differs"
             continue
-        scale = max(float(b.abs().max()) if b.numel() else 0.0, 1e-30)
-        error = float((a - b).abs().max()) / scale if b.numel() else 0.0
+        scale = max(*(float(y.abs().max()) for _, y in parts), 1e-30)
+        errors = [float((x.to(y.device) - y).abs().max()) / scale for x, y in parts]
+        error = math.nan if any(map(math.isnan, errors)) else max(errors)
         if not error <= TOLERANCE.get(b.dtype, 1e-4):
             return f"result {index} differs by {error:.1e} of its largest element"
     return ""
+
+
+def _parts(x: Tensor) -> Sequence[Tensor]:
+    """A tensor in pieces of some COMPARED elements, row by row where it is not contiguous."""
+    if x.is_contiguous():
+        return x.view(-1).split(COMPARED)
+    return x.split(max(1, COMPARED * x.shape[0] // x.numel()))
 
 
 class CompiledPhases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from paraplan.codegen import EmitContext, build_block
 from paraplan.ir.errors import CodegenError, ConstraintError
 from paraplan.ir.mesh import make_mesh
 from paraplan.ir.rank_program import Block, Instr
-from paraplan.runtime.compiled import CheckedBlock, written_inputs
+from paraplan.runtime.compiled import CheckedBlock, _on_host, written_inputs
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.launch import spawn_local
 from paraplan.runtime.torch_private import find_backend
@@ -101,6 +102,36 @@ def test_what_a_block_writes_into_its_inputs_is_written_once() -> None:
     x = given[0]
     assert block(given)[0].tolist() == [3.0] * 4
     assert x.tolist() == [2.0] * 4 and not block.reason
+
+
+def test_the_first_run_holds_no_more_than_others() -> None:
+    """While the eager block runs, what the compiled one took and made is gone from the device."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    def noting(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def run(*args: Tensor) -> Any:
+            results = module(*args)
+            alive.extend(map(weakref.ref, (*args, *results)))
+            return results
+
+        return run
+
+    block = checked(noting)
+    eager, seen = block.eager, []
+
+    def watched(boxed: list[Any]) -> Any:
+        seen.extend(ref() for ref in alive)
+        return eager(boxed)
+
+    block.eager = watched  # type: ignore[assignment]
+    assert block(ones())[0].tolist() == [3.0] * 4 and block.reason == ""
+    assert seen == [None, None]
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 1).expand(2, 3), torch.ones(3, 2).t(), torch.ones(())])
+def test_what_waits_on_the_host_keeps_its_strides(x: Tensor) -> None:
+    found = _on_host(x)
+    assert found.stride() == x.stride() and torch.equal(found, x) and found.data_ptr() != x.data_ptr()
 
 
 class Reader(nn.Module):
