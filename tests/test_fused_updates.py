@@ -173,6 +173,8 @@ def test_states_are_loaded_from_and_into_unfused_optimizers(optimizer: str) -> N
         warnings.simplefilter("ignore")  # of the memory that unfused kernels take
         unfused = second.optimizer(cls, foreach=False, **options)
     second.load_state_dict(first.state_dict())
+    assert fused.state_dict()["param_groups"][0]["fused"] is None
+    assert unfused.state_dict()["param_groups"][0]["foreach"] is False
     unfused.load_state_dict(copy.deepcopy(fused.state_dict()))
     second.steps_done = 1
     assert not unfused.param_groups[0]["fused"]

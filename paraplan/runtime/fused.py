@@ -4,7 +4,7 @@ An optimizer that says nothing of how it is executed (`fused=`, `foreach=`, `cap
 `fused=True` in the groups whose parameters have no gaps; where they have, one parameter is updated after another, which
 is what the plan counts there. The kernels take gradients and states for flat arrays, on a CPU unasked; so before a step
 what the user, or a checkpoint, has laid out otherwise is copied row by row. How a run's groups are executed is its own:
-what is loaded into an optimizer changes that no more than it does under `Trainer.resume`.
+what is loaded into an optimizer does not change it, and what is taken out of one has the groups as the user made them.
 
 Limits: classes of torch's own, as a class derived from one may update otherwise. A hook that the user registers may put
 gradients that lie otherwise in place after they were looked at.
@@ -46,15 +46,18 @@ class FusedUpdates:
         self._fusible = frozenset[str]() if mixed else fusible
         self._counts_on = fusible if rank.plan.optimizer.fused else frozenset[str]()
         self._fused: set[nn.Parameter] = set()
+        self._unsaid: set[nn.Parameter] = set()
         for group in optimizer.param_groups:
             self._choose(group, rank.plan.optimizer.fused)
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_load_state_dict_pre_hook(self._keep)
+        optimizer.register_state_dict_post_hook(self._leave_out)
 
     def _choose(self, group: dict[str, Any], wanted: bool) -> None:
         fits = all(self._places[param] in self._fusible for param in group["params"])
         if wanted and not any(map(group.get, _HOW)) and group["fused"] is None and group["foreach"] is None:
             group.update(fused=True) if fits else group.update(fused=False, foreach=False)
+            self._unsaid.update(group["params"])
         elif group["fused"] and not fits:  # it would update other elements
             group["fused"] = self.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if group["fused"]:
@@ -98,6 +101,13 @@ class FusedUpdates:
         pairs = zip(given.get("param_groups", ()), self.optimizer.param_groups, strict=False)
         kept = [{**saved, "fused": mine["fused"], "foreach": mine["foreach"]} for saved, mine in pairs]
         return {**given, "param_groups": kept + list(given.get("param_groups", ()))[len(kept) :]}
+
+    def _leave_out(self, _: object, given: dict[str, Any]) -> dict[str, Any]:
+        """What is given out, as the user made its groups: elsewhere kernels may be wrong that are right here."""
+        pairs = zip(given["param_groups"], self.optimizer.param_groups, strict=True)
+        chosen = [(saved, bool(mine["params"]) and self._unsaid.issuperset(mine["params"])) for saved, mine in pairs]
+        groups = [{**saved, "fused": None, "foreach": None} if mine else saved for saved, mine in chosen]
+        return {**given, "param_groups": groups}
 
 
 def _as_read(key: str, value: Any, param: Tensor) -> Any:

@@ -153,6 +153,44 @@ def test_an_exchange_of_rows_waits_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert not row_counts._READ
 
 
+def test_an_update_is_one_kernel_with_its_counts_on_the_device() -> None:
+    """Also where a checkpoint has them on the host, in float64, as unfused optimizers do."""
+    small = build("gpt2", 0.0)
+    program = capture(small.model.float(), small.batch, precision="bf16")
+    plan = whole_plan(program, parse_cluster("1xH100"), OPTIMIZERS["adamw"])
+    programs = lower(plan)
+    with pretended():
+        transport = DistributedTransport(plan.stages[0].mesh, device="cuda")
+        modules = build_modules(programs[0], transport.groups, "cuda")
+        trainer = Trainer(plan, programs, modules, small.model, transport)
+        optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-3)
+        for step in range(3):
+            trainer.step(small.batch)
+            if step == 2:
+                for slots in optimizer.state.values():
+                    slots["step"] = torch.ones((), dtype=torch.float64)
+            with Ops() as ops:
+                optimizer.step()
+            optimizer.zero_grad()
+            assert ops.found.count("_fused_adamw_") == 1
+            assert not {"addcdiv_", "lerp_", "_foreach_lerp_", "_local_scalar_dense"} & set(ops.found)
+            counts = [slots["step"] for slots in optimizer.state.values()]
+            assert {(x.device.type, x.dtype) for x in counts} == {("cuda", torch.float32)}
+            assert len(counts) == len(programs[0].grads)
+
+
+class Ops(TorchDispatchMode):
+    """Names of the ops that ran under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
 def test_waits_are_seen() -> None:
     with pretended(), Waits() as waits:
         x, y = torch.ones(3, device="cuda"), torch.ones(3)
