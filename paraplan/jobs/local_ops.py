@@ -121,11 +121,13 @@ def families(program: Program, cluster: ClusterSpec, optimizer: Optimizer, ways:
     alone = {op.full_key: op for block in blocks.values() for op in block_ops(block)}
     found = {"": Family("", lambda: alone.values())}
     for kind in program.kinds:
-        strides = _strides_of(kind.graph, blocks, kind.name)
+        strides, moved = _strides_of(kind.graph, blocks, kind.name), _strides_moved(kind.graph)
         for op in kind.graph.ops if ways > 1 else ():
-            signature = (op_signature(op, kind.graph.values), tuple(strides[name] for name in op.tensors), ways)
+            lies = (strides, moved) if is_free(op.target) else (strides,)
+            orders = tuple(tuple(lie[name] for name in op.tensors) for lie in lies)
+            signature = (op_signature(op, kind.graph.values), orders, ways)
             name = hashlib.sha256(repr(signature).encode()).hexdigest()
-            found.setdefault(name, Family(name, partial(_op_locals, op, kind.graph, strides, ways)))
+            found.setdefault(name, Family(name, partial(_op_locals, op, kind.graph, lies, ways)))
     return tuple(found.values())
 
 
@@ -137,6 +139,17 @@ def _strides_of(graph: Graph, blocks: Mapping[str, Block], kind: str) -> dict[st
         for name, value in block.values.items():
             if name in found and value.shape == graph.values[name].shape:
                 found[name] = odd_strides(value.shape, value.strides)
+    return found
+
+
+def _strides_moved(graph: Graph) -> dict[str, Dims]:
+    """How every value lies where what it views came row-major out of a collective; a view of it may have to copy."""
+    found: dict[str, Dims] = dict.fromkeys(graph.values, ())
+    for op in graph.ops:
+        if op.target == "aten.permute.default" and op.outs[0] is not None:
+            shape = graph.values[op.tensors[0]].shape
+            turned = [(shape[dim], contiguous_strides(shape)[dim]) for dim in op.args[1]]
+            found[op.outs[0]] = odd_strides(tuple(size for size, _ in turned), tuple(stride for _, stride in turned))
     return found
 
 
@@ -198,7 +211,7 @@ def _within(shape: Dims, others: Sequence[Dims]) -> bool:
     )
 
 
-def _op_locals(op: Op, graph: Graph, strides: Mapping[str, Dims], ways: int) -> Iterator[LocalOp]:
+def _op_locals(op: Op, graph: Graph, lies: Sequence[Mapping[str, Dims]], ways: int) -> Iterator[LocalOp]:
     names = {name: f"in{index}" for index, name in enumerate(dict.fromkeys(op.tensors))}
     seen: set[object] = set()
     for shape in meshes(ways):
@@ -214,7 +227,8 @@ def _op_locals(op: Op, graph: Graph, strides: Mapping[str, Dims], ways: int) -> 
             key = (ins, outs, "" if strategy.ring_axis < 0 else (strategy.key, shape))
             if key not in seen:
                 seen.add(key)
-                yield from block_ops(_emit(op, graph, strategy, shape, strides, names))
+                for strides in lies:
+                    yield from block_ops(_emit(op, graph, strategy, shape, strides, names))
 
 
 def _emit(
