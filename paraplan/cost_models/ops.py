@@ -47,7 +47,8 @@ class OpWork(Value, frozen=True, kw_only=True):
         read_bytes, write_bytes: traffic to device memory.
         dtype: what the flops are done in.
         narrow: the narrowest dim of its matrix product, which limits its efficiency; 0 where it has none.
-        copied_bytes: traffic of copies of its operands made first, as products in float8 need on Hopper.
+        copied_bytes: traffic of copies of its operands made first, as products in float8 need on Hopper, and of what
+            stands between the products of experts.
     """
 
     kind: str
@@ -224,6 +225,17 @@ def _expert_rows(ids: Spec, w_in: Spec, w_out: Spec, total: int, inner: int, out
     return flops, min(per_expert, width, hidden)
 
 
+def _expert_copies(ins: Specs, total: int) -> int:
+    """Bytes around the products of experts: rows gathered, hidden values activated, results read to be added."""
+    *rows, ids, _, w_in, w_out = ins
+    held, parts, width, _ = w_in.shape
+    gathered = sum(x.shape[1] for x in rows)  # with gradients, hidden values are read and written with theirs
+    hidden = (parts + 1) * width * len(rows)
+    added = w_out.shape[1] if len(rows) == 1 else w_in.shape[3]
+    count = max(math.prod(ids.shape) // max(total, 1), 1) * held
+    return count * (2 * gathered + hidden + added) * DTYPE_BYTES[w_in.dtype]
+
+
 def _first(outs: Outs) -> Spec:
     for out in outs:
         if out is not None:
@@ -297,9 +309,11 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
         elif name == "paraplan.linear_rows":  # of the rows given it reads as many as it makes
             rows = math.prod(_first(outputs).shape[:-1])
             read -= nbytes(inputs[0]) - rows * inputs[0].shape[-1] * DTYPE_BYTES[inputs[0].dtype]
+        copied = 2 * sum(nbytes(inputs[index]) for index in _TURNED.get((name, bool(flag)), ()))
+        if name in _TOTALS:
+            copied = _expert_copies(inputs, flag)
         return OpWork(
-            kind=kind, flops=flops, read_bytes=read, write_bytes=write, dtype=dtype, narrow=narrow,
-            copied_bytes=2 * sum(nbytes(inputs[index]) for index in _TURNED.get((name, bool(flag)), ())),
+            kind=kind, flops=flops, read_bytes=read, write_bytes=write, dtype=dtype, narrow=narrow, copied_bytes=copied,
         )  # fmt: skip
     if name in _ROW_READERS:
         read += write - (nbytes(inputs[0]) if inputs else 0)
