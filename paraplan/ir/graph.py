@@ -32,6 +32,7 @@ class Phase(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    STEP = "S"  # once a step, before: in lowering alone (`lower.held`)
 
 
 class Op(Value, frozen=True, kw_only=True, dict=True):

@@ -322,6 +322,7 @@ class Plan(Value, frozen=True, kw_only=True):
             under half precisions. "": those reduced as they are made (ZeRO-2, ZeRO-3, tensor parallelism) in the half
             precision, those reduced once a step (accumulated whole: ZeRO-0, ZeRO-1) in their accumulators' float32.
             Accumulators, and what stages that share a parameter exchange, are float32 in any case.
+        hold_casts: whether weights are cast to float8 once a step and held, not in every forward and backward.
         delayed_update: after how many steps the host's updates of states that stay there are done beside the next
             step's work, and so are one step late (see `ir.lower.late`); None: never.
         states_ahead: whether the first states that come to their update set out before the last segment's backward, and
@@ -345,6 +346,7 @@ class Plan(Value, frozen=True, kw_only=True):
     reducing_bytes: int = 0
     compiled: bool = False
     reduce_dtype: str = ""
+    hold_casts: bool = False
     delayed_update: int | None = None
     states_ahead: bool = False
     stages: tuple[Stage, ...]

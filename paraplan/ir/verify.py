@@ -47,6 +47,8 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
         raise InvalidPlanError(f"reducing_bytes is {plan.reducing_bytes}: at least 0")
     _verify_optimizer(plan)
     _verify_reduce_dtype(plan)
+    if plan.hold_casts and plan.program.precision != "fp8":
+        raise InvalidPlanError(f"hold_casts in {plan.program.precision}: only a plan in fp8 casts weights")
     position = 0
     for index, stage in enumerate(plan.stages):
         if stage.first != position or stage.stop <= stage.first:

@@ -26,6 +26,8 @@ def verify_graph(graph: Graph, where: str) -> None:
     backward = False
     for index, op in enumerate(graph.ops):
         at = f"{where}, op {index} ({op.target})"
+        if op.phase is Phase.STEP:
+            raise InvalidPlanError(f"{at}: phase {op.phase.value!r} is none of a program's, which are 'F' and 'B'")
         if op.phase is Phase.FORWARD and backward:
             raise InvalidPlanError(f"{at}: a forward op after a backward one")
         backward = op.phase is Phase.BACKWARD

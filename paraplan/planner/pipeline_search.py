@@ -33,6 +33,7 @@ from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job, assemble
+from paraplan.planner.casting import cast_once
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
 from paraplan.planner.overlap import overlapped
@@ -135,7 +136,7 @@ def _quickened(best: Plan, constraints: Constraints, budget: int) -> Plan:
         made = realised(tried)
         return made.simulation.step_s if made.peak_bytes <= budget and not made.over_bytes else math.inf
 
-    plan = overlapped(reducing(realised(best), budget), constraints.overlap, budget).plan
+    plan = overlapped(reducing(cast_once(realised(best), budget), budget), constraints.overlap, budget).plan
     plan = choose_ahead(choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
     if plan == best:
         return best
@@ -391,10 +392,8 @@ def _priced(plan: Plan) -> Plan:
         status="feasible", objective_s=simulation.step_s, bound_s=bound, bound_scope=SCOPE,
         gap=(simulation.step_s - bound) / simulation.step_s,
     )  # fmt: skip
-    note = (
-        f"a pipeline of {len(plan.stages)} stages, schedule {plan.schedule.name}; sharding was chosen for one stage's "
-        "devices as if they held the whole model"
-    )
+    note = f"a pipeline of {len(plan.stages)} stages, schedule {plan.schedule.name}; "
+    note += "sharding was chosen for one stage's devices as if they held the whole model"
     prediction = predict(plan, programs, simulation)
     plan = msgspec.structs.replace(plan, prediction=prediction, certificate=certificate, notes=(*plan.notes, note))
     return plan if plan.profile is None else with_used_profile(plan, programs)

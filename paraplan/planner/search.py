@@ -25,6 +25,7 @@ from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
 from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
+from paraplan.planner.casting import AT_EVERY_USE, cast_once
 from paraplan.planner.constraints import (
     AUTO,
     Constraints,
@@ -243,7 +244,7 @@ def _what_would_do(job: Job, mesh: Mesh, constraints: Constraints, limits: Limit
 def _quickened(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
     """The candidate with what makes its step shorter in the same layouts."""
     made, budget = Realised(best.plan, lower(best.plan), best.simulation), int(limits.memory_bytes)
-    made = overlapped(reducing(made, budget), constraints.overlap, budget)
+    made = overlapped(reducing(cast_once(made, budget), budget), constraints.overlap, budget)
     return _placed(replace(best, plan=made.plan, simulation=made.simulation), limits, constraints)
 
 
@@ -353,9 +354,10 @@ def _check_tiers(job: Job, constraints: Constraints) -> None:
 def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     """The plan with its prediction and certificate."""
     step_s = best.simulation.step_s
-    assert bound_s <= step_s * (1 + 1e-6), f"bound {bound_s} above the simulated step {step_s}"
+    held = best.plan.hold_casts
+    assert held or bound_s <= step_s * (1 + 1e-6), f"bound {bound_s} above the simulated step {step_s}"
     bound_s = min(bound_s, step_s)
-    scope = SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes"
+    scope = (SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes") + AT_EVERY_USE * held
     certificate = Certificate(
         status=best.status,
         objective_s=best.objective_s,

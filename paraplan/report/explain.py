@@ -73,6 +73,9 @@ def explain(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation)
     )  # fmt: skip
 
 
+HELD = "; weights cast once a step and held"
+
+
 def facts(plan: Plan) -> tuple[Fact, ...]:
     """What is planned, for what."""
     program = plan.program
@@ -85,7 +88,7 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
         ("model", f"{plan.model.display}: {show_count(num_params(program))} parameters, {pieces}"),
         ("batch", batch),
         ("computes in", f"{program.precision}{_summed_in(plan)}, optimizer {plan.optimizer.name}"),
-        *((("float8", float8_words(program)),) if program.precision == "fp8" else ()),
+        *((("float8", float8_words(program) + HELD * plan.hold_casts),) if program.precision == "fp8" else ()),
         ("cluster", f"{cluster.name}: {_devices(cluster)}"),
         *((_stage_name(plan, index), _stage_text(plan, stage)) for index, stage in enumerate(plan.stages)),
         ("schedule", f"{plan.schedule.name}, {micro}"),

@@ -159,6 +159,7 @@ def test_another_schedule_of_the_same_actions_is_legal(plan: Plan) -> None:
         (("ops", 1, "outs"), ["h"], "'h' is made twice"),
         (("ops", 1, "outs"), ["new"], "made twice or has no spec"),
         (("ops", 0, "phase"), "B", "a forward op after a backward one"),
+        (("ops", 0, "phase"), "S", "phase 'S' is none of a program's"),
         (("outputs", 0), "zz", "'zz' is an input or output but no value"),
         (("inputs", 0), "zz", "before it is made|no value"),
         (("values", "h", 0), "float7", "impossible spec"),

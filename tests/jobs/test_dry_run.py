@@ -90,7 +90,9 @@ def test_what_is_launched_in_float8(name: str) -> None:
     other way."""
     most = {"scale": 2, "cast": 1, "cast_both": 1, "linear": 2, "linear_grad_input": 2, "linear_grad_weight": 1}
     seen = set()
-    for rank in _programs(_program(name, "fp8")):
+    program = _program(name, "fp8")
+    held = msgspec.structs.replace(whole_plan(program, parse_cluster("1xH100"), ADAMW), hold_casts=True)
+    for rank in (*_programs(program), lower(held)[0]):
         for block, instr, run in _ran(rank):
             where = (block.name, run.index, instr.target, instr.kernel)
             if instr.target not in UNCOUNTED:
@@ -105,6 +107,9 @@ def test_what_is_launched_in_float8(name: str) -> None:
                 copied += 2 * len(filled(inputs)) if what == "linear_grad_weight" else 0
                 assert len(run.launches) <= most[what] + copied, where
     assert seen == set(most)
+    products = [run for _, instr, run in _ran(lower(held)[0]) if instr.target.startswith("paraplan.float8_linear")]
+    aligned = [run for run in products if "grad_weight" not in run.target]
+    assert aligned and all(len(run.launches) == 1 for run in aligned), "held casts lie as every product wants them"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "unet"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 import paraplan as pp
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
+from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import ConstraintError
+from paraplan.ir.errors import ConstraintError, InvalidPlanError
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.trace import capture
@@ -159,6 +161,102 @@ def test_random_plans(seed: int) -> None:
 def test_one_device_without_float8_is_refused() -> None:
     with pytest.raises(ConstraintError, match=r"A100-80 has no rate .*precision='bf16'.*H100"):
         pp.compile(net(), "2xA100-80", example_inputs=batch(), precision="fp8")
+
+
+class Turned(nn.Module):
+    """Weights [k, n], as of GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 6) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = F.one_hot(x, WIDTH * 2)[..., :WIDTH].to(self.up.dtype)
+        return F.cross_entropy(self.head(h + F.gelu((h + 1) @ self.up) @ self.down).flatten(0, 1), y.flatten())
+
+
+def run_of(plan: Plan, model: nn.Module) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """Losses of two steps, the last gradients, and what of float8 rank 0 runs; as predicted."""
+    programs = verify_plan(plan)
+    trainer = InProcessTrainer(plan, programs, [build_modules(each) for each in programs], model)
+    losses, grads = [], {}
+    for step in range(2):
+        losses.append(float(trainer.step(batch(step))))
+        grads = {name: x.clone() for name, x in trainer.grads().items()}
+        trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+        for rank, number in enumerate(plan.schedule.rank_class):
+            assert [e.key for e in trainer.entries(rank)] == [e.key for e in entries(programs[number])]
+    calls = [programs[0].blocks[step.block] for step in programs[0].steps if step.block]
+    return losses, grads, [i.target for block in calls for i in block.instrs if "float8" in i.target]
+
+
+def same_bits(plan: Plan, model: nn.Module) -> tuple[list[str], list[str]]:
+    """What runs with weights cast at every use and once a step, where all numbers are equal."""
+    found = [run_of(msgspec.structs.replace(plan, hold_casts=held), model) for held in (False, True)]
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(x, found[1][1][name]) for name, x in found[0][1].items())
+    return found[0][2], found[1][2]
+
+
+@pytest.mark.parametrize(
+    ("pins", "devices"),
+    [
+        ({}, 1), ({"dp": 2, "zero": 1}, 2), ({"dp": 2, "zero": 3, "microbatches": 4}, 2), ({"tp": 2, "sp": True}, 2),
+        ({"pp": 2, "schedule": "1f1b", "microbatches": 4}, 2), ({"dp": 2, "zero": 3, "recompute": "full"}, 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_weights_cast_once_a_step_change_no_bit(pins: dict[str, Any], devices: int) -> None:
+    plan = pp.compile(net(), f"local:{devices}", example_inputs=batch(), precision="fp8", **pins).data
+    each, once = same_bits(plan, net())
+    weights, uses = len([name for name in once if name.endswith("_cast_both")]), each.count("paraplan.float8_cast")
+    inputs = each.count("paraplan.float8_cast_both")
+    assert "paraplan.float8_cast" not in once and weights - inputs == uses / (2 * plan.num_microbatches)
+
+
+def test_weights_that_lie_the_other_way_are_held_so() -> None:
+    torch.manual_seed(0)
+    model = Turned()
+    plan = pp.compile(model, "local:2", example_inputs=batch(), precision="fp8", dp=2, zero=3, microbatches=2).data
+    products = [op for kind in plan.program.kinds for op in kind.graph.ops if op.target == "paraplan.float8_linear"]
+    assert products and all(op.args[4] for op in products)
+    each, once = same_bits(plan, model)
+    assert each.count("paraplan.float8_cast") == 2 * 3 and "paraplan.float8_cast" not in once
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_plans_with_weights_cast_once(seed: int) -> None:
+    job = Job(program(), ClusterSpec.local(2 + 2 * (seed % 2)), OPTIMIZERS["adamw"], ModelRef(display="net"), {})
+    same_bits(random_plan(job, seed), net())
+
+
+def test_weights_are_cast_once_where_that_is_faster_and_fits() -> None:
+    """The bound then is over plans that do not; what has no room for the casts does without."""
+    torch.manual_seed(0)
+    given = {"x": torch.randn(8, 64).bfloat16(), "y": torch.randint(0, 8, (8,))}
+
+    def planned(**more: Any) -> pp.Plan:
+        return pp.compile(Wide(), "2xH100", example_inputs=given, precision="fp8", dp=2, zero=0, microbatches=4, **more)
+
+    roomy = planned()
+    assert roomy.data.hold_casts and roomy.certificate is not None
+    assert roomy.certificate.bound_scope.endswith("weights cast at every use")
+    assert "weights cast once a step" in str(roomy.explain())
+    (without,) = {priced_peak(msgspec.structs.replace(roomy.data, hold_casts=False))}
+    assert without < max(roomy.prediction.peak_bytes)
+    tight = planned(memory=(without + max(roomy.prediction.peak_bytes)) // 2, recompute="none")
+    assert not tight.data.hold_casts and max(tight.prediction.peak_bytes) <= without
+
+
+def priced_peak(plan: Plan) -> int:
+    return max(simulate_plan(plan, verify_plan(plan)).peak_bytes)
+
+
+def test_other_precisions_hold_no_casts() -> None:
+    plan = pp.compile(net(), "local:1", example_inputs=batch(), precision="bf16").data
+    with pytest.raises(InvalidPlanError, match="hold_casts in bf16: only a plan in fp8 casts weights"):
+        verify_plan(msgspec.structs.replace(plan, hold_casts=True))
 
 
 class Wide(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.holding import group_of_class
+from paraplan.ir.lower.held import held_casts
 from paraplan.ir.lower.implement import implement_all
 from paraplan.ir.lower.messages import in_order
 from paraplan.ir.lower.ordered import order_program
@@ -20,7 +21,8 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
     Raises:
         InvalidPlanError: the plan does not fit its program.
     """
-    blocks = PlanBlocks(plan)
+    casts = held_casts(plan)
+    blocks = PlanBlocks(casts.plan, casts=casts.of)
     # Classes that differ only in the kind of their device share a program.
     built = {
         actions: RankSteps(blocks, group_of_class(plan, blocks.held, actions), actions).build()

@@ -29,6 +29,8 @@ def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> di
     found: dict[str, OuterValue] = {}
     trained = set(held.trained)
     for name, layouts in held.params.items():
+        if name in blocks.casts:
+            continue
         spec = program.params[name].spec
         at, dtype = layouts.stored_tier, master_dtype(program.precision, spec.dtype)
         if at and name in trained:  # the state's storage

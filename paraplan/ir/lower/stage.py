@@ -9,7 +9,7 @@ it may receive for others.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -95,6 +95,7 @@ class PlanBlocks:
     """The blocks of a plan, per route and group of ranks.
 
     Attributes:
+        casts: parameters that are held casts (see `held`).
         held: the groups.
         ways: the routes.
         routes: the blocks of each.
@@ -104,8 +105,8 @@ class PlanBlocks:
         reduce_dtype: what gradients are cast to before they are summed over ranks as they are made; "" for nothing.
     """
 
-    def __init__(self, plan: Plan, evaluate: bool = False) -> None:
-        self.plan, self.evaluates = plan, evaluate
+    def __init__(self, plan: Plan, evaluate: bool = False, casts: Mapping[str, tuple[str, str]] | None = None) -> None:
+        self.plan, self.evaluates, self.casts = plan, evaluate, casts or {}
         self.held: tuple[Holding, ...] = holdings(plan)
         self.ways: tuple[Route, ...] = routes(plan, self.held)
         self.micro: ProgramMicro = program_micro(plan.program, plan.num_microbatches)

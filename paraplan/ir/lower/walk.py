@@ -27,6 +27,7 @@ from paraplan.ir.lower.backward import LoweredBackward
 from paraplan.ir.lower.between import Boundaries, boundary_tiers
 from paraplan.ir.lower.fetch import Fetches, FetchVisit
 from paraplan.ir.lower.halves import half_of, needs_zero, returning
+from paraplan.ir.lower.held import hold_casts
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.outer import seed_name
 from paraplan.ir.lower.parcels import Parcel, local_bytes
@@ -157,7 +158,7 @@ class SegmentSteps:
             if action.kind is ActionKind.F
             for index in range(self.plan.stages[action.stage].first, self.plan.stages[action.stage].stop)
             for name in self.program.segments[index].params
-            if self.holding.params[name].ahead
+            if self.holding.params[name].ahead and name not in self.lowered.casts
         )
         first = dict(reversed(order))
         parcels: dict[int, list[Parcel]] = {}
@@ -224,6 +225,7 @@ class SegmentSteps:
         for index in order:
             segment, lowered = self.program.segments[index], forwards[index]
             self.waking.reach(index)
+            hold_casts(self, index)
             self.gathers.reach(index)
             self.fetches.reach()
             names = self._sources(index, m, lowered.early)
