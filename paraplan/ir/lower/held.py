@@ -172,17 +172,19 @@ def hold_casts(steps: SegmentSteps, index: int) -> None:
     for param, dtype in _unmade(steps, steps.program.segments[index]):
         spec, text = steps.program.params[param].spec, steps.holding.params[param].stored
         key = ("held", spec, text, dtype)
-        if key not in steps.casts:
-            steps.casts[key] = _cast_block(f"held.{len(steps.casts)}", spec, parse_layout(text), dtype, steps.extended)
+        blocks = steps.cast_blocks
+        if key not in blocks:
+            blocks[key] = _cast_block(f"held.{len(blocks)}", spec, parse_layout(text), dtype, steps.extended)
         outs = tuple(f"held:{param}{suffix}" for suffix in SUFFIXES)
-        steps.begun.update(outs)
-        steps._call(steps.casts[key], (steps.stored(param),), outs)
+        steps.are_cast.add(param)
+        steps._call(blocks[key], (steps.stored(param),), outs)
 
 
 def _unmade(steps: SegmentSteps, segment: Segment) -> Iterator[tuple[str, str]]:
     for name in segment.params:
-        if name.endswith(ROWS) and name in steps.lowered.casts and f"held:{name}" not in steps.begun:
-            yield steps.lowered.casts[name]
+        param, dtype = steps.lowered.casts.get(name, ("", ""))
+        if param and name.endswith(ROWS) and param not in steps.are_cast:
+            yield param, dtype
 
 
 def _cast_block(name: str, spec: TensorSpec, stored: Layout, dtype: str, extended: Dims) -> Block:

@@ -68,6 +68,8 @@ class SegmentSteps:
         self.tangent_of: dict[str, str] = {}
         self.waits: list[Callable[[], None]] = []  # what ends the denominators
         self.strides_of: dict[str, tuple[int, ...]] = {}
+        self.cast_blocks: dict[object, Block] = {}  # of held casts; the weights that have them
+        self.are_cast: set[str] = set()
         self.action = ""
         self.trained = self.holding.trained
         self.fused = fusible_places(plan.program, blocks.held) if plan.optimizer.fused else frozenset[str]()
