@@ -192,8 +192,10 @@ def test_where_the_host_lacks_room_states_go_to_disk(share: float, room: float) 
 
 
 def test_a_device_too_small_for_its_states_is_told_what_would_do() -> None:
-    """Where the update is what peaks: the least budget that is named does, one byte less does not, offloading does."""
-    given = job(captured("mlp")[1], 1)
+    """Where an update with workspace is what peaks: the least budget that is named does, one byte less does not,
+    offloading does."""
+    fused = job(captured("mlp")[1], 1)
+    given = replace(fused, optimizer=msgspec.structs.replace(fused.optimizer, fused=False))
     free = search(given, Constraints(microbatches=1), certify=False).plan
     assert free.prediction is not None
     pins = Constraints(microbatches=1, memory_bytes=int(0.999 * max(free.prediction.peak_bytes)))
