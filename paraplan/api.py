@@ -162,7 +162,7 @@ class Plan:
                 run; one that differs or does not compile on any rank stays eager on all, and a warning says why. Other
                 than True, it is torch.compile's backend. `compile_strict`: such a block is a CodegenError instead.
             cuda_graphs: from the third step on what is before the optimizer and what is after it are replayed as CUDA
-                graphs; gradients then come in the same tensors every step, and the batch stays in memory.
+                graphs. The batch then stays in memory; a gradient that is held is not overwritten, a view of one is.
             offload_folder: of the files of tensors that wait on disk, removed as they go; left out, the system's.
             paced: CPU processes only: copies to and from host and disk take the time the plan's cluster says.
             loss_fn: compared with the one the plan was made with, if given; what runs is the plan's.
@@ -170,7 +170,7 @@ class Plan:
         Raises:
             PlanMismatchError: another model (structure, what forward reads, its code), another loss function, or
                 another number of processes or kind of device than the plan's.
-            ConstraintError: `cuda_graphs` of a plan in whose steps the host decides or waits; says which to plan for.
+            ConstraintError: `cuda_graphs` of a plan in whose steps the host decides or waits, or without room for them.
         """
         return _part("make_trainer")(  # type: ignore[no-any-return]
             self.data, self.programs, model, seed=seed, record=record, compile_blocks=compile, loss_fn=loss_fn,

@@ -32,8 +32,7 @@ from paraplan.jobs.identity import check_model
 from paraplan.jobs.models import Made, plan_model
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 from paraplan.jobs.record import check_recordable, write_run
-from paraplan.jobs.trainers import check_devices, make_trainer
-from paraplan.runtime.graphs import refuse_graphs
+from paraplan.jobs.trainers import check_devices, check_graphs, make_trainer
 from paraplan.runtime.groups import check_timeout
 from paraplan.runtime.params import pad
 from paraplan.runtime.scaling import Scaler
@@ -118,7 +117,7 @@ def check_run(plan: Plan, options: RunOptions) -> None:
     """
     check_options(options)
     if options.cuda_graphs:
-        refuse_graphs(plan, lower(plan))
+        check_graphs(plan, lower(plan))
     check_devices(plan.cluster)
     if options.record is not None:
         check_recordable(plan, options.compile or plan.compiled)

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from paraplan.codegen import build_modules
+from paraplan.cost_models.graphs import graphs_bytes
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.holding import holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.sizes import say_size
 from paraplan.ir.trace.dynamic import attributes_set
 from paraplan.ir.trace.reading import Reads
 from paraplan.jobs.identity import check_model
@@ -46,7 +48,7 @@ def make_trainer(
     if timeout_s is not None:
         check_timeout(timeout_s)
     if cuda_graphs:
-        refuse_graphs(plan, programs)
+        check_graphs(plan, programs, record)
     check_model(plan, model, loss_fn)
     check_devices(plan.cluster)
     backend = plan.cluster.backend
@@ -86,6 +88,32 @@ def make_bucket_trainer(
         with attributes_set((model,), attributes[index] if attributes else {}):
             trainers.append(make_trainer(plan, programs, model, share=share, reads=reads, **options))
     return BucketTrainer(trainers)
+
+
+def check_graphs(plan: Plan, programs: Sequence[RankProgram], record: bool = False) -> None:
+    """Refuse a plan whose steps cannot be CUDA graphs.
+
+    Args:
+        plan, programs: whose steps.
+        record: whether all of them are to be recorded.
+    Raises:
+        ConstraintError: the host decides within a step, nothing would be replayed, or the graphs' memory does not fit.
+    """
+    refuse_graphs(plan, programs)
+    if record:
+        raise ConstraintError(
+            "record=True takes every step instruction by instruction, so no CUDA graph would be replayed; leave one of "
+            "them out"
+        )
+    most = max(map(graphs_bytes, programs), key=lambda each: each.peak)
+    room = plan.cluster.memory_bytes(plan.stages[0].mesh.devices)
+    if most.peak > room:
+        raise ConstraintError(
+            f"CUDA graphs need {say_size(most.peak)} of a device's {say_size(room)}: {say_size(most.still)} of "
+            f"parameters, states and the batch, {say_size(most.pool)} for the graphs' pool and {say_size(most.update)} "
+            "for the update, which an eager step does not have all at once; plan with memory_reserve, or leave CUDA "
+            "graphs out"
+        )
 
 
 def check_devices(cluster: ClusterSpec) -> None:

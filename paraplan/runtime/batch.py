@@ -136,11 +136,12 @@ def _check_shapes(plan: Plan, batch: Mapping[str, Tensor]) -> None:
 
 
 def microbatches(
-    plan: Plan, stage: Holding, batch: ShardedBatch, outer: Container[str], device: str = "cpu"
-) -> dict[str, Tensor]:
+    plan: Plan, stage: Holding, batch: ShardedBatch, outer: Container[str], device: str = "cpu",
+    homes: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Outer values "batch:<name>@<m>", each with storage of its own on the device, of those a program reads (`outer`).
 
-    Copies to CUDA are begun and not waited for.
+    Those with a home are copied there. Copies to CUDA are begun and not waited for.
 
     Raises:
         PlanMismatchError: it was cut for another number of microbatches.
@@ -153,8 +154,11 @@ def microbatches(
                 f"batch input {name} was cut into {parts.shape[0]} microbatches, the plan has {plan.num_microbatches}"
             )
         for m in range(plan.num_microbatches):
-            if f"batch:{name}@{m}" in outer:
-                found[f"batch:{name}@{m}"] = parts[m].to(
+            value = f"batch:{name}@{m}"
+            if homes and value in homes:
+                found[value] = homes[value].copy_(parts[m], non_blocking=device == "cuda")
+            elif value in outer:
+                found[value] = parts[m].to(
                     device, non_blocking=device == "cuda", copy=True, memory_format=torch.contiguous_format
                 )
     return found

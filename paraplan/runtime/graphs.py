@@ -10,9 +10,12 @@ nothing, and replayed. A graph reads and writes the same memory every time: batc
 that was captured, seeds are tensors that are filled before every step, gradients and losses come in the same tensors.
 What is not as it was when a part was captured (a parameter in another tensor, gradients that are gone) runs as ever.
 
-Both graphs allocate from one pool, which holds what the plan says its blocks do at their peak; beside it are the batch,
-which now stays in memory, and what an optimizer without fused kernels allocates. A gradient that somebody still holds
-when a step begins is given memory of its own first.
+Both graphs allocate from one pool, which holds what `cost_models.graphs` says: the most that blocks have at once, and
+gradients for as long as there are graphs. Beside it are the batch, which now stays in memory, and what an optimizer
+without fused kernels allocates. Steps that are recorded or timed run as ever, and so do evaluations, beside the pool.
+
+What a user may keep of a step: losses and metrics are copies. A gradient that somebody holds when it would be
+overwritten, as a parameter's `grad` or by another name, moves into memory of its own; views made of one do not.
 
 Limits: what waits for the host cannot be captured, and is refused before anything runs (`refuse_graphs`); an op of the
 user's own that does is found while capturing, and the steps then run as ever, with a warning.
@@ -21,6 +24,7 @@ user's own that does is found while capturing, and the steps then run as ever, w
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -71,19 +75,31 @@ class _Captured(NamedTuple):
     Attributes:
         steps: what was captured.
         inputs: the outer values it reads, by name.
-        after: the outer namespace at its end.
+        gone: the outer names it takes away.
+        made: the outer values it leaves.
         replay: does it again.
     """
 
     steps: tuple[Step, ...]
     inputs: Mapping[str, Any]
-    after: Mapping[str, Any]
+    gone: tuple[str, ...]
+    made: Mapping[str, Tensor]
     replay: Callable[[], None]
 
     def fits(self, steps: Sequence[Step], outer: Mapping[str, Any]) -> bool:
         """Whether these steps on these values are those."""
         alike = len(steps) == len(self.steps) and all(a is b for a, b in zip(steps, self.steps, strict=True))
-        return alike and all(outer.get(name) is value for name, value in self.inputs.items())
+        return alike and all(_lies_at(outer.get(name), value) for name, value in self.inputs.items())
+
+    def leave(self, outer: dict[str, Any]) -> None:
+        """What it did to outer names. Values are new tensors in its memory, so that it shows who holds them."""
+        for name in self.gone:
+            outer.pop(name, None)
+        outer.update({name: value.detach() for name, value in self.made.items()})
+
+
+def _lies_at(x: Any, place: Any) -> bool:
+    return x is place or (isinstance(x, Tensor) and isinstance(place, Tensor) and x.data_ptr() == place.data_ptr())
 
 
 class ReplayedSteps:
@@ -94,31 +110,19 @@ class ReplayedSteps:
         graphs: what captures them.
 
     Attributes:
+        homes: where graphs read batches; nowhere yet, before one is captured.
         replays: how often each part was replayed.
         reason: why nothing is, "" while something is or may be.
     """
 
     def __init__(self, rank: Rank, graphs: Graphs) -> None:
         self.rank, self.graphs, self.reason = rank, graphs, ""
+        self.homes: dict[str, Tensor] = {}
         self.replays = {BEFORE: 0, AFTER: 0}
         self._begun = 0
-        self._batch: dict[str, Tensor] = {}
         self._captured: dict[str, _Captured] = {}
         self._owned: set[int] = set()  # storages of what graphs leave
-
-    def begin(self) -> None:
-        """A step's batch is bound: it goes where graphs read it; gradients held since the last step are moved."""
-        outer = self.rank.executor.outer
-        self._begun += 1
-        for name, value in self.rank.program.outer.items():
-            if value.role == "batch":
-                home = self._batch.setdefault(name, outer[name])
-                if home is not outer[name]:
-                    home.copy_(outer[name], non_blocking=True)
-                    outer[name] = home
-        for param in self.rank.params.values():
-            if param.grad is not None and param.grad.untyped_storage().data_ptr() in self._owned:
-                param.grad = param.grad.clone()
+        self._lent: list[weakref.ref[Tensor]] = []
 
     def run(self, part: str, steps: tuple[Step, ...]) -> None:
         """Take the steps of a part.
@@ -127,22 +131,38 @@ class ReplayedSteps:
             RuntimeFailure: as `Executor.run`.
         """
         executor, has_kernels = self.rank.executor, any(step.kind in _KERNELS for step in steps)
+        self._begun += part == BEFORE
         if part not in self._captured and self._begun > WARM_UP and not self.reason and has_kernels:
             self._capture(part, steps)
         held = self._captured.get(part)
         if held is None or not held.fits(steps, executor.outer):
             executor.run(steps)
             return
+        if part == BEFORE:
+            self._give_room()
         held.replay()
         self.replays[part] += 1
-        executor.outer.clear()
-        executor.outer.update(held.after)
+        held.leave(executor.outer)
+
+    def lend(self) -> None:
+        """Gradients were given to parameters; those in memory of graphs are known again as long as they are held."""
+        grads = [param.grad for param in self.rank.params.values() if param.grad is not None]
+        self._lent += [weakref.ref(x) for x in grads if x.untyped_storage().data_ptr() in self._owned]
+
+    def _give_room(self) -> None:
+        """What somebody still holds of the gradients that were lent moves into memory of its own."""
+        for reference in self._lent:
+            if (grad := reference()) is not None:
+                grad.data = grad.data.clone()
+        self._lent = []
 
     def _capture(self, part: str, steps: tuple[Step, ...]) -> None:
         executor = self.rank.executor
         outer = dict(executor.outer)
         made = {name for step in steps for name in step.outs}
         inputs = {name: outer[name] for step in steps for name in step.args if name not in made and name in outer}
+        if part == BEFORE:
+            self.homes = {name: outer[name] for name, x in self.rank.program.outer.items() if x.role == "batch"}
 
         def run() -> list[Tensor]:
             executor.run(steps)
@@ -151,14 +171,13 @@ class ReplayedSteps:
         try:
             replay = self.graphs.capture(run)
         except Exception as fault:  # noqa: BLE001  (whatever cannot be captured runs as ever)
-            self.reason = f"{type(fault).__name__}: {fault}"
+            self.reason, self.homes = f"{type(fault).__name__}: {fault}", {}
             warnings.warn(f"steps are not replayed as CUDA graphs: {self.reason}", stacklevel=2)
         else:
-            after = dict(executor.outer)
-            self._captured[part] = _Captured(steps, inputs, after, replay)
-            kept = {id(value) for value in outer.values()}
-            made_here = [x for x in after.values() if isinstance(x, Tensor) and id(x) not in kept]
-            self._owned |= {x.untyped_storage().data_ptr() for x in made_here}
+            left = {name: x for name, x in executor.outer.items() if outer.get(name) is not x}
+            gone = tuple(name for name in outer if name not in executor.outer)
+            self._captured[part] = _Captured(steps, inputs, gone, left, replay)
+            self._owned |= {x.untyped_storage().data_ptr() for x in left.values()}
         executor.outer.clear()
         executor.outer.update(outer)
 

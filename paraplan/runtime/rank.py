@@ -213,8 +213,11 @@ class Rank:
         """Whether one is due, or under way."""
         return self.updates is not None and (self.updates.is_due or self.updates.is_begun)
 
-    def start(self, batch: ShardedBatch) -> None:
-        """Bind a batch and fresh seeds; what the last step left behind is dropped, but for gradients that are due."""
+    def start(self, batch: ShardedBatch, homes: Mapping[str, Tensor] | None = None) -> None:
+        """Bind a batch, copied to its homes where it has any, and fresh seeds.
+
+        What the last step left behind is dropped, but for gradients that are due.
+        """
         outer, due = self.executor.outer, self.updates is not None and self.updates.is_due
         held = self._late_names if due else ()
         for name in [name for name in outer if name not in self.tensors and name not in held]:
@@ -223,7 +226,7 @@ class Rank:
         self.waiting.start(outer)
         warm = self.plan.delayed_update is not None and self.steps_done < self.plan.delayed_update
         self.phase = Phase.STEADY if due or not self.flush else Phase.WARM if warm else Phase.FIRST
-        self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer, self.device))
+        self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer, self.device, homes))
         for name, segment in self._seeds:
             outer[name].fill_(segment_seed(self.seed, self.steps_done, segment))
         self.steps_done += 1

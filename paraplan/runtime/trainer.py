@@ -145,17 +145,18 @@ class Trainer(TrainingStates):
         mine = self.attributes.refill(batch) if isinstance(batch, ShardedBatch) else self.cut(batch)
         if self.state.has_begun:  # the optimizer's step was skipped
             self.flush()
-        self.state.start(mine)
+        graphs = self._graphs
+        self.state.start(mine, graphs and graphs.homes)
         self._restore()
         if self.record:
             self.state.begin_account(self._optimizers)
         else:
             self._phases.prepare()
-        if self.replayed is not None:
-            self.replayed.begin()
         self._take_part(BEFORE, self.state.before)
         loss = self.state.loss()
         self.state.take_grads()
+        if graphs is not None:
+            graphs.lend()
         return loss
 
     @property
@@ -208,10 +209,15 @@ class Trainer(TrainingStates):
 
     def _take_part(self, part: str, steps: tuple[Step, ...]) -> None:
         """Take steps on this side of the optimizer, as a graph where they are one."""
-        if self.replayed is None or self.record or self.state.executor.seconds is not None:
+        if (graphs := self._graphs) is None:
             self._take(steps)
         else:
-            self.replayed.run(part, steps)
+            graphs.run(part, steps)
+
+    @property
+    def _graphs(self) -> ReplayedSteps | None:
+        """What a step goes through, unless it is recorded or timed."""
+        return None if self.record or self.state.executor.seconds is not None else self.replayed
 
     def _take(self, steps: Iterable[Step], executor: Executor | None = None) -> None:
         executor = executor or self.state.executor

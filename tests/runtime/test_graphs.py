@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,14 @@ from torch import Tensor, nn
 import paraplan as pp
 from benchmarks.replaying import NotedGraphs
 from paraplan.api import Buckets, Plan
+from paraplan.cost_models.graphs import graphs_bytes
+from paraplan.ir import plan as ir_plan
 from paraplan.ir.errors import ConstraintError
+from paraplan.jobs.run import RunResult, account, update
+from paraplan.jobs.trainers import check_graphs
 from paraplan.runtime.graphs import ReplayedSteps, refuse_graphs
+from paraplan.runtime.rank import Rank
+from paraplan.runtime.tracker import Ledger, Tracker
 from paraplan.runtime.trainer import Trainer
 
 ROWS, STEPS = 6, 7
@@ -39,6 +46,13 @@ class Plain(Net):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.Identity()  # type: ignore[assignment]
+
+
+class Several(Plain):
+    """Two losses."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"first": super().forward(ids, labels), "second": self.words(ids).square().mean()}
 
 
 def batches(rows: int = ROWS) -> Iterator[dict[str, Tensor]]:
@@ -123,12 +137,40 @@ def interrupted(trainer: Trainer, optimizer: torch.optim.Optimizer) -> list[Tens
     return found
 
 
+def held(trainer: Trainer, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What a user keeps of every step, looked at after the last."""
+    found, given = [], batches()
+    for _ in range(STEPS):
+        found += [trainer.step(next(given)), *trainer.metrics.values()]
+        found += [param.grad for param in trainer.state.params.values() if param.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def partly_recorded(trainer: Trainer, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Steps of which either part is recorded, or both, and what metrics say after them."""
+    found, given = [], batches()
+    for step in range(3 * STEPS):
+        trainer.record = step % 4 == 1
+        found.append(trainer.step(next(given)))
+        trainer.record = step % 3 == 1
+        optimizer.step()
+        found += trainer.metrics.values()
+        optimizer.zero_grad()
+    trainer.record = False
+    return found
+
+
 CASES: dict[str, tuple[type[nn.Module], dict[str, Any], Loop]] = {
     "float32": (Net, {}, simple),
     "bfloat16": (Net, {"precision": "bf16"}, simple),
     "float16 with a scaler": (Plain, {"precision": "fp16"}, scaled),
     "microbatches": (Plain, {"precision": "bf16", "microbatches": 3}, simple),
     "gradients added": (Net, {}, gradients_added),
+    "results kept": (Plain, {"precision": "bf16"}, held),
+    "results kept of several losses": (Several, {"precision": "bf16", "loss": "sum"}, held),
+    "partly recorded": (Several, {"precision": "bf16", "loss": "sum"}, partly_recorded),
     "gradients added, microbatches": (Plain, {"precision": "bf16", "microbatches": 2}, gradients_added),
     "evaluations and short batches": (Plain, {"precision": "bf16", "microbatches": 2}, interrupted),
 }
@@ -165,21 +207,19 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("forgotten", ["batches", "gradients"])
 def test_what_a_replay_would_overwrite_is_seen(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same loops, with a part of `begin` left out, do not pass."""
-    begin = ReplayedSteps.begin
+    """The same loops, with a part left out, do not pass."""
+    if forgotten == "gradients":
+        monkeypatch.setattr(ReplayedSteps, "_give_room", lambda self: None)
+    else:
+        start = Rank.start
 
-    def half(self: ReplayedSteps) -> None:
-        kept = [param.grad for param in self.rank.params.values()]
-        bound = dict(self.rank.executor.outer)
-        begin(self)
-        if forgotten == "gradients":
-            for param, grad in zip(self.rank.params.values(), kept, strict=True):
-                param.grad = grad
-        else:
-            for home in [x for name, x in self.rank.executor.outer.items() if x is not bound[name]]:
-                home.fill_(1)
+        def stale(self: Rank, batch: Any, homes: dict[str, Tensor] | None = None) -> None:
+            held = {name: x.clone() for name, x in (homes or {}).items()}
+            start(self, batch, homes)
+            for name, x in held.items():
+                self.executor.outer[name].copy_(x)
 
-    monkeypatch.setattr(ReplayedSteps, "begin", half)
+        monkeypatch.setattr(Rank, "start", stale)
     plan, model = planned()
     wanted, found = (gradients_added(*started(plan, model, graphs)) for graphs in (False, True))
     assert [x.tolist() for x in found] != [x.tolist() for x in wanted]
@@ -210,6 +250,89 @@ def test_plans_in_which_the_host_decides_are_refused(name: str) -> None:
     plan = pp.compile(Plain(), cluster, example_inputs=next(batches()), **options)
     with pytest.raises(ConstraintError, match=match):
         refuse_graphs(plan.data, plan.programs)
+
+
+class Booked(NotedGraphs):
+    """Keeps an account of what a rank's graphs make beside what is there, and replays nothing.
+
+    Attributes:
+        still: bytes that are there when the first is captured.
+        pool: the most bytes that graphs have had.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker, self.ledger, self.still = Tracker(), Ledger(), 0
+        self.run: tuple[Trainer, torch.optim.Optimizer] | None = None
+
+    def capture(self, run: Callable[[], Iterable[Tensor]]) -> Callable[[], None]:
+        assert self.run is not None
+        if not self.still:
+            for x in self.run[0].state.executor.outer.values():
+                self.ledger.register(x)
+            self.still = self.ledger.live_bytes
+        with self.tracker, self.tracker.booking(self.ledger):
+            list(run())
+        return lambda: None
+
+    @property
+    def pool(self) -> int:
+        return self.ledger.peak_bytes - self.still
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(Plain, {}), (Plain, {"microbatches": 3}), (Net, {"precision": "bf16"}),
+     (Plain, {"precision": "bf16", "microbatches": 2})],
+)  # fmt: skip
+def test_the_pool_holds_what_is_predicted(cls: type[nn.Module], options: dict[str, Any]) -> None:
+    plan, model = planned(cls, **options)
+    (program,), graphs = plan.programs, Booked()
+    trainer, optimizer = graphs.run = started(plan, model, False)
+    trainer.replay(graphs)
+    given = batches()
+    for step in range(4):
+        trainer.record = step == 1
+        trainer.step(next(given))
+        if step == 1:  # as the eager step beside it
+            unseen = plan.prediction.peak_bytes[0] - trainer.peak_bytes
+            trainer.record = False
+        optimizer.step()
+        optimizer.zero_grad()
+    said, states = graphs_bytes(program), program.update_bytes("")[0]
+    assert said.still == graphs.still + states
+    assert 0 <= said.pool - graphs.pool <= unseen <= 0.02 * said.peak
+    assert said.peak >= plan.prediction.peak_bytes[0]
+
+
+def test_a_pool_without_room_and_recorded_steps_are_refused() -> None:
+    plan = pp.compile(Plain(), "1xH100", example_inputs=next(batches()))
+    peak = max(graphs_bytes(program).peak for program in plan.programs)
+    check_graphs(with_memory(plan, peak), plan.programs)
+    with pytest.raises(ConstraintError, match=r"CUDA graphs need .* for the graphs' pool .*leave CUDA graphs out"):
+        check_graphs(with_memory(plan, peak - 1), plan.programs)
+    with pytest.raises(ConstraintError, match="record=True"):
+        plan.executable(Plain(), cuda_graphs=True, record=True)
+
+
+def with_memory(plan: Plan, room: int) -> ir_plan.Plan:
+    """A plan as if its devices had so many bytes."""
+    replace, cluster = msgspec.structs.replace, plan.data.cluster
+    groups = tuple(replace(each, device=replace(each.device, memory_bytes=room)) for each in cluster.groups)
+    return replace(plan.data, cluster=replace(cluster, groups=groups))
+
+
+@pytest.mark.parametrize("recorded", [1, 5])
+def test_recorded_steps_are_what_was_predicted(recorded: int) -> None:
+    plan, model = planned(Plain, microbatches=2)
+    trainer, optimizer = started(plan, model, True)
+    given, result = batches(), RunResult()
+    for step in range(recorded + 1):
+        trainer.record = step == recorded
+        trainer.step(next(given))
+        update(trainer, optimizer, None, None)
+    account(trainer, plan.programs, result)
+    assert result.entries_difference == "" and result.measured_peak_bytes == list(plan.prediction.peak_bytes)
 
 
 def test_graphs_want_cuda_and_one_shape() -> None:
