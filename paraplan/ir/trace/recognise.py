@@ -1,6 +1,6 @@
 """Compositions that are a canonical op, written out by hand: root-mean-square norms and the tanh form of GELU.
 
-    x · rsqrt(mean(x²) + eps),                              each over the same last dims
+    x · rsqrt(mean(x²) + eps) [· w],                        each over the same last dims
     ½ x (1 + tanh(√(2/π) (x + 0.044715 x³)))
 
 They are found from the one op they cannot do without, going backwards, whatever the order of factors. Of a norm in
@@ -89,9 +89,20 @@ def _put_norm(rewriter: Rewriter, product: fx.Node, x: fx.Node, dims: int, eps: 
     if isinstance(narrow, fx.Node) and back is not None:
         dtype = value_of(narrow).dtype
         if dtype in (torch.bfloat16, torch.float16) and value_of(back).dtype == dtype:
-            rewriter.replace(back, rewriter.call(back, autograd.rms_norm, narrow, dims, None, eps))
-            return
-    rewriter.replace(product, rewriter.call(product, autograd.rms_norm, x, dims, None, eps))
+            product, x = back, narrow
+    weighed, weight = _weighed(product, tuple(value_of(x).shape[-dims:]))
+    rewriter.replace(weighed, rewriter.call(weighed, autograd.rms_norm, x, dims, weight, eps))
+
+
+def _weighed(norm: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node | None]:
+    """A norm times a weight of its dims, if nothing else reads it, and that weight; else the norm."""
+    users = list(norm.users)
+    for one, weight in _orders(_factors(users[0], "mul")) if len(users) == 1 else ():
+        if one is norm and isinstance(weight, fx.Node):
+            value = value_of(weight)
+            if tuple(value.shape) == shape and value.dtype == value_of(norm).dtype:
+                return users[0], weight
+    return norm, None
 
 
 def _gelu(rewriter: Rewriter, tanh: fx.Node) -> None:

@@ -1,4 +1,4 @@
-"""Rotary embeddings and gated activations written out by hand are one op; what only looks alike stays as it is."""
+"""Norms, rotary embeddings and gated activations written out by hand are one op; what looks alike stays as it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paraplan.ir.graph import Phase
+from paraplan.ir.graph import Op, Phase
 from paraplan.ir.trace import capture, run_program
 
 Body = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,6 +48,19 @@ GATED: dict[str, tuple[Body, int]] = {
 }
 
 
+def _normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
+
+
+NORMS: dict[str, tuple[Body, int]] = {
+    "weighed": (lambda x, a, b: a[0, 0] * _normed(x), 2),
+    "weighed from the right": (lambda x, a, b: _normed(x + b) * (1 + a[0, 1]), 2),
+    "read twice": (lambda x, a, b: (y := _normed(x)) * a[0, 0] + y, 1),
+    "a weight of every row": (lambda x, a, b: _normed(x) * a, 1),
+    "multiplied by itself": (lambda x, a, b: (y := _normed(x)) * y, 1),
+}
+
+
 class Model(nn.Module):
     """Both operands learned, so that their gradients are compared as well."""
 
@@ -61,8 +74,8 @@ class Model(nn.Module):
         return self.body(self.linear(x), self.a, self.b).square().mean()
 
 
-def _checked(body: Body) -> Counter[str]:
-    """Loss and gradients against eager; how often each op runs, forward and backward."""
+def _ops(body: Body) -> list[Op]:
+    """Those captured, with loss and gradients held against eager's."""
     model = Model(body).double()
     batch = {"x": torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)}
     program = capture(model, batch, precision="fp64")
@@ -76,13 +89,18 @@ def _checked(body: Body) -> Counter[str]:
         if found is not None:
             torch.testing.assert_close(found, param.grad, rtol=1e-10, atol=1e-14)
     kinds = [program.kinds[segment.kind] for segment in program.segments]
-    return Counter((op.target, op.phase is Phase.FORWARD) for kind in kinds for op in kind.graph.ops)
+    return [op for kind in kinds for op in kind.graph.ops]
+
+
+def _counted(body: Body) -> Counter[tuple[str, bool]]:
+    """How often each op runs, forward and backward."""
+    return Counter((op.target, op.phase is Phase.FORWARD) for op in _ops(body))
 
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_rotary_embeddings(name: str) -> None:
     body, count = ROTARY[name]
-    found = _checked(body)
+    found = _counted(body)
     assert (found["paraplan.rotary", True], found["paraplan.rotary", False]) == (count, count)
     assert not count or not any("neg" in target and forward for target, forward in found)
 
@@ -90,6 +108,13 @@ def test_rotary_embeddings(name: str) -> None:
 @pytest.mark.parametrize("name", GATED)
 def test_gated_activations(name: str) -> None:
     body, count = GATED[name]
-    found = _checked(body)
+    found = _counted(body)
     assert (found["paraplan.gated", True], found["paraplan.gated_grad", False]) == (count, count)
     assert bool(count) != any("lu.default" in target for target, _ in found)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name: str) -> None:
+    """With its weight it reads two tensors, and one without."""
+    body, tensors = NORMS[name]
+    assert [len(op.tensors) for op in _ops(body) if op.target == "paraplan.rms_norm"] == [tensors]
