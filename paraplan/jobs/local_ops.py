@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from paraplan.cost_models.ops import is_free, variant
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.graph import Arg, Graph, Op, map_refs, refs
+from paraplan.ir.graph import Arg, Graph, Op, Phase, map_refs, refs
 from paraplan.ir.kernel_choice import Call, chosen
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.held import cast_graph, held_casts
 from paraplan.ir.mesh import Layout, R, layout_text, local_shape, make_mesh
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
 from paraplan.ir.profile import Measured, detail_of, full_key, odd_strides, shape_key
@@ -117,18 +120,30 @@ class Family:
 
 def families(program: Program, cluster: ClusterSpec, optimizer: Optimizer, ways: int) -> tuple[Family, ...]:
     """All local ops of a program on meshes of up to `ways` devices: first those of one device, then op by op."""
-    blocks = lower(whole_plan(program, cluster, optimizer))[0].blocks
-    alone = {op.full_key: op for block in blocks.values() for op in block_ops(block)}
+    alone: dict[str, LocalOp] = {}
     found = {"": Family("", lambda: alone.values())}
-    for kind in program.kinds:
-        strides, moved = _strides_of(kind.graph, blocks, kind.name), _strides_moved(kind.graph)
-        for op in kind.graph.ops if ways > 1 else ():
-            lies = (strides, moved) if is_free(op.target) else (strides,)
-            orders = tuple(tuple(lie[name] for name in op.tensors) for lie in lies)
-            signature = (op_signature(op, kind.graph.values), orders, ways)
-            name = hashlib.sha256(repr(signature).encode()).hexdigest()
-            found.setdefault(name, Family(name, partial(_op_locals, op, kind.graph, lies, ways)))
+    for plan in _plans(whole_plan(program, cluster, optimizer)):
+        blocks, casts = lower(plan)[0].blocks, held_casts(plan)
+        alone |= {op.full_key: op for block in blocks.values() for op in block_ops(block)}
+        graphs = [(kind.graph, kind.name) for kind in casts.plan.program.kinds]
+        params = casts.plan.program.params
+        graphs += [(cast_graph(params[param].spec, dtype), "held") for param, dtype in dict.fromkeys(casts.of.values())]
+        for graph, stem in graphs if ways > 1 else ():
+            strides, moved = _strides_of(graph, blocks, stem), _strides_moved(graph)
+            for op in (op for op in graph.ops if op.phase is not Phase.STEP):
+                lies = (strides, moved) if is_free(op.target) else (strides,)
+                orders = tuple(tuple(lie[name] for name in op.tensors) for lie in lies)
+                signature = (op_signature(op, graph.values), orders, ways)
+                name = hashlib.sha256(repr(signature).encode()).hexdigest()
+                found.setdefault(name, Family(name, partial(_op_locals, op, graph, lies, ways)))
     return tuple(found.values())
+
+
+def _plans(plan: Plan) -> Iterator[Plan]:
+    """A plan, and the one that holds casts of its weights, where it casts any."""
+    yield plan
+    if plan.program.precision == "fp8":
+        yield msgspec.structs.replace(plan, hold_casts=True)
 
 
 def _strides_of(graph: Graph, blocks: Mapping[str, Block], kind: str) -> dict[str, Dims]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -78,23 +79,38 @@ def made_up(ops: list[LocalOp], seed: int, share: float = 1.0) -> Profile:
 def test_every_op_of_any_legal_plan_is_among_the_local_ops(program: Program) -> None:
     """Held against random plans without chunks, whose sizes are interpolated: what their blocks run is what is
     measured, by shape, and mostly by strides too."""
+    seen, exact = among_local_ops(program, 24)
+    assert seen > 500
+    assert exact > 0.75 * seen
+
+
+def test_casts_that_are_held_are_among_them() -> None:
+    """And the products that read them."""
+    small = build("llama", 0.0)
+    program = capture(small.model.float(), small.batch, precision="fp8")
+    seen, exact = among_local_ops(program, 6, hold_casts=True)
+    assert seen > 100
+    assert exact > 0.75 * seen
+
+
+def among_local_ops(program: Program, plans: int, hold_casts: bool = False) -> tuple[int, int]:
+    """How many ops of random plans are local ops, by shape, and how many are by strides too."""
     ways = 4
     ops = all_ops(program, ways)
     shapes = {shape_key(op.target, op.flag, op.inputs, op.outputs) for op in ops}
     full = {op.full_key for op in ops}
     job = Job(program, ClusterSpec.local(ways), ADAMW, ModelRef(display="x"), {})
     seen = exact = 0
-    plans = (random_plan(job, seed, max_microbatches=1) for seed in range(24))
-    for plan in (each for each in plans if all(choice.split is None for choice in each.stages[0].choices)):
-        for name, block in lower(plan)[0].blocks.items():
+    made = (random_plan(job, seed, max_microbatches=1) for seed in range(plans))
+    for plan in (each for each in made if all(choice.split is None for choice in each.stages[0].choices)):
+        for name, block in lower(msgspec.structs.replace(plan, hold_casts=hold_casts))[0].blocks.items():
             for instr, op in zip((i for i in block.instrs if _is_kernel(block, i)), block_ops(block), strict=True):
-                if instr.layout_change or not name.startswith("k") or op.target.startswith("paraplan.fill"):
+                if instr.layout_change or not name.startswith(("k", "held")) or op.target.startswith("paraplan.fill"):
                     continue
                 seen += 1
                 assert shape_key(op.target, op.flag, op.inputs, op.outputs) in shapes, (name, op.full_key)
                 exact += op.full_key in full
-    assert seen > 500
-    assert exact > 0.75 * seen
+    return seen, exact
 
 
 def _is_kernel(block: object, instr: object) -> bool:

@@ -157,6 +157,28 @@ def test_random_plans(precision: str, reduce_dtype: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-h1", "microbatches": 4},
+        {"pp": 2, "dp": 2, "zero": 2, "microbatches": 2}, {"dp": 2, "zero": 2, "offload_states": "disk-grads"},
+        {"dp": 2, "zero": 1, "recompute": "full"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_in_pipelines_and_with_states_away(pins: dict[str, Any], reduce_dtype: str) -> None:
+    """Weight gradients apart from input gradients, gradients that leave once reduced: as predicted and on one device."""
+    plan = compiled(pins["dp"] * pins.get("pp", 1), "bf16", reduce_dtype, **pins)
+    assert set().union(*summed_in(plan.programs).values()) == {FP32 if reduce_dtype == "fp32" else BF16}
+    trainer, single = trainer_of(plan.data, plan.programs), Captured(plan.data, net(), adamw, 0)
+    loss, (expected, _) = float(trainer.step(batch())), single.step(batch(), None)
+    assert loss == pytest.approx(expected, rel=2e-3)
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-2)
+    for rank, number in enumerate(plan.data.schedule.rank_class):
+        assert [e.key for e in trainer.entries(rank)] == [e.key for e in entries(plan.programs[number])]
+
+
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pins", [{"dp": 4, "zero": 2}, {"dp": 4, "zero": 0}], ids=str)
 def test_training_follows_one_device(reduce_dtype: str, pins: dict[str, int]) -> None:
     """Twelve steps, each from where the one before led: the loss stays within 2 % of a single device's."""

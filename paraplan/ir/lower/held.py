@@ -187,12 +187,8 @@ def _unmade(steps: SegmentSteps, segment: Segment) -> Iterator[tuple[str, str]]:
             yield param, dtype
 
 
-def _cast_block(name: str, spec: TensorSpec, stored: Layout, dtype: str, extended: Dims) -> Block:
-    """A weight's shard scaled by the whole weight's maximum, cast, and cast to its transpose."""
-    emitter = BlockEmitter(name, extended)
-    lies, whole = (R, *stored), (R,) * len(extended)
-    emitter.give("w", spec, lies, zeros=True)
-    partial = tuple(Partial(op="max") if isinstance(place, Shard) else R for place in lies)
+def cast_graph(spec: TensorSpec, dtype: str) -> Graph:
+    """A weight's scale, its cast and its transpose's: values `w`, `scale`, `rows`, `turned`; `dtype` as an argument."""
     rows, columns = spec.shape
     values = {
         "w": spec, "scale": TensorSpec("float32", ()), "rows": TensorSpec(dtype[1:], (rows, columns)),
@@ -200,9 +196,16 @@ def _cast_block(name: str, spec: TensorSpec, stored: Layout, dtype: str, extende
     }  # fmt: skip
     scale = Op(target=SCALE, args=("%w", dtype), outs=("scale",))
     cast = Op(target=f"{CAST}_both", args=("%w", "%scale", dtype), outs=("rows", "turned"))
-    graph = Graph(inputs=("w",), outputs=("rows", "turned", "scale"), values=values, ops=(scale, cast))
-    turned = (R, *_layout(TURNED, stored))
-    emitter.op(scale, graph, Strategy("", (lies,), (partial,), (whole,)), -1)
-    emitter.op(cast, graph, Strategy("", (lies, whole), (lies, turned), (lies, turned)), -1)
+    return Graph(inputs=("w",), outputs=("rows", "turned", "scale"), values=values, ops=(scale, cast))
+
+
+def _cast_block(name: str, spec: TensorSpec, stored: Layout, dtype: str, extended: Dims) -> Block:
+    """A weight's shard scaled by the whole weight's maximum, cast, and cast to its transpose."""
+    emitter, graph = BlockEmitter(name, extended), cast_graph(spec, dtype)
+    lies, turned, whole = (R, *stored), (R, *_layout(TURNED, stored)), (R,) * len(extended)
+    emitter.give("w", spec, lies, zeros=True)
+    partial = tuple(Partial(op="max") if isinstance(place, Shard) else R for place in lies)
+    emitter.op(graph.ops[0], graph, Strategy("", (lies,), (partial,), (whole,)), -1)
+    emitter.op(graph.ops[1], graph, Strategy("", (lies, whole), (lies, turned), (lies, turned)), -1)
     results = (emitter.get("rows", lies), emitter.get("turned", turned), emitter.get("scale", whole))
     return emitter.finish(results, ())
