@@ -167,7 +167,7 @@ def test_random_plans(precision: str, reduce_dtype: str, seed: int) -> None:
     ids=str,
 )  # fmt: skip
 def test_in_pipelines_and_with_states_away(pins: dict[str, Any], reduce_dtype: str) -> None:
-    """Weight gradients apart from input gradients, gradients that leave once reduced: as predicted and on one device."""
+    """Weight gradients apart from input gradients, gradients that leave once reduced: as predicted, as on one."""
     plan = compiled(pins["dp"] * pins.get("pp", 1), "bf16", reduce_dtype, **pins)
     assert set().union(*summed_in(plan.programs).values()) == {FP32 if reduce_dtype == "fp32" else BF16}
     trainer, single = trainer_of(plan.data, plan.programs), Captured(plan.data, net(), adamw, 0)
