@@ -10,6 +10,8 @@ import torch
 from benchmarks.gpu import parity
 from benchmarks.gpu.__main__ import cases, misses, told
 from benchmarks.gpu.place import Place
+from paraplan.cost_models.catalog import parse_cluster
+from paraplan.ir.cluster import ClusterSpec
 from paraplan.runtime import ops
 
 HERE = Place("cpu", True)
@@ -49,3 +51,18 @@ def test_what_fails_is_told_and_what_is_slow_is_a_miss() -> None:
     assert told(breaks, HERE)["failures"] == ["ValueError: no such kernel"]
     slow = {"ms": 3.0, "reference_ms": 2.0, "time_ratio": 1.2, "peak_ratio": 1.01}
     assert len(misses(slow)) == 3 and misses({"ms": 1.0, "reference_ms": 2.0, "time_ratio": 1.05}) == []
+
+
+class Interpreted(Place):
+    """A plan for a CUDA device, run on this CPU by Triton's interpreter."""
+
+    def cluster(self, devices: int = 1) -> ClusterSpec:
+        return parse_cluster(f"{devices}xH100")
+
+
+@pytest.mark.parametrize("name", ["dlrm", "resnet"])
+def test_a_plan_for_cuda_is_right_in_the_interpreter(name: str) -> None:
+    """Kernel by kernel: values, strides and memory inside."""
+    pytest.importorskip("triton")
+    row = parity.kernels(Interpreted("cpu", True), name, "fp32")
+    assert row["failures"] == []

@@ -26,7 +26,7 @@ from paraplan.planner.sampling import random_plan
 from paraplan.runtime.local import InProcessTrainer
 from paraplan.runtime.ops import INSTR, resolve
 
-MODELS = ("gpt2", "llama", "t5", "vit", "unet", "dlrm", "mixtral")
+MODELS = ("gpt2", "llama", "t5", "vit", "unet", "resnet", "dlrm", "mixtral")
 CLOSE = {"float32": 2e-4, "bfloat16": 2e-2, "float16": 4e-3, "float64": 1e-9}
 """Largest error beside the largest value, by the least exact dtype among what an op reads and makes."""
 
