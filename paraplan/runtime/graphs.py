@@ -172,6 +172,7 @@ class ReplayedSteps:
             replay = self.graphs.capture(run)
         except Exception as fault:  # noqa: BLE001  (whatever cannot be captured runs as ever)
             self.reason, self.homes = f"{type(fault).__name__}: {fault}", {}
+            self._captured.clear()  # the other part's pool and batches are for nothing
             warnings.warn(f"steps are not replayed as CUDA graphs: {self.reason}", stacklevel=2)
         else:
             left = {name: x for name, x in executor.outer.items() if outer.get(name) is not x}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,29 @@ def test_what_cannot_be_captured_runs_as_ever() -> None:
         found = simple(trainer, optimizer)
     assert [x.tolist() for x in found] == [x.tolist() for x in wanted]
     assert trainer.replayed is not None and not any(trainer.replayed.replays.values())
+
+
+def test_one_part_alone_is_not_replayed() -> None:
+    class Once(NotedGraphs):
+        def capture(self, run: Callable[[], Iterable[Tensor]]) -> Callable[[], None]:
+            self.capture = self.fail  # type: ignore[method-assign]
+            replay = super().capture(run)
+            made.append(weakref.ref(replay))
+            return replay
+
+        def fail(self, run: Callable[[], Iterable[Tensor]]) -> Callable[[], None]:
+            raise RuntimeError("no graph of this")
+
+    made: list[weakref.ref[Any]] = []
+    plan, model = planned(precision="bf16")
+    wanted = simple(*started(plan, model, False))
+    trainer, optimizer = started(plan, model, False)
+    trainer.replay(Once(READ_ON_CPU))
+    with pytest.warns(UserWarning, match="not replayed as CUDA graphs: .*no graph of this"):
+        found = simple(trainer, optimizer)
+    assert [x.tolist() for x in found] == [x.tolist() for x in wanted]
+    assert trainer.replayed is not None and trainer.replayed.replays == {"before": 1, "after": 0}
+    assert not trainer.replayed.homes and made[0]() is None  # nor is memory held for it
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
