@@ -81,8 +81,10 @@ class _Updates:
         self._captured, program = captured, captured.program
         self.params = {}
         for name, param in against.own.params.items():
-            dtype = getattr(torch, master_dtype(program.precision, program.params[name].spec.dtype))
-            self.params[name] = nn.Parameter(param.detach().to(dtype, copy=True), param.requires_grad)
+            dtype = program.params[name].spec.dtype
+            if param.requires_grad:
+                dtype = master_dtype(program.precision, dtype)
+            self.params[name] = nn.Parameter(param.detach().to(getattr(torch, dtype), copy=True), param.requires_grad)
         self._trained = against.own.trained
         self._optimizer = optimizer([self.params[name] for name in self._trained])
         self._held: dict[str, Tensor] = {}

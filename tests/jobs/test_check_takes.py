@@ -54,6 +54,13 @@ class Drawn(Base):
         return h + torch.randint(0, 5, (16,)) + torch.bernoulli(torch.full((16,), 0.3)) + torch.empty(16).normal_(1, 3)
 
 
+class Frozen(Base):
+    """A parameter that is not trained has no copy of its own in float32."""
+
+    def setup(self) -> None:
+        self.first.bias.requires_grad_(False)
+
+
 class Attending(Base):
     def setup(self) -> None:
         self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
@@ -146,10 +153,11 @@ def test_islands_are_detected() -> None:
     assert "narrower floats" in errors.how
 
 
+@pytest.mark.parametrize("made", [Attending, Frozen], ids=lambda made: made.__name__)
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_half_precision_is_bounded_by_eager_rounding(precision: str) -> None:
-    plan = planned(captured(Attending(), batch(0, torch.float32), precision), dp=2, microbatches=1)
-    errors = Run(plan, Attending(), lambda step: batch(step, torch.float32)).steps(2)
+def test_half_precision_is_bounded_by_eager_rounding(precision: str, made: type[Base]) -> None:
+    plan = planned(captured(made(), batch(0, torch.float32), precision), dp=2, microbatches=1)
+    errors = Run(plan, made(), lambda step: batch(step, torch.float32)).steps(2)
     assert errors.failure == "" and 1e-5 < errors.eager < 1 and "times the rounding of eager" in errors.how
 
 
