@@ -80,6 +80,8 @@ def pretended() -> Iterator[None]:
     """A machine that says it has CUDA, and tensors without data."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None)  # no driver to start
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(Tensor, "pin_memory", lambda x: x)
         patch.setattr(Tensor, "to", _to)
         with fake_mode(), dispatched_methods():
