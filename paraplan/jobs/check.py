@@ -13,6 +13,7 @@ is made in, a wrong or lost update in every step after it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -161,6 +162,8 @@ class SingleDevice:
         faults = self._against_captured(loss, found.grads, params, buffers, wanted_loss, wanted, before)
         if overflown:
             verdict.how += f", gradients of step {self._step} left out: they overflow, so its update is skipped"
+        if math.isnan(loss):
+            verdict.how += f", where the loss of step {self._step} is nan and little is compared"
         self._note(faults, verdict, rereads)
         if updated is not None and params is not None:
             self._note_updates(differences({**kept, **_named(params, kept)}, updated, dtypes=True))

@@ -30,7 +30,7 @@ from paraplan.ir.rank_program import (
 from paraplan.ir.sources import Locate, no_source
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.interpret import Tape, make_tape, play
-from paraplan.runtime.ops import INSTR
+from paraplan.runtime.ops import INSTR, grow_
 from paraplan.runtime.plain import plainly
 from paraplan.runtime.tracker import Ledger, Tiers, changes
 from paraplan.runtime.transport import Handle, Port
@@ -193,7 +193,7 @@ class Executor:
         total, addend = step.args
         value = self.outer.pop(addend)
         if total in self.outer:
-            self.outer[total].add_(value)
+            grow_(self.outer[total], value)
         else:
             self.outer[total] = value
         for name in step.drops:

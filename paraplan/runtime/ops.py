@@ -34,6 +34,8 @@ from paraplan.runtime.torch_private import exchange_rows, rank_in_group
 
 # Keys of node.meta in emitted graphs, see `codegen.emit`.
 INSTR, LOCAL, OFFSET, COPIER = "instr", "local", "offset", "copier"
+GROWN = 1 << 17
+"""Elements of a gradient of another dtype that a CPU casts and adds at a time: few enough for its cache."""
 
 
 def fresh(x: Tensor) -> Tensor:
@@ -145,8 +147,15 @@ def put_(whole: Tensor, part: Tensor, dim: int, start: int) -> None:
 
 
 def grow_(total: Tensor, addend: Tensor) -> None:
-    """total := total + addend, in place."""
-    total.add_(addend)
+    """total := total + addend, in place; on a CPU, where torch casts all of another dtype first, piece by piece."""
+    if total.dtype == addend.dtype or total.device.type != "cpu" or total.numel() <= GROWN:
+        total.add_(addend)
+        return
+    if total.is_contiguous() and addend.is_contiguous():
+        total, addend = total.view(-1), addend.view(-1)
+    rows = max(1, GROWN * total.shape[0] // total.numel())
+    for into, part in zip(total.split(rows), addend.split(rows), strict=True):
+        into.add_(part)
 
 
 def constant(

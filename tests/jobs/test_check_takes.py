@@ -161,6 +161,11 @@ def test_half_precision_is_bounded_by_eager_rounding(precision: str, made: type[
     assert errors.failure == "" and 1e-5 < errors.eager < 1 and "times the rounding of eager" in errors.how
 
 
+def test_a_loss_that_is_nan_is_told() -> None:
+    errors = check(Base(), lambda step: {**batch(step), "x": batch(step)["x"] * float("nan")})
+    assert errors.failure == "" and "the loss of step 1 is nan and little is compared" in errors.how
+
+
 def test_a_loss_with_parameters_and_inputs_of_its_own() -> None:
     loss_layer = nn.Linear(6, 6).double()
 

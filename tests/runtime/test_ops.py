@@ -111,3 +111,15 @@ def test_factories_are_told_by_their_schemas() -> None:
 def test_unbound_collectives_refuse_to_run() -> None:
     with pytest.raises(CodegenError, match="before it was bound"):
         ops.collective(torch.ones(1), "all_reduce", "sum", 0)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["rows", "transposed"])
+def test_a_gradient_of_another_dtype_is_added_without_a_copy(order: tuple[int, int]) -> None:
+    total, addend = torch.randn(640, 1024), torch.randn(*((640, 1024)[dim] for dim in order)).bfloat16()
+    given = addend.permute(order)
+    wanted = total + given.float()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        ops.grow_(total, given)
+    assert torch.equal(total, wanted)
+    made = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert made and max(made) <= 4 * ops.GROWN < total.nbytes / 2
