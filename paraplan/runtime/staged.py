@@ -214,9 +214,9 @@ class Staging:
             room, optimizer = 0 if slots is None else len(slots), self.rank.plan.optimizer.name
             raise PlanMismatchError(
                 f"{type(self.optimizer).__name__} keeps more than {room} tensors for {name}, and the plan, made for "
-                f"{optimizer!r}, has room for {room} where its states live; plan with the optimizer that is used or, where "
-                "plans know none like it (amsgrad), with states that are updated where they live (offload_states='host' "
-                "or 'all')"
+                f"{optimizer!r}, has room for {room} where its states live; plan with the optimizer that is used or, "
+                "where plans know none like it (amsgrad), with states that are updated where they live "
+                "(offload_states='host' or 'all')"
             )
         return self.rank.without_padding(name, slots[index], self.rank.layouts[name])
 
