@@ -19,7 +19,7 @@ from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
 from paraplan.ir.identity import model_fingerprint, refuse_other_model
 from paraplan.ir.plan import Plan
 from paraplan.ir.trace import capture
-from paraplan.jobs.files import encode_plan
+from paraplan.jobs.files import EDITED, encode_plan
 from paraplan.jobs.identity import check_model
 from paraplan.runtime.progress import check_header, header
 
@@ -238,6 +238,44 @@ def test_an_edited_program_is_refused(plan: Plan, tmp_path: Path) -> None:
     path.write_text(json.dumps(found))
     with pytest.raises(InvalidPlanError, match="program_digest"):
         paraplan.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reduce_dtype": "fp32"}, {"bundle_bytes": 0}, {"plan_digest": None}, {"made_with": {}},
+        {"prediction": "faster"}, {"certificate": "tighter"},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_a_plan_that_was_edited_is_priced_anew(change: dict[str, Any], tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    x = torch.randn(8, 8)
+    made = paraplan.compile(
+        model, "2xH100", example_inputs=(x,), loss_fn=lambda out, batch: out.square().mean(), precision="bf16",
+        reduce_dtype="bf16", dp=2, zero=0,
+    )  # fmt: skip
+    path = tmp_path / "plan.json"
+    made.save(path)
+    assert paraplan.Plan.load(path).data == made.data
+    found = json.loads(path.read_text())
+    for key, value in change.items():
+        if value is None:
+            del found[key]
+        elif key == "prediction":
+            found[key]["step_s"] /= 2
+        elif key == "certificate":
+            found[key]["bound_s"] *= 2
+        else:
+            found[key] = value
+    path.write_text(json.dumps(found))
+    loaded = paraplan.Plan.load(path)
+    assert loaded.certificate is None and loaded.data.notes[-1] == EDITED
+    assert loaded.prediction.step_s == loaded.simulate().step_s
+    assert (loaded.prediction == made.prediction) == (change.keys().isdisjoint({"reduce_dtype", "bundle_bytes"}))
+    loaded.save(path)
+    again = paraplan.Plan.load(path).data
+    assert again == loaded.data and again.notes.count(EDITED) == 1
 
 
 def test_the_fingerprint_of_a_checkpoint(plan: Plan, tmp_path: Path) -> None:

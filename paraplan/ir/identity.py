@@ -1,6 +1,7 @@
 """Which program and which model: digests that tie a plan, its file, a model and a checkpoint together.
 
     program_digest      of every byte of a program: a plan file whose program was changed is refused
+    plan_digest         of all else in a plan file: one whose decisions or prediction were changed is priced anew
     program_meaning     of what a program computes: equal for two captures of one model
     model_fingerprint   of the model behind a program, whatever its batch, precision and plan: what a checkpoint carries
 
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program
 
 _ANNOTATIONS = ("sources", "source", "rule")
@@ -26,6 +28,12 @@ _TENSORS, _CODE = "parameters and buffers", "code of "
 def program_digest(program: Program) -> str:
     """sha256 of a program, every field."""
     return hashlib.sha256(msgspec.json.encode(program)).hexdigest()
+
+
+def plan_digest(plan: Plan) -> str:
+    """sha256 of a plan, every field but its program."""
+    fields = {name: getattr(plan, name) for name in plan.__struct_fields__ if name != "program"}
+    return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
 
 
 def program_meaning(program: Program) -> str:

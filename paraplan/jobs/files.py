@@ -8,10 +8,11 @@ from pathlib import Path
 
 import msgspec
 
+from paraplan.cost_models.predict import predict, with_reserved
 from paraplan.cost_models.profile_file import choose_profile, read_profiles
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
-from paraplan.ir.identity import program_digest
+from paraplan.ir.identity import plan_digest, program_digest
 from paraplan.ir.plan import PLAN_VERSION, Plan
 from paraplan.ir.profile import Profile
 from paraplan.ir.rank_program import RankProgram
@@ -27,9 +28,14 @@ class _Head(msgspec.Struct):
 
 
 class _Filed(Plan, frozen=True, kw_only=True):
-    """A plan as its file has it. The digest finds what was changed by accident; it is no signature."""
+    """A plan as its file has it. The digests find what was changed by accident; they are no signatures."""
 
     program_digest: str
+    plan_digest: str = ""
+
+
+EDITED = "the file is not as a planner wrote it: priced anew as it is, and nothing is proved of it"
+"""Note of a plan whose prediction and certificate may be of other decisions."""
 
 
 def read_plan(path: str | Path) -> tuple[Plan, tuple[RankProgram, ...]]:
@@ -80,13 +86,23 @@ def decode_plan(data: bytes, what: str) -> tuple[Plan, tuple[RankProgram, ...]]:
             f"{what}: its program is not the one that was saved (program_digest differs): the file was edited or "
             "damaged. Take the file as it was saved, or plan again"
         )
+    if (plan.prediction or plan.certificate) is not None and plan_digest(plan) != filed.plan_digest:
+        plan = _priced_anew(plan, programs)
     return plan, programs
 
 
+def _priced_anew(plan: Plan, programs: tuple[RankProgram, ...]) -> Plan:
+    """A plan without what is foretold and proved of another."""
+    bare = msgspec.structs.replace(plan, prediction=None, certificate=None)
+    notes = (*(note for note in plan.notes if note != EDITED), EDITED)
+    priced = msgspec.structs.replace(bare, prediction=predict(bare, programs), notes=notes)
+    return with_reserved(priced, programs)
+
+
 def encode_plan(plan: Plan) -> bytes:
-    """A plan as the bytes of its file: canonical JSON with a digest of its program."""
+    """A plan as the bytes of its file: canonical JSON with digests of its program and of all else."""
     fields = {name: getattr(plan, name) for name in Plan.__struct_fields__}
-    return to_json(_Filed(**fields, program_digest=program_digest(plan.program)))
+    return to_json(_Filed(**fields, program_digest=program_digest(plan.program), plan_digest=plan_digest(plan)))
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
