@@ -45,11 +45,14 @@ def _same(made: Tensor, wanted: Tensor) -> None:
     assert float(error) < CLOSE[made.dtype], float(error)
 
 
-@pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(
-    ("parts", "held", "start", "activation"),
-    [(2, 8, 0, "silu"), (1, 8, 0, "relu"), (2, 4, 4, "gelu_tanh"), (2, 2, 2, "gelu"), (1, 1, 7, "silu")],
-)
+    ("dtype", "parts", "held", "start", "activation"),
+    [
+        (torch.float32, 2, 8, 0, "silu"), (torch.float16, 2, 8, 0, "silu"), (torch.bfloat16, 2, 8, 0, "silu"),
+        (torch.float32, 1, 8, 0, "relu"), (torch.float32, 2, 4, 4, "gelu_tanh"), (torch.float32, 2, 2, 2, "gelu"),
+        (torch.bfloat16, 2, 2, 2, "silu"), (torch.float16, 1, 1, 7, "silu"),
+    ],
+)  # fmt: skip
 def test_a_mixture_and_its_gradients(dtype: torch.dtype, parts: int, held: int, start: int, activation: str) -> None:
     """All experts, half of them (in one piece), and fewer (in several)."""
     g, x, ids, weights, w_in, w_out = _drawn(dtype, parts, held, start)
