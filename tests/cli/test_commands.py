@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from paraplan import Plan
+from paraplan.jobs.files import read_plan, write_plan
 from paraplan.jobs.run import RunResult
 from paraplan.terminal.run import run_table
 
@@ -161,9 +163,11 @@ def test_bytes_of_text_are_tokens(here: Path, command: Any) -> None:
 
 
 def test_a_peak_above_the_predicted_one_fails_the_check(plan_file: Path, command: Any) -> None:
-    plan = json.loads(plan_file.read_text())
-    plan["prediction"]["peak_bytes"] = [size // 2 for size in plan["prediction"]["peak_bytes"]]
-    plan_file.write_text(json.dumps(plan))
+    plan, _ = read_plan(plan_file)
+    assert plan.prediction is not None
+    half = tuple(size // 2 for size in plan.prediction.peak_bytes)
+    prediction = msgspec.structs.replace(plan.prediction, peak_bytes=half)
+    write_plan(msgspec.structs.replace(plan, prediction=prediction), plan_file)
     failed = command("run", "plan.json", "--steps", "2", "--model", "zoo:net", "--check")
     assert failed.code == 1 and "check failed: rank 0 had" in failed.err and "were predicted" in failed.err
 
