@@ -161,8 +161,9 @@ class Plan:
             compile: run forward and backward blocks through torch.compile, each checked against eager on its first
                 run; one that differs or does not compile on any rank stays eager on all, and a warning says why. Other
                 than True, it is torch.compile's backend. `compile_strict`: such a block is a CodegenError instead.
-            cuda_graphs: from the third step on what is before the optimizer and what is after it are replayed as CUDA
-                graphs. The batch then stays in memory; a gradient that is held is not overwritten, a view of one is.
+            cuda_graphs: after two steps that are not recorded, what is before the optimizer and what is after it are
+                replayed as CUDA graphs. The batch then stays in memory; a gradient that is held is not overwritten, a
+                view of one is.
             offload_folder: of the files of tensors that wait on disk, removed as they go; left out, the system's.
             paced: CPU processes only: copies to and from host and disk take the time the plan's cluster says.
             loss_fn: compared with the one the plan was made with, if given; what runs is the plan's.

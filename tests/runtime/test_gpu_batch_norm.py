@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ from paraplan.ir.trace import kernels
 pytest.importorskip("triton")
 
 from paraplan.runtime.gpu import batch_norm, split_lookup
+from tests.runtime.compiling import compiled
 
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SHAPES = [(300, 70), (5, 3, 9, 31), (2, 33, 2500), (6, 40, 5)]
@@ -118,11 +116,4 @@ for kernel in (batch_norm._sums, batch_norm._finish, batch_norm._rstd, batch_nor
 
 
 def test_kernels_compile_for_a_device_that_is_not_there() -> None:
-    """Triton's interpreter is laxer than its compiler."""
-    if torch.version.cuda is None and sys.platform != "linux":
-        pytest.skip("Triton compiles on Linux alone")
-    run = subprocess.run(
-        [sys.executable, "-c", _COMPILE], capture_output=True, text=True, timeout=200, check=False,
-        env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert len(run.stdout.split()) == 16, run.stderr[-2000:]
+    assert len(compiled(_COMPILE)) == 8

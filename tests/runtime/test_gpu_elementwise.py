@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +14,7 @@ pytest.importorskip("triton")
 from paraplan.ir.kernel_choice import Call, chosen
 from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
 from paraplan.runtime.gpu import elementwise
+from tests.runtime.compiling import compiled
 
 CLOSE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -103,11 +100,4 @@ for kernel, block in ((elementwise._rotary, 16), (elementwise._gated, 1024), (el
 
 
 def test_kernels_compile_for_a_device_that_is_not_there() -> None:
-    """Triton's interpreter is laxer than its compiler."""
-    if torch.version.cuda is None and sys.platform != "linux":
-        pytest.skip("Triton compiles on Linux alone")
-    run = subprocess.run(
-        [sys.executable, "-c", _COMPILE], capture_output=True, text=True, timeout=200, check=False,
-        env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert len(run.stdout.split()) == 6, run.stderr[-2000:]
+    assert len(compiled(_COMPILE)) == 3

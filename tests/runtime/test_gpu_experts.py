@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ from paraplan.ir.trace import expert_kernels
 pytest.importorskip("triton")
 
 from paraplan.runtime.gpu import experts, grouped
+from tests.runtime.compiling import compiled
 
 TOKENS, CHOICES, TOTAL = 40, 2, 8
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
@@ -142,11 +140,4 @@ for kernel in (experts._place, experts._gather, experts._hidden, experts._hidden
 
 
 def test_kernels_compile_for_a_device_that_is_not_there() -> None:
-    """Triton's interpreter is laxer than its compiler."""
-    if torch.version.cuda is None and sys.platform != "linux":
-        pytest.skip("Triton compiles on Linux alone")
-    run = subprocess.run(
-        [sys.executable, "-c", _COMPILE], capture_output=True, text=True, timeout=200, check=False,
-        env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert len(run.stdout.split()) == 16, run.stderr[-2000:]
+    assert len(compiled(_COMPILE)) == 8
