@@ -50,7 +50,7 @@ def deepen(program: Program, layers: int) -> Program:
     shift = len(segments) - len(of)
     loss = tuple(msgspec.structs.replace(term, numerator=_renamed(term.numerator, shift)) for term in program.loss)
     return msgspec.structs.replace(
-        program, segments=segments, params=_params(program, layers), loss=loss, outputs={}
+        program, segments=segments, seeds=len(segments), params=_params(program, layers), loss=loss, outputs={}
     )  # fmt: skip
 
 
@@ -88,6 +88,7 @@ def _moved(segment: Segment, index: int, place: int, layer: int, head: int, peri
         inputs=tuple(_renamed(name, shift) for name in segment.inputs),
         outputs=tuple(_renamed(name, shift) for name in segment.outputs),
         asides=tuple(_renamed(name, shift) for name in segment.asides),
+        seeds=tuple(number + shift for number in segment.seeds),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class Lifted(TorchDispatchMode):
 
 def eager_error(of: Subject) -> float:
     """The user's model against the captured program, dropout off; of no meaning where the model draws by itself."""
-    if any(kind.seed is not None for kind in of.program[0.0].kinds):
+    if any(kind.seeds for kind in of.program[0.0].kinds):
         return float("nan")
     with default_dtype(torch.float64), Lifted():
         return of.eager_error()

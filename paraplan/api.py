@@ -310,7 +310,8 @@ def compile(
             reduced as they are made (ZeRO-2 and 3, tensor parallelism) are in the half precision, those reduced once a
             step (ZeRO-0 and 1) in float32, as accumulators and sums between stages always are.
         compiled: forward and backward blocks go through torch.compile, and are priced as it fuses them.
-        recompute: "none", "selective", "alternate" or "full"; left out: chosen, and only where memory is short.
+        recompute: "none", "selective", "cheap", "alternate", "full" or "full-early-stop" (of a layer, see
+            `planner.constraints.PRESETS`); left out: chosen, and only where memory is short.
         offload: "host" or "disk" (both) lets activations, states and parameters be there if memory is short.
         offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "disk" and
             "disk-all" keep them on disk; "fetched", "-fetched": the device updates; "-grads": gradients wait there too;

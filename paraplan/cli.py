@@ -61,7 +61,11 @@ CpMode = Annotated[
     str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
 ]
 Recompute = Annotated[
-    str | None, typer.Option(help="Activations made again: none, selective, alternate or full; chosen if not given.")
+    str | None,
+    typer.Option(
+        help="Activations of layers made again: none, selective, cheap, alternate, full or full-early-stop; chosen if "
+        "not given."
+    ),
 ]
 SequenceParallel = Annotated[
     bool, typer.Option("--sp", help="With --tp: sequence-parallel activations between split layers.")

@@ -152,5 +152,5 @@ def refs_of(instr: Instr) -> set[str]:
 def test_a_fate_that_does_not_exist_is_refused() -> None:
     kind = next(kind for kind in case("mlp").program.kinds if recomputable(kind))
     name = recomputable(kind)[0]
-    with pytest.raises(InvalidPlanError, match=r"is 'tape'; it can be 'recompute', 'host', 'disk'"):
+    with pytest.raises(InvalidPlanError, match=r"is 'tape'; it can be 'recompute', 'rerun', 'host', 'disk'"):
         remat_of(kind, {name: "tape"})

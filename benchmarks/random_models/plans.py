@@ -14,7 +14,7 @@ from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import Constraints
+from paraplan.planner.constraints import PRESETS, Constraints
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.schedules.named import NAMED, named_orders
@@ -83,7 +83,7 @@ def _pipeline(program: Program, rng: random.Random) -> tuple[str, Make]:
 
 
 def _memory(program: Program, rng: random.Random) -> tuple[str, Make]:
-    recompute = rng.choice(({"recompute": rng.choice(("full", "selective", "alternate"))}, {}))
+    recompute = rng.choice(({"recompute": rng.choice(PRESETS[1:])}, {}))
     states = {} if recompute and rng.random() < 0.5 else {"offload_states": rng.choice(STATES), "offload": "disk"}
     ranks = rng.choice((1, 2, 2))
     zeros = (0, 3) if "all" in str(states) else (0, 1, 3)

@@ -90,7 +90,7 @@ def transformer(model_type: str, dropout: float) -> Small:
         name: BatchInput(spec=TensorSpec(dtype=str(x.dtype).removeprefix("torch."), shape=tuple(x.shape)))
         for name, x in shapes.items()
     }
-    plan: Any = SimpleNamespace(program=SimpleNamespace(batch=inputs))
+    plan: Any = SimpleNamespace(program=SimpleNamespace(batch=inputs, step_batch=inputs))
     batch = RandomBatches(plan, Made(model), 0)(0)
     return Small(model_type, model, {name: x.double() if x.is_floating_point() else x for name, x in batch.items()})
 

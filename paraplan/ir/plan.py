@@ -17,7 +17,7 @@ from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.ir.struct import Value
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 STATE_TIERS = ("", "host", "disk")
 """Where an optimizer's states may be; "" is the device."""

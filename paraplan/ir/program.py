@@ -20,7 +20,7 @@ class SegmentKind(Value, frozen=True, kw_only=True):
         graph: the joint graph; forward ops first, then backward ops.
         params: graph inputs that are parameters.
         inputs: graph inputs that come from the batch, buffers or other segments.
-        seed: graph input holding the instance's random seed (int64 scalar), if any op is random.
+        seeds: graph inputs holding the instance's random seeds (int64 scalars), if any op is random.
         outputs: forward results other segments, the loss or buffers read.
         tangents: graph inputs holding the gradient of each output; None where an output carries none.
         input_grads: per entry of `inputs`, the value holding its gradient, or None.
@@ -33,7 +33,7 @@ class SegmentKind(Value, frozen=True, kw_only=True):
     graph: Graph
     params: tuple[str, ...]
     inputs: tuple[str, ...]
-    seed: str | None = None
+    seeds: tuple[str, ...] = ()
     outputs: tuple[str, ...]
     tangents: tuple[str | None, ...]
     input_grads: tuple[str | None, ...]
@@ -52,6 +52,7 @@ class Segment(Value, frozen=True, kw_only=True):
             or an output of an earlier segment.
         outputs: program value names of its outputs, e.g. "s3.0".
         asides: likewise of the kind's `asides`, e.g. "s3+0".
+        seeds: which of a batch's random seeds each of the kind's `seeds` is.
     """
 
     kind: int
@@ -59,6 +60,7 @@ class Segment(Value, frozen=True, kw_only=True):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     asides: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
 
 
 class ParamSpec(Value, frozen=True, kw_only=True):
@@ -139,6 +141,7 @@ class Program(Value, frozen=True, kw_only=True):
         params: every parameter, in the model's order; tied names appear once, under the first.
         buffers: tensors of the model that are no parameters.
         kinds, segments: the pieces and their instances, in execution order.
+        seeds: how many random seeds a batch has: one for every segment of the capture.
         loss: its terms.
         denominators: counts the loss divides by.
         buffer_updates: per buffer the model writes, the program value it becomes after the step.
@@ -160,6 +163,7 @@ class Program(Value, frozen=True, kw_only=True):
     buffers: dict[str, TensorSpec]
     kinds: tuple[SegmentKind, ...]
     segments: tuple[Segment, ...]
+    seeds: int = 0
     loss: tuple[LossTerm, ...]
     denominators: tuple[Denominator, ...] = ()
     buffer_updates: dict[str, str] = {}
@@ -175,8 +179,8 @@ class Program(Value, frozen=True, kw_only=True):
 
     @property
     def num_seeds(self) -> int:
-        """Random seeds of a step: of every segment, of one microbatch after another where they are apart."""
-        return len(self.segments) * self.apart
+        """Random seeds of a step: a batch's, of one microbatch after another where they are apart."""
+        return self.seeds * self.apart
 
     @property
     def step_batch(self) -> dict[str, BatchInput]:

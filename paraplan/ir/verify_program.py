@@ -72,6 +72,10 @@ def _verify_shapes(op: Op, graph: Graph, at: str) -> None:
                 raise InvalidPlanError(f"{at}: {name} is {graph.values[name]}; its rule says {len(letters)} dims")
 
 
+MOST_SEEDS = 1 << 20
+"""Of a batch: beyond any model's segments."""
+
+
 def verify_program(program: Program) -> None:
     """Kinds are sound and segments read only what exists.
 
@@ -82,6 +86,8 @@ def verify_program(program: Program) -> None:
         raise InvalidPlanError(
             f"the program's batch_size is {program.batch_size} and apart {program.apart}: both are at least 1"
         )
+    if not 0 <= program.seeds <= MOST_SEEDS:
+        raise InvalidPlanError(f"the program's batch has {program.seeds} random seeds: 0 to {MOST_SEEDS} can be")
     for kind in program.kinds:
         verify_graph(kind.graph, f"kind {kind.name}")
         _verify_kind(kind)
@@ -97,6 +103,7 @@ def verify_program(program: Program) -> None:
             ("inputs", segment.inputs, kind.inputs),
             ("outputs", segment.outputs, kind.outputs),
             ("asides", segment.asides, kind.asides),
+            ("seeds", segment.seeds, kind.seeds),
         )
         for what, outer, inner in pairs:
             if len(outer) != len(inner):
@@ -104,6 +111,9 @@ def verify_program(program: Program) -> None:
         for name in segment.params:
             if name not in program.params:
                 raise InvalidPlanError(f"segment {index}: no parameter {name!r}")
+        for number in segment.seeds:
+            if not 0 <= number < program.seeds:
+                raise InvalidPlanError(f"segment {index}: no seed {number}, a batch has {program.seeds}")
         for name in segment.inputs:
             if name not in known:
                 raise InvalidPlanError(f"segment {index}: reads {name!r} before any segment makes it")
@@ -206,6 +216,7 @@ def _verify_kind(kind: SegmentKind) -> None:
         *kind.inputs,
         *kind.outputs,
         *kind.asides,
+        *kind.seeds,
         *(n for n in (*kind.tangents, *kind.input_grads, *kind.param_grads) if n is not None),
     ):
         if name not in kind.graph.values:
@@ -214,7 +225,7 @@ def _verify_kind(kind: SegmentKind) -> None:
     made = {out for op in kind.graph.ops for out in op.outs}
     given = {*kind.graph.inputs}
     roles = (
-        ("input", (*kind.params, *kind.inputs, *(n for n in kind.tangents if n is not None)), given),
+        ("input", (*kind.params, *kind.inputs, *kind.seeds, *(n for n in kind.tangents if n)), given),
         ("result of its forward", (*kind.outputs, *kind.asides), given | forward),
         ("gradient", tuple(n for n in (*kind.input_grads, *kind.param_grads) if n is not None), given | made),
     )

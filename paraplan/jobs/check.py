@@ -254,7 +254,7 @@ def shared_numbers(program: Program) -> str:
     if twice is None:
         return ""
     return (
-        f"the random draw of {twice.rows} x {twice.columns} numbers in segment {twice.segment} has the numbers of "
+        f"the random draw of {twice.rows} x {twice.columns} numbers of seed {twice.seed} has the numbers of "
         "another one; the program was edited: plan again"
     )
 

@@ -76,7 +76,7 @@ def _taken_aside(step: FittedStep, batch: Tensors) -> tuple[Outcome, list[int]]:
     program, done = step.plan.program, step.steps_done
     with generators_kept():
         base, at = step.draw()
-    seeds = [segment_seed(base, at, index) for index in range(len(program.segments))]
+    seeds = [segment_seed(base, at, index) for index in range(program.num_seeds)]
     named = dict(step.model.named_parameters())
     held = [(x, x.detach().clone()) for x in step.model.buffers()]
     try:

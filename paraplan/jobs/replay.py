@@ -33,10 +33,10 @@ Found = dict[str, Any]
 
 
 class Draw(NamedTuple):
-    """A random op of a program: its segment, which of the segment's it is, whether it makes a mask of its numbers (a
+    """A random op of a program: its seed, which of the seed's it is, whether it makes a mask of its numbers (a
     dropout), and the rows and columns of what it draws."""
 
-    segment: int
+    seed: int
     slot: int
     is_mask: bool
     rows: int
@@ -46,10 +46,10 @@ class Draw(NamedTuple):
 def draws_of(program: Program) -> tuple[Draw, ...]:
     """The random ops of a program, in order."""
     return tuple(
-        Draw(m * len(program.segments) + index, slot, is_mask, *rows_and_columns(shape))
+        Draw(m * program.seeds + number, slot, is_mask, *rows_and_columns(shape))
         for m in range(program.apart)
-        for index, segment in enumerate(program.segments)
-        for slot, is_mask, shape in _slots(program.kinds[segment.kind])
+        for segment in program.segments
+        for number, slot, is_mask, shape in _slots(program.kinds[segment.kind], segment.seeds)
     )
 
 
@@ -62,26 +62,28 @@ def repeated(program: Program) -> Draw | None:
     """A draw that has the numbers of an earlier one; None where each has its own."""
     seen: set[tuple[int, int]] = set()
     for draw in draws_of(program):
-        if (draw.segment, draw.slot) in seen:
+        if (draw.seed, draw.slot) in seen:
             return draw
-        seen.add((draw.segment, draw.slot))
+        seen.add((draw.seed, draw.slot))
     return None
 
 
 def shared_draws(program: Program) -> Program:
-    """The program in which all draws of a segment have slot 0; with one seed for all segments they share numbers."""
+    """The program in which all draws of a seed have slot 0; with one number for all seeds they share numbers."""
 
     def shared(kind: SegmentKind) -> SegmentKind:
-        if kind.seed is None:
+        if not kind.seeds:
             return kind
-        ops = tuple(_with_slot(op, 0) if _draws(kind, op) else op for op in kind.graph.ops)
+        ops = tuple(op if _drawn_of(kind, op) is None else _with_slot(op, 0) for op in kind.graph.ops)
         return msgspec.structs.replace(kind, graph=msgspec.structs.replace(kind.graph, ops=ops))
 
     return msgspec.structs.replace(program, kinds=tuple(map(shared, program.kinds)))
 
 
-def _draws(kind: SegmentKind, op: Op) -> bool:
-    return kind.seed is not None and f"%{kind.seed}" in op.args and "slot" in _names(op)
+def _drawn_of(kind: SegmentKind, op: Op) -> int | None:
+    """Which of the kind's seeds an op draws of."""
+    at = next((at for at, seed in enumerate(kind.seeds) if f"%{seed}" in op.args), None)
+    return at if at is not None and "slot" in _names(op) else None
 
 
 def _names(op: Op) -> list[str]:
@@ -98,18 +100,19 @@ def _with_slot(op: Op, slot: int) -> Op:
     return msgspec.structs.replace(op, args=(*op.args[:at], slot, *op.args[at + 1 :]))
 
 
-def _slots(kind: SegmentKind) -> list[tuple[int, bool, tuple[int, ...]]]:
-    """Of each forward op that draws: slot, whether it is a mask, global shape; those that drop everything draw nothing
-    in eager."""
+def _slots(kind: SegmentKind, seeds: Sequence[int]) -> list[tuple[int, int, bool, tuple[int, ...]]]:
+    """Of each forward op that draws: seed, slot, whether it is a mask, global shape; those that drop everything draw
+    nothing in eager."""
     found = []
     for op in kind.graph.ops:
-        if op.phase is not Phase.FORWARD or not _draws(kind, op):
+        at = _drawn_of(kind, op)
+        if op.phase is not Phase.FORWARD or at is None:
             continue
         names = _names(op)
         p = op.args[names.index("p")] if "p" in names else 0.0
         if isinstance(p, (int, float)) and p < 1:
             shape = op.args[names.index("starts") - 1]
-            found.append((int(op.args[names.index("slot")]), "p" in names, tuple(shape)))  # type: ignore[arg-type]
+            found.append((seeds[at], int(op.args[names.index("slot")]), "p" in names, tuple(shape)))
     return found
 
 
@@ -118,7 +121,7 @@ class Replay(TorchDispatchMode):
 
     Args:
         program: whose draws.
-        seeds: of its segments; None for numbers that all draws of one shape share.
+        seeds: a step's; None for numbers that all draws of one shape share.
 
     Attributes:
         count: draws that were replaced.
@@ -171,7 +174,7 @@ class Replay(TorchDispatchMode):
             self.unmatched = self.unmatched or f"{again} {rows} x {columns} numbers that the program does not"
             return None
         self._tickets[ticket] = draw
-        return Numbers(self._seeds[draw.segment], draw.slot, draw.is_mask and is_mask, out)
+        return Numbers(self._seeds[draw.seed], draw.slot, draw.is_mask and is_mask, out)
 
     def _next(self, rows: int, columns: int, is_mask: bool) -> Draw | None:
         """The program's next draw of a shape: a mask for a mask; numbers may be one too (⌊p + rand⌋)."""

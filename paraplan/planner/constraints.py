@@ -11,11 +11,12 @@ from paraplan.ir.plan import AHEAD, HERE, ON_HOST, PLACES, REDUCE_DTYPES, Place
 from paraplan.ir.program import HALVES
 from paraplan.ir.struct import Value
 
-PRESETS = ("none", "selective", "alternate", "full")
-"""`none`: every activation is kept. `full`: segments keep their inputs alone (Chen et al. 2016). `selective`: results
-of matrix products, convolutions and attention are kept, what is cheap is recomputed (Korthikanti et al. 2022, as
-practised today). `alternate`: and of those every second product with a weight is recomputed as well (torchtitan's
-selective policy by op)."""
+PRESETS = ("none", "selective", "cheap", "alternate", "full", "full-early-stop")
+"""Of a layer (an element of a list of modules): `none`: every activation is kept. `full`: its input alone is kept, and
+it runs again to its end (Chen et al. 2016; Megatron-LM). `full-early-stop`: as far as the backward needs it (torch's
+checkpoint). `selective`: attention alone is made again, from queries, keys and values on (Korthikanti et al. 2022).
+`cheap`: all but results of matrix products, convolutions and attention is. `alternate`: and of those every second
+product with a weight (torchtitan's selective policy by op)."""
 WARM_UP_STEPS = 40
 """Steps before updates are late where it is only said that they may be: some dozens, as Ren et al. 2021 (section 5.2)
 advise, for parameters move most at first."""
@@ -57,7 +58,7 @@ class Constraints(Value, frozen=True, kw_only=True):
         microbatches: how many microbatches a step takes.
         memory_bytes: what a device may hold at most; None: its memory.
         memory_reserve_bytes: device memory to leave free.
-        recompute: "none", "selective", "alternate" or "full" (see `PRESETS`); None: what pays where memory is short.
+        recompute: one of `PRESETS`; None: what pays where memory is short.
         offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
         overlap: in how many pieces at most products go beside the collectives of their rows (see `planner.overlap`);
             1: none does.

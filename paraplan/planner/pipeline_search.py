@@ -40,7 +40,7 @@ from paraplan.planner.overlap import overlapped
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.pipeline_memory import Activations, in_flight, recomputing
 from paraplan.planner.realise import realised
-from paraplan.planner.recompute.stage import preset_activations
+from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.reducing import reducing
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.problem import Orders, holders_of

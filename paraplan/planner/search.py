@@ -43,6 +43,7 @@ from paraplan.planner.pipeline_search import alone_note, search_pipeline
 from paraplan.planner.placing import choose_places
 from paraplan.planner.placing_note import places_note
 from paraplan.planner.realise import Realised, realised
+from paraplan.planner.recompute.presets import in_layers
 from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.reducing import reducing
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, choose, solve_mesh
@@ -87,6 +88,7 @@ def search(
     check_constraints(constraints, job.cluster.num_devices)
     _check_rates(job)
     check_reduce_dtype(constraints, job.program.precision)
+    job, constraints = in_layers(job, constraints)
     job = replace(job, compiled=constraints.compiled, reduce_dtype=constraints.reduce_dtype)
     if job.program.apart > 1 and constraints.microbatches is None:
         constraints = msgspec.structs.replace(constraints, microbatches=job.program.apart)
@@ -142,9 +144,8 @@ def _sharding(
 ) -> Decisions:  # fmt: skip
     """The sharding of a pipeline's stages; where the mesh is not known, on that of the fastest plan of one stage."""
     if mesh is None:
-        meshes = candidate_meshes(job, constraints)
-        mesh = meshes[0]
-        if len(meshes) > 1:
+        mesh, *more = candidate_meshes(job, constraints)
+        if more:
             mesh = search(job, constraints, time_limit_s, progress, certify=False).plan.stages[0].mesh
     limits = Limits(time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=False)
     return choose(job, mesh, constraints.microbatches or 1, constraints, limits, kept_bytes)
@@ -359,12 +360,9 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     bound_s = min(bound_s, step_s)
     scope = (SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes") + AT_EVERY_USE * held
     certificate = Certificate(
-        status=best.status,
-        objective_s=best.objective_s,
-        bound_s=bound_s,
-        bound_scope=scope,
+        status=best.status, objective_s=best.objective_s, bound_s=bound_s, bound_scope=scope,
         gap=(step_s - bound_s) / step_s,
-    )
+    )  # fmt: skip
     prediction = predict(best.plan, lower(best.plan), best.simulation)
     return msgspec.structs.replace(best.plan, prediction=prediction, certificate=certificate)
 

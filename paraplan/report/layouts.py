@@ -198,10 +198,11 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
 
 
 def _recomputed(kind: SegmentKind, choice: KindChoice) -> str:
-    """`gelu, layer_norm, dropout` or `all of it`; views are not worth a word."""
-    again = remat_of(kind, choice.activations).again
-    if again and again == remat_of(kind, dict.fromkeys(recomputable(kind), RECOMPUTE)).again:
-        return "all of it"
+    """`gelu, layer_norm, dropout`, `all of it` (that the backward needs, or to the end); views are not worth a word."""
+    remat = remat_of(kind, choice.activations)
+    again = (*remat.again, *remat.rerun)
+    if remat.again and {*remat_of(kind, dict.fromkeys(recomputable(kind), RECOMPUTE)).again} <= {*again}:
+        return "all of it, to the end" if remat.rerun else "all of it"
     dear = [kind.graph.ops[index].target for index in again]
     dear = [target for target in dear if (found := op_def(target)) is None or found.strides != "view"]
     names = Counter(target.split(".")[1].removeprefix("native_").strip("_") for target in dear)

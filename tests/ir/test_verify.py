@@ -52,7 +52,7 @@ PREDICTION = {"step_s": 1.0, "peak_bytes": [1], "compute_s": 1.0, "exposed_comm_
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("version",), 3, "plan version 3"),
+        (("version",), 9, "plan version 9"),
         (("num_microbatches",), 3, "does not divide into 3"),
         (("num_microbatches",), 0, "does not divide into 0"),
         (("num_microbatches",), 4, "only 2 of 4 backwards are done"),

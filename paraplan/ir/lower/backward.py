@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import msgspec
+
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.graph import Phase
+from paraplan.ir.graph import Graph, Phase
 from paraplan.ir.lower.casts import casts_first, each_once
 from paraplan.ir.lower.chunks import Chunks
 from paraplan.ir.lower.emit import BlockEmitter
@@ -90,10 +92,12 @@ def lower_backward(
     chunks = chosen_chunks(kind, choice, forward.strategies, context)
     kind = executed(kind, choice)
     task = _Task(name, kind, choice, micro, context, forward, tangents, chunks)
-    every = frozenset((*ops_of(kind, Phase.BACKWARD), *forward.remat.again))
+    again = (*forward.remat.again, *forward.remat.rerun)
+    every = frozenset((*ops_of(kind, Phase.BACKWARD), *again))
     if not split:
         return _lower_part(task, name, every, True, True, _Kept({}))[0]
-    first = _needed_by(kind, every, kind.input_grads)
+    rerun = [out for index in forward.remat.rerun for out in kind.graph.ops[index].outs]
+    first = _needed_by(kind, every, (*kind.input_grads, *rerun))
     given, kept = _lower_part(task, f"{name}i", first, True, False, _Kept({}), every - first)
     weights, _ = _lower_part(task, f"{name}w", every - first, False, True, kept)
     return LoweredBackward(given.block, given.grads, given.early, weights.partial, (given, weights))
@@ -145,7 +149,7 @@ def _lower_part(
             emitter.give(tangent, kind.graph.values[tangent], arrives.layout, arrives.strides)
     results = (*(kind.input_grads if inputs else ()), *(kind.param_grads if weights else ()))
     order = casts_first(kind, forward.strategies, _ordered(task, ops, results))
-    graph, order = each_once(kind.graph, forward.strategies, order)
+    graph, order = each_once(_dropping(kind.graph, forward.remat.rerun), forward.strategies, order)
     needed = {name for index in later for name in kind.graph.ops[index].tensors}
     handed = {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
     emit_ops(emitter, graph, forward.strategies, order, task.chunks, needed | handed, forward.remat.again)
@@ -168,7 +172,7 @@ def _lower_part(
 
 
 def _ordered(task: _Task, taken: Collection[int], results: Collection[str | None]) -> list[int]:
-    """Ops of the backward in order, each after what it reads that is to be made again."""
+    """Ops of the backward in order, each after what it reads that is to be made again; first what nothing reads."""
     ops = task.kind.graph.ops
     again = [index for index in task.forward.remat.again if index in taken]
     makers = {out: index for index in again for out in ops[index].outs if out is not None}
@@ -183,7 +187,7 @@ def _ordered(task: _Task, taken: Collection[int], results: Collection[str | None
         if name in makers and makers[name] not in found:
             take(makers[name])
 
-    for index in ops_of(task.kind, Phase.BACKWARD):
+    for index in (*task.forward.remat.rerun, *ops_of(task.kind, Phase.BACKWARD)):
         if index in taken:
             take(index)
     for grad in results:
@@ -195,10 +199,21 @@ def _ordered(task: _Task, taken: Collection[int], results: Collection[str | None
     return list(found)
 
 
+def _dropping(graph: Graph, rerun: Collection[int]) -> Graph:
+    """The graph in which ops that are executed again for nothing make values of their own."""
+    ops, values = list(graph.ops), dict(graph.values)
+    for index in rerun:
+        outs = tuple(None if out is None else f"{out}~again" for out in ops[index].outs)
+        values |= {new: values[old] for new, old in zip(outs, ops[index].outs, strict=True) if new and old}
+        ops[index] = msgspec.structs.replace(ops[index], outs=outs)
+    return msgspec.structs.replace(graph, ops=tuple(ops), values=values) if rerun else graph
+
+
 def _keep(emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Collection[int]) -> _Kept:
     """What these ops make, or had brought back from a tier, and later ones read (or hand on as a gradient)."""
     kind = task.kind
-    made = {out for index in ops for out in kind.graph.ops[index].outs if out is not None}
+    taken = set(ops).difference(task.forward.remat.rerun)
+    made = {out for index in taken for out in kind.graph.ops[index].outs if out is not None}
     made |= {value for value, away in task.forward.away.items() if away.local in emitter.values}
     read = {name for index in later for name in kind.graph.ops[index].tensors}
     read |= {grad for grad in kind.param_grads if grad is not None}

@@ -300,8 +300,8 @@ def give_sources(
         emitter.give(name, values[name], (R, *layout) if move is None else move.after, zeros=True)
     for name, given in zip(kind.inputs, context.inputs, strict=True):
         emitter.give(name, values[name], given.layout, given.strides)
-    if kind.seed is not None:
-        emitter.give(kind.seed, values[kind.seed], (R,) * (1 + len(context.mesh_shape)))
+    for seed in kind.seeds:
+        emitter.give(seed, values[seed], (R,) * (1 + len(context.mesh_shape)))
 
 
 def ops_of(kind: SegmentKind, phase: Phase) -> list[int]:

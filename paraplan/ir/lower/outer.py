@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -62,11 +63,10 @@ def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> di
     if program.precision == "fp16":
         found["loss_scale"] = _value("scale", "", TensorSpec("float32", ()), whole, shape, True)
     for index in held.segments:
-        if program.kinds[program.segments[index].kind].seed is not None:
-            for m in range(program.apart):
-                source = str(m * len(program.segments) + index)
-                value = _value("seed", source, TensorSpec("int64", ()), whole, shape, True)
-                found[seed_name(program, index, m)] = value
+        for number, m in itertools.product(program.segments[index].seeds, range(program.apart)):
+            source = str(m * program.seeds + number)
+            value = _value("seed", source, TensorSpec("int64", ()), whole, shape, True)
+            found[seed_name(program, number, m)] = value
     return found
 
 
@@ -98,9 +98,9 @@ def _value(
     )
 
 
-def seed_name(program: Program, segment: int, m: int) -> str:
-    """The outer name of a segment's seed; microbatches that are batches by themselves have their own."""
-    return f"seed:{segment}@{m}" if program.apart > 1 else f"seed:{segment}"
+def seed_name(program: Program, number: int, m: int) -> str:
+    """The outer name of one of a batch's seeds; microbatches that are batches by themselves have their own."""
+    return f"seed:{number}@{m}" if program.apart > 1 else f"seed:{number}"
 
 
 def late_name(name: str) -> str:

@@ -3,7 +3,9 @@
 A choice may ask for values to be recomputed (`KindChoice.activations`). The op that makes such a value is executed
 again in the backward, once, just before its first reader there; what that op reads must then be at hand in turn: saved,
 made again too, or the segment's own inputs, parameters and outputs, which are held outside of it anyhow. An op executed
-again makes all its results again, so none of them is saved. Or a choice may ask for a value to wait on a tier (`away`);
+again makes all its results again, so none of them is saved. A choice may also ask for an op to be executed again though
+nothing needs it ("rerun"), as systems do that run whole layers again (Megatron-LM): its result, kept as it would be
+otherwise, is made when the backward begins and dropped. Or a choice may ask for a value to wait on a tier (`away`);
 that says nothing of a value which is not saved.
 
 Random ops draw the same numbers (their generator is keyed by seed and element index); collectives inside are repeated.
@@ -21,8 +23,8 @@ from paraplan.ir.lower.casts import SCALE
 from paraplan.ir.program import SegmentKind
 from paraplan.ir.rank_program import TIERS
 
-RECOMPUTE = "recompute"
-FATES = (RECOMPUTE, *TIERS)
+RECOMPUTE, RERUN = "recompute", "rerun"
+FATES = (RECOMPUTE, RERUN, *TIERS)
 """What may become of a value that is not simply kept."""
 
 
@@ -34,11 +36,13 @@ class Remat:
         saved: values kept, in the order of the graph's values.
         again: forward ops the backward executes again, ascending.
         away: (value, tier) of those saved that wait on one.
+        rerun: further ones, whose results nothing takes.
     """
 
     saved: tuple[str, ...] = ()
     again: tuple[int, ...] = ()
     away: tuple[tuple[str, str], ...] = ()
+    rerun: tuple[int, ...] = ()
 
 
 NOTHING = Remat()
@@ -79,6 +83,8 @@ def remat_of(kind: SegmentKind, activations: Mapping[str, str]) -> Remat:
     for name, fate in activations.items():
         if name in boundary_values(kind) and fate in TIERS:
             continue  # see `between`
+        if name in every and fate == RERUN:
+            continue
         if name not in makers:
             raise InvalidPlanError(
                 f"kind {kind.name}: activations name {name!r}, no value that its forward makes and keeps to itself, "
@@ -90,7 +96,8 @@ def remat_of(kind: SegmentKind, activations: Mapping[str, str]) -> Remat:
     asked = {makers[name] for name, fate in activations.items() if fate == RECOMPUTE}
     again: set[int] = set()
     saved: set[str] = set()
-    wanted = list(read_by_backward(kind))
+    rerun = {every[name] for name, fate in activations.items() if fate == RERUN}
+    wanted = [*read_by_backward(kind), *(name for index in rerun for name in ops[index].tensors)]
     while wanted:
         name = wanted.pop()
         maker = every.get(name)
@@ -102,8 +109,8 @@ def remat_of(kind: SegmentKind, activations: Mapping[str, str]) -> Remat:
         else:
             saved.add(name)
     kept = tuple(name for name in kind.graph.values if name in saved)
-    away = tuple((name, activations[name]) for name in kept if name in activations)
-    return Remat(kept, tuple(sorted(again)), away)
+    away = tuple((name, activations[name]) for name in kept if activations.get(name) in TIERS)
+    return Remat(kept, tuple(sorted(again)), away, tuple(sorted(rerun - again)))
 
 
 def _makers(kind: SegmentKind) -> dict[str, int]:

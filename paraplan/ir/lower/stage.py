@@ -26,6 +26,7 @@ from paraplan.ir.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.micro import ProgramMicro, dual, program_micro
 from paraplan.ir.plan import KindChoice, Plan
 from paraplan.ir.program import HALVES, master_dtype
+from paraplan.ir.rank_program import TIERS
 from paraplan.ir.reshard import reshard_path
 from paraplan.ir.schedule import ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
@@ -247,7 +248,7 @@ class PlanBlocks:
         at = self.plan.stages[stage]
         choice = at.choices[at.segment_choice[index - at.first]]
         outputs = self.plan.program.kinds[choice.kind].outputs
-        inside = {name: fate for name, fate in choice.activations.items() if name not in outputs}
+        inside = {name: fate for name, fate in choice.activations.items() if name not in outputs or fate not in TIERS}
         if len(inside) < len(choice.activations):  # what waits between segments is no part of blocks
             choice = msgspec.structs.replace(choice, activations=inside)
         if choice not in self._choices:

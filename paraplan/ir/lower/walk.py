@@ -1,7 +1,7 @@
 """The steps of one rank, part by part: running segments forward and backward.
 
 Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what the optimizer updates),
-`batch:<name>@<m>`, `buffer:<name>`, `seed:<segment>` (`seed:<segment>@<m>` where microbatches are batches by
+`batch:<name>@<m>`, `buffer:<name>`, `seed:<number>` (`seed:<number>@<m>` where microbatches are batches by
 themselves), `<output>@<m>`, `d:<output>@<m>` (its gradient),
 `<segment>/<value>@<m>` (saved), `<segment>^<value>@<m>` (kept by the first part of a backward for the second),
 `acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
@@ -214,9 +214,8 @@ class SegmentSteps:
             for slot, (local, outer) in enumerate(zip(kind.params, segment.params, strict=True))
         }
         names |= {local: self._at(outer, m) for local, outer in zip(kind.inputs, segment.inputs, strict=True)}
-        if kind.seed is not None:
-            names[kind.seed] = seed_name(self.program, index, m)
-        return names
+        seeds = zip(kind.seeds, segment.seeds, strict=True)
+        return names | {local: seed_name(self.program, number, m) for local, number in seeds}
 
     def run_forward(self, order: range, m: int) -> None:
         """Run some segments' forward."""

@@ -146,6 +146,7 @@ def _capture(
             buffers=buffers,
             kinds=ruled,
             segments=tuple(segments),
+            seeds=len(segments),
             loss=tuple(loss),
             denominators=counted,
             buffer_updates={key: values[node] for key, node in exported.updates.items()},
@@ -362,6 +363,7 @@ def _segment(
                 inputs=tuple(values[node] if node in values else forward.names[node] for node in piece.inputs),
                 outputs=tuple(values[node] for node in piece.outputs),
                 asides=tuple(values[node] for node in aside_nodes),
+                seeds=(number,) * len(kinds[index_of[key]].seeds),
             )
         )
     return kinds, segments, values

@@ -71,15 +71,16 @@ def run_graph(graph: Graph, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     return [None if name is None else env[name] for name in graph.outputs]
 
 
-def _seed_of(seeds: Sequence[Tensor] | int, segment: int) -> Tensor:
-    return torch.tensor(segment_seed(seeds, 0, segment)) if isinstance(seeds, int) else seeds[segment]
+def _seed_of(seeds: Sequence[Tensor] | int, number: int) -> Tensor:
+    return torch.tensor(segment_seed(seeds, 0, number)) if isinstance(seeds, int) else seeds[number]
 
 
-def _forward(kind: SegmentKind, segment: Segment, params: Mapping[str, Tensor], values: Env, seed: Tensor) -> Env:
+def _forward(
+    kind: SegmentKind, segment: Segment, params: Mapping[str, Tensor], values: Env, seeds: Sequence[Tensor]
+) -> Env:
     env: Env = {name: params[param] for name, param in zip(kind.params, segment.params, strict=True)}
     env |= {name: values[value] for name, value in zip(kind.inputs, segment.inputs, strict=True)}
-    if kind.seed is not None:
-        env[kind.seed] = seed
+    env |= zip(kind.seeds, seeds, strict=True)
     for op in kind.graph.ops:
         if op.phase is Phase.FORWARD:
             run_op(op, env)
@@ -146,7 +147,7 @@ def run_step(
         program: a captured model.
         params: by the program's names, in its dtypes.
         buffers, batch: likewise.
-        seeds: one int64 scalar per segment (and microbatch, where those are apart), or a base seed.
+        seeds: the int64 scalars of a step (`Program.num_seeds`), or a base seed.
         scale: of the gradients, as a gradient scaler has it.
     """
     parts = microbatches(program, batch)
@@ -160,7 +161,7 @@ def run_step(
         held = dict(buffers)
         for m, values in enumerate(given):
             values |= {f"buffer:{name}": x for name, x in held.items()}
-            loss = loss + _pass(program, params, values, seeds, m * len(program.segments), counts, scale, param_grads)
+            loss = loss + _pass(program, params, values, seeds, m * program.seeds, counts, scale, param_grads)
             held |= {name: values[value] for name, value in program.buffer_updates.items()}
     after = {name: held[name] for name in program.buffer_updates}
     return Step(loss, {name: param_grads.get(name) for name in program.params}, after)
@@ -208,13 +209,13 @@ def _pass(
     """Forward and backward of one batch, what it makes into `values`, gradients added; its share of the loss.
 
     Args:
-        program, params, values, seeds, scale: as of `run_step`; `first` is the first segment's number among the seeds.
+        program, params, values, seeds, scale: as of `run_step`; `first` is the place of the batch's first seed.
         counts: the denominators, of the whole step.
         param_grads: added to.
     """
     envs = [
-        _forward(program.kinds[s.kind], s, params, values, _seed_of(seeds, first + index))
-        for index, s in enumerate(program.segments)
+        _forward(program.kinds[s.kind], s, params, values, [_seed_of(seeds, first + number) for number in s.seeds])
+        for s in program.segments
     ]
     loss, grads = torch.zeros(()), dict[str, Tensor]()
     for term in program.loss:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from paraplan.ir.graph import Phase
-from paraplan.ir.lower.remat import RECOMPUTE, read_by_backward, recomputable, remat_of
+from paraplan.ir.lower.remat import RECOMPUTE, RERUN, read_by_backward, recomputable, remat_of
 from paraplan.ir.program import SegmentKind
 from paraplan.planner.sharding.options import storage_roots
 
@@ -42,6 +42,7 @@ class RematOption:
 
     Attributes:
         recomputed: the values made again.
+        rerun: those whose ops are executed again for nothing.
         saved_bytes: what it holds on the device from its forward to its backward.
         extra_s: seconds of executing ops again.
         away: the values that wait on `tier`.
@@ -57,15 +58,17 @@ class RematOption:
     tier: str = ""
     away_bytes: int = 0
     copy_s: float = 0.0
+    rerun: tuple[str, ...] = ()
 
     @property
     def activations(self) -> dict[str, str]:
         """As `KindChoice.activations`."""
-        return dict.fromkeys(self.recomputed, RECOMPUTE) | dict.fromkeys(self.away, self.tier)
+        again = dict.fromkeys(self.recomputed, RECOMPUTE) | dict.fromkeys(self.rerun, RERUN)
+        return again | dict.fromkeys(self.away, self.tier)
 
 
 def kind_options(
-    kind: SegmentKind, op_s: Sequence[float], nbytes: Mapping[str, int], pinned: tuple[str, ...] | None = None
+    kind: SegmentKind, op_s: Sequence[float], nbytes: Mapping[str, int], pinned: Mapping[str, str] | None = None
 ) -> tuple[RematOption, ...]:
     """The hull of (bytes saved, seconds recomputed), most bytes first.
 
@@ -73,11 +76,11 @@ def kind_options(
         kind: whose.
         op_s: seconds of every op of the joint graph under its strategy; those of forward ops are read.
         nbytes: local bytes of every value the forward makes.
-        pinned: the values that are recomputed, if that is not to be chosen.
+        pinned: the fates of its values, if they are not to be chosen.
     """
     cuts = _Cuts(kind, op_s, nbytes)
     if pinned is not None:
-        return (cuts.option(pinned),)
+        return (cuts.option(*(tuple(n for n, of in pinned.items() if of == fate) for fate in (RECOMPUTE, RERUN))),)
     most, least = cuts.option(()), cuts.cut(1.0 + sum(op_s))
     found = {(option.saved_bytes, option.extra_s): option for option in (most, least)}
     pending = [(most, least)]
@@ -115,7 +118,7 @@ def away_options(
         looks = tuple(
             n for n in cuts.allowed if n in cuts.nbytes and cuts.roots[n] != n and cuts.roots[n] in cuts.allowed
         )
-        again = cuts.option((*option.recomputed, *looks)).recomputed
+        again = cuts.option((*option.recomputed, *looks), option.rerun).recomputed
         option = replace(option, recomputed=again)
         together: dict[str, list[str]] = {}
         saved = remat_of(kind, option.activations).saved
@@ -166,16 +169,16 @@ class _Cuts:
         self.forward = [index for index, op in enumerate(kind.graph.ops) if op.phase is Phase.FORWARD]
         self.makers = {out: index for index in self.forward for out in kind.graph.ops[index].outs if out is not None}
 
-    def option(self, recomputed: tuple[str, ...]) -> RematOption:
+    def option(self, recomputed: tuple[str, ...], rerun: tuple[str, ...] = ()) -> RematOption:
         """What recomputing some values comes to."""
-        remat = remat_of(self.kind, dict.fromkeys(recomputed, RECOMPUTE))
+        remat = remat_of(self.kind, dict.fromkeys(recomputed, RECOMPUTE) | dict.fromkeys(rerun, RERUN))
         held = {self.roots[name] for name in remat.saved if name in self.nbytes}
         again = {out for index in remat.again for out in self.kind.graph.ops[index].outs if out is not None}
         return RematOption(
             tuple(name for name in self.kind.graph.values if name in again),
             sum(self.nbytes.get(root, 0) for root in held),
-            sum(self.op_s[index] for index in remat.again),
-        )
+            sum(self.op_s[index] for index in (*remat.again, *remat.rerun)), rerun=rerun,
+        )  # fmt: skip
 
     def cut(self, price: float) -> RematOption:
         """The least of seconds + price · bytes."""

@@ -23,8 +23,9 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
 from paraplan.planner.realise import realise
+from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
-from paraplan.planner.recompute.stage import Fitted, Unfit, fit, preset_activations
+from paraplan.planner.recompute.stage import Fitted, Unfit, fit
 from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_rows, with_rows
 from paraplan.planner.sharding.optimise import optimise

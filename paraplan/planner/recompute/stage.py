@@ -28,7 +28,7 @@ from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.graph import Phase
 from paraplan.ir.lower.kind import LoweredForward
-from paraplan.ir.lower.remat import RECOMPUTE, boundary_values, recomputable
+from paraplan.ir.lower.remat import boundary_values
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.mesh import local_shape
 from paraplan.ir.plan import Plan
@@ -39,6 +39,7 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.milp import MilpBuilder, solve
 from paraplan.planner.realise import Realised, realise
 from paraplan.planner.recompute.kinds import RematOption, away_options, kind_options
+from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.sharding.instants import Instant
 
 ROUNDS = 12
@@ -80,6 +81,7 @@ def options_of(
     stage, program, costs = plan.stages[0], plan.program, plan_costs(plan)[0]
     forwards = PlanBlocks(plan).routes[0].parts[0].forwards
     extended = (plan.num_shares, *stage.mesh.shape)
+    pinned = None if recompute is None else preset_fates(program, recompute)
     found: list[tuple[RematOption, ...]] = []
     for index, kind in enumerate(program.kinds):
         first = next(i for i, segment in enumerate(program.segments) if segment.kind == index)
@@ -101,7 +103,7 @@ def options_of(
         if choice.split is not None and choice.split.at_once:  # nothing is saved, nor made again
             found.append((RematOption((), 0, 0.0),))
             continue
-        here = kind_options(kind, seconds, nbytes, None if recompute is None else preset(kind, recompute))
+        here = kind_options(kind, seconds, nbytes, None if pinned is None else pinned[index])
         handed = _handed(kind, forward, extended) if tiers else ()
         held = sum(nbytes[name] for name in handed)
         here = tuple(replace(option, saved_bytes=option.saved_bytes + held) for option in here)
@@ -253,27 +255,3 @@ def choose(
 def _first(option: RematOption, at: int) -> tuple[int, int, int]:
     """What the first segments of a kind take: what they save lives longest, and what is away has longest to return."""
     return option.saved_bytes, -option.away_bytes, -at
-
-
-_DEAR = ("mm", "linear", "convolution", "attention", "einsum", "experts", "baddbmm", "addbmm")
-
-
-def preset(kind: SegmentKind, name: str) -> tuple[str, ...]:
-    """The values of a kind that a named strategy recomputes (`constraints.PRESETS`)."""
-    if name == "none":
-        return ()
-    values = recomputable(kind)
-    if name == "full":
-        return values
-    dear = {out for op in kind.graph.ops for out in op.outs if any(word in op.target.split(".")[1] for word in _DEAR)}
-    if name == "alternate":
-        linears = ("paraplan.linear", "paraplan.float8_linear")
-        products = [op.outs[0] for op in kind.graph.ops if op.target in linears and op.phase is Phase.FORWARD]
-        dear.difference_update(products[1::2])
-    return tuple(value for value in values if value not in dear)
-
-
-def preset_activations(program: Program, name: str) -> tuple[dict[str, str], ...]:
-    """Per segment, what a named strategy does with its values: `Decisions.activations`."""
-    fates = [dict.fromkeys(preset(kind, name), RECOMPUTE) for kind in program.kinds]
-    return tuple(fates[segment.kind] for segment in program.segments)

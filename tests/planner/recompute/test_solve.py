@@ -20,7 +20,7 @@ from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import Constraints
+from paraplan.planner.constraints import PRESETS, Constraints
 from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.search import search
 from paraplan.planner.sharding.solve import Limits
@@ -57,9 +57,7 @@ def trained(plan: Plan, small: Small, wanted) -> InProcessTrainer:  # type: igno
     return trainer
 
 
-@pytest.mark.parametrize(
-    ("share", "recompute"), [(0.8, None), (0.5, None), (1.0, "full"), (1.0, "selective"), (1.0, "alternate")]
-)
+@pytest.mark.parametrize(("share", "recompute"), [(0.8, None), (0.5, None), *((1.0, name) for name in PRESETS[1:])])
 def test_a_budget_is_kept_and_nothing_else_changes(gpt2, share: float, recompute: str | None) -> None:  # type: ignore[no-untyped-def]
     small, program, wanted, free = gpt2
     budget = int(free.prediction.peak_bytes[0] * share)
