@@ -68,7 +68,7 @@ _VIEWS = frozenset(
         "reshape", "view_as", "expand_as", "lift_fresh", "numpy_T", "movedim", "swapaxes", "flatten", "unflatten",
         "view_as_real", "view_as_complex", "_assert_tensor_metadata", "sym_size",
     )
-) | {"_operator.getitem"}  # fmt: skip
+) | {"_operator.getitem", "paraplan.mergeable"}  # fmt: skip
 _ROW_READERS = frozenset({
     "paraplan.embedding", "aten.embedding", "aten.gather", "aten.index", "aten.index_select", "paraplan.ce_target",
     "paraplan.embedding_tables", "paraplan.index",
@@ -247,6 +247,7 @@ _PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], _Product]]] = {
     "paraplan.linear": ("matmul", _linear),
     "paraplan.linear_grad_input": ("matmul", _linear),
     "paraplan.linear_grad_weight": ("matmul", _linear_grad_weight),
+    "paraplan.batched_product": ("matmul", _mm),
     "paraplan.float8_linear": ("matmul", _linear),
     "paraplan.float8_linear_grad_input": ("matmul", _linear),
     "paraplan.float8_linear_grad_weight": ("matmul", _turned_grad_weight),

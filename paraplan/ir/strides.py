@@ -8,6 +8,7 @@ strides. These are torch's own rules, without torch: `view_strides` is `at::deta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 Dims = tuple[int, ...]
@@ -67,6 +68,12 @@ def view_strides(shape: Dims, strides: Dims, new_shape: Dims) -> Dims | None:
             if dim > 0:
                 chunk_stride, tensor_numel, view_numel = strides[dim - 1], 1, 1
     return tuple(result) if view_dim == -1 else None
+
+
+def merges_batch(shape: Dims, strides: Dims) -> bool:
+    """Whether all dims but the last two are one in a view."""
+    groups, matrix = math.prod(shape[:-2]), shape[-2:]
+    return view_strides(shape, strides, (groups, *matrix)) is not None
 
 
 def elementwise_strides(out_shape: Dims, inputs: Sequence[tuple[Dims, Dims]]) -> Dims:

@@ -38,7 +38,7 @@ _EVERY = frozenset(
         *("add", "sub", "neg", "abs", "relu", "sign", "sgn", "square", "tanh", "sin", "erf", "expm1", "gelu", "silu"),
         *("leaky_relu", "pow", "clone", "_to_copy", "alias", "detach", "contiguous", "view", "reshape", "unsqueeze"),
         *("squeeze", "expand", "permute", "transpose", "t", "slice", "select", "flip", "roll", "cat", "stack", "split"),
-        *("chunk", "unbind", "repeat", "sum", "mean", "amax", "amin", "cumsum", "gather", "rotary"),
+        *("chunk", "unbind", "repeat", "sum", "mean", "amax", "amin", "cumsum", "gather", "rotary", "mergeable"),
     )
 )
 """Zero where all that is computed with is zero; of some, more is asked."""
@@ -169,7 +169,7 @@ class Rows:
             return self._ignored(at, op.args[1], op.args[2])
         if name in ("where", "masked_fill"):
             return self._chosen(at, op)
-        if name in _FACTORS:
+        if name in _FACTORS or (name == "batched_product" and op.args[0] is None):
             return any(self.zero(each) for each in inputs)
         if name == "linear":
             return len(op.tensors) == 2 and self.zero(inputs[0])

@@ -24,6 +24,8 @@ MATMULS = [
     ("paraplan.linear_grad_input", ("%g", "%w", True), (t(B, S, F), t(F, H)), (t(B, S, H),), 2 * B * S * H * F),
     ("paraplan.linear_grad_weight", ("%g", "%x", True), (t(B, S, F), t(B, S, H)), (t(F, H),), 2 * B * S * H * F),
     ("aten.mm.default", ("%a", "%b"), (t(S, H), t(H, F)), (t(S, F),), 2 * S * H * F),
+    ("paraplan.batched_product", (None, "%a", "%b", 1.0, 1.0), (t(2, B, S, H), t(2, B, H, F)), (t(2, B, S, F),),
+     4 * B * S * H * F),
     ("aten.bmm.default", ("%a", "%b"), (t(B, S, H), t(B, H, F)), (t(B, S, F),), 2 * B * S * H * F),
     ("aten.addmm.default", ("%c", "%a", "%b"), (t(F), t(S, H), t(H, F)), (t(S, F),), 2 * S * H * F),
     (

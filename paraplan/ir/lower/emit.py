@@ -26,7 +26,7 @@ from paraplan.ir.rules.carried import local_args
 from paraplan.ir.rules.dims import op_def
 from paraplan.ir.rules.localise import expansion, local_context
 from paraplan.ir.rules.strategies import Strategy
-from paraplan.ir.strides import contiguous_strides, elementwise_strides, joined_strides, view_strides
+from paraplan.ir.strides import contiguous_strides, elementwise_strides, joined_strides, merges_batch, view_strides
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 Dims = tuple[int, ...]
@@ -348,6 +348,8 @@ def _view_result(target: str, args: tuple[Arg, ...], value: LocalValue, shape: D
     """Strides of a view's result; None where only a copy will do."""
     if target == "aten.permute.default":
         return tuple(value.strides[int(dim) % len(shape)] for dim in args[1])
+    if target == "paraplan.mergeable":
+        return value.strides if merges_batch(value.shape, value.strides) else None
     if target == "aten.expand.default":
         lead = len(shape) - len(value.shape)
         tail = zip(value.shape, value.strides, shape[lead:], strict=True)

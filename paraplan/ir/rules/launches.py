@@ -12,6 +12,7 @@ from collections.abc import Callable
 from paraplan.ir.kernel_choice import Call, offered
 from paraplan.ir.rank_program import LocalValue
 from paraplan.ir.rules.float8 import filled
+from paraplan.ir.rules.workspace import unmerged
 from paraplan.ir.strides import is_contiguous, view_strides
 
 _RESERVES = frozenset({"aten.empty.memory_format"})
@@ -87,6 +88,7 @@ def _unpack_stacked(call: Call) -> int:
 
 
 _COMPOSED: dict[str, Callable[[Call], int]] = {
+    "paraplan.batched_product": lambda call: 1 + len(unmerged(call.inputs)),
     "paraplan.attention_merge": _merge,
     "paraplan.conv": _row_major_planes,
     "paraplan.conv_grad_input": _row_major_planes,

@@ -49,6 +49,27 @@ def bmm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return uneven(OpDims((("b", "m", "k"), ("b", "k", "n")), (("b", "m", "n"),), sizes, {"k": "sum"}, ((0,), (1,))))
 
 
+@register("paraplan.batched_product", workspace=workspace.batched_product)
+def batched_product(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`[a b m n,] a b m k, a b k n -> a b m n`; the first, which may be broadcast, is one of the addends."""
+    *added, left, right = inputs
+    lead = letters(len(left.shape) - 2, skip="kmn")
+    a, b, out = (*lead, "m", "k"), (*lead, "k", "n"), (*lead, "m", "n")
+    sizes = sizes_of((a, left.shape), (b, right.shape))
+    if not added:
+        return uneven(OpDims((a, b), (out,), sizes, {"k": "sum"}, ((0,), (1,))))
+    given = zip(out, added[0].shape, outputs[0].shape, strict=True)
+    first = tuple(name if size == full else WHOLE for name, size, full in given)
+    return uneven(OpDims((first, a, b), (out,), sizes, {"k": "sum"}, ((0, 1), (0, 2)), (0,)))
+
+
+@register("paraplan.mergeable", strides="view")
+def mergeable(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
+    """`a b -> a b`: a copy where the dims before the last two do not merge in a view."""
+    names = letters(len(inputs[0].shape))
+    return uneven(OpDims((names,), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),)))
+
+
 def _weight(transposed: bool) -> tuple[str, str]:
     return ("k", "n") if transposed else ("n", "k")
 

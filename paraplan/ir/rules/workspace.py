@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from paraplan.ir.graph import Arg
 from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.strides import is_contiguous, view_strides
+from paraplan.ir.strides import is_contiguous, merges_batch, view_strides
 from paraplan.ir.tensor import DTYPE_BYTES
 
 Values = Sequence[LocalValue | None]
@@ -70,6 +70,16 @@ def linear(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
 def linear_grad_weight(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
     """Flat copies of strided inputs."""
     return sum(map(_copied, inputs))
+
+
+def unmerged(inputs: Values) -> list[LocalValue]:
+    """Operands of a batched product that it copies, for their leading dims do not merge in a view."""
+    return [x for x in inputs if x is not None and not merges_batch(x.shape, x.strides)]
+
+
+def batched_product(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """Those copies."""
+    return sum(x.nbytes for x in unmerged(inputs))
 
 
 def embedding(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:

@@ -40,6 +40,26 @@ class _Linear(torch.autograd.Function):
         return gx, gw, gb, None
 
 
+class _BatchedProduct(torch.autograd.Function):
+    """Operands are made mergeable once, for the forward and the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, added: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+        a, b = ops.mergeable(a), ops.mergeable(b)
+        ctx.save_for_backward(a, b)
+        ctx.rest = (None if added is None else added.shape, beta, alpha)
+        return ops.batched_product(added, a, b, beta, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        g = ops.mergeable(grads[0])
+        a, b = (_conjugate(x).transpose(-1, -2) for x in ctx.saved_tensors)
+        shape, beta, alpha = ctx.rest
+        ga = ops.batched_product(None, g, b, 1.0, alpha) if ctx.needs_input_grad[1] else None
+        gb = ops.batched_product(None, a, g, 1.0, alpha) if ctx.needs_input_grad[2] else None
+        return beta * g.sum_to_size(shape) if ctx.needs_input_grad[0] else None, ga, gb, None, None
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, w: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
@@ -132,6 +152,16 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool) -> Tenso
     return _Linear.apply(x, w, bias, transposed)
 
 
+def batched_product(a: Tensor, b: Tensor, added: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """`paraplan.batched_product`, differentiable."""
+    return _BatchedProduct.apply(added, a, b, beta, alpha)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.matmul` of matrices with the same leading dims, two of which stay two."""
+    return batched_product(a, b) if a.dim() > 3 else torch.bmm(a, b)
+
+
 def embedding(w: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     """`paraplan.embedding`, differentiable."""
     return _Embedding.apply(w, ids, padding_idx)
@@ -179,4 +209,5 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
 
 
 RANDOM = frozenset({dropout, attention_dropout, uniform})
-HEAVY = frozenset({linear, attention, attention_dropout, cross_entropy_sum}) | experts.HEAVY | float8.HEAVY
+_PRODUCTS = frozenset({linear, matmul, batched_product, attention, attention_dropout})
+HEAVY = _PRODUCTS | {cross_entropy_sum} | experts.HEAVY | float8.HEAVY

@@ -40,6 +40,10 @@ def _linear_grad_weight(g: Tensor, x: Tensor, transposed: bool) -> Tensor:
     return g.new_empty((k, n) if transposed else (n, k))
 
 
+def _batched_product(added: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
+
+
 def _embedding(w: Tensor, ids: Tensor, v_start: int) -> Tensor:
     return w.new_empty((*ids.shape, w.shape[1]))
 
@@ -129,6 +133,12 @@ def _register() -> None:
         kernels.linear_grad_weight,
         _linear_grad_weight,
     )
+    define(
+        "batched_product(Tensor? added, Tensor a, Tensor b, float beta, float alpha) -> Tensor",
+        kernels.batched_product,
+        _batched_product,
+    )
+    define("mergeable(Tensor(a) x) -> Tensor(a)", kernels.mergeable, lambda x: x.view_as(x))
     define("embedding(Tensor w, Tensor ids, int v_start) -> Tensor", kernels.embedding, _embedding)
     define(
         "embedding_grad(Tensor g, Tensor ids, int num_rows, int padding_idx, int v_start) -> Tensor",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from paraplan.ir.trace import autograd
@@ -83,10 +82,11 @@ def _pair(x: Tensor, xs: str, y: Tensor, ys: str, needed: set[str], out: str) ->
         whole = _in_order(x, xs, rows + contracted).reshape([*(sizes[letter] for letter in rows), inner])
         weight = _in_order(y, ys, contracted + columns).reshape([inner, count])
         return autograd.linear(whole, weight, None, True).reshape(shape), rows + columns
-    groups = math.prod(sizes[letter] for letter in batch)
-    left = _in_order(x, xs, batch + rows + contracted).reshape([groups, -1, inner])
-    right = _in_order(y, ys, batch + contracted + columns).reshape([groups, inner, count])
-    return torch.bmm(left, right).reshape(shape), batch + rows + columns
+    groups = [sizes[letter] for letter in batch] or [1]
+    height = math.prod(sizes[letter] for letter in rows)
+    left = _in_order(x, xs, batch + rows + contracted).reshape([*groups, height, inner])
+    right = _in_order(y, ys, batch + contracted + columns).reshape([*groups, inner, count])
+    return autograd.matmul(left, right).reshape(shape), batch + rows + columns
 
 
 def _spread(x: Tensor, letters: str, wanted: str) -> Tensor:

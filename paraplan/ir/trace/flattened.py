@@ -4,11 +4,11 @@ Models flatten [batch, sequence, hidden] to rows before a linear layer and back 
 and mixtures of experts do). Of merged dims only the leading one can be sharded or cut into microbatches, so a merge
 is moved below the ops that do not see it:
 
-    op(reshape(x, merged)) = reshape(op(x), merged)   op is elementwise (its other operands merged alike, or scalars)
+    op(reshape(x, merged)) = reshape(op(x), merged)   op is elementwise (its other operands merged alike, or broadcast)
     f(reshape(x, merged)) = reshape(f(x), merged)     f acts on the last dim alone: linear, softmax, norms over it
     sum(reshape(x, merged)) = sum(x)                  and the mean, over all elements
     permute(reshape(x, merged)) = reshape(permute(x), merged)
-    bmm(reshape(x, [b·h, m, k]), reshape(y, [b·h, k, n])) = reshape(matmul(x, y), [b·h, m, n])
+    bmm(reshape(x, [b·h, m, k]), reshape(y, [b·h, k, n])) = reshape(matmul(x, y), [b·h, m, n])      and baddbmm alike
 
 Reshapes that meet their inverse vanish when graphs are put into normal form.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,12 +29,14 @@ from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.torch_private import OpOverload
 
 aten = torch.ops.aten
+Groups = tuple[tuple[int, ...], ...]
 VIEWS = frozenset({"view", "_unsafe_view", "reshape", "flatten"})
 _ELEMENTWISE = frozenset({autograd.dropout, elementwise.gated, losses.mse, losses.l1, losses.smooth_l1, losses.huber})
+_UNTAGGED = frozenset({"_to_copy", "masked_fill"})
 _ROWWISE = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
 
 
-def refined(source: Sequence[int], target: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+def refined(source: Sequence[int], target: Sequence[int]) -> Groups | None:
     """The dims that a reshape to `target` merges each of its dims of, once those of `source` are split.
 
     Dims of size one are left out of what is merged. None where splitting and merging do not make the reshape.
@@ -79,7 +81,7 @@ class _Merge(NamedTuple):
     """reshape(x, ...) that merges: x, and per dim of the result the dims it is made of once x's are split."""
 
     source: fx.Node
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
 
     @property
     def fine(self) -> tuple[int, ...]:
@@ -104,24 +106,48 @@ def _merge(node: object) -> _Merge | None:
 
 def _elementwise(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     target = node.target
-    if target not in _ELEMENTWISE and not (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags):
+    pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+    if not pointwise and target not in _ELEMENTWISE and aten_name(target) not in _UNTAGGED:
         return None
-    operands = [x for x in node.all_input_nodes if value_of(x).dim()]
-    found = {x: _merge(x) for x in operands}
-    first = next(iter(found.values()), None)
-    if first is None or any(
-        each is None or each.groups != first.groups or value_of(x).shape != value_of(node).shape
-        for x, each in found.items()
-    ):
+    merges = {x: _merge(x) for x in node.all_input_nodes if value_of(x).dim()}
+    groups = _common(merges, tuple(value_of(node).shape))
+    if groups is None:
         return None
-    sources = {x: each.shaped(rewriter, node, first.fine) for x, each in found.items() if each is not None}
+    sources: dict[fx.Node, fx.Node] = {}
+    for x, merge in merges.items():
+        shape = _apart(tuple(value_of(x).shape), merge, groups)
+        if shape is None:
+            return None
+        sources[x] = (merge or _Merge(x, ())).shaped(rewriter, node, shape)
     args = fx.map_arg(node.args, lambda x: sources.get(x, x))
     kwargs = fx.map_arg(node.kwargs, lambda x: sources.get(x, x))
     if target is not autograd.dropout:
         return rewriter.call(node, target, *args, **kwargs)
     with rewriter.mode:
-        value = torch.empty(first.fine, dtype=value_of(node).dtype)
+        value = torch.empty([*itertools.chain(*groups)], dtype=value_of(node).dtype)
     return rewriter.call(node, target, *args, val=value, **kwargs)
+
+
+def _common(merges: Mapping[fx.Node, _Merge | None], shape: tuple[int, ...]) -> Groups | None:
+    """What the dims of an elementwise op's result are merged of, as its operands say; None if of nothing else."""
+    groups = [(size,) for size in shape]
+    for merge in merges.values():
+        for back, group in enumerate(reversed(merge.groups if merge is not None else ()), 1):
+            if len(group) > 1:
+                groups[-back] = group
+    return tuple(groups) if any(len(group) > 1 for group in groups) else None
+
+
+def _apart(shape: tuple[int, ...], merge: _Merge | None, groups: Groups) -> tuple[int, ...] | None:
+    """The shape of an operand with merged dims taken apart; None where it has one whose merging is not seen."""
+    lead = len(groups) - len(shape)
+    own = merge.groups if merge is not None else tuple((size,) for size in shape)
+    found: list[int] = []
+    for size, has, group in zip(shape, own, groups[lead:], strict=True):
+        if has != group and size != 1:
+            return None
+        found += group if size != 1 else (1,) * len(group)
+    return tuple(found)
 
 
 def _on_last_dim(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -168,14 +194,24 @@ def _permuted(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _batched(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
-    if aten_name(node.target) != "bmm":
+    name = aten_name(node.target)
+    if name not in ("bmm", "baddbmm"):
         return None
-    left, right = _merge(node.args[0]), _merge(node.args[1])
+    operands = node.args[-2:]
+    left, right = map(_merge, operands)
     if left is None or right is None or left.groups[0] != right.groups[0] or len(left.groups[0]) == 1:
         return None
-    pair = zip((left, right), node.args, strict=True)
-    apart = [each.shaped(rewriter, node, (*each.groups[0], *value_of(x).shape[1:])) for each, x in pair]
-    return rewriter.call(node, aten.matmul.default, *apart)
+    batch = left.groups[0]
+    pair = zip((left, right), operands, strict=True)
+    apart = [each.shaped(rewriter, node, (*batch, *value_of(x).shape[1:])) for each, x in pair]  # type: ignore[arg-type]
+    if name == "bmm":
+        return rewriter.call(node, autograd.matmul, *apart)
+    added = node.args[0]
+    assert isinstance(added, fx.Node)
+    rows = (1, 1, 1, *value_of(added).shape)[-3:]
+    lead = batch if rows[0] != 1 else (1,) * len(batch)
+    shaped = rewriter.call(node, aten.reshape.default, added, [*lead, *rows[1:]])
+    return rewriter.call(node, autograd.batched_product, *apart, shaped, **node.kwargs)
 
 
 _RULES = (_elementwise, _on_last_dim, _permuted, _batched)

@@ -7,12 +7,14 @@ Attention lives in `attention_kernels`, convolution, pooling and batch norm in `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paraplan.ir.strides import merges_batch
 from paraplan.ir.trace.attention_kernels import attention, attention_grad, attention_merge
 from paraplan.ir.trace.elementwise_kernels import gated, gated_grad, rotary
 from paraplan.ir.trace.expert_kernels import embedding_tables, embedding_tables_grad, experts, experts_grad
@@ -59,15 +61,14 @@ from paraplan.ir.trace.vision_kernels import (
 
 __all__ = [
     "adaptive_avg_pool", "adaptive_avg_pool_grad", "adaptive_max_pool", "attention", "attention_grad",
-    "attention_merge", "avg_pool", "avg_pool_grad", "bn_apply", "bn_grad_affine", "bn_grad_input", "bn_rstd",
-    "bn_running", "bn_squares", "ce_grad", "ce_loss", "ce_max", "ce_sumexp", "ce_target", "constant", "conv",
-    "conv_grad_input", "conv_grad_weight", "dropout", "embedding", "embedding_grad", "embedding_tables",
-    "embedding_tables_grad", "experts", "experts_grad", "float8_cast", "float8_cast_both",
-    "float8_linear", "float8_linear_grad_input",
-    "float8_linear_grad_weight", "float8_scale", "gated", "gated_grad", "group_norm", "group_norm_grad", "index",
-    "index_put", "layer_norm", "layer_norm_grad", "linear", "linear_grad_input", "linear_grad_weight", "max_pool",
-    "max_pool_grad", "rms_norm", "rms_norm_grad", "rotary", "route_add", "route_here", "route_plan", "uniform",
-    "upsample", "upsample_grad",
+    "attention_merge", "avg_pool", "avg_pool_grad", "batched_product", "bn_apply", "bn_grad_affine", "bn_grad_input",
+    "bn_rstd", "bn_running", "bn_squares", "ce_grad", "ce_loss", "ce_max", "ce_sumexp", "ce_target", "constant",
+    "conv", "conv_grad_input", "conv_grad_weight", "dropout", "embedding", "embedding_grad", "embedding_tables",
+    "embedding_tables_grad", "experts", "experts_grad", "float8_cast", "float8_cast_both", "float8_linear",
+    "float8_linear_grad_input", "float8_linear_grad_weight", "float8_scale", "gated", "gated_grad", "group_norm",
+    "group_norm_grad", "index", "index_put", "layer_norm", "layer_norm_grad", "linear", "linear_grad_input",
+    "linear_grad_weight", "max_pool", "max_pool_grad", "mergeable", "rms_norm", "rms_norm_grad", "rotary", "route_add",
+    "route_here", "route_plan", "uniform", "upsample", "upsample_grad",
 ]  # fmt: skip
 
 CHUNK_ELEMENTS = 1 << 20
@@ -87,6 +88,36 @@ def linear_grad_weight(g: Tensor, x: Tensor, transposed: bool) -> Tensor:
     """The gradient of `linear` in w, all leading dims contracted."""
     g2, x2 = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     return x2.t() @ g2 if transposed else g2.t() @ x2
+
+
+def batched_product(added: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """y[..., m, n] = alpha · a[..., m, k] · b[..., k, n] (+ beta · added).
+
+    Args:
+        added: [..., m, n]; its last two dims, or all those before them, may be 1.
+        a, b: matrices with the same leading dims, any number of them; `mergeable`, or they are copied here.
+        beta: what `added` is multiplied with.
+        alpha: what the product is.
+    """
+    out_shape = (*a.shape[:-1], b.shape[-1])
+    a, b = _stacked(a), _stacked(b)
+    if added is not None:
+        out = torch.baddbmm(_stacked(added), a, b, beta=beta, alpha=alpha)
+    elif alpha != 1:
+        out = torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=alpha)
+    else:
+        out = torch.bmm(a, b)
+    return out.view(out_shape)
+
+
+def _stacked(x: Tensor) -> Tensor:
+    """x with all dims but the last two merged."""
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def mergeable(x: Tensor) -> Tensor:
+    """x if all its dims but the last two merge in a view, else a contiguous copy."""
+    return x.view_as(x) if merges_batch(tuple(x.shape), x.stride()) else x.contiguous()
 
 
 def embedding(w: Tensor, ids: Tensor, v_start: int = 0, rows: int = -1) -> Tensor:

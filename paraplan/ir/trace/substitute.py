@@ -108,10 +108,28 @@ def _weight(node: object) -> tuple[fx.Node, bool] | None:
 
 
 def _matmul(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
-    found = _weight(node.args[1])
-    if found is None or value_of(node.args[0]).dim() < 2:
-        return None
-    return rewriter.call(node, autograd.linear, node.args[0], found[0], None, found[1])
+    left, right = node.args[0], node.args[1]
+    found, ranks = _weight(right), (value_of(left).dim(), value_of(right).dim())
+    if found is not None and ranks[0] >= 2:
+        return rewriter.call(node, autograd.linear, left, found[0], None, found[1])
+    if ranks[0] > 2 and ranks[1] == 2:
+        return rewriter.call(node, autograd.linear, left, right, None, True)
+    if ranks[0] == 2 and ranks[1] > 2:
+        turned = rewriter.call(node, aten.transpose.int, right, -1, -2)
+        made = rewriter.call(node, autograd.linear, turned, left, None, False)
+        return rewriter.call(node, aten.transpose.int, made, -1, -2)
+    return _batched_matmul(rewriter, node) if min(ranks) > 1 and max(ranks) > 3 else None
+
+
+def _batched_matmul(rewriter: Rewriter, node: fx.Node) -> fx.Node:
+    """A product of matrices with several leading dims, broadcast first where they are."""
+    batch = value_of(node).shape[:-2]
+    operands = [
+        x if value_of(x).shape[:-2] == batch
+        else rewriter.call(node, aten.expand.default, x, [*batch, *value_of(x).shape[-2:]])
+        for x in node.args[:2]
+    ]  # fmt: skip
+    return rewriter.call(node, autograd.matmul, *operands)
 
 
 def _addmm(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:

@@ -1,8 +1,8 @@
 """What expert parallelism leaves of the option space: on its axis, stacks of matrices by expert, the rest by batch.
 
-A stack is a parameter whose first dim runs over the matrices of a batched product (`aten.bmm`, its rows the tokens of
-an expert) or of `paraplan.experts`, however it is viewed or cast on the way; and what is added to or multiplied with
-their results along that dim (biases). On the axis
+A stack is a parameter whose first dim runs over the matrices of a batched product (its rows the tokens of an expert) or
+of `paraplan.experts`, however it is viewed or cast on the way; and what is added to or multiplied with their results
+along that dim (biases). On the axis
 
 * an op that reads a stack, or makes the gradient of one, shards the experts;
 * an op whose operands still have experts as a dim of their own (an activation between two products), and the views that
@@ -30,6 +30,13 @@ PRODUCTS = {
 """Ops that multiply by a stack, and their letter of its matrices."""
 
 Slot = tuple[int, int]
+
+
+def _is_of_matrices(op: Op, letter: str) -> bool:
+    """Whether a letter of an op is one of its matrices."""
+    if op.target == "paraplan.batched_product":
+        return letter not in (WHOLE, "k", "m", "n")
+    return letter == PRODUCTS.get(op.target)
 
 
 @dataclass(frozen=True)
@@ -135,11 +142,10 @@ class _KindExperts:
 
     def _letter(self, op: Op, dims: OpDims) -> str:
         """The op's letter of the experts: of a product with a stack, or of an operand that has them as a dim."""
-        product = PRODUCTS.get(op.target)
         for name, names in zip(op.tensors, dims.inputs, strict=True):
             source = self.sources.get(name)
-            if product is not None and source is not None and names[source[1]] == product:
-                return product
+            if source is not None and _is_of_matrices(op, names[source[1]]):
+                return names[source[1]]
         for name, names in zip(op.tensors, dims.inputs, strict=True):
             if name in self.at:
                 return names[self.at[name]]

@@ -207,6 +207,14 @@ def matmul_cases() -> dict[str, list[Case]]:
             case([randn(1, 12), randn(4, 6), randn(6, 12)]),
         ],
         "aten.bmm.default": [case([randn(2, 4, 6), randn(2, 6, 12)])],
+        "paraplan.batched_product": [
+            case([randn(2, 4, 3, 6), randn(2, 4, 6, 12)], None, "%a", "%b", 1.0, 1.0),
+            case([randn(2, 4, 3, 6), randn(2, 4, 6, 12)], None, "%a", "%b", 1.0, 0.5),
+            case([randn(2, 4, 1, 12), randn(2, 4, 3, 6), randn(2, 4, 6, 12)], "%a", "%b", "%c", 0.5, 2.0),
+            case([randn(1, 1, 4, 12), randn(2, 6, 4, 2), randn(2, 6, 2, 12)], "%a", "%b", "%c", 1.0, 1.0),
+            case([randn(2, 4, 2, 6, 2), randn(2, 4, 2, 2, 6)], None, "%a", "%b", 1.0, 1.0),
+        ],
+        "paraplan.mergeable": [case([randn(2, 4, 3, 6)], "%a")],
         "paraplan.linear": [
             case([randn(2, 4, 6), randn(12, 6)], "%a", "%b", None, False),
             case([randn(2, 4, 6), randn(6, 12), randn(12)], "%a", "%b", "%c", True),
