@@ -43,7 +43,8 @@ class Constraints(Value, frozen=True, kw_only=True):
     Attributes:
         mesh: logical mesh shape, e.g. (8, 8); None lets the planner choose.
         dp: size of a data-parallel axis: every op that sees the batch shards it there, and nothing else.
-        tp: size of a tensor-parallel axis: the weight of every linear layer is split over it, the batch never.
+        tp: size of a tensor-parallel axis: the weight of every linear layer is split over it, the batch never. Products
+            of more dims than what segments pass on has (a mix of heads, a layer per head) may split others.
         sp: with tp: activations between the split layers lie sharded along the sequence on the tp axis.
         cp: size of a context-parallel axis: the sequence lies sharded there, from the batch to the loss.
         cp_mode: how attention deals with that: "gather", "alltoall" or "ring"; None lets the planner choose.

@@ -166,6 +166,10 @@ def _register() -> None:
         _attention_grad_kernel,
         _attention_grad,
     )
+    _register_losses_and_norms()
+
+
+def _register_losses_and_norms() -> None:
     define("rms_norm(Tensor x, int dims, Tensor? w, float eps) -> (Tensor, Tensor)", kernels.rms_norm, _rms_norm)
     define(
         "rms_norm_grad(Tensor g, Tensor x, int dims, Tensor rstd, Tensor? w, bool[2] wanted) -> (Tensor, Tensor)",

@@ -2,9 +2,9 @@
 
 A data-parallel axis runs every op the way the microbatch axis does: the same analysis that finds the batch dim
 of every value in time finds it in space. On a tensor-parallel axis no op touches the batch and every linear
-layer splits its weight; with sequence parallelism the norms between them split the sequence. On a context-parallel
-axis every op splits the sequence (see `sequence`), on an expert-parallel one the batch, but for those of the experts
-(see `experts`).
+layer splits its weight, but for those inside an attention that mix heads or act on each; with sequence
+parallelism the norms between them split the sequence. On a context-parallel axis every op splits the sequence (see
+`sequence`), on an expert-parallel one the batch, but for those of the experts (see `experts`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.graph import Op
 from paraplan.ir.lower.bundle import SMALL_BYTES
 from paraplan.ir.lower.casts import CAST, SCALE
 from paraplan.ir.mesh import Layout, P, Partial, Placement, R, Shard, layout_text, pads_little
@@ -96,7 +97,7 @@ class Pins:
         letter = part.split(">")[0]
         if batch not in ("-",) and not batch.startswith("+") and letter == batch.split(">")[0]:
             return False
-        if op.target in LINEAR and letter not in ("k", "n"):
+        if op.target in LINEAR and letter not in ("k", "n") and not self._is_within(kind, op):
             return False
         batch_first = (self.program.batch_size, sequence_length(self.program))
         for name, layout in zip(op.outs, strategy.outputs, strict=True):
@@ -110,6 +111,11 @@ class Pins:
             if self.constraints.sp and on_seq and not split and (shape[2:] == (1,) or op.target in NORMS):
                 return False
         return True
+
+    def _is_within(self, kind: SegmentKind, op: Op) -> bool:
+        """Whether an op acts on more dims than anything that segments pass on has: on heads, or on scores."""
+        passed = (len(x.graph.values[name].shape) for x in self.program.kinds for name in (*x.inputs, *x.outputs))
+        return len(kind.graph.values[op.tensors[0]].shape) > max(passed)
 
     def param(self, cls: ParamClass, option: ParamOption) -> bool:
         """Whether a parameter class' option is left over."""

@@ -67,7 +67,6 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for a, b in itertools.product((matrices, turned), repeat=2):
         yield "paraplan.batched_product", (None, a, b.mT, 1.0, 1.0)
         yield "paraplan.batched_product", (draw(B, 4, 1, S), a, b.mT, 1.0, 0.5)
-    yield "paraplan.mergeable", (draw(S, B, 4, 96).narrow(3, 0, 32).permute(1, 2, 0, 3),)
     yield from float8_cases(draw)
     yield "paraplan.embedding", (draw(V, 96), ids, 0)
     yield "paraplan.embedding", (draw(V // 2, 96), ids, V // 2, V)
