@@ -49,6 +49,10 @@ REPORTED = (
     Ordering("PTD above ZeRO-3 at 1536", "megatron_sc21_a100", "174.6B ptd 1536", "174.6B zero3 1536"),
     Ordering("PTD above ZeRO-3, 530B", "megatron_sc21_a100", "529.6B ptd 560", "529.6B zero3 640"),
     Ordering("175B falls from 96 to 4608", "megatron_core_h100", "175B scaling 96", "175B scaling 4608"),
+    Ordering("selective above full, 175B", "megatron_seqpar_a100", "175B selective 64", "175B full 64"),
+    Ordering("selective above full, 1T", "megatron_seqpar_a100", "1T selective 512", "1T full 512"),
+    Ordering("405B falls as GPUs double", "llama3_h100", "405B 8192", "405B 16384"),
+    Ordering("405B falls at 131072 tokens", "llama3_h100", "405B 16384", "405B 16384 at 131072"),
 )
 
 
@@ -72,7 +76,8 @@ def reported(rows: list[Row]) -> list[str]:
         if pair[0] is None or pair[1] is None:
             continue
         was, now = (pair[0][key] / pair[1][key] for key in ("published", "predicted"))
-        lines.append(f"{each.says}: {'yes' if now > 1 else 'NO'} (published {was:.3f}, predicted {now:.3f})")
+        off = f"published {was:.3f}, predicted {now:.3f}, {now / was - 1:+.1%}"
+        lines.append(f"{each.says}: {'yes' if now > 1 else 'NO'} ({off})")
     return lines
 
 

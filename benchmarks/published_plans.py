@@ -36,6 +36,7 @@ from paraplan.jobs.models import hf_model, model_ref
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.overlap import in_pieces, piece_counts
+from paraplan.planner.recompute.presets import layered
 from paraplan.planner.search import search
 
 RATE_STEP = 1.05
@@ -120,7 +121,7 @@ def _pipeline(case: Case, pins: Pins, cluster: ClusterSpec, time_limit_s: float)
     count = pins["microbatches"]
     few = few_microbatches(pins.get("schedule", "1f1b"), count, pins["pp"])
     plan = searched(case, pins | {"microbatches": few}, case.batch // count * few, cluster, time_limit_s)
-    return carried_on(plan, count, partial(_program_at, case, count))
+    return carried_on(plan, count, partial(_program_at, case, count, plan))
 
 
 def searched(case: Case, pins: Pins, batch: int, cluster: ClusterSpec, time_limit_s: float) -> Plan:
@@ -132,16 +133,17 @@ def searched(case: Case, pins: Pins, batch: int, cluster: ClusterSpec, time_limi
     return search(job, Constraints(**pins), time_limit_s, certify=False).plan
 
 
-def _program_at(case: Case, count: int, microbatches: int) -> Program:
-    """The row's model for so many of its microbatches."""
-    return program_of(replace(case, batch=case.batch // count * microbatches))[0]
+def _program_at(case: Case, count: int, plan: Plan, microbatches: int) -> Program:
+    """The row's model for so many of its microbatches, in the segments its plan has."""
+    program = program_of(replace(case, batch=case.batch // count * microbatches))[0]
+    return program if len(program.segments) == len(plan.program.segments) else layered(program)[0]
 
 
 def _in_pieces(case: Case, best: Carried) -> Carried:
     """The pipeline with its products in the pieces that make it fastest."""
     plain, budget = best.plan, best.plan.cluster.groups[0].device.memory_bytes
     for pieces in piece_counts(case.pins.get("overlap", 1)):
-        found = again(best, in_pieces(plain, pieces), partial(_program_at, case, best.count))
+        found = again(best, in_pieces(plain, pieces), partial(_program_at, case, best.count, plain))
         if found.said.step_s < best.said.step_s and max(found.said.peak_bytes) <= budget:
             best = found
     return best

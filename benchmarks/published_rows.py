@@ -103,17 +103,22 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     """A GPT model, judged by TFLOP/s."""
     sizes = {**data, **data.get("models", {}).get(row.get("name", ""), {}), **row}
     h, layers, s, v, b = (int(sizes[key]) for key in ("hidden", "layers", "sequence", "vocab", "batch"))
-    again = "recompute" in data or data.get("includes_recompute", False)
+    recompute = str(sizes.get("recompute", "full" if data.get("includes_recompute", False) else ""))
+    again = bool(recompute)  # all such rows are of 2021 and 2022
+    counted = again and "tflops_per_gpu" in row  # what runs twice counts twice
     flops = (
-        (96 if again else 72) * b * s * layers * h * h * (1 + s / (6 * h) + v / ((16 if again else 12) * layers * h))
-    )
+        (96 if counted else 72) * b * s * layers * h * h
+        * (1 + s / (6 * h) + v / ((16 if counted else 12) * layers * h))
+    )  # fmt: skip
     gpus, tp, pp = int(row["gpus"]), int(sizes.get("tp", 1)), int(sizes.get("pp", 1))
     dp = gpus // (tp * pp)
     pins: Pins = {"dp": dp}
     if tp > 1:
-        pins |= {"tp": tp} if again else {"tp": tp, "sp": True, "overlap": OVERLAP}
+        pins |= {"tp": tp} | ({"sp": True} if sizes.get("sequence_parallel", not again) else {})
+    if tp > 1 and not again:
+        pins["overlap"] = OVERLAP
     if again:
-        pins["recompute"] = "full"
+        pins["recompute"] = recompute
     free: tuple[tuple[Pins, ...], ...] = ()
     if row.get("scheme") == "zero3":
         pins |= {"zero": 3, "microbatches": b // (gpus * int(row["microbatch"]))}
@@ -121,7 +126,8 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     elif pp > 1:
         pins |= {"pp": pp}
         one = again and ("microbatch" in row or "scheme" not in row)
-        free = pipelines(layers, pp, b // dp, 1 if one else None, int(row.get("microbatch", 0)))
+        each = row.get("stages_per_rank", 1 if one else None)
+        free = pipelines(layers, pp, b // dp, each, int(row.get("microbatch", 0)))
     elif again:
         free = (tuple({"microbatches": b // dp // size} for size in SAMPLES if b // dp % size == 0),)
     if "zero" not in pins and again:
@@ -130,12 +136,14 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
         free = (({"zero": 1}, {"zero": 0}), *free)
     settings = {
         "hidden": h, "layers": layers, "heads": int(sizes["heads"]), "vocab": v, "sequence": s, "tied": again,
-        "flash": not again,
+        "flash": sizes.get("attention_fused", not again),
     }  # fmt: skip
-    name = " ".join(str(part) for part in (row.get("name", "530B"), row.get("scheme", ""), gpus) if part)
+    said = row.get("scheme", row.get("recompute", ""))
+    name = " ".join(str(part) for part in (row.get("name", "530B"), said, gpus) if part)
+    published = float(row["tflops_per_gpu"]) if "tflops_per_gpu" in row else flops / 1e12 / gpus / row["iteration_s"]
     return Case(
         file, name, "megatron_gpt", settings, _cluster(data, gpus), b, s, PRECISIONS[str(data["dtype"])], pins, free,
-        "TFLOP/s", float(row["tflops_per_gpu"]), flops / 1e12, gpus, alone=row.get("scheme") == "zero3",
+        "TFLOP/s", published, flops / 1e12, gpus, alone=row.get("scheme") == "zero3",
     )  # fmt: skip
 
 
@@ -210,6 +218,43 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     )  # fmt: skip
 
 
+def llama3_case(file: str, data: Row, row: Row) -> Case:
+    """Llama 3's own pre-training, judged by TFLOP/s: six floating-point operations a parameter and token, and those of
+    attention, of which a causal one makes half."""
+    size = str(data["model"]).rpartition("-")[2]
+    of, s, gpus = LLAMA[size], int(row["sequence"]), int(row["gpus"])
+    tp, pp, cp, dp = (int(row[axis]) for axis in ("tp", "pp", "cp", "dp"))
+    layers, h, batch = of["num_hidden_layers"], of["hidden_size"], int(row["batch_per_dp"]) * dp
+    pins: Pins = {"dp": dp, "tp": tp, "sp": True, "pp": pp, "zero": 2, "recompute": "none"}
+    if cp > 1:
+        pins |= {"cp": cp, "cp_mode": "gather"}
+    schedules = tuple(
+        {"schedule": "interleaved", "stages": llama3_stages(layers, pp * v)} for v in (8, 4, 2) if pp * v <= layers + 2
+    )
+    return Case(
+        file, " ".join([size, str(gpus), *([f"at {s}"] if cp > 1 else [])]), "torchtitan_llama",
+        {**of, "max_position_embeddings": s, "tie_word_embeddings": False, "loss_parallel": tp > 1},
+        _cluster(data, gpus), batch, s, PRECISIONS[str(data["dtype"])], pins,
+        (schedules, ({"microbatches": int(row["batch_per_dp"])},)), "TFLOP/s", float(row["tflops_per_gpu"]),
+        batch * s * (6 * params_of(of) + 6 * layers * h * s) / 1e12, gpus,
+    )  # fmt: skip
+
+
+def params_of(of: dict[str, Any]) -> int:
+    """Of a Llama: those that multiply."""
+    h, kv = of["hidden_size"], of["hidden_size"] * of["num_key_value_heads"] // of["num_attention_heads"]
+    layer = 2 * h * h + 2 * h * kv + 3 * h * of["intermediate_size"]
+    return int(of["num_hidden_layers"] * layer + h * of["vocab_size"])
+
+
+def llama3_stages(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Segments of every stage: as many layers each, the first and the last one less (Llama Team 2024, section 3.3.2)."""
+    each = (layers + 2) // stages
+    cuts = [1 + PER_LAYER * max(0, min(layers, each * stage - 1)) for stage in range(stages + 1)]
+    cuts[0], cuts[-1] = 0, 2 + PER_LAYER * layers
+    return tuple(itertools.pairwise(cuts))
+
+
 def torchtitan_schedules(layers: int, pp: int, said: str) -> tuple[Pins, ...]:
     """Schedules with cuts of a pipeline, by the name a row gives its schedule; "" for the choice."""
     several: Pins = {"schedule": "interleaved", "stages": torchtitan_stages(layers, 2 * pp)}
@@ -266,6 +311,10 @@ def _alone(link: Link) -> Link:
     return msgspec.structs.replace(link, device_share=1.0, latency_s=link.latency_s + ZERO3_PART_S)
 
 
+MAKERS = {"llama3.1": llama_case, "Llama-3.1-405B": llama3_case}
+"""By a file's model; any other is a GPT."""
+
+
 def read_cases(folder: Path) -> list[Case]:
     """Every row of every file."""
     found = []
@@ -273,6 +322,6 @@ def read_cases(folder: Path) -> list[Case]:
         data = json.loads(path.read_text())
         if not isinstance(data, dict) or "rows" not in data:
             raise SystemExit(f"{path}: not a file of published rows (an object with 'device', 'model', 'rows')")
-        make = llama_case if data["model"] == "llama3.1" else gpt_case
+        make = MAKERS.get(str(data.get("model", "")), gpt_case)
         found += [make(path.stem, data, row) for row in (*data["rows"], *scaling_rows(data))]
     return found
