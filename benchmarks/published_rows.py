@@ -225,7 +225,7 @@ def llama3_case(file: str, data: Row, row: Row) -> Case:
     of, s, gpus = LLAMA[size], int(row["sequence"]), int(row["gpus"])
     tp, pp, cp, dp = (int(row[axis]) for axis in ("tp", "pp", "cp", "dp"))
     layers, h, batch = of["num_hidden_layers"], of["hidden_size"], int(row["batch_per_dp"]) * dp
-    pins: Pins = {"dp": dp, "tp": tp, "sp": True, "pp": pp, "zero": 2, "recompute": "none"}
+    pins: Pins = {"dp": dp, "tp": tp, "sp": True, "pp": pp, "recompute": "none"}
     if cp > 1:
         pins |= {"cp": cp, "cp_mode": "gather"}
     schedules = tuple(
@@ -235,7 +235,8 @@ def llama3_case(file: str, data: Row, row: Row) -> Case:
         file, " ".join([size, str(gpus), *([f"at {s}"] if cp > 1 else [])]), "torchtitan_llama",
         {**of, "max_position_embeddings": s, "tie_word_embeddings": False, "loss_parallel": tp > 1},
         _cluster(data, gpus), batch, s, PRECISIONS[str(data["dtype"])], pins,
-        (schedules, ({"microbatches": int(row["batch_per_dp"])},)), "TFLOP/s", float(row["tflops_per_gpu"]),
+        (({"zero": 1}, {"zero": 2}), schedules, ({"microbatches": int(row["batch_per_dp"])},)), "TFLOP/s",
+        float(row["tflops_per_gpu"]),
         batch * s * (6 * params_of(of) + 6 * layers * h * s) / 1e12, gpus,
     )  # fmt: skip
 
@@ -248,7 +249,7 @@ def params_of(of: dict[str, Any]) -> int:
 
 
 def llama3_stages(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
-    """Segments of every stage: as many layers each, the first and the last one less (Llama Team 2024, section 3.3.2)."""
+    """Segments of every stage: as many layers each, the first and the last one less (Llama Team 2024, 3.3.2)."""
     each = (layers + 2) // stages
     cuts = [1 + PER_LAYER * max(0, min(layers, each * stage - 1)) for stage in range(stages + 1)]
     cuts[0], cuts[-1] = 0, 2 + PER_LAYER * layers
