@@ -52,8 +52,9 @@ def _flattened(x: LocalValue | None) -> bool:
 
 
 def _linear(call: Call) -> int:
-    """A strided input is multiplied batch by batch, and the bias added afterwards."""
-    return 1 + (len(call.inputs) == 3 and _copied(call.inputs[0]) and _flattened(call.inputs[0]))
+    """A strided input is multiplied batch by batch, copied where batch dims do not merge, and the bias added after."""
+    biased = len(call.inputs) == 3 and _copied(call.inputs[0]) and _flattened(call.inputs[0])
+    return 1 + biased + len(unmerged(call.inputs[:1]))
 
 
 def _turned(transposed: bool) -> Callable[[Call], int]:
@@ -101,6 +102,7 @@ _COMPOSED: dict[str, Callable[[Call], int]] = {
     "paraplan.index_put": _always(2),
     "paraplan.rotary": _always(3),
     "paraplan.linear": _linear,
+    "paraplan.linear_grad_input": lambda call: 1 + len(unmerged(call.inputs[:1])),
     "paraplan.linear_grad_weight": _linear_grad_weight,
     "paraplan.max_pool_grad": _always(2),
     "paraplan.pack": _pack,

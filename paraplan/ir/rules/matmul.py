@@ -85,7 +85,7 @@ def linear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return uneven(OpDims(dims, ((*lead, "n"),), sizes, {"k": "sum"}, partial, (2,) if len(inputs) == 3 else ()))
 
 
-@register("paraplan.linear_grad_input", expand=product_in_pieces)
+@register("paraplan.linear_grad_input", workspace=workspace.linear_grad_input, expand=product_in_pieces)
 def linear_grad_input(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b n, n k -> a b k`."""
     lead = letters(len(inputs[0].shape) - 1, skip="kn")

@@ -61,10 +61,11 @@ def uniform(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
 
 
 def linear(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
-    """A strided input is multiplied batch by batch, and the bias added afterwards."""
+    """A strided input is multiplied batch by batch, copied where batch dims do not merge, and the bias added after."""
     x, out = inputs[0], outputs[0]
     assert x is not None and out is not None
-    return out.nbytes if len(inputs) == 3 and not is_contiguous(x.shape, x.strides) else 0
+    biased = out.nbytes if len(inputs) == 3 and not is_contiguous(x.shape, x.strides) else 0
+    return max(biased, batched_product(inputs[:1], outputs, args))
 
 
 def linear_grad_weight(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
@@ -74,12 +75,17 @@ def linear_grad_weight(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -
 
 def unmerged(inputs: Values) -> list[LocalValue]:
     """Operands of a batched product that it copies, for their leading dims do not merge in a view."""
-    return [x for x in inputs if x is not None and not merges_batch(x.shape, x.strides)]
+    return [x for x in inputs if x is not None and len(x.shape) > 2 and not merges_batch(x.shape, x.strides)]
 
 
 def batched_product(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
     """Those copies."""
     return sum(x.nbytes for x in unmerged(inputs))
+
+
+def linear_grad_input(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
+    """A copy of a strided gradient whose batch dims do not merge."""
+    return batched_product(inputs[:1], outputs, args)
 
 
 def embedding(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:

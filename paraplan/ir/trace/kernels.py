@@ -104,7 +104,7 @@ def batched_product(added: Tensor | None, a: Tensor, b: Tensor, beta: float, alp
     if added is not None:
         out = torch.baddbmm(_stacked(added), a, b, beta=beta, alpha=alpha)
     elif alpha != 1:
-        out = torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=alpha)
+        out = a.new_empty((len(a), a.shape[1], b.shape[2])).baddbmm_(a, b, beta=0, alpha=alpha)
     else:
         out = torch.bmm(a, b)
     return out.view(out_shape)

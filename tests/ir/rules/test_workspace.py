@@ -63,6 +63,11 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield "paraplan.linear", (value, draw(128, k), draw(128), False)
             yield "paraplan.linear_grad_input", (value, draw(k, 128), False)
             yield "paraplan.linear_grad_weight", (value, draw(*value.shape[:2], 128), False)
+    mixed = draw(B, 16, S, 32).permute(0, 2, 3, 1)
+    for bias in (None, draw(8), draw(24)):
+        weight = draw(8 if bias is None else len(bias), 16)
+        yield "paraplan.linear", (mixed, weight, bias, False)
+        yield "paraplan.linear_grad_input", (mixed, weight.t(), False)
     matrices, turned = draw(B, 4, S, 32), draw(B, S, 4, 32).transpose(1, 2)
     for a, b in itertools.product((matrices, turned), repeat=2):
         yield "paraplan.batched_product", (None, a, b.mT, 1.0, 1.0)
