@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import paraplan as pp
 from benchmarks.zoo import Small, build
 from examples.models.switch import Mixture, Switch
 from paraplan.codegen import build_modules
@@ -122,6 +124,33 @@ def test_pinned(name: str, ranks: int, given: dict[str, int]) -> None:
     assert {text.split(",")[axis] for at in stacks for text in (at.stored, at.grad, at.state)} == {"S0"}
     assert {layout.split(",")[axis] for layout in plan.stages[0].batch.values()} == {"S0"}
     check(name, plan, programs)
+
+
+class Stacks(nn.Module):
+    """Tokens go to experts by their place; `matmul` broadcasts the stacks over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.w_in, self.w_out = nn.Parameter(torch.randn(4, 8, 16)), nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).view(len(x), 4, -1, 8)
+        return (x + (torch.relu(y @ self.w_in) @ self.w_out).reshape(x.shape)).square().mean()
+
+
+def test_stacks_are_found_where_products_have_samples_too() -> None:
+    torch.manual_seed(0)
+    model, x = Stacks().double(), torch.randn(4, 8, 8, dtype=torch.float64)
+    plan = pp.compile(model, "local:2", example_inputs={"x": x}, precision="fp64", ep=2)
+    assert {name: at.stored for name, at in plan.data.stages[0].params.items() if "w_" in name} == {
+        "w_in": "S0", "w_out": "S0"
+    }  # fmt: skip
+    trainer = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], model)
+    loss = model(x)
+    loss.backward()
+    assert trainer.step({"x": x}).item() == pytest.approx(loss.item(), rel=1e-12)
+    assert relative_error(trainer.grads(), {name: w.grad for name, w in model.named_parameters()}) <= 1e-10
 
 
 @pytest.mark.parametrize(("name", "ranks", "ep"), [("mixtral", 2, 2), ("qwen3_moe", 4, 4), ("qwen3_moe", 4, 2)])

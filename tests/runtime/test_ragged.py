@@ -225,6 +225,11 @@ def squares(z: Tensor) -> Tensor:
     return (z.sum(-1) - 1).square()
 
 
+def thirds(z: Tensor) -> Tensor:
+    """[sample, 3, 1, 2]."""
+    return z.unflatten(-1, (3, 2)).unsqueeze(2)
+
+
 PADDED: dict[str, tuple[Callable[..., Tensor], dict[str, float]]] = {
     "shifted": (lambda s, z, y, m: F.cross_entropy(z, y + 1), {"y": -101}),
     "from one": (lambda s, z, y, m: F.cross_entropy(z, y - 1, ignore_index=-1), {"y": 0}),
@@ -240,6 +245,10 @@ PADDED: dict[str, tuple[Callable[..., Tensor], dict[str, float]]] = {
         {"y": 0},
     ),
     "two inputs": (lambda s, z, y, m: (squares(z) * m).sum() / (y >= 0).sum().to(z.dtype), {"m": 0, "y": -1}),
+    "products per pair of dims": (
+        lambda s, z, y, m: (thirds(z * m[:, None]) @ thirds(z).mT).sum() / m.sum(),
+        {"m": 0},
+    ),
     "with decay": (lambda s, z, y, m: F.cross_entropy(z, y) + 0.1 * s.body.weight.square().sum(), {"y": -100}),
 }
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
