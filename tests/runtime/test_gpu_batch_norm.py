@@ -16,7 +16,7 @@ from paraplan.runtime.gpu import batch_norm, split_lookup
 from tests.runtime.compiling import compiled
 
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-SHAPES = [(300, 70), (5, 3, 9, 31), (2, 33, 2500), (6, 40, 5)]
+SHAPES = [(300, 70), (5, 3, 9, 31), (2, 5, 2500), (6, 40, 5)]
 """Features alone, large planes, sums in several parts, planes narrower than what a program reads."""
 
 
