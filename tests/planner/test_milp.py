@@ -226,10 +226,15 @@ def test_no_time_is_a_limit_too(backend: str) -> None:
     assert found.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
 
 
-@each_milp
-def test_warm_start_is_never_lost(backend: str) -> None:
+@pytest.fixture(scope="module")
+def hard_and_best() -> tuple[Milp, Solution]:
     problem = hard_instance()
-    best = solve(problem, backend="mathopt-cpsat", time_limit_s=3.0)
+    return problem, solve(problem, backend="mathopt-cpsat", time_limit_s=3.0)
+
+
+@each_milp
+def test_warm_start_is_never_lost(hard_and_best: tuple[Milp, Solution], backend: str) -> None:
+    problem, best = hard_and_best
     assert best.values is not None
     found = checked(problem, solve(problem, backend=backend, time_limit_s=0.5, warm_start=best.values))
     assert found.status is Status.FEASIBLE
