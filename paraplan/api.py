@@ -17,7 +17,7 @@ import msgspec
 
 from paraplan import __version__
 from paraplan.cost_models.catalog import parse_cluster
-from paraplan.cost_models.predict import predict, priced_on, simulate_plan, with_reserved
+from paraplan.cost_models.predict import predict, priced_on, simulate_plan
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
@@ -46,7 +46,7 @@ Progress = Callable[[str], None]
 
 _PARTS = {
     "capture_with_reads": "paraplan.ir.trace.capture",
-    "search": "paraplan.planner.search",
+    "search_room": "paraplan.planner.room",
     "Job": "paraplan.planner.assemble",
     "Constraints": "paraplan.planner.constraints",
     "warm_up_steps": "paraplan.planner.constraints",
@@ -279,7 +279,7 @@ def compile(
     stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1, compiled: bool = False,
     reduce_dtype: str | None = None,
     microbatches: int | None = None, per_microbatch: bool = False,
-    memory: int | str | None = None, memory_reserve: int | str = 0, recompute: str | None = None,
+    memory: int | str | None = None, reserve: int | str | None = None, recompute: str | None = None,
     offload: str = "none", offload_states: str | None = None, delayed_update: bool | int | None = None,
     params: Mapping[str, str] | None = None, dynamic: Sequence[str] = (),
     loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
@@ -304,7 +304,10 @@ def compile(
         per_microbatch: each of `microbatches` is a batch by itself, as in eager gradient accumulation: ops that mix
             samples (batch norm, in-batch losses) see one alone, buffers are written once a microbatch, and losses are
             averaged. It changes what is computed; where labels are counted, by those of all microbatches.
-        memory, memory_reserve: what a device may hold at most (else its memory) and leaves free; bytes or "12GiB".
+        memory: what a device may hold at most (else its memory less the reserve); bytes or "12GiB".
+        reserve: what of a device's memory is kept from the plan, likewise; left out, what the cluster says of it
+            (context, communication buffers, the allocator). What allocators reserve then fits; 0: nothing is kept, and
+            the bytes alive alone decide.
         overlap: in how many pieces at most tensor parallelism's products go, beside their collectives; 1: none does.
         reduce_dtype: "fp32" or "bf16": what gradients are summed over ranks in, under half precisions. Left out, those
             reduced as they are made (ZeRO-2 and 3, tensor parallelism) are in the half precision, those reduced once a
@@ -331,7 +334,7 @@ def compile(
         mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, ep=ep,
         zero=zero, pp=pp, schedule=schedule, stages=None if stages is None else tuple(map(tuple, stages)),
         microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory), recompute=recompute,
-        offload=offload, offload_states=offload_states, memory_reserve_bytes=parse_bytes(memory_reserve),
+        offload=offload, offload_states=offload_states, reserve_bytes=None if reserve is None else parse_bytes(reserve),
         overlap=overlap, compiled=compiled, params=dict(params or {}), reduce_dtype=reduce_dtype or "",
         delayed_update=_part("warm_up_steps")(delayed_update),
     )  # fmt: skip
@@ -344,10 +347,10 @@ def compile(
         per_microbatch=_apart(per_microbatch, microbatches),
     )  # fmt: skip
     job = _part("Job")(program, spec, keeper, reference, versions(), profile=times)
-    found = _part("search")(job, constraints, time_limit_s, tell)
+    found = _part("search_room")(job, constraints, time_limit_s, tell)
     data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))))
     programs = verify_plan(data)
-    return Plan(with_reserved(data, programs), programs, found.solve_s, time.perf_counter() - started, reads)
+    return Plan(data, programs, found.solve_s, time.perf_counter() - started, reads)
 
 
 def _apart(per_microbatch: bool, microbatches: int | None) -> int:

@@ -75,6 +75,10 @@ Offload = Annotated[
     str, typer.Option(help="Where activations may wait if memory is short: none, host, or disk (and host).")
 ]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="What a device may hold, e.g. 12GiB.")]
+Reserve = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Device memory kept from the plan (default: as the cluster says; 0: none)."),
+]
 OffloadStates = Annotated[
     str | None,
     typer.Option(
@@ -146,7 +150,7 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, nesterov, adam, adamw; sgd+decay ...")] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, fp64, bf16, fp16 or fp8.")] = "fp32",
     memory: Memory = None,
-    memory_reserve: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to leave free, e.g. 2GiB.")] = "0",
+    reserve: Reserve = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
     sp: SequenceParallel = False,
@@ -177,7 +181,7 @@ def plan(
     pins = {
         "mesh": parse_mesh(mesh), "dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_mode": cp_mode, "ep": ep, "zero": zero,
         "pp": parse_degree(pp), "schedule": schedule, "stages": parse_stages(stages), "dynamic": dynamic or (),
-        "memory": memory, "memory_reserve": memory_reserve, "recompute": recompute, "microbatches": microbatches,
+        "memory": memory, "reserve": reserve, "recompute": recompute, "microbatches": microbatches,
         "offload": offload, "offload_states": offload_states, "delayed_update": delayed_update, "overlap": overlap,
         "compiled": compiled, "reduce_dtype": reduce_dtype, "per_microbatch": per_microbatch,
     }  # fmt: skip

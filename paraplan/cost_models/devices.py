@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from paraplan.cost_models import links
 from paraplan.ir.cluster import ClusterSpec, Device, Link
+from paraplan.ir.reserves import cuda_reserves
 from paraplan.ir.struct import Value
 
 _GIB = 1 << 30
@@ -51,7 +52,7 @@ class CatalogEntry(Value, frozen=True, kw_only=True):
 
 def _device(
     kind: str, sheet: str, memory: tuple[float, str], bandwidth: tuple[float, str], rates: tuple[Row, ...],
-    watts: tuple[float, float] = (1.0, 1.0),
+    watts: tuple[float, float] = (1.0, 1.0), channels: tuple[int, str] = (32, "8 x H100: NVIDIA/nccl issue 1685"),
 ) -> Device:  # fmt: skip
     """A device of a data sheet.
 
@@ -62,11 +63,13 @@ def _device(
         bandwidth: TB/s, and what the sheet says.
         rates: per dtype.
         watts: the board's limit, and the power that holds the clock its rates are quoted at.
+        channels: of a communicator within a node, and who says so.
     """
+    memory_bytes = int(memory[0] * _GIB)
     spelled = [(name, tera, row) for dtype, tera, row in rates for name in _dtypes(dtype)]
     return Device(
-        kind=kind, memory_bytes=int(memory[0] * _GIB), memory_bytes_per_s=bandwidth[0] * _T,
-        power_share=watts[0] / watts[1],
+        kind=kind, memory_bytes=memory_bytes, memory_bytes_per_s=bandwidth[0] * _T,
+        power_share=watts[0] / watts[1], reserves=cuda_reserves(memory_bytes, *channels),
         flops_per_s={dtype: tera * _T for dtype, tera, _ in spelled}, source=sheet,
         sources={
             **{dtype: row for dtype, _, row in spelled},
@@ -90,6 +93,10 @@ _MI300X_SHEET = "AMD Instinct MI300X data sheet (2023)"
 _L40S_SHEET = "NVIDIA L40S data sheet (2023)"
 _ADA_SHEET = "NVIDIA Ada GPU architecture white paper V2.01, table of GeForce RTX 4090"
 
+_PCIE = (4, "two rings over PCIe, each twice: NCCL src/graph/connect.cc")
+_NVLINK2 = (12, "six NVLinks, each twice, as NCCL logs on 8 x V100")
+_NVLINK3 = (24, "twelve NVLinks, each twice, as NCCL logs on 8 x A100")
+
 _AMPERE: tuple[Row, ...] = (
     ("float64", 19.5, "FP64 Tensor Core"), ("float32", 19.5, "FP32"), ("tf32", 156, "Tensor Float 32"),
     ("half", 312, "BFLOAT16 / FP16 Tensor Core"), ("int8", 624, "INT8 Tensor Core"),
@@ -108,6 +115,7 @@ _HOPPER_PCIE: tuple[Row, ...] = (
 _V100_32 = _device(
     "V100-32", _V100_SHEET, (31.7, "32 GB HBM2"), (0.9, "900 GB/s"),
     (("float64", 7.8, "Double-Precision"), ("float32", 15.7, "Single-Precision"), ("float16", 125, "Deep Learning")),
+    channels=_NVLINK2,
 )  # fmt: skip
 _B200 = _device(
     "B200", _B200_SHEET, (178.0, "180 GB HBM3e"), (7.7, "7.7 TB/s"),
@@ -133,6 +141,7 @@ _L40S = _device(
         ("tf32", 183, "TF32 Tensor Core"), ("half", 362.05, "BFLOAT16 / FP16 Tensor Core"),
         ("float8", 733, "FP8 Tensor Core"), ("int8", 733, "Peak INT8 Tensor"),
     ),
+    channels=_PCIE,
 )  # fmt: skip
 _RTX4090 = _device(
     "RTX4090", _ADA_SHEET, (23.6, "24 GB GDDR6X"), (1.008, "1008 GB/s"),
@@ -141,6 +150,7 @@ _RTX4090 = _device(
         ("tf32", 82.6, "Peak TF32 Tensor, dense"), ("half", 165.2, "Peak FP16/BF16 Tensor, FP32 accumulate, dense"),
         ("float8", 330.3, "Peak FP8 Tensor, FP32 accumulate, dense"), ("int8", 660.6, "Peak INT8 Tensor, dense"),
     ),
+    channels=_PCIE,
 )  # fmt: skip
 
 
@@ -189,19 +199,24 @@ CATALOG: dict[str, CatalogEntry] = {
             host_rate=_BROADWELL,
         ),
         _nvidia(
-            _device("A100-40", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE),
+            _device("A100-40", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE, channels=_NVLINK3),
             4, _HDR, nvlink=3,
         ),
         _nvidia(
-            _device("A100-80", _A100_SHEET, (79.1, "80 GB HBM2e"), (2.039, "2,039 GB/s (SXM)"), _AMPERE),
+            _device(
+                "A100-80", _A100_SHEET, (79.1, "80 GB HBM2e"), (2.039, "2,039 GB/s (SXM)"), _AMPERE, channels=_NVLINK3
+            ),
             4, _HDR, nvlink=3,
         ),
         _nvidia(
-            _device("A100-40-PCIe", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE),
+            _device("A100-40-PCIe", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE, channels=_PCIE),
             4, _ONE_HDR,
         ),
         _nvidia(
-            _device("A100-80-PCIe", _A100_SHEET, (79.1, "80 GB HBM2e"), (1.935, "1,935 GB/s (PCIe)"), _AMPERE),
+            _device(
+                "A100-80-PCIe", _A100_SHEET, (79.1, "80 GB HBM2e"), (1.935, "1,935 GB/s (PCIe)"), _AMPERE,
+                channels=_PCIE,
+            ),
             4, _ONE_HDR,
         ),
         _nvidia(
@@ -212,7 +227,9 @@ CATALOG: dict[str, CatalogEntry] = {
             5, _NDR, nvlink=4, host_gib=256,
         ),
         _nvidia(
-            _device("H100-PCIe", _H100_SHEET, (79.1, "80 GB HBM2e"), (2.0, "2 TB/s (PCIe)"), _HOPPER_PCIE),
+            _device(
+                "H100-PCIe", _H100_SHEET, (79.1, "80 GB HBM2e"), (2.0, "2 TB/s (PCIe)"), _HOPPER_PCIE, channels=_PCIE
+            ),
             5, _ONE_NDR, host_gib=256,
         ),
         _nvidia(

@@ -5,7 +5,7 @@ Every storage of `alive` has one role, found from what holds it (parameters, gra
 backward reads it in a later step). The roles' bytes add up to the simulator's peak. Tiers stand beside it.
 
 Limits: bytes are those asked for. What CUDA's caching allocator adds in rounding is said beside (`rounding_bytes`); its
-segments, fragmentation and the context are not known here (`memory_reserve` leaves room for them).
+segments, fragmentation and the context are not known here (a plan's `reserve` is room for them).
 """
 
 from __future__ import annotations

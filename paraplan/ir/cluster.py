@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from decimal import Decimal
 
 from paraplan.ir.errors import ClusterError
+from paraplan.ir.reserves import Reserve, cpu_reserves
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES
 
@@ -39,6 +40,7 @@ class Device(Value, frozen=True, kw_only=True):
     Attributes:
         kind: catalog name, e.g. "H100" or "cpu".
         memory_bytes: what a process may use in all.
+        reserves: what of it the planner leaves to others than a plan's tensors, unless it is told how much.
         memory_bytes_per_s: bandwidth of the device's memory.
         flops_per_s: peak dense rate of matrix work per dtype (torch's names, and "tf32"); a float dtype not named
             here is not supported.
@@ -59,6 +61,7 @@ class Device(Value, frozen=True, kw_only=True):
     backend: str = "cuda"
     source: str = ""
     sources: dict[str, str] = {}
+    reserves: tuple[Reserve, ...] = ()
 
 
 class NodeGroup(Value, frozen=True, kw_only=True):
@@ -168,6 +171,21 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
             device_share=max(link.device_share for link in links),
         )  # fmt: skip
 
+    def reserves_of(self, device: Device) -> tuple[Reserve, ...]:
+        """What of a device's memory is kept from a plan's tensors here."""
+        return tuple(each for each in device.reserves if self.num_devices > 1 or not each.joined)
+
+    def plan_bytes(self, reserve_bytes: int | None = None) -> int:
+        """Bytes that allocators may reserve for a plan on any of the devices.
+
+        Args:
+            reserve_bytes: what every device keeps from it; None: its `reserves`.
+        """
+        devices = [group.device for group in self.groups]
+        if reserve_bytes is not None:
+            return min(device.memory_bytes for device in devices) - reserve_bytes
+        return min(each.memory_bytes - sum(kept.nbytes for kept in self.reserves_of(each)) for each in devices)
+
     def memory_bytes(self, devices: tuple[int, ...]) -> int:
         """Bytes the smallest of these devices has."""
         return min(self.group_of(device).device.memory_bytes for device in devices)
@@ -220,12 +238,17 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
 
         The rates are those of one thread of a server CPU talking over loopback; a profile replaces them.
 
+        Args:
+            num_devices: how many.
+            memory_bytes: what a plan may hold on each; the process has its reserves besides.
         Raises:
             ClusterError: num_devices is below 1.
         """
+        reserves = cpu_reserves(memory_bytes)
         half, eight = ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")
         device = Device(
-            kind="cpu", memory_bytes=memory_bytes, memory_bytes_per_s=8e9, launch_s=4e-6, backend="cpu",
+            kind="cpu", memory_bytes=memory_bytes + sum(each.nbytes for each in reserves), memory_bytes_per_s=8e9,
+            launch_s=4e-6, backend="cpu", reserves=reserves,
             flops_per_s={"float64": 2.5e10, "float32": 5e10, **dict.fromkeys(half, 1e10), **dict.fromkeys(eight, 4e10)},
             source="one thread of a 2024 server CPU, measured with torch matmul and copy",
             sources={
@@ -298,6 +321,8 @@ def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
     _positive(cluster, device.memory_bytes, f"{at}.memory_bytes")
     _positive(cluster, device.memory_bytes_per_s, f"{at}.memory_bytes_per_s")
     _not_negative(cluster, device.launch_s, f"{at}.launch_s")
+    for index, each in enumerate(device.reserves):
+        _not_negative(cluster, each.nbytes, f"{at}.reserves[{index}].nbytes")
     if not 0 < device.power_share <= 1:
         raise ClusterError(
             f"cluster {cluster.name!r}: {at}.power_share is {device.power_share}; a share of the rated power is "

@@ -11,6 +11,7 @@ import yaml
 
 from paraplan.ir.cluster import WAY_OUT, ClusterSpec, Device, Link, NodeGroup, check_cluster, did_you_mean
 from paraplan.ir.errors import ClusterError
+from paraplan.ir.reserves import Reserve
 from paraplan.ir.struct import read_bytes
 
 
@@ -44,7 +45,7 @@ def read_cluster(path: str | Path) -> ClusterSpec:
 
 def _near_field(fault: str) -> str:
     match = re.search(r"unknown field `([^`]*)`", fault)
-    fields = [name for kind in (ClusterSpec, NodeGroup, Device, Link) for name in kind.__struct_fields__]
+    fields = [name for kind in (ClusterSpec, NodeGroup, Device, Link, Reserve) for name in kind.__struct_fields__]
     return f"{did_you_mean(match[1], dict.fromkeys(fields))}; {WAY_OUT}" if match else ""
 
 

@@ -22,6 +22,7 @@ from paraplan.cost_models.devices import CATALOG, CatalogEntry
 from paraplan.cost_models.links import NETWORK_S, pcie_host
 from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup, check_cluster
 from paraplan.ir.errors import ClusterError, ConstraintError
+from paraplan.ir.reserves import cpu_reserves, cuda_reserves
 from paraplan.jobs.measure import copy_bytes_per_s, launch_s, matmul_flops_per_s
 from paraplan.jobs.topology import Launch, in_node_link, parse_pcie, parse_port_rate, parse_topology, read_launch
 from paraplan.runtime.devices import num_cores
@@ -144,10 +145,13 @@ def measured_device(
     finally:
         torch.set_num_threads(before)
     shared = f", {cores} cores shared by {processes} processes" if backend == "cpu" else ""
+    said = (4, "as over PCIe: assumed")
     return Device(
         kind=kind, memory_bytes=memory, memory_bytes_per_s=_rounded(bandwidth / processes), backend=backend,
         flops_per_s={dtype: _rounded(rate / processes) for dtype, rate in rates.items()},
-        launch_s=_rounded(launch_s(backend)), source=f"measured here with torch {torch.__version__}{shared}",
+        launch_s=_rounded(launch_s(backend)),
+        reserves=cpu_reserves(memory) if backend == "cpu" else cuda_reserves(memory, *said),
+        source=f"measured here with torch {torch.__version__}{shared}",
         sources={
             **dict.fromkeys(rates, "torch.mm, measured"), "memory_bytes": said_of_memory,
             "memory_bytes_per_s": "torch copy, measured",

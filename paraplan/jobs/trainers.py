@@ -111,7 +111,7 @@ def check_graphs(plan: Plan, programs: Sequence[RankProgram], record: bool = Fal
         raise ConstraintError(
             f"CUDA graphs need {say_size(most.peak)} of a device's {say_size(room)}: {say_size(most.still)} of "
             f"parameters, states and the batch, {say_size(most.pool)} for the graphs' pool and {say_size(most.update)} "
-            "for the update, which an eager step does not have all at once; plan with memory_reserve, or leave CUDA "
+            "for the update, which an eager step does not have all at once; plan with a larger reserve, or leave CUDA "
             "graphs out"
         )
 

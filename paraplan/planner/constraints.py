@@ -9,6 +9,7 @@ from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError
 from paraplan.ir.plan import AHEAD, HERE, ON_HOST, PLACES, REDUCE_DTYPES, Place
 from paraplan.ir.program import HALVES
+from paraplan.ir.sizes import say_size
 from paraplan.ir.struct import Value
 
 PRESETS = ("none", "selective", "cheap", "alternate", "full", "full-early-stop")
@@ -57,8 +58,9 @@ class Constraints(Value, frozen=True, kw_only=True):
             "1f1b", or with pp "auto" the fastest named one.
         stages: with pp, the segments [first, stop) of every stage; None: cut evenly by time.
         microbatches: how many microbatches a step takes.
-        memory_bytes: what a device may hold at most; None: its memory.
-        memory_reserve_bytes: device memory to leave free.
+        memory_bytes: what a device may hold at most; None: its memory, less the reserve.
+        reserve_bytes: how much of every device's memory is kept from the plan; None: its `Device.reserves`; 0: nothing,
+            and what allocators reserve beyond the bytes alive is not looked at.
         recompute: one of `PRESETS`; None: what pays where memory is short.
         offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
         overlap: in how many pieces at most products go beside the collectives of their rows (see `planner.overlap`);
@@ -91,7 +93,7 @@ class Constraints(Value, frozen=True, kw_only=True):
     stages: tuple[tuple[int, int], ...] | None = None
     microbatches: int | None = None
     memory_bytes: int | None = None
-    memory_reserve_bytes: int = 0
+    reserve_bytes: int | None = None
     recompute: str | None = None
     offload: str = "none"
     overlap: int = 1
@@ -232,16 +234,20 @@ def check_reduce_dtype(constraints: Constraints, precision: str) -> None:
 
 
 def device_budget(cluster: ClusterSpec, constraints: Constraints) -> int:
-    """Bytes any device may hold: what is allowed of the smallest one's memory, less what is to stay free.
+    """Bytes any device may hold: what is allowed, and at most the smallest one's memory less its reserve.
 
     Raises:
         InfeasibleError: nothing is left.
     """
-    device = min(group.device.memory_bytes for group in cluster.groups)
-    budget = min(device, constraints.memory_bytes or device) - constraints.memory_reserve_bytes
+    budget = cluster.plan_bytes(constraints.reserve_bytes)
     if budget <= 0:
-        raise InfeasibleError(f"the memory reserve of {constraints.memory_reserve_bytes} bytes leaves no device memory")
-    return budget
+        given = constraints.reserve_bytes
+        said = "what its devices keep" if given is None else f"a reserve of {say_size(given)}"
+        raise InfeasibleError(
+            f"{cluster.name}: {said} leaves a plan no device memory ({say_size(-budget)} are missing); give a smaller "
+            "reserve, or reserve=0 for none"
+        )
+    return min(budget, constraints.memory_bytes or budget)
 
 
 def _check_states(c: Constraints) -> None:

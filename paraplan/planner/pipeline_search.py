@@ -252,7 +252,7 @@ def _case(job: Job, constraints: Constraints) -> _Case:
     _check_turns(job.program, micros, name, complete(name, orders, num_replicas=NAMED[name].num_replicas), num_stages)
     inner = msgspec.structs.replace(
         constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
-        memory_reserve_bytes=0, recompute="none",
+        reserve_bytes=0, recompute="none",
     )  # fmt: skip
     return _Case(
         job=job, constraints=constraints, part=replace(job, cluster=first_devices(job.cluster, positions)), inner=inner,

@@ -91,6 +91,8 @@ def _device_rows(group: NodeGroup) -> Iterator[Row]:
     device = group.device
     yield "source", "", device.source
     yield "memory", show_bytes(device.memory_bytes), device.sources.get("memory_bytes", "")
+    for each in device.reserves:
+        yield f"of it: {each.what}", show_bytes(each.nbytes), f"{'between devices; ' * each.joined}{each.source}"
     yield "memory bandwidth", show_rate(device.memory_bytes_per_s), device.sources.get("memory_bytes_per_s", "")
     for dtype, rate in device.flops_per_s.items():
         yield dtype, show_flops(rate, dtype), device.sources.get(dtype, "")

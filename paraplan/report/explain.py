@@ -171,13 +171,20 @@ def layer_words(plan: Plan) -> list[str]:
     return [f"{words} {show_share(size, whole)}" for words, size in sorted(sizes.items(), key=lambda item: -item[1])]
 
 
-def _reserved_fact(plan: Plan) -> tuple[Fact, ...]:
-    """What the allocator reserves, where that was predicted."""
-    if plan.prediction is None or not plan.prediction.reserved_bytes:
+def _reserved_facts(plan: Plan) -> tuple[Fact, ...]:
+    """What the allocator reserves, where that was predicted, and who has what is left."""
+    if plan.prediction is None:
         return ()
-    reserved, memory = max(plan.prediction.reserved_bytes), device_memory(plan)
+    reserved, memory = max(plan.prediction.reserved_bytes, default=0), device_memory(plan)
     beyond = "" if reserved <= memory else "; more than there is: expandable segments may be needed"
-    return (("reserved", f"{show_bytes(reserved)} by torch's caching allocator{beyond}"),)
+    left = memory - (reserved or max(plan.prediction.peak_bytes))
+    others = plan.cluster.reserves_of(min((each.device for each in plan.cluster.groups), key=lambda x: x.memory_bytes))
+    who = ", ".join(f"{show_bytes(each.nbytes)} for the {each.what}" for each in others if each.nbytes)
+    short = "" if left >= sum(each.nbytes for each in others) else "; less than that"
+    return (
+        *((("reserved", f"{show_bytes(reserved)} by torch's caching allocator{beyond}"),) if reserved else ()),
+        *((("left free", f"{show_bytes(max(left, 0))}: {who}{short}"),) if who else ()),
+    )
 
 
 def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
@@ -192,7 +199,7 @@ def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
             + (f", exposed copies {show_seconds(simulation.exposed_copy_s)}" if simulation.copy_s else ""),
         ),
         ("peak memory", f"{show_bytes(peak)} per device of {show_bytes(memory)} ({show_share(peak, memory)})"),
-        *_reserved_fact(plan),
+        *_reserved_facts(plan),
         *(_tier_fact(plan, tier, size) for tier, size in sorted(simulation.tier_peak_bytes.items())),
     ]
     if plan.prediction is not None:

@@ -128,6 +128,6 @@ def _uncounted(told: MemoryTold) -> str:
         "bytes each. " if told.rounding_bytes else ""
     )  # fmt: skip
     return (
-        f"{rounding}Not in the peak: what the allocator rounds up or leaves in pieces, and CUDA's context; leave room "
-        "for them with paraplan plan --memory-reserve."
+        f"{rounding}Not in the peak: what the allocator rounds up or leaves in pieces, communication buffers, and the "
+        "context; paraplan plan keeps room for them (--reserve)."
     )

@@ -42,7 +42,7 @@ NET = ("plan", "zoo:net", "local:2")
         ((*NET, "--mesh", "3"), ("3 places for 2 devices",)),
         ((*NET, "--optimizer", "lion"), ("'lion'", "adamw")),
         ((*NET, "--precision", "fp4"), ("'fp4'", "fp64", "fp8")),
-        ((*NET, "--memory-reserve", "lots"), ("'lots'", "2GiB")),
+        ((*NET, "--reserve", "lots"), ("'lots'", "2GiB")),
         ((*NET, "--zero", "4"), ("zero=4",)),
         ((*NET, "--nonsense"), ("--nonsense",)),
         (("plan", "zoo:net", "local:0"), ("devices_per_node", "0")),

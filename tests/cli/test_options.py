@@ -14,7 +14,7 @@ OPTIONS = {
     "": ["--debug", "--version"],
     "plan": [
         "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
-        "--memory", "--memory-reserve", "--tp",
+        "--memory", "--reserve", "--tp",
         "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages", "--microbatches",
         "--per-microbatch",
         "--overlap", "--compile", "--reduce-dtype", "--dynamic", "--recompute", "--offload", "--offload-states",

@@ -212,4 +212,5 @@ def test_kinds_of_devices_follow_the_devices_not_the_groups() -> None:
         cluster, groups=(cluster.groups[0], msgspec.structs.replace(cluster.groups[1], device=smaller))
     )
     assert mixed.device_kinds() == (0, 0, 0, 0, 1, 1, 1)
-    assert mixed.memory_bytes((0, 1)) == 4 << 30 and mixed.memory_bytes(tuple(range(7))) == 1 << 20
+    assert cluster.plan_bytes() == 4 << 30 and mixed.memory_bytes(tuple(range(7))) == 1 << 20
+    assert mixed.memory_bytes((0, 1)) == cluster.groups[0].device.memory_bytes

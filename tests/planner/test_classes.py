@@ -82,8 +82,9 @@ def test_faults_of_constraints_and_model(tiny_mlp) -> None:  # type: ignore[no-u
     ):
         with pytest.raises(ConstraintError, match=message):
             search(tiny_mlp.job(2), constraints)
-    with pytest.raises(InfeasibleError, match="leaves no device memory"):
-        search(tiny_mlp.job(2, memory_bytes=1000), Constraints(memory_reserve_bytes=1000))
+    job = tiny_mlp.job(2, memory_bytes=1000)
+    with pytest.raises(InfeasibleError, match="leaves a plan no device memory"):
+        search(job, Constraints(reserve_bytes=job.cluster.groups[0].device.memory_bytes))
 
 
 def test_meshes_worth_solving(tiny_mlp) -> None:  # type: ignore[no-untyped-def]

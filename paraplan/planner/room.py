@@ -1,0 +1,121 @@
+"""Plans that fit as allocators hold them: what they reserve, not what is alive, is within what devices leave to a plan.
+
+What a caching allocator reserves is known once a plan is lowered (`cost_models.reserved`) and is no sum that a solver
+could bound. So the search is for bytes alive, and where more would be reserved for its plan than there is, again for
+fewer: as many as would do if as large a share of what is reserved were alive, or, where that is too few for any plan,
+halfway between. That is done on the plan's mesh, which some percent of memory seldom change, and on all meshes where
+nothing fits there.
+
+With R(p) >= peak(p) what is reserved for a plan and B the budget, every p with R(p) <= B has peak(p) <= B: the first
+search's bound holds for all of them, that of a later one only for plans within its own budget. So the first one's is
+what is certified. That nothing is found within a lower budget proves nothing about B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from paraplan.cost_models.predict import with_reserved
+from paraplan.ir.errors import NoPlanError, SolverLimitError
+from paraplan.ir.lower import lower
+from paraplan.ir.plan import Certificate, Plan, Prediction
+from paraplan.ir.sizes import say_size
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.search import Found, Progress, search
+
+ROUNDS = 10
+"""Searches for fewer bytes, on one mesh and then on all."""
+_NEAR = 200
+"""Budgets nearer than one part in so many are not told apart."""
+
+
+def search_room(
+    job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None,
+    certify: bool = True,
+) -> Found:  # fmt: skip
+    """The fastest plan found for which allocators have room.
+
+    Args:
+        job, constraints, time_limit_s, progress, certify: as for `search`; with `reserve_bytes` 0, what allocators
+            reserve is predicted and not looked at.
+    Raises:
+        ConstraintError, InfeasibleError: as by `search`.
+        SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
+    """
+    budget = device_budget(job.cluster, constraints)
+    first = search(job, constraints, time_limit_s, progress, certify)
+    tries = [replace(first, plan=with_reserved(first.plan, lower(first.plan)))]
+    if needed_bytes(tries[0].plan) <= budget or constraints.reserve_bytes == 0:
+        return tries[0]
+    why, ways = "", [_same_mesh(constraints, first.plan), constraints]
+    for pins in ways if ways[0].mesh != constraints.mesh else ways[1:]:
+        low, high, allowed, plan = 0, budget, budget, tries[0].plan
+        for _ in range(ROUNDS):
+            if allowed > low:  # the last search found a plan
+                progress(f"{say_size(needed_bytes(plan))} would be reserved of {say_size(budget)}; planning for less")
+                high = min(max(_predicted(plan).peak_bytes), allowed)
+                allowed = high * budget // needed_bytes(plan)
+            allowed = allowed if allowed > low else (low + high) // 2
+            if high - low <= budget // _NEAR:
+                break
+            fewer = msgspec.structs.replace(pins, memory_bytes=allowed)
+            try:
+                found = search(job, fewer, time_limit_s, progress, certify=False)
+            except NoPlanError as fault:
+                low, why = allowed, str(fault)
+                continue
+            tries.append(replace(found, plan=with_reserved(found.plan, lower(found.plan))))
+            plan = tries[-1].plan
+            if needed_bytes(plan) <= budget:
+                return _last_of(tries)
+    raise SolverLimitError(_no_room(budget, tries, why))
+
+
+def _same_mesh(constraints: Constraints, plan: Plan) -> Constraints:
+    """The constraints with the mesh of a plan of one stage, where they leave it open."""
+    degrees = (constraints.dp, constraints.tp, constraints.cp, constraints.ep, constraints.zero, constraints.pp)
+    if constraints.mesh is not None or any(degree is not None for degree in degrees):
+        return constraints
+    return msgspec.structs.replace(constraints, mesh=plan.stages[0].mesh.shape)
+
+
+def _predicted(plan: Plan) -> Prediction:
+    assert plan.prediction is not None
+    return plan.prediction
+
+
+def needed_bytes(plan: Plan) -> int:
+    """The most any rank's allocator reserves; where devices have none that caches, the most alive."""
+    return max(_predicted(plan).reserved_bytes or _predicted(plan).peak_bytes)
+
+
+def _last_of(tries: Sequence[Found]) -> Found:
+    """The last search's plan, with the bound of the first one, and a note of why it is not that one's."""
+    first, plan = tries[0].plan, tries[-1].plan
+    if len(tries) > 1 and plan.certificate is not None and first.certificate is not None:
+        step_s = _predicted(plan).step_s
+        bound_s = min(first.certificate.bound_s, step_s)
+        certificate = Certificate(
+            status="feasible", objective_s=plan.certificate.objective_s, bound_s=bound_s,
+            bound_scope=first.certificate.bound_scope, gap=(step_s - bound_s) / step_s,
+        )  # fmt: skip
+        note = (
+            f"of the fastest plan by the bytes alive ({_predicted(first).step_s:.4g} s) "
+            f"{say_size(needed_bytes(first))} would be reserved, of this one {say_size(needed_bytes(plan))}"
+        )
+        plan = msgspec.structs.replace(plan, certificate=certificate, notes=(*plan.notes, note))
+    return Found(plan, sum(each.solve_s for each in tries), sum(each.total_s for each in tries))
+
+
+def _no_room(budget: int, tries: Sequence[Found], why: str) -> str:
+    """Why there is no plan, and what to do."""
+    least = min(needed_bytes(each.plan) for each in tries)
+    return (
+        f"plans fit by the bytes alive, but of the {len(tries)} tried {say_size(least)} at least would be reserved, "
+        f"and {say_size(budget)} of a device are a plan's; give a smaller reserve, or reserve=0 and train with "
+        f"expandable segments (PYTORCH_CUDA_ALLOC_CONF). For less memory: {why}"
+    )

@@ -1,0 +1,155 @@
+"""Plans whose allocators have room: what devices keep from a plan; planning for less where more would be reserved."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paraplan as pp
+from paraplan.cost_models.catalog import parse_cluster
+from paraplan.cost_models.devices import CATALOG
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.cluster import ClusterSpec, check_cluster
+from paraplan.ir.errors import ClusterError, ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.lower import lower
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.program import Program
+from paraplan.ir.reserves import Reserve
+from paraplan.ir.trace import capture
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.room import needed_bytes, search_room
+from paraplan.planner.search import search
+from paraplan.report.explain import verdict
+
+MIB = 1 << 20
+
+
+class Wide(nn.Module):
+    """Products of unequal sizes, so that freed pieces seldom fit what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(512, width) for width in (1536, 1792, 640))
+        self.down = nn.ModuleList(nn.Linear(width, 512) for width in (1536, 1792, 640))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return x.square().mean()
+
+
+PINS = {"dp": 2, "recompute": "none", "microbatches": 1}
+
+
+@cache
+def program() -> Program:
+    with torch.device("meta"):
+        return capture(Wide(), {"x": torch.randn(2048, 512)})
+
+
+def job(memory_bytes: int, reserves: tuple[Reserve, ...] = (), devices: int = 2) -> Job:
+    """Planning `Wide` on GPUs of so much memory."""
+    cluster = cluster_of(memory_bytes, reserves, devices)
+    return Job(program(), cluster, OPTIMIZERS["adamw"], ModelRef(display="wide"), {})
+
+
+def cluster_of(memory_bytes: int, reserves: tuple[Reserve, ...] = (), devices: int = 2) -> ClusterSpec:
+    cluster = parse_cluster(f"{devices}xH100")
+    (group,) = cluster.groups
+    device = msgspec.structs.replace(group.device, memory_bytes=memory_bytes, reserves=reserves)
+    return msgspec.structs.replace(cluster, groups=(msgspec.structs.replace(group, device=device),))
+
+
+@cache
+def roomy_peak() -> int:
+    """Bytes alive of the plan with memory for anything."""
+    return max(search(job(1 << 40), Constraints(**PINS)).plan.prediction.peak_bytes)
+
+
+def told(plan: Plan) -> dict[str, str]:
+    return dict(verdict(plan, simulate_plan(plan, lower(plan))))
+
+
+KEPT = (Reserve(what="context", nbytes=3 * MIB), Reserve(what="buffers", nbytes=5 * MIB, joined=True))
+
+
+def test_what_devices_keep() -> None:
+    joined, alone = cluster_of(100 * MIB, KEPT), cluster_of(100 * MIB, KEPT, devices=1)
+    assert (joined.plan_bytes(), alone.plan_bytes(), joined.plan_bytes(MIB)) == (92 * MIB, 97 * MIB, 99 * MIB)
+    less = msgspec.structs.replace(alone.groups[0].device, memory_bytes=95 * MIB)
+    mixed = msgspec.structs.replace(
+        joined,
+        groups=(*joined.groups, msgspec.structs.replace(alone.groups[0], device=less)),
+    )
+    assert mixed.plan_bytes() == 87 * MIB
+    for memory, reserve, budget in (
+        (None, None, 92),
+        (90, None, 90),
+        (95, None, 92),
+        (95, 0, 95),
+        (None, 10 * MIB, 90),
+    ):
+        allowed = None if memory is None else memory * MIB
+        assert device_budget(joined, Constraints(memory_bytes=allowed, reserve_bytes=reserve)) == budget * MIB
+    with pytest.raises(ClusterError, match=r"reserves\[0\]\.nbytes is negative"):
+        check_cluster(cluster_of(MIB, (Reserve(what="context", nbytes=-1),)))
+
+
+def test_every_device_of_the_catalog_names_what_it_keeps() -> None:
+    for entry in CATALOG.values():
+        kept = entry.device.reserves
+        assert all(each.source and each.nbytes > 0 for each in kept), entry.device.kind
+        assert {each.what for each in kept} == (
+            {"process", "allocator"} if entry.vendor == "CPU" else {"CUDA context", "NCCL buffers", "allocator"}
+        )
+        assert sum(each.nbytes for each in kept) < entry.device.memory_bytes / 6
+    assert ClusterSpec.local(2, 12345).plan_bytes() == 12345
+
+
+def test_what_is_reserved_fits() -> None:
+    """The fastest plan by the bytes alive does not fit as the allocator holds it: another one is found, that does."""
+    memory = roomy_peak() + 8 * MIB
+    tight = job(memory, KEPT)
+    constraints = Constraints(**PINS)
+    alone = search_room(job(memory - 8 * MIB), Constraints(**PINS, reserve_bytes=0)).plan
+    assert max(alone.prediction.peak_bytes) <= memory - 8 * MIB < needed_bytes(alone)
+    assert "more than there is" in told(alone)["reserved"]
+    found = search_room(tight, constraints).plan
+    assert max(found.prediction.peak_bytes) < needed_bytes(found) <= memory - 8 * MIB
+    assert "more than there is" not in told(found)["reserved"]
+    assert "3.00 MiB for the context, 5.00 MiB for the buffers" in told(found)["left free"]
+    assert "less than that" not in told(found)["left free"]
+    assert any("would be reserved, of this one" in note for note in found.notes)
+    assert found.certificate.bound_s == alone.certificate.bound_s <= alone.prediction.step_s < found.prediction.step_s
+    assert found.certificate.gap == pytest.approx(1 - alone.certificate.bound_s / found.prediction.step_s)
+
+
+def test_no_plan_has_room_as_reserved() -> None:
+    with pytest.raises(
+        SolverLimitError, match=r"plans fit by the bytes alive, but .*reserve=0.*For less memory: no plan"
+    ):
+        search_room(job(int(0.85 * roomy_peak())), Constraints(**PINS))
+
+
+def test_a_mesh_that_was_open_is_kept_where_it_can_be() -> None:
+    told_of: list[str] = []
+    memory = int(1.2 * roomy_peak())
+    found = search_room(job(memory), Constraints(recompute="none", microbatches=1), progress=told_of.append).plan
+    assert needed_bytes(found) <= memory
+    again = next(at for at, text in enumerate(told_of) if "planning for less" in text)
+    assert {text for text in told_of[again:] if text.startswith("mesh")} == {"mesh axis0=2, 1 microbatch"}
+
+
+def test_sizes_that_are_none() -> None:
+    batch = {"x": torch.randn(8, 512)}
+    for reserve, kind, words in (
+        ("lots", ConstraintError, "'lots' is no size in bytes"), (-1, ConstraintError, "'?-1'? is no size"),
+        ("1TiB", InfeasibleError, "a reserve of 1024.00 GiB leaves a plan no device memory .* reserve=0"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=words):
+            pp.compile(Wide(), "2xH100", example_inputs=batch, reserve=reserve)
