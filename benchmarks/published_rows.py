@@ -198,7 +198,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     if row.get("async_tp", False):
         pins["overlap"] = OVERLAP
     pins |= {"recompute": "full" if row["recompute"] == "full" else "alternate", "microbatches": 1}
-    pins["compiled"] = bool(row["compile"])
+    pins |= {"compiled": bool(row["compile"]), "reduce_dtype": "fp32"}
     free: tuple[tuple[Pins, ...], ...] = ()
     if pp > 1:
         pins |= {"pp": pp, "zero": 1, "microbatches": min(pp, int(row["local_batch"]))}
