@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -193,9 +194,27 @@ def choose_profile(
     if best.processes != processes:
         warning += f"{'; ' if warning else ''}times were taken with {best.processes} at work at once on a machine, "
         warning += f"this plan has {processes}: paraplan profile --processes {processes} takes them so"
-    alike = [each for each in profiles if rank(each)[:3] == fits]
+    alike = sorted((each for each in profiles if rank(each)[:3] == fits), key=rank, reverse=True)
     collectives = best.collectives or max((each.collectives for each in alike), key=len)
-    return msgspec.structs.replace(best, device=device, collectives=collectives), warning
+    same = (best.device, best.name, best.torch, best.compiled)
+    others = [each for each in alike if (each.device, each.name, each.torch, each.compiled) == same]
+    ops = _filled(best, [each for each in others if each is not best])
+    return msgspec.structs.replace(best, device=device, ops=ops, collectives=collectives), warning
+
+
+def _filled(best: Profile, others: Sequence[Profile]) -> tuple[OpTime, ...]:
+    """A profile's ops, and those that it lacks and other numbers of processes or threads of the machine have.
+
+    What is filled in is scaled by the median of how the ops that both have compare, so that little measured among many
+    processes does not outweigh all that was measured of one.
+    """
+    found = {op.full_key: op for op in best.ops}
+    for other in others:
+        both = [(found[op.full_key], op) for op in other.ops if op.full_key in found and op.seconds > 0]
+        scale = median([have.seconds / op.seconds for have, op in both] or [1.0])
+        for op in other.ops:
+            found.setdefault(op.full_key, msgspec.structs.replace(op, seconds=scale * op.seconds))
+    return tuple(found[key] for key in sorted(found)) if others else best.ops
 
 
 def _check_schema(database: sqlite3.Connection, path: Path) -> None:

@@ -124,3 +124,21 @@ def test_another_machine_s_times_are_taken_only_when_asked_for() -> None:
     assert "H100" in said
     with pytest.raises(ProfileError, match="holds no machine's times"):
         choose_profile((), "cpu", None, "2.13.0", any_machine=True)
+
+
+def test_what_few_ops_of_more_processes_lack_is_taken_from_the_rest(tmp_path: Path) -> None:
+    """A recorded run of two ranks saw one op: all others are still measured, at how that one compares."""
+    first, second, third = (replace(OP, target=f"aten.{name}.default") for name in ("exp", "sin", "tanh"))
+    written(tmp_path / "p.db", first, second, third)
+    two, other = replace(HERE, processes=2), replace(HERE, name="another processor", processes=2)
+    written(tmp_path / "p.db", replace(first, seconds=3e-5), machine=two)
+    written(tmp_path / "p.db", replace(OP, target="aten.neg.default"), SUM, machine=other)
+    times = {op.target: op.seconds for op in _chosen(tmp_path, processes=2)}
+    assert times == pytest.approx({"aten.exp.default": 3e-5, "aten.sin.default": 3e-5, "aten.tanh.default": 3e-5})
+    times = {op.target: op.seconds for op in _chosen(tmp_path, processes=1)}
+    assert times == dict.fromkeys(times, 1e-5) and len(times) == 3
+
+
+def _chosen(folder: Path, processes: int) -> tuple[OpTime, ...]:
+    profiles = read_profiles(folder / "p.db")
+    return choose_profile(profiles, "cpu", "a processor", "2.13.0", processes=processes)[0].ops
