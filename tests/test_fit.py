@@ -311,6 +311,12 @@ def test_autocast_is_captured_and_asked_for() -> None:
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
     with pytest.raises(PlanMismatchError, match="autocast is off here"):
         trained(x, y)
+    plan = trained.plan.data
+    assert plan.program.precision == "fp32" and plan.prediction is not None
+    rates = plan.cluster.groups[0].device.flops_per_s
+    at_peak_s = 3 * 2 * 6 * (8 * 32 + 32 * 4) / rates["bfloat16"]
+    assert rates["float32"] != rates["bfloat16"]
+    assert plan.prediction.mfu == pytest.approx(at_peak_s / plan.prediction.step_s)
 
 
 def test_offloading_keeps_the_numbers() -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.measured import INTERPOLATED, MEASURED, MODELLED
-from paraplan.cost_models.ops import op_cost, rate_of
+from paraplan.cost_models.ops import op_cost, rate_of, registered_work_of
 from paraplan.cost_models.reserved import reserved_bytes
 from paraplan.cost_models.simulate import Simulation, simulate
 from paraplan.ir.cluster import ClusterSpec
@@ -27,29 +27,29 @@ from paraplan.ir.rules.carried import registered_work
 from paraplan.ir.schedule import split_classes
 from paraplan.ir.sizes import say_size
 
-_COMPUTE_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-"""What `mfu` is a share of; of fp8 as well bfloat16's rate, as torchtitan reports it."""
-
 _COSTS = Lately[Costs](32, lambda costs: 1)
 
 
-def forward_flops(program: Program) -> int:
-    """Flops of every matrix product of the model's forward over the global batch, each counted once."""
+def forward_flops(program: Program) -> dict[str, int]:
+    """Flops of every matrix product of the model's forward over the global batch, each counted once, by the dtype of
+    its operands: what runs, be it by precision, by autocast or by the model's own casts."""
     per_kind = [_forward_flops(kind.graph) for kind in program.kinds]
-    return sum(per_kind[segment.kind] for segment in program.segments)
+    return dict(sum((per_kind[segment.kind] for segment in program.segments), Counter()))
 
 
-def _forward_flops(graph: Graph) -> int:
-    total = 0
+def _forward_flops(graph: Graph) -> Counter[str]:
+    total: Counter[str] = Counter()
     for op in graph.ops:
         if op.phase is Phase.FORWARD:
             inputs = tuple(graph.values[name] for name in op.tensors)
             outputs = tuple(None if name is None else graph.values[name] for name in op.outs)
             registered = registered_work(op, [spec.shape for spec in inputs])
-            if registered is not None:
-                total += round(registered[0])
+            if registered is None:
+                work = op_cost(op.target, op.args, op.kwargs, inputs, outputs)
             else:
-                total += op_cost(op.target, op.args, op.kwargs, inputs, outputs).flops
+                work = registered_work_of(registered, inputs, outputs)
+            if work.flops:
+                total[work.dtype] += work.flops
     return total
 
 
@@ -81,7 +81,7 @@ def model_flops(program: Program) -> int:
 
     Nothing a plan adds (recomputation, work done on several ranks) counts.
     """
-    return 3 * forward_flops(program)
+    return 3 * sum(forward_flops(program).values())
 
 
 def plan_costs(plan: Plan) -> tuple[Costs, ...]:
@@ -140,29 +140,33 @@ def _room_bytes(plan: Plan, tier: str) -> int:
 def predict(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation | None = None) -> Prediction:
     """What the simulator says of a plan.
 
-    mfu = model_flops / (step_s · Σ over the cluster's devices of the peak rate of the compute dtype)
+    mfu = Σ over dtypes of (model_flops / Σ over the cluster's devices of the dtype's peak rate) / step_s
 
     Args:
         plan: the plan; its own prediction is not read.
         programs: its lowered programs, one per rank class.
         simulation: of these programs, where it was already made.
     Raises:
-        CostModelError: see `simulate`; or a device has no rate for the compute dtype, or no room on a tier.
+        CostModelError: see `simulate`; or a device has no rate for a dtype that runs, or no room on a tier.
     """
     result = simulation or simulate_plan(plan, programs)
     check_room(plan, result)
     program = plan.program
-    dtype = _COMPUTE_DTYPE.get(program.precision, program.precision)
-    peak = sum(
-        group.nodes * group.devices_per_node * rate_of(group.device, dtype) for group in plan.cluster.groups
-    )  # fmt: skip
     tokens = math.prod(next(iter(program.step_batch.values())).spec.shape[:2]) if program.batch else 0
-    step, flops = result.step_s, model_flops(program) * program.apart
+    step, at_peak_s = result.step_s, program.apart * _at_peak_s(program, plan.cluster)
     return Prediction(
         step_s=step, peak_bytes=result.peak_bytes, compute_s=result.compute_s, exposed_comm_s=result.exposed_comm_s,
-        tokens_per_s=tokens / step if step else 0.0, mfu=flops / (step * peak) if step else 0.0,
+        tokens_per_s=tokens / step if step else 0.0, mfu=at_peak_s / step if step else 0.0,
         tier_peak_bytes=result.tier_peak_bytes, exposed_copy_s=result.exposed_copy_s,
     )  # fmt: skip
+
+
+def _at_peak_s(program: Program, cluster: ClusterSpec) -> float:
+    """Seconds the model's flops take the whole cluster at the peak rate of the dtype that each is in."""
+    return sum(
+        3 * flops / sum(group.nodes * group.devices_per_node * rate_of(group.device, dtype) for group in cluster.groups)
+        for dtype, flops in forward_flops(program).items()
+    )
 
 
 def with_reserved(plan: Plan, programs: Sequence[RankProgram]) -> Plan:

@@ -266,7 +266,7 @@ class Prediction(Value, frozen=True, kw_only=True):
         tier_peak_bytes: per tier in use ("host", "disk"), the most bytes any rank has there.
         compute_s, exposed_comm_s, exposed_copy_s: of the busiest rank.
         tokens_per_s: elements of the first batch input's leading two dims per second.
-        mfu: model flops per second over the cluster's peak.
+        mfu: model flops per second over the cluster's peak for the dtypes that they are in.
     """
 
     step_s: float

@@ -115,6 +115,14 @@ def test_predict_counts_model_flops_and_tokens() -> None:
     assert found.peak_bytes == (1600,) and found.exposed_comm_s == 0.0
     assert found.tokens_per_s == pytest.approx(8 * 16 / step)
     assert found.mfu == pytest.approx(model_flops(plan.program) / (step * 2 * 5e10))
+    (half,) = (msgspec.structs.replace(kind, graph=_in_halves(kind.graph)) for kind in plan.program.kinds)
+    mixed = msgspec.structs.replace(plan, program=msgspec.structs.replace(plan.program, kinds=(half,)))
+    assert predict(mixed, (made,)).mfu == pytest.approx(5 * found.mfu), "the rate of what multiplies: 1e10, not 5e10"
+
+
+def _in_halves(graph: Graph) -> Graph:
+    values = {name: msgspec.structs.replace(spec, dtype="bfloat16") for name, spec in graph.values.items()}
+    return msgspec.structs.replace(graph, values=values)
 
 
 def test_predict_on_a_step_that_does_nothing_divides_by_nothing() -> None:
