@@ -13,6 +13,7 @@ import msgspec
 from paraplan.cost_models.devices import ALIASES, CATALOG, CatalogEntry
 from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup, check_cluster, did_you_mean
 from paraplan.ir.cluster_file import read_cluster
+from paraplan.ir.cores import num_cores
 from paraplan.ir.errors import ClusterError
 
 _FORMS = (
@@ -131,7 +132,7 @@ def parse_cluster(text: str) -> ClusterSpec:
     if "/" in text or Path(text).is_file():
         raise ClusterError(f"{text!r} looks like a file, but a cluster file ends in {', '.join(_SUFFIXES)}; {_FORMS}")
     if match := _LOCAL.match(text):
-        return ClusterSpec.local(int(match[1]))
+        return ClusterSpec.local(int(match[1]), cores=num_cores())
     parts = [part.strip() for part in text.split("+")]
     matches = [_NAME.match(part) for part in parts]
     for part, match in zip(parts, matches, strict=True):

@@ -233,24 +233,29 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         return tuple(kinds)
 
     @classmethod
-    def local(cls, num_devices: int, memory_bytes: int = 4 << 30) -> ClusterSpec:
+    def local(cls, num_devices: int, memory_bytes: int = 4 << 30, cores: int | None = None) -> ClusterSpec:
         """CPU processes on this machine, as many as devices.
 
-        The rates are those of one thread of a server CPU talking over loopback; a profile replaces them.
+        The rates are those of one thread of a server CPU talking over loopback; a profile replaces them. Where there
+        are fewer cores than processes, all that a process does, its messages too, takes as many times longer.
 
         Args:
             num_devices: how many.
             memory_bytes: what a plan may hold on each; the process has its reserves besides.
+            cores: that they share; None: one for each.
         Raises:
             ClusterError: num_devices is below 1.
         """
         reserves = cpu_reserves(memory_bytes)
+        share = min(1.0, (cores or num_devices) / max(num_devices, 1))
+        shared = f"; {cores} cores shared by {num_devices} processes" if share < 1 else ""
         half, eight = ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")
+        rates = {"float64": 2.5e10, "float32": 5e10, **dict.fromkeys(half, 1e10), **dict.fromkeys(eight, 4e10)}
         device = Device(
-            kind="cpu", memory_bytes=memory_bytes + sum(each.nbytes for each in reserves), memory_bytes_per_s=8e9,
-            launch_s=4e-6, backend="cpu", reserves=reserves,
-            flops_per_s={"float64": 2.5e10, "float32": 5e10, **dict.fromkeys(half, 1e10), **dict.fromkeys(eight, 4e10)},
-            source="one thread of a 2024 server CPU, measured with torch matmul and copy",
+            kind="cpu", memory_bytes=memory_bytes + sum(each.nbytes for each in reserves), reserves=reserves,
+            memory_bytes_per_s=8e9 * share, launch_s=4e-6 / share, backend="cpu",
+            flops_per_s={dtype: rate * share for dtype, rate in rates.items()},
+            source=f"one thread of a 2024 server CPU, measured with torch matmul and copy{shared}",
             sources={
                 **dict.fromkeys(("float64", "float32", *half), "torch matmul"),
                 **dict.fromkeys(eight, "torch._scaled_mm, which multiplies in float32"),
@@ -259,10 +264,13 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         )  # fmt: skip
         group = NodeGroup(
             nodes=1, devices_per_node=num_devices, device=device,
-            in_node=Link(bytes_per_s=1e9, latency_s=1.5e-4, source="Gloo over loopback, measured on such a CPU"),
-            host=Link(bytes_per_s=4e9, latency_s=1e-5, source="a copy in memory"),
+            in_node=Link(
+                bytes_per_s=1e9 * share, latency_s=1.5e-4 / share,
+                source=f"Gloo over loopback, measured on such a CPU{shared}",
+            ),
+            host=Link(bytes_per_s=4e9 * share, latency_s=1e-5 / share, source="a copy in memory"),
             disk=Link(bytes_per_s=5e8, latency_s=1e-4, source="a SATA drive: assumed"),
-            host_memory_bytes=16 << 30, disk_bytes=64 << 30, host_memory_bytes_per_s=8e9 * num_devices,
+            host_memory_bytes=16 << 30, disk_bytes=64 << 30, host_memory_bytes_per_s=8e9 * num_devices * share,
             host_memory_source="torch copy, a thread per process",
         )  # fmt: skip
         return check_cluster(cls(name=f"local:{num_devices}", groups=(group,)))

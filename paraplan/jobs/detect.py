@@ -21,11 +21,11 @@ import torch
 from paraplan.cost_models.devices import CATALOG, CatalogEntry
 from paraplan.cost_models.links import NETWORK_S, pcie_host
 from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup, check_cluster
+from paraplan.ir.cores import num_cores
 from paraplan.ir.errors import ClusterError, ConstraintError
 from paraplan.ir.reserves import cpu_reserves, cuda_reserves
 from paraplan.jobs.measure import copy_bytes_per_s, launch_s, matmul_flops_per_s
 from paraplan.jobs.topology import Launch, in_node_link, parse_pcie, parse_port_rate, parse_topology, read_launch
-from paraplan.runtime.devices import num_cores
 
 _NAMES = (
     (r"V100-SXM\d-32GB", "V100-32"), (r"A100-SXM4-40GB", "A100-40"), (r"A100-SXM4-80GB", "A100-80"),

@@ -45,8 +45,3 @@ def on_this_device(device: str) -> Callable[[], None]:
 
 def _stay() -> None:
     """A CPU has no current device."""
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

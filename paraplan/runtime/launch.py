@@ -35,8 +35,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from paraplan.ir.cores import num_cores
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.runtime.devices import choose_gpu, local_gpu, num_cores
+from paraplan.runtime.devices import choose_gpu, local_gpu
 from paraplan.runtime.folders import sweep
 from paraplan.runtime.groups import TIMEOUT_S, check_timeout, limit_job
 from paraplan.runtime.torch_private import default_store

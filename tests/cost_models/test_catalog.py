@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from paraplan.cost_models import catalog as catalog_module
 from paraplan.cost_models.catalog import catalog_device, catalog_entry, parse_cluster
 from paraplan.cost_models.devices import ALIASES, CATALOG
 from paraplan.cost_models.links import pcie_bytes_per_s
@@ -27,8 +28,20 @@ def test_one_node_has_no_network_and_case_does_not_matter() -> None:
     assert cluster == parse_cluster(" 8xH100 ") == parse_cluster("8xH100:1")
 
 
-def test_local() -> None:
-    assert parse_cluster("local:3") == ClusterSpec.local(3)
+def test_local_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "num_cores", lambda: 2)
+    assert parse_cluster("local:2") == ClusterSpec.local(2)
+    four, alone = parse_cluster("local:4"), ClusterSpec.local(4)
+    assert four == ClusterSpec.local(4, cores=2) and "2 cores shared by 4 processes" in four.groups[0].device.source
+    rates, whole = four.groups[0].device.flops_per_s, alone.groups[0].device.flops_per_s
+    assert rates == {dtype: rate / 2 for dtype, rate in whole.items()}
+    seconds = [
+        (each.device.launch_s, 1 / each.device.memory_bytes_per_s, 1 / each.in_node.bytes_per_s, each.in_node.latency_s,
+         1 / each.host.bytes_per_s, each.host.latency_s, 1 / each.host_memory_bytes_per_s)
+        for each in (*four.groups, *alone.groups)
+    ]  # fmt: skip
+    assert seconds[0] == pytest.approx([2 * each for each in seconds[1]])
+    assert four.plan_bytes() == alone.plan_bytes()
 
 
 def test_file_round_trips(tmp_path) -> None:
