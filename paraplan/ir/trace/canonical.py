@@ -44,6 +44,10 @@ def _batched_product(added: Tensor | None, a: Tensor, b: Tensor, beta: float, al
     return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _embedding(w: Tensor, ids: Tensor, v_start: int) -> Tensor:
     return w.new_empty((*ids.shape, w.shape[1]))
 
@@ -138,7 +142,7 @@ def _register() -> None:
         kernels.batched_product,
         _batched_product,
     )
-    define("mergeable(Tensor(a) x) -> Tensor(a)", kernels.mergeable, lambda x: x.view_as(x))
+    define("mergeable(Tensor x) -> Tensor", _copied, _copied)  # custom ops may not alias: only programs have views
     define("embedding(Tensor w, Tensor ids, int v_start) -> Tensor", kernels.embedding, _embedding)
     define(
         "embedding_grad(Tensor g, Tensor ids, int num_rows, int padding_idx, int v_start) -> Tensor",
