@@ -18,7 +18,7 @@ from paraplan.runtime.tracker import Ledger, Tracker
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)
-WIDTH, DEPTH = 16, 6
+WIDTH, DEPTH = 16, 4
 
 
 class Layers(nn.Module):
@@ -59,7 +59,7 @@ def peak() -> int:
 
 
 def fitted(model: nn.Module, share: float = 0.7, **options: object) -> FittedModule:
-    return paraplan.fit(model, batch(), memory=int(share * peak()), time_limit_s=4, **options)  # type: ignore[arg-type]
+    return paraplan.fit(model, batch(), memory=int(share * peak()), time_limit_s=2, **options)  # type: ignore[arg-type]
 
 
 def account(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Tensor]) -> tuple[Tracker, Ledger]:
@@ -249,7 +249,7 @@ def test_a_budget_too_small_says_what_would_do() -> None:
         assert words in str(said.value), said.value
     least = re.search(r"found to do is [^(]*\((\d+) bytes\)", str(said.value))
     assert least is not None
-    trained = paraplan.fit(made(0.1), batch(), memory=int(least[1]), time_limit_s=4)
+    trained = paraplan.fit(made(0.1), batch(), memory=int(least[1]), time_limit_s=2)
     assert 0.2 * peak() < trained.plan.prediction.peak_bytes[0] <= int(least[1])
 
 
