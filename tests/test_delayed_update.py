@@ -132,9 +132,8 @@ def as_predicted(
 CASES = [("one", 1), ("one", 3), ("dp", 1), ("zero1", 1), ("zero3", 2), ("tp", 1), ("pp", 1)]
 
 
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(("name", "after"), [("gpt2", 0), ("mlp", 0), ("mlp", 2)])
 @pytest.mark.parametrize(("pin", "every"), CASES)
-@pytest.mark.parametrize("name", ["gpt2", "mlp"])
 def test_steps_equal_one_device_that_updates_late(name: str, pin: str, every: int, after: int) -> None:
     """All parameters late, or a third or half of them; losses of every step, parameters after each, and in the end."""
     plan = planned(name, pin, "host", "momentum")

@@ -165,8 +165,10 @@ def plan() -> pp.Plan:
     return pp.compile(reader(), "local:1", example_inputs=text(), precision="fp64", microbatches=2)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_kernels_are_opaque_and_draw_the_same_numbers(plan: pp.Plan, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "microbatches"), [("aot_eager", 2), ("inductor", 1)])
+def test_kernels_are_opaque_and_draw_the_same_numbers(plan: pp.Plan, backend: str, microbatches: int) -> None:
+    if microbatches == 1:
+        plan = pp.compile(reader(), "local:1", example_inputs=text(), precision="fp64", microbatches=1)
     seen: set[str] = set()
 
     def noting(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
