@@ -216,4 +216,4 @@ def test_what_sources_report_is_answered() -> None:
         {"file": each.file, "row": each.faster, "published": 3.0, "predicted": 1.0},
         {"file": each.file, "row": each.slower, "published": 1.0, "predicted": 2.0},
     ]
-    assert reported(rows) == [f"{each.says}: NO (published 3.000, predicted 0.500)"]
+    assert reported(rows) == [f"{each.says}: NO (published 3.000, predicted 0.500, -83.3%)"]
