@@ -109,7 +109,7 @@ def _fastest(case: Case, pins: Pins, time_limit_s: float, than_s: float) -> Carr
     pins = {key: value for key, value in pins.items() if key != "overlap"}
     if "recompute" not in pins:
         roomy = _pipeline(case, pins, _roomy(cluster_of(case)), time_limit_s)
-        if max(roomy.said.peak_bytes) <= cluster_of(case).groups[0].device.memory_bytes:
+        if max(roomy.said.peak_bytes) <= cluster_of(case).plan_bytes():
             return roomy._replace(plan=msgspec.structs.replace(roomy.plan, cluster=cluster_of(case)))
         if roomy.said.step_s >= than_s:
             raise InfeasibleError(f"does not fit as it is, and is no faster with memory for anything: {than_s:.4g} s")
@@ -141,7 +141,7 @@ def _program_at(case: Case, count: int, plan: Plan, microbatches: int) -> Progra
 
 def _in_pieces(case: Case, best: Carried) -> Carried:
     """The pipeline with its products in the pieces that make it fastest."""
-    plain, budget = best.plan, best.plan.cluster.groups[0].device.memory_bytes
+    plain, budget = best.plan, best.plan.cluster.plan_bytes()
     for pieces in piece_counts(case.pins.get("overlap", 1)):
         found = again(best, in_pieces(plain, pieces), partial(_program_at, case, best.count, plain))
         if found.said.step_s < best.said.step_s and max(found.said.peak_bytes) <= budget:
