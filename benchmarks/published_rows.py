@@ -197,7 +197,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
         pins |= {"cp": cp, "cp_mode": "gather"}
     if row.get("async_tp", False):
         pins["overlap"] = OVERLAP
-    pins |= {"recompute": "full" if row["recompute"] == "full" else "alternate", "microbatches": 1}
+    pins |= {"recompute": "full-early-stop" if row["recompute"] == "full" else "alternate", "microbatches": 1}
     pins |= {"compiled": bool(row["compile"]), "reduce_dtype": "fp32"}
     free: tuple[tuple[Pins, ...], ...] = ()
     if pp > 1:

