@@ -247,7 +247,7 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
             ClusterError: num_devices is below 1.
         """
         reserves = cpu_reserves(memory_bytes)
-        share = min(1.0, (cores or num_devices) / max(num_devices, 1))
+        share = min(1.0, cores / num_devices) if cores and num_devices > 0 else 1.0
         shared = f"; {cores} cores shared by {num_devices} processes" if share < 1 else ""
         half, eight = ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")
         rates = {"float64": 2.5e10, "float32": 5e10, **dict.fromkeys(half, 1e10), **dict.fromkeys(eight, 4e10)}

@@ -237,7 +237,9 @@ def test_weights_are_cast_once_where_that_is_faster_and_fits() -> None:
     given = {"x": torch.randn(8, 64).bfloat16(), "y": torch.randint(0, 8, (8,))}
 
     def planned(**more: Any) -> pp.Plan:
-        return pp.compile(Wide(), "2xH100", example_inputs=given, precision="fp8", dp=2, zero=0, microbatches=4, **more)
+        return pp.compile(
+            Wide(), "2xH100", example_inputs=given, precision="fp8", dp=2, zero=0, microbatches=4, reserve=0, **more
+        )
 
     roomy = planned()
     assert roomy.data.hold_casts and roomy.certificate is not None
