@@ -14,7 +14,8 @@ over tensor-parallel ranks (Megatron-LM, `megatron/core/transformer`):
 
 Attention is one kernel, or, as before FlashAttention (2022), two products around a softmax whose kernel scales and
 masks too (Narayanan et al. 2021, section 4.2; what it does to values does not matter here, for there are none).
-Dropout is left out. Names of parameters number the layers, as `deepen` wants.
+Models of that time had dropout, of the softmax and before both residuals (0.1, Megatron-LM's default; Korthikanti et
+al. 2022 count its masks); later ones leave it out. Names of parameters number the layers, as `deepen` wants.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class GPTSettings:
-    """Sizes of a model: hidden, layers, heads, vocabulary, longest sequence; whether the head is the embedding, and
-    whether attention is one kernel."""
+    """Sizes of a model: hidden, layers, heads, vocabulary, longest sequence; whether the head is the embedding,
+    whether attention is one kernel, and what is dropped."""
 
     hidden: int
     layers: int
@@ -39,6 +40,7 @@ class GPTSettings:
     sequence: int
     tied: bool
     flash: bool
+    dropout: float = 0.0
 
 
 class _Thirds(torch.autograd.Function):
@@ -74,7 +76,7 @@ class Attention(nn.Module):
 
     def __init__(self, of: GPTSettings) -> None:
         super().__init__()
-        self.heads, self.flash = of.heads, of.flash
+        self.heads, self.flash, self.dropout = of.heads, of.flash, of.dropout
         self.norm = nn.LayerNorm(of.hidden)
         self.qkv = nn.Linear(of.hidden, 3 * of.hidden)
         self.out = nn.Linear(of.hidden, of.hidden)
@@ -87,8 +89,8 @@ class Attention(nn.Module):
         if self.flash:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            y = torch.softmax(q @ k.transpose(2, 3), -1) @ v
-        return x + self.out(y.permute(2, 0, 1, 3).reshape(s, b, h))
+            y = F.dropout(torch.softmax(q @ k.transpose(2, 3), -1), self.dropout) @ v
+        return x + F.dropout(self.out(y.permute(2, 0, 1, 3).reshape(s, b, h)), self.dropout)
 
 
 class FeedForward(nn.Module):
@@ -96,12 +98,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, of: GPTSettings) -> None:
         super().__init__()
+        self.dropout = of.dropout
         self.norm = nn.LayerNorm(of.hidden)
         self.up = nn.Linear(of.hidden, 4 * of.hidden)
         self.down = nn.Linear(4 * of.hidden, of.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)), approximate="tanh")), self.dropout)
 
 
 class MegatronGPT(nn.Module):

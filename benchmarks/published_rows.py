@@ -49,6 +49,9 @@ DEPTH = {"megatron_gpt": "layers", "torchtitan_llama": "num_hidden_layers"}
 PER_LAYER = 2
 """Segments of a layer of either family: attention and feed-forward."""
 
+DROPOUT = 0.1
+"""Of rows of 2021 and 2022 (see `megatron_gpt`)."""
+
 MFU = {96: 0.47, 4608: 0.42}
 """Of GPT-3 175B at batch 1,152, by H100s (Megatron-LM's README)."""
 PEAK_TFLOPS = 989.4
@@ -136,7 +139,7 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
         free = (({"zero": 1}, {"zero": 0}), *free)
     settings = {
         "hidden": h, "layers": layers, "heads": int(sizes["heads"]), "vocab": v, "sequence": s, "tied": again,
-        "flash": sizes.get("attention_fused", not again),
+        "flash": sizes.get("attention_fused", not again), "dropout": DROPOUT if again else 0.0,
     }  # fmt: skip
     said = row.get("scheme", row.get("recompute", ""))
     name = " ".join(str(part) for part in (row.get("name", "530B"), said, gpus) if part)

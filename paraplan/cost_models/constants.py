@@ -17,8 +17,8 @@ class Efficiency(Value, frozen=True, kw_only=True):
     Attributes:
         matmul: share of the peak matrix rate a large, well-shaped GEMM reaches (power and clock limits).
         attention: the same for fused attention (softmax between two matmuls, masked tiles).
-        half_dim: Hockney's half-performance length: a GEMM whose narrowest dim is this wide runs at half of
-            `matmul`'s share (about one output tile: below it, tiles are padded and pipelines do not fill).
+        half_dim: Hockney's half-performance length, of a GEMM's tile edge and of its inner dim (see `tiles`); where
+            multiprocessors are not known, of its narrowest dim.
         memory: share of the memory bandwidth a streaming kernel reaches, on the device and on the host.
         in_node, between_nodes: share of a link's bandwidth a collective's ring reaches.
         collective_start_s: time before a collective's first byte moves (kernel, rendezvous of channels).
@@ -34,18 +34,20 @@ class Efficiency(Value, frozen=True, kw_only=True):
 
 
 GPU = Efficiency(
-    # cuBLAS at 8192^3, alone and cool, is commonly measured at 250-270 of 312 TFLOP/s on A100, which holds its boost
-    # clock; below that, since a training step keeps the board hot and its operands are not as kind. By how much was set
-    # once for all devices, looking at published steps (docs/benchmarks.md). Boards that do not hold their clock lose
-    # more (`Device.power_share`).
-    matmul=0.66,
+    # What a product reaches of which all tiles are busy (`tiles` says what is lost where they are not). cuBLAS at
+    # 8192^3, alone and cool, is commonly measured at 250-270 of 312 TFLOP/s on A100, which holds its boost clock; below
+    # that, since a training step keeps the board hot and its operands are not as kind. By how much was set on steps of
+    # A100 whose layout and recomputation the source states (docs/benchmarks.md). Boards that do not hold their clock
+    # lose more (`Device.power_share`).
+    matmul=0.78,
     # Forward and backward together, weighed by their work (2 to 5), causal, head dim 128, 4k to 8k: FlashAttention-2 is
     # at 0.55-0.6 on A100 and at 0.3 on H100, cuDNN at 0.4-0.45 there, FlashAttention-3 at 0.45-0.5 (Dao 2023, arXiv
-    # 2307.08691, figures 4-7; Shah et al. 2024, arXiv 2407.08608, figures 5-6). Between the two that frameworks call.
-    attention=0.4,
-    # Hockney & Jesshope 1988 (n-half); 128 is cuBLAS' common tile edge (NVIDIA, Matrix Multiplication
-    # Background, tile quantization).
-    half_dim=128,
+    # 2307.08691, figures 4-7; Shah et al. 2024, arXiv 2407.08608, figures 5-6). On H100 power leaves four fifths of
+    # this, which is between the two that frameworks call.
+    attention=0.46,
+    # Hockney & Jesshope 1988 (n-half). Of cuBLAS' tiles on A100, those of 128 x 128 reach 0.9 of what 256 x 128 do, and
+    # those of 64 x 64 0.7 (NVIDIA, Matrix Multiplication Background User's Guide, tile efficiency).
+    half_dim=64,
     # Row misses, refresh and turnarounds of DRAM: STREAM-like kernels reach 0.88-0.92 on A100 and H100 (triad 3.09 of
     # 3.35 TB/s); framework pointwise kernels lie slightly below. Servers of two sockets reach 0.75-0.85 of
     # their modules' peak.

@@ -15,9 +15,9 @@ from paraplan.ir.reserves import cuda_reserves
 from paraplan.ir.struct import Value
 
 _GIB = 1 << 30
-HOPPER_WATTS = 822.0
+HOPPER_WATTS = 1090.0
 """What an H100 or H200 in SXM form would take to multiply at the clock its rates are quoted at; at its 700 W it runs at
-about 0.92 of that clock (boost is 1,830 MHz; large products are seen at 1,400 to 1,700 MHz). Set looking at published
+about 0.8 of that clock (boost is 1,830 MHz; large products are seen at 1,400 to 1,700 MHz). Set looking at published
 steps of boards of 500 and 700 W (docs/benchmarks.md)."""
 _T = 1e12
 
@@ -69,7 +69,8 @@ def _device(
     spelled = [(name, tera, row) for dtype, tera, row in rates for name in _dtypes(dtype)]
     return Device(
         kind=kind, memory_bytes=memory_bytes, memory_bytes_per_s=bandwidth[0] * _T,
-        power_share=watts[0] / watts[1], reserves=cuda_reserves(memory_bytes, *channels),
+        power_share=watts[0] / watts[1], multiprocessors=_multiprocessors(kind),
+        reserves=cuda_reserves(memory_bytes, *channels),
         flops_per_s={dtype: tera * _T for dtype, tera, _ in spelled}, source=sheet,
         sources={
             **{dtype: row for dtype, _, row in spelled},
@@ -77,6 +78,10 @@ def _device(
             "memory_bytes_per_s": bandwidth[1],
         },
     )  # fmt: skip
+
+
+def _multiprocessors(kind: str) -> int:
+    return _MULTIPROCESSORS.get(kind, 0) or _MULTIPROCESSORS[kind.partition("-")[0]]
 
 
 def _dtypes(name: str) -> tuple[str, ...]:
@@ -92,6 +97,12 @@ _B200_SHEET = "NVIDIA Blackwell data sheet (2024), individual GPU of HGX B200"
 _MI300X_SHEET = "AMD Instinct MI300X data sheet (2023)"
 _L40S_SHEET = "NVIDIA L40S data sheet (2023)"
 _ADA_SHEET = "NVIDIA Ada GPU architecture white paper V2.01, table of GeForce RTX 4090"
+
+_MULTIPROCESSORS = {
+    "V100": 80, "A100": 108, "H100": 132, "H200": 132, "B200": 148, "MI300X": 304, "L40S": 142, "RTX4090": 128,
+    "H100-PCIe": 114,
+}  # fmt: skip
+"""Streaming multiprocessors or compute units, from the architectures' white papers; of a kind by its first word."""
 
 _PCIE = (4, "two rings over PCIe, each twice: NCCL src/graph/connect.cc")
 _NVLINK2 = (12, "six NVLinks, each twice, as NCCL logs on 8 x V100")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from paraplan.cost_models.constants import efficiency_of
+from paraplan.cost_models.tiles import Product, filled, product_of
 from paraplan.ir.cluster import Device
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg
@@ -47,6 +48,7 @@ class OpWork(Value, frozen=True, kw_only=True):
         read_bytes, write_bytes: traffic to device memory.
         dtype: what the flops are done in.
         narrow: the narrowest dim of its matrix product, which limits its efficiency; 0 where it has none.
+        shape: how many products, their rows, columns and inner dim; () where that is not known.
         copied_bytes: traffic of copies of its operands made first, as products in float8 need on Hopper, and of what
             stands between the products of experts.
     """
@@ -57,6 +59,7 @@ class OpWork(Value, frozen=True, kw_only=True):
     write_bytes: int
     dtype: str
     narrow: int = 0
+    shape: tuple[int, ...] = ()
     copied_bytes: int = 0
 
 
@@ -129,55 +132,47 @@ _FLAGS = {
     "paraplan.float8_linear_grad_input": ("transposed", 4),
 }
 
-# A matrix product's (flops, narrowest dim).
-_Product = tuple[int, int]
+
+def _linear(ins: Specs, outs: Outs, flag: int) -> Product:
+    return product_of(math.prod(ins[0].shape[:-1]), _first(outs).shape[-1], ins[0].shape[-1])
 
 
-def _linear(ins: Specs, outs: Outs, flag: int) -> _Product:
-    k, n, rows = ins[0].shape[-1], _first(outs).shape[-1], math.prod(ins[0].shape[:-1])
-    return 2 * rows * k * n, min(rows, k, n)
+def _linear_grad_weight(ins: Specs, outs: Outs, flag: int) -> Product:
+    return product_of(ins[0].shape[-1], ins[1].shape[-1], math.prod(ins[0].shape[:-1]))
 
 
-def _linear_grad_weight(ins: Specs, outs: Outs, flag: int) -> _Product:
-    n, k, rows = ins[0].shape[-1], ins[1].shape[-1], math.prod(ins[0].shape[:-1])
-    return 2 * rows * k * n, min(rows, k, n)
+def _turned_grad_weight(ins: Specs, outs: Outs, flag: int) -> Product:
+    return product_of(ins[0].shape[0], ins[1].shape[0], math.prod(ins[0].shape[1:]))
 
 
-def _turned_grad_weight(ins: Specs, outs: Outs, flag: int) -> _Product:
-    n, k, rows = ins[0].shape[0], ins[1].shape[0], math.prod(ins[0].shape[1:])
-    return 2 * rows * k * n, min(rows, k, n)
+def _linear_into(ins: Specs, outs: Outs, flag: int) -> Product:
+    return product_of(math.prod(ins[1].shape[:-1]), ins[0].shape[-1], ins[1].shape[-1])
 
 
-def _linear_into(ins: Specs, outs: Outs, flag: int) -> _Product:
-    k, n, rows = ins[1].shape[-1], ins[0].shape[-1], math.prod(ins[1].shape[:-1])
-    return 2 * rows * k * n, min(rows, k, n)
+def _linear_rows(ins: Specs, outs: Outs, flag: int) -> Product:
+    return product_of(math.prod(_first(outs).shape[:-1]), _first(outs).shape[-1], ins[0].shape[-1])
 
 
-def _linear_rows(ins: Specs, outs: Outs, flag: int) -> _Product:
-    k, n, rows = ins[0].shape[-1], _first(outs).shape[-1], math.prod(_first(outs).shape[:-1])
-    return 2 * rows * k * n, min(rows, k, n)
-
-
-def _mm(ins: Specs, outs: Outs, flag: int) -> _Product:
+def _mm(ins: Specs, outs: Outs, flag: int) -> Product:
     (m, k), n = ins[-2].shape[-2:], ins[-1].shape[-1]
-    return 2 * math.prod(ins[-2].shape[:-2]) * m * k * n, min(m, k, n)
+    return product_of(m, n, k, math.prod(ins[-2].shape[:-2]))
 
 
-def _matmul(ins: Specs, outs: Outs, flag: int) -> _Product:
+def _matmul(ins: Specs, outs: Outs, flag: int) -> Product:
     k, numel = ins[0].shape[-1], math.prod(_first(outs).shape)
     n = ins[1].shape[-1] if len(ins[1].shape) > 1 else 1
-    return 2 * numel * k, min(k, n, ins[0].shape[-2] if len(ins[0].shape) > 1 else 1)
+    return Product(2 * numel * k, min(k, n, ins[0].shape[-2] if len(ins[0].shape) > 1 else 1))
 
 
-def _attention(ins: Specs, outs: Outs, flag: int) -> _Product:
+def _attention(ins: Specs, outs: Outs, flag: int) -> Product:
     (b, h, s, d), (t, e) = ins[0].shape, ins[2].shape[-2:]
-    return b * h * _scores(s, t, flag) * (d + e), min(s, t)
+    return Product(b * h * _scores(s, t, flag) * (d + e), min(s, t))
 
 
-def _attention_grad(ins: Specs, outs: Outs, flag: int) -> _Product:
+def _attention_grad(ins: Specs, outs: Outs, flag: int) -> Product:
     # Scores again and dq, dk over d; dv and the probabilities' gradient over e.
     (b, h, s, d), (t, e) = ins[1].shape, ins[3].shape[-2:]
-    return b * h * _scores(s, t, flag) * (3 * d + 2 * e), min(s, t)
+    return Product(b * h * _scores(s, t, flag) * (3 * d + 2 * e), min(s, t))
 
 
 def _scores(s: int, t: int, causal: int) -> int:
@@ -185,44 +180,44 @@ def _scores(s: int, t: int, causal: int) -> int:
     return 2 * s * t - (min(s, t) ** 2 if causal else 0)
 
 
-def _convolution(ins: Specs, outs: Outs, flag: int) -> _Product:
+def _convolution(ins: Specs, outs: Outs, flag: int) -> Product:
     moved, weight = (ins[0] if flag else _first(outs)), ins[1].shape
     per_element = math.prod(weight[1:])
     rows = math.prod(moved.shape) // max(moved.shape[1], 1)
-    return 2 * math.prod(moved.shape) * per_element, min(rows, weight[0], per_element)
+    return Product(2 * math.prod(moved.shape) * per_element, min(rows, weight[0], per_element))
 
 
-def _convolution_backward(ins: Specs, outs: Outs, flag: int) -> _Product:
+def _convolution_backward(ins: Specs, outs: Outs, flag: int) -> Product:
     products = sum(out is not None for out in outs[:2])
-    flops, narrow = _convolution((ins[1], ins[2]), (ins[0],), flag)
-    return products * flops, narrow
+    one = _convolution((ins[1], ins[2]), (ins[0],), flag)
+    return one._replace(flops=products * one.flops)
 
 
-def _conv_grad_input(ins: Specs, outs: Outs, flag: int) -> _Product:
+def _conv_grad_input(ins: Specs, outs: Outs, flag: int) -> Product:
     return _convolution((_first(outs), ins[1]), (ins[0],), flag)
 
 
-def _conv_grad_weight(ins: Specs, outs: Outs, flag: int) -> _Product:
+def _conv_grad_weight(ins: Specs, outs: Outs, flag: int) -> Product:
     return _convolution((ins[1], _first(outs)), (ins[0],), flag)
 
 
-def _experts(ins: Specs, outs: Outs, total: int) -> _Product:
+def _experts(ins: Specs, outs: Outs, total: int) -> Product:
     # Routing is assumed even: a rank that holds some experts computes their share of the chosen rows.
     return _expert_rows(ins[1], ins[3], ins[4], total, 1, 1, 0)
 
 
-def _experts_grad(ins: Specs, outs: Outs, total: int) -> _Product:
+def _experts_grad(ins: Specs, outs: Outs, total: int) -> Product:
     # The inner product again, its gradient in x and the outer one's in the hidden values; both stacks' where they
     # train; and a row's hidden values times their gradient, for the gradient of its weight.
     trained = len(outs) == 4 and outs[2] is not None and outs[3] is not None
     return _expert_rows(ins[2], ins[4], ins[5], total, 3 if trained else 2, 2 if trained else 1, 1)
 
 
-def _expert_rows(ids: Spec, w_in: Spec, w_out: Spec, total: int, inner: int, outer: int, dots: int) -> _Product:
+def _expert_rows(ids: Spec, w_in: Spec, w_out: Spec, total: int, inner: int, outer: int, dots: int) -> Product:
     held, parts, width, hidden = w_in.shape
     per_expert = max(math.prod(ids.shape) // max(total, 1), 1)
     flops = 2 * per_expert * held * width * (inner * parts * hidden + outer * w_out.shape[1] + dots)
-    return flops, min(per_expert, width, hidden)
+    return Product(flops, min(per_expert, width, hidden), (held, per_expert, width, hidden))
 
 
 def _expert_copies(ins: Specs, total: int) -> int:
@@ -243,7 +238,7 @@ def _first(outs: Outs) -> Spec:
     raise CostModelError("an op without any output has no matrix product to price")
 
 
-_PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], _Product]]] = {
+_PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], Product]]] = {
     "paraplan.linear": ("matmul", _linear),
     "paraplan.linear_grad_input": ("matmul", _linear),
     "paraplan.linear_grad_weight": ("matmul", _linear_grad_weight),
@@ -303,7 +298,7 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
         kind, product = _PRODUCTS[name]
         # addmm names its bias first; the product's operands are always among the first two.
         dtype = inputs[min(1, len(inputs) - 1)].dtype
-        flops, narrow = product(inputs, outputs, flag)
+        found = product(inputs, outputs, flag)
         if name == "paraplan.linear_into_":  # what it writes is given
             rows, columns = math.prod(inputs[1].shape[:-1]), inputs[0].shape[-1]
             read, write = read - nbytes(inputs[0]), rows * columns * DTYPE_BYTES[inputs[0].dtype]
@@ -314,7 +309,8 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
         if name in _TOTALS:
             copied = _expert_copies(inputs, flag)
         return OpWork(
-            kind=kind, flops=flops, read_bytes=read, write_bytes=write, dtype=dtype, narrow=narrow, copied_bytes=copied,
+            kind=kind, flops=found.flops, read_bytes=read, write_bytes=write, dtype=dtype, narrow=found.narrow,
+            shape=found.shape, copied_bytes=copied,
         )  # fmt: skip
     if name in _ROW_READERS:
         read += write - (nbytes(inputs[0]) if inputs else 0)
@@ -375,8 +371,10 @@ def op_time_s(work: OpWork, device: Device) -> float:
 
     t = launch_s + copied_bytes / (bandwidth · share)
         + max(flops / (rate · √power · share · w / (w + half_dim)), bytes / (bandwidth · share)),
-    w = work.narrow; power: the device's `power_share`. Power goes with clock times voltage squared: with the clock
-    alone where the voltage is at its floor, with its third power where they rise together; its square lies between.
+    w = work.narrow. Where the device's multiprocessors are known, the last factor is how full products of that shape
+    keep them (`tiles.filled`). power: the device's `power_share`. Power goes with clock times voltage squared: with the
+    clock alone where the voltage is at its floor, with its third power where they rise together; its square lies
+    between.
 
     Returns:
         Seconds; 0.0 for a view (nothing is launched).
@@ -389,6 +387,8 @@ def op_time_s(work: OpWork, device: Device) -> float:
     time = (work.read_bytes + work.write_bytes) / (device.memory_bytes_per_s * share.memory)
     if work.flops:
         of_class = share.attention if work.kind == "attention" else share.matmul
-        filled = work.narrow / (work.narrow + share.half_dim)
-        time = max(time, work.flops / (rate_of(device, work.dtype) * device.power_share**0.5 * of_class * filled))
+        full = work.narrow / (work.narrow + share.half_dim)
+        if work.shape and device.multiprocessors:
+            full = filled(work.shape, device.multiprocessors, share.half_dim)
+        time = max(time, work.flops / (rate_of(device, work.dtype) * device.power_share**0.5 * of_class * full))
     return device.launch_s + time + work.copied_bytes / (device.memory_bytes_per_s * share.memory)

@@ -46,6 +46,7 @@ class Device(Value, frozen=True, kw_only=True):
             here is not supported.
         power_share: the board's power limit over the power that matrix products would take at the clock the data
             sheet's rates are quoted at; they run at the limit, and slow down with its root.
+        multiprocessors: among which the tiles of a product are dealt out; 0: not known, or a CPU.
         launch_s: time to start one kernel.
         backend: torch device type the plan runs on, "cuda" or "cpu".
         source: the document or measurement the rates come from.
@@ -57,6 +58,7 @@ class Device(Value, frozen=True, kw_only=True):
     memory_bytes_per_s: float
     flops_per_s: dict[str, float]
     power_share: float = 1.0
+    multiprocessors: int = 0
     launch_s: float = 3e-6
     backend: str = "cuda"
     source: str = ""
@@ -331,6 +333,10 @@ def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
     _not_negative(cluster, device.launch_s, f"{at}.launch_s")
     for index, each in enumerate(device.reserves):
         _not_negative(cluster, each.nbytes, f"{at}.reserves[{index}].nbytes")
+    if device.multiprocessors < 0:
+        raise ClusterError(
+            f"cluster {cluster.name!r}: {at}.multiprocessors is {device.multiprocessors}; give how many there are, or 0"
+        )
     if not 0 < device.power_share <= 1:
         raise ClusterError(
             f"cluster {cluster.name!r}: {at}.power_share is {device.power_share}; a share of the rated power is "
