@@ -332,14 +332,15 @@ def _instructions(code: types.CodeType) -> Mapping[int, int]:
 
 def code_text(function: Any) -> str:
     """Digests of a function's code: "3.11:<bytecode> ast:<source>"."""
+    source = _source_digest(function.__code__)
+    return f"{bytecode_text(function)} ast:{source}" if source else bytecode_text(function)
+
+
+def bytecode_text(function: Any) -> str:
+    """The first of them, which is the same in every process; the source may be lacking where it was just written."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    code, defaults = (
-        function.__code__,
-        [repr(v) for v in (function.__defaults__ or ()) if isinstance(v, PLAIN_DEFAULTS)],
-    )
-    own = _digest(repr((_spelled(code, function.__doc__), defaults)))
-    source = _source_digest(code)
-    return f"{version}:{own} ast:{source}" if source else f"{version}:{own}"
+    defaults = [repr(v) for v in (function.__defaults__ or ()) if isinstance(v, PLAIN_DEFAULTS)]
+    return f"{version}:{_digest(repr((_spelled(function.__code__, function.__doc__), defaults)))}"
 
 
 PLAIN_DEFAULTS = (bool, int, float, str, type(None))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paraplan.ir.trace.code import HOOKS, code_text, is_library
+from paraplan.ir.trace.code import HOOKS, bytecode_text, is_library
 from paraplan.ir.trace.values import CONTAINERS, is_data, text_of
 
 _DEEPEST = 8
@@ -59,7 +59,7 @@ def _function(value: Any, within: tuple[int, ...]) -> str:
         return str(value.__qualname__)
     cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
     held = [cells, value.__defaults__, value.__kwdefaults__]
-    return f"{value.__qualname__} {code_text(value)} {_content(held, within)}"
+    return f"{value.__qualname__} {bytecode_text(value)} {_content(held, within)}"
 
 
 def _held(value: Any) -> dict[str, Any]:
