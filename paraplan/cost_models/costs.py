@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import msgspec
+
 from paraplan.cost_models.collectives import input_bytes_of
 from paraplan.cost_models.constants import efficiency_of
 from paraplan.cost_models.curves import Curve
@@ -32,7 +34,7 @@ from paraplan.ir.graph import Arg, refs
 from paraplan.ir.kernel_choice import Call
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
-from paraplan.ir.rank_program import GROW, PUT, ROOM, Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import GROW, PUT, ROOM, SUM, SUMMED, Block, Instr, InstrKind, LocalValue
 from paraplan.ir.rules.launches import launch_count
 
 COMPUTE = "compute"
@@ -211,7 +213,8 @@ class Costs:
         if is_free(instr.target):
             return self.work_s(copy_work(outputs))
         if self.measured is not None:
-            return self._lowered_s(block, instr, outputs)
+            added = self.memory_s(inputs[0].nbytes, 0) if instr.target == SUM else 0.0
+            return added + self._lowered_s(block, *_alone(instr, inputs, outputs))
         more = self._more_launches_s(instr, inputs, outputs)
         return more + self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs, instr.work)
 
@@ -261,7 +264,7 @@ def lowered_op(block: Block, instr: Instr) -> OpTime | None:
     """An instruction as a profile knows it, without a time; None for what no profile is asked about."""
     made = [(name, None if name is None else block.values[name]) for name in instr.outs]
     whole = [(name, out) for name, out in made if out is not None]
-    moves = instr.target in (FILL_TAIL, GROW, PUT, ROOM) or is_free(instr.target)
+    moves = instr.target in (FILL_TAIL, GROW, PUT, ROOM, SUM) or is_free(instr.target)
     if instr.kind is not InstrKind.OP or moves or (whole and all(_is_view(name, out) for name, out in whole)):
         return None
     inputs, flag, strides, detail = _signature(block, instr)
@@ -269,6 +272,13 @@ def lowered_op(block: Block, instr: Instr) -> OpTime | None:
         target=instr.target, flag=flag, seconds=0.0, samples=0, detail=detail, inputs=_tensors(inputs, strides),
         outputs=_made(tuple([out for _, out in made])),
     )  # fmt: skip
+
+
+def _alone(instr: Instr, inputs: tuple[LocalValue, ...], outputs: Outs) -> tuple[Instr, Outs]:
+    """An op as profiles know it: of a product that adds to a sum, the product."""
+    if instr.target != SUM:
+        return instr, outputs
+    return msgspec.structs.replace(instr, target=SUMMED, args=instr.args[1:]), inputs[:1]
 
 
 def _signature(block: Block, instr: Instr) -> tuple[tuple[LocalValue, ...], int, list[tuple[int, ...]], str]:

@@ -19,6 +19,7 @@ from paraplan.cost_models.tiles import Product, filled, product_of
 from paraplan.ir.cluster import Device
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg
+from paraplan.ir.rank_program import SUM
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES, FLOATS
 
@@ -242,6 +243,7 @@ _PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], Product]]] = {
     "paraplan.linear": ("matmul", _linear),
     "paraplan.linear_grad_input": ("matmul", _linear),
     "paraplan.linear_grad_weight": ("matmul", _linear_grad_weight),
+    SUM: ("matmul", lambda ins, outs, flag: _linear_grad_weight(ins[1:], outs, flag)),
     "paraplan.batched_product": ("matmul", _mm),
     "paraplan.float8_linear": ("matmul", _linear),
     "paraplan.float8_linear_grad_input": ("matmul", _linear),
@@ -299,7 +301,9 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
         # addmm names its bias first; the product's operands are always among the first two.
         dtype = inputs[min(1, len(inputs) - 1)].dtype
         found = product(inputs, outputs, flag)
-        if name == "paraplan.linear_into_":  # what it writes is given
+        if name == SUM:  # it writes the sum it reads
+            write = nbytes(inputs[0])
+        elif name == "paraplan.linear_into_":  # what it writes is given
             rows, columns = math.prod(inputs[1].shape[:-1]), inputs[0].shape[-1]
             read, write = read - nbytes(inputs[0]), rows * columns * DTYPE_BYTES[inputs[0].dtype]
         elif name == "paraplan.linear_rows":  # of the rows given it reads as many as it makes

@@ -29,6 +29,9 @@ from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 ROOM, PUT, GROW = "aten.empty.memory_format", "paraplan.put_", "paraplan.grow_"
 """What gathers chunks: a buffer, a chunk put into it, an addend of a sum. The last two write their first argument."""
 
+SUM, SUMMED = "paraplan.linear_grad_weight_", "paraplan.linear_grad_weight"
+"""A product that adds to the sum it is given first, in place; and the same that makes what is added."""
+
 MAGNITUDE = "paraplan.magnitude"
 """What measures a gradient: the sum of its squares and its largest absolute value."""
 

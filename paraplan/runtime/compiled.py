@@ -108,8 +108,9 @@ class CheckedBlock:
         if self.chosen is not None:
             return self.chosen(boxed)
         found, reason = self._first_run(boxed)
+        into = [boxed[index] for index in sorted(self._written)]
         wanted = self.eager(boxed)
-        reason = self._agreed(reason or _difference(found, wanted))
+        reason = self._agreed(reason or _difference(found, [*wanted, *into]))
         if reason:
             self.stay_eager(reason)
         else:
@@ -117,7 +118,8 @@ class CheckedBlock:
         return wanted  # type: ignore[no-any-return]
 
     def _first_run(self, boxed: list[Any]) -> tuple[Sequence[Tensor | None], str]:
-        """What compiled code gives for these inputs, in the host's memory, or why it gives nothing.
+        """What compiled code gives for these inputs, and what it writes into some, in the host's memory, or why it
+        gives nothing.
 
         The inputs are as before: those it frees or writes wait in the host's memory too, so that the device holds no
         more than in any other call.
@@ -128,6 +130,7 @@ class CheckedBlock:
             kept[index] = boxed[index] = (None, kept[index][1])
         try:
             found = [None if x is None else _on_host(x) for x in self._run(given)]
+            found += [_on_host(boxed[index]) for index in sorted(self._written)]
         except Exception as fault:
             if any(instr.kind is InstrKind.COLLECTIVE for instr in self.block.instrs):
                 raise  # other ranks may wait in its collectives: there is nothing to agree on

@@ -98,7 +98,8 @@ class _Caller:
         """The op and its arguments, given the nodes of names and offsets."""
         tensors, numbers = [find(name) for name in self.tensors], [find(text) for text in self.numbers]
         name = self.call.target.removeprefix("paraplan.").strip("_")
-        op = _op(name + ("_" + self.call.kernel if self.call.kernel else ""), self.writes)
+        of = (name, self.call.kernel, "written" if self.writes else "")
+        op = _op("_".join(filter(None, of)), self.writes)
         text = msgspec.json.encode(self.call).decode()
         written, tensors = (tensors[:1], tensors[1:]) if self.writes else ([], tensors)
         return op, (*written, tensors, numbers, text)

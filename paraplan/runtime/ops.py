@@ -3,7 +3,7 @@
 `resolve` turns a target's name into a callable: "aten.mm.default" into torch's operator, "paraplan.linear" into
 the canonical op's kernel, "mylib.fused.default" into an op the user registered with torch, and the ops that
 lowering itself adds (cuts, joins, copies) into the functions below.
-All of ours return fresh contiguous storage, as lowering assumes; `write`, `put_`, `grow_` and `linear_into_` return
+All of ours return fresh contiguous storage, as lowering assumes; `write` and those whose names end in "_" return
 nothing.
 
 Collectives appear twice: `collective` and `wait` are the abstract forms a graph holds until it is bound to
@@ -28,7 +28,7 @@ from paraplan.ir.trace import kernels
 from paraplan.runtime import gpu
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.norms import magnitude
-from paraplan.runtime.pieces import linear_into_, linear_rows
+from paraplan.runtime.pieces import linear_grad_weight_, linear_into_, linear_rows
 from paraplan.runtime.row_counts import row_counts
 from paraplan.runtime.torch_private import exchange_rows, rank_in_group
 
@@ -317,7 +317,7 @@ _OWN: dict[str, Callable[..., Any]] = {
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
 """The functions above, which lowering itself adds; all they ever make are their results."""
 
-_MEASURES: dict[str, Callable[..., Any]] = {"magnitude": magnitude}
+_WORKING: dict[str, Callable[..., Any]] = {"magnitude": magnitude, "linear_grad_weight_": linear_grad_weight_}
 """Likewise, with workspace."""
 
 
@@ -332,7 +332,7 @@ def resolve(target: str, kernel: str = "") -> Callable[..., Any]:
     space, _, name = target.partition(".")
     if space == "paraplan":
         found = (
-            _OWN.get(name) or _MEASURES.get(name) or (getattr(kernels, name, None) if name in kernels.__all__ else None)
+            _OWN.get(name) or _WORKING.get(name) or (getattr(kernels, name, None) if name in kernels.__all__ else None)
         )
     else:
         found = getattr(torch.ops, space)

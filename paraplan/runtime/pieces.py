@@ -1,4 +1,6 @@
-"""Products in pieces (`ir.rules.overlap`): one piece's rows are a part of every rank's rows.
+"""Products that write into what is there: pieces of a product, and gradients of weights that are added up.
+
+In pieces (`ir.rules.overlap`) one piece's rows are a part of every rank's rows.
 
 Along `dim` rows lie as [n ranks, count pieces, length]; a piece on its own lies stacked, the n ranks' parts one after
 another along dim 0, as collectives take and give them. Every part is a matrix product of its own that reads and writes
@@ -11,6 +13,16 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+
+def linear_grad_weight_(total: Tensor, g: Tensor, x: Tensor, transposed: bool) -> None:
+    """total += the gradient of `linear` in its weight; of halves in float32 too where torch has that (CUDA)."""
+    g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
+    left, right = (x.t(), g) if transposed else (g.t(), x)
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
 
 
 def linear_into_(

@@ -10,9 +10,10 @@ from paraplan.ir.lower.messages import in_order
 from paraplan.ir.lower.ordered import order_program
 from paraplan.ir.lower.program import RankSteps
 from paraplan.ir.lower.stage import PlanBlocks
+from paraplan.ir.lower.sums import Sums, sum_products
 from paraplan.ir.memory_actions import parse_actions
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import RankProgram
+from paraplan.ir.rank_program import Block, RankProgram
 
 
 def lower(plan: Plan) -> tuple[RankProgram, ...]:
@@ -28,7 +29,9 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
         actions: RankSteps(blocks, group_of_class(plan, blocks.held, actions), actions).build()
         for actions in dict.fromkeys(plan.schedule.classes)
     }
-    ordered = in_order(built)
+    done: dict[tuple[int, Sums], Block] = {}
+    backend = plan.cluster.backend
+    ordered = in_order({actions: sum_products(program, backend, done) for actions, program in built.items()})
     if plan.memory_actions is not None:
         if plan.cluster.num_devices > 1:
             raise InvalidPlanError(

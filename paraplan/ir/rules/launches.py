@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from paraplan.ir.kernel_choice import Call, offered
-from paraplan.ir.rank_program import LocalValue
+from paraplan.ir.rank_program import SUM, LocalValue
 from paraplan.ir.rules.float8 import filled
 from paraplan.ir.rules.workspace import unmerged
 from paraplan.ir.strides import is_contiguous, view_strides
@@ -104,6 +104,7 @@ _COMPOSED: dict[str, Callable[[Call], int]] = {
     "paraplan.linear": _linear,
     "paraplan.linear_grad_input": lambda call: 1 + len(unmerged(call.inputs[:1])),
     "paraplan.linear_grad_weight": _linear_grad_weight,
+    SUM: lambda call: _linear_grad_weight(call._replace(inputs=call.inputs[1:])),
     "paraplan.max_pool_grad": _always(2),
     "paraplan.pack": _pack,
     "paraplan.route_add": _always(2),
