@@ -317,6 +317,8 @@ class Plan(Value, frozen=True, kw_only=True):
             0: nothing waits for another segment's.
         reducing_bytes: what gradients on their way to the optimizer's layout may hold until they are there, where a
             collective holds what it reads (a reduce-scatter does); two are under way in any case.
+        reduce_every: of how many microbatches of a stage gradients are added up, as they are made, before they are
+            brought to the layout they accumulate in (`ir.lower.groups`).
         compiled: whether forward and backward blocks go through torch.compile.
         reduce_dtype: "fp32" or "bf16": the dtype in which gradients of parameters are summed over the ranks of a mesh,
             under half precisions. "": those reduced as they are made (ZeRO-2, ZeRO-3, tensor parallelism) in the half
@@ -344,6 +346,7 @@ class Plan(Value, frozen=True, kw_only=True):
     optimizer: Optimizer
     bundle_bytes: int = 8 << 20
     reducing_bytes: int = 0
+    reduce_every: int = 1
     compiled: bool = False
     reduce_dtype: str = ""
     hold_casts: bool = False
@@ -361,6 +364,11 @@ class Plan(Value, frozen=True, kw_only=True):
     def num_shares(self) -> int:
         """Extent of the microbatch axis."""
         return self.program.shares(self.num_microbatches)
+
+    @property
+    def group(self) -> int:
+        """Microbatches whose gradients are reduced at once."""
+        return min(self.reduce_every, self.num_microbatches)
 
     @property
     def wire_dtype(self) -> str:

@@ -45,6 +45,8 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
         raise InvalidPlanError(f"bundle_bytes is {plan.bundle_bytes}: at least 0")
     if plan.reducing_bytes < 0:
         raise InvalidPlanError(f"reducing_bytes is {plan.reducing_bytes}: at least 0")
+    if plan.reduce_every < 1:
+        raise InvalidPlanError(f"reduce_every is {plan.reduce_every}: at least 1")
     _verify_optimizer(plan)
     _verify_reduce_dtype(plan)
     if plan.hold_casts and plan.program.precision != "fp8":

@@ -99,7 +99,8 @@ def _timed(plan: Plan, rng: random.Random) -> Plan:
     plan = msgspec.structs.replace(plan, reducing_bytes=reducing, delayed_update=after)
     staged = any(layouts.staged for stage in plan.stages for layouts in stage.params.values())
     late = after if is_any_late(plan) else None
-    return msgspec.structs.replace(plan, delayed_update=late, states_ahead=staged and ahead)
+    every = rng.choice((1, 1, 2, 3))
+    return msgspec.structs.replace(plan, delayed_update=late, states_ahead=staged and ahead, reduce_every=every)
 
 
 def _with_boundaries_away(plan: Plan, rng: random.Random, tiers: Sequence[str], share: float) -> Plan:

@@ -137,6 +137,7 @@ def function(target: str):  # type: ignore[no-untyped-def]
         "write": lambda dst, src: dst.copy_(src),
         "put_": _into,
         "grow_": lambda total, addend: total.copy_(total + addend),
+        "linear_grad_weight_": lambda total, *given: total.copy_(total + kernels.linear_grad_weight(*given)),
         "pack": lambda xs, n, dims: torch.cat(
             [
                 x.chunk(n, dim)[r].flatten() if n > 1 else x.flatten()

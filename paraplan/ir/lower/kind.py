@@ -55,6 +55,7 @@ class KindContext:
         param_grads: per parameter slot, the layout its gradient is handed over in (on the mesh).
         grad_dtypes: per parameter slot, the dtype its gradient leaves the backward in, "" for that it is made in.
         reduce_dtype: what they are cast to before they are summed over ranks, "" for nothing.
+        grouped: whether gradients leave the backward as they are made, to be added up before they are reduced.
         fetched: per parameter slot, whether it comes only shortly before the block, from a tier (see `fetch`) or from
             where it rests (see `ahead`); empty: none does.
         rows: of a segment of the tail, per boundary input the dim that microbatches cut; empty elsewhere.
@@ -67,6 +68,7 @@ class KindContext:
     param_grads: tuple[Layout, ...]
     grad_dtypes: tuple[str, ...]
     reduce_dtype: str = ""
+    grouped: bool = False
     fetched: tuple[bool, ...] = ()
     rows: tuple[int | None, ...] = ()
 

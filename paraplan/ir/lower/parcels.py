@@ -92,11 +92,15 @@ class Parcels:
         if is_full(nbytes, self.widest_bytes, self.most_bytes):
             self._fly(tuple(self._waiting.pop(key)))
 
-    def end(self) -> None:
-        """Begin the rest, and wait for all."""
+    def rest(self) -> None:
+        """Begin the rest."""
         for group in self._waiting.values():
             self._fly(tuple(group))
         self._waiting.clear()
+
+    def end(self) -> None:
+        """Begin the rest, and wait for all."""
+        self.rest()
         while self._flying:
             self._flying.pop(0).end()
 

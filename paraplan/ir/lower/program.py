@@ -11,6 +11,7 @@ import msgspec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.buffers import check_apart, send_buffers, write_buffers
 from paraplan.ir.lower.grads import home_name
+from paraplan.ir.lower.groups import Groups
 from paraplan.ir.lower.losses import LossSteps
 from paraplan.ir.lower.messages import Messages
 from paraplan.ir.lower.outer import late_name, outer_values, with_drops
@@ -39,6 +40,7 @@ class RankSteps(LossSteps):
         super().__init__(blocks, group)
         self.texts = tuple(actions)
         self.actions: tuple[Action, ...] = tuple(parse_action(text) for text in actions)
+        self.groups = Groups(self.actions, self.plan.group)
         stage = blocks.tail_stage
         if stage in self.holding.stages:
             self.turn = Turn(self.plan.schedule.name, stage, blocks.micro.mixes, self.actions)
@@ -83,7 +85,7 @@ class RankSteps(LossSteps):
                 ahead = self._set_out if self.plan.states_ahead and index == last_backward else None
                 self._backward(action, finals.get(index, {}), ahead)
                 if index != last.get(ActionKind.B) and index != last.get(ActionKind.W):
-                    self.partials.end()
+                    self.partials.end() if self.groups.every == 1 else self.partials.rest()
             elif action.kind is ActionKind.REDUCE_GRAD:
                 if index == last[ActionKind.REDUCE_GRAD]:
                     self.partials.end()

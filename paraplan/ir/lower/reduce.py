@@ -115,13 +115,17 @@ class Partials:
         add: writes the step that adds a value to a parameter's gradient.
         final: told of parameters whose gradients are complete.
         most_bytes: the plan's bound on bundles.
+        holding_bytes: the plan's bound on what those under way hold, where gradients of several microbatches go at
+            once.
     """
 
     def __init__(
         self, mesh_shape: Dims, calls: PartedCalls, add: Callable[[str, str], None],
-        final: Callable[[Iterable[str]], None], most_bytes: int,
+        final: Callable[[Iterable[str]], None], most_bytes: int, holding_bytes: int = 0,
     ) -> None:  # fmt: skip
-        self._parcels = Parcels("sums", mesh_shape, calls, self._arrived, all_hold=True, most_bytes=most_bytes)
+        self._parcels = Parcels(
+            "sums", mesh_shape, calls, self._arrived, all_hold=True, most_bytes=most_bytes, holding_bytes=holding_bytes
+        )
         self._add, self._final = add, final
         self._under_way: Counter[str] = Counter()
         self._passed: set[str] = set()
@@ -148,6 +152,10 @@ class Partials:
     def end(self) -> None:
         """Wait for all that is under way."""
         self._parcels.end()
+
+    def rest(self) -> None:
+        """Begin the rest, and leave it under way."""
+        self._parcels.rest()
 
     def _arrived(self, parcel: Parcel) -> None:
         param = self._params.pop(parcel.result)

@@ -271,7 +271,7 @@ class PlanBlocks:
             params=tuple(parse_layout(p.stored) for p in params),
             param_grads=tuple(parse_layout(p.grad) for p in params),
             grad_dtypes=self._grad_dtypes(route.groups[stage], index),
-            reduce_dtype=self.reduce_dtype,
+            reduce_dtype=self.reduce_dtype, grouped=plan.group > 1 and index < self.micro.tail,
             fetched=tuple(bool(p.stored_tier) or p.ahead for p in params),
             rows=tuple(map(self._rows, segment.inputs)) if m < plan.num_shares else (),
         )  # fmt: skip

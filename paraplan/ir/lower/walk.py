@@ -26,6 +26,7 @@ from paraplan.ir.lower.away import Visit as CopyVisit
 from paraplan.ir.lower.backward import LoweredBackward
 from paraplan.ir.lower.between import Boundaries, boundary_tiers
 from paraplan.ir.lower.fetch import Fetches, FetchVisit
+from paraplan.ir.lower.groups import Groups
 from paraplan.ir.lower.halves import half_of, needs_zero, returning
 from paraplan.ir.lower.held import hold_casts
 from paraplan.ir.lower.kind import Given
@@ -86,7 +87,11 @@ class SegmentSteps:
             params, made, accumulated, shape, self.calls, plan.bundle_bytes, plan.reducing_bytes,
             plan.wire_dtype, self._reduced,
         )  # fmt: skip
-        self.partials = Partials(self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes)
+        self.groups = Groups((), 1)
+        self.partials = Partials(
+            self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes,
+            plan.reducing_bytes if plan.group > 1 else 0,
+        )  # fmt: skip
         self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
         under_way = AWAKE if len(blocks.held) == 1 else len(plan.program.segments)
         self.waking = Gathers(self.extended, self.calls, plan.bundle_bytes, "hold", under_way)
@@ -363,6 +368,9 @@ class SegmentSteps:
                 self.add(StepKind.ACCUMULATE, args=(target, out), microbatch=m, segment=index)
             elif out is not None:
                 name, value = segment.params[position - first], block.values[str(block.outputs[position])]
+                if self.groups.every > 1 and index < self.micro.tail:
+                    self.groups.add_up(self, name, out, value, m, index, path)
+                    continue
                 self._send(name, self.accumulators.laid_out(name, out, value, value.dtype, m, index)[0], path)
 
     def _partial_bytes(self, parts: StageBlocks, index: int) -> int:

@@ -1,0 +1,82 @@
+"""Microbatches whose gradients are added up before they are reduced (`Plan.reduce_every`).
+
+Where a gradient accumulates in another layout than it is made in (ZeRO-2 and ZeRO-3 accumulate shards), every
+microbatch's is reduced over ranks. Added up as they are made first, and reduced once for several microbatches of a
+stage, they take so many times less communication, and for as long the room of a whole gradient: what FSDP's users
+choose between with `no_sync`. With as many as a pipeline has ranks, an interleaved schedule passes them one after
+another, so few stages' are whole at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from paraplan.ir.lower.parcels import Parcel
+from paraplan.ir.rank_program import LocalValue, StepKind
+from paraplan.ir.reshard import Move
+from paraplan.ir.schedule import Action, ActionKind
+from paraplan.ir.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from paraplan.ir.lower.walk import SegmentSteps
+
+
+class Groups:
+    """The groups of a rank's actions.
+
+    Args:
+        actions: of the rank, in order.
+        every: microbatches of a group; those left over are one.
+    """
+
+    def __init__(self, actions: Iterable[Action], every: int) -> None:
+        self.every = every
+        order: dict[int, list[int]] = {}
+        for action in actions:
+            if action.kind in (ActionKind.B, ActionKind.W):
+                order.setdefault(action.stage, []).append(action.microbatch)
+        self._of: dict[tuple[int, int], tuple[int, bool]] = {}
+        for stage, found in order.items():
+            for at, m in enumerate(found):
+                ends = at % every == every - 1 or at == len(found) - 1
+                self._of[stage, m] = found[at - at % every], ends
+        self._begun: set[str] = set()
+        self._last: dict[tuple[int, str], int] = {}
+
+    def add_up(
+        self, steps: SegmentSteps, name: str, out: str, value: LocalValue, m: int, index: int, path: tuple[Move, ...]
+    ) -> None:
+        """Add a gradient to its group's, and send what that adds up to once nothing more comes.
+
+        Args:
+            steps: where to write.
+            name, out, value: the parameter; its gradient's outer name, as it was made.
+            m, index: of which microbatch and segment.
+            path: the moves to where it accumulates.
+        """
+        stage = next(at for at, each in enumerate(steps.plan.stages) if each.first <= index < each.stop)
+        first, ends = self._of[stage, m]
+        total, dtype = f"part:{name}<{stage}@{first}", steps.accumulators.dtypes[name]
+        if total not in self._begun:
+            self._begun.add(total)
+            out, value = steps.accumulators.laid_out(name, out, value, dtype, m, index)
+        steps.add(StepKind.ACCUMULATE, args=(total, out), microbatch=m, segment=index)
+        if ends and index == self._last_of(steps, stage, name, m):
+            sums = any(move.reduction for move in path)
+            wire = steps.plan.wire_dtype if sums and steps.plan.wire_dtype else dtype
+            sent = TensorSpec(wire, steps.program.params[name].spec.shape)
+            arrives = steps.accumulators.dtype_on_arrival(name, path)
+            steps.partials.send(name, Parcel(total, f"{total}^", sent, path, arrives, dtype))
+
+    def _last_of(self, steps: SegmentSteps, stage: int, name: str, m: int) -> int:
+        """The last segment of a stage's backward whose gradient of a parameter has to move."""
+        key = stage, name
+        if key not in self._last:
+            at, backwards = steps.plan.stages[stage], steps.parts(m).backwards
+            self._last[key] = next(
+                index for index in range(at.first, at.stop)
+                for param, path in zip(steps.program.segments[index].params, backwards[index].partial, strict=True)
+                if param == name and path
+            )  # fmt: skip
+        return self._last[key]
