@@ -10,6 +10,9 @@ last (Megatron-LM); the rows of Narayanan et al. 2021 have unsharded optimizers,
 section 3), and neither had sequence parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao
 et al. 2022) or overlapped tensor parallelism; ZeRO-3 is DeepSpeed's of 2021 (`ZERO3_PART_S`), where what does not fit
 may wait on the host;
+Megatron-LM sums gradients of bfloat16 models in float32 (`accumulate_allreduce_grads_in_fp32`, its arguments.py);
+Llama 3 recomputed nothing that its authors count (Llama Team 2024, 3.3.2: "without activation checkpointing"), so what
+is tried is that, and kernels that are made again in passing (`cheap`);
 torchtitan runs a local batch as one microbatch or, in a pipeline, where it is not told, as many as that has ranks, with
 two stages a rank where a schedule takes several (`build_pipeline_schedule`, `generate_split_points`, end of 2024), and
 keeps parameters and gradients whole until the last microbatch (`stage.backward_maybe_with_nosync` of
@@ -133,6 +136,8 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
         free = pipelines(layers, pp, b // dp, each, int(row.get("microbatch", 0)))
     elif again:
         free = (tuple({"microbatches": b // dp // size} for size in SAMPLES if b // dp % size == 0),)
+    if PRECISIONS[str(data["dtype"])] == "bf16":
+        pins["reduce_dtype"] = "fp32"
     if "zero" not in pins and again:
         pins["zero"] = 0
     elif "zero" not in pins:
@@ -228,7 +233,7 @@ def llama3_case(file: str, data: Row, row: Row) -> Case:
     of, s, gpus = LLAMA[size], int(row["sequence"]), int(row["gpus"])
     tp, pp, cp, dp = (int(row[axis]) for axis in ("tp", "pp", "cp", "dp"))
     layers, h, batch = of["num_hidden_layers"], of["hidden_size"], int(row["batch_per_dp"]) * dp
-    pins: Pins = {"dp": dp, "tp": tp, "sp": True, "pp": pp, "recompute": "none"}
+    pins: Pins = {"dp": dp, "tp": tp, "sp": True, "pp": pp}
     if cp > 1:
         pins |= {"cp": cp, "cp_mode": "gather"}
     schedules = tuple(
@@ -238,7 +243,7 @@ def llama3_case(file: str, data: Row, row: Row) -> Case:
         file, " ".join([size, str(gpus), *([f"at {s}"] if cp > 1 else [])]), "torchtitan_llama",
         {**of, "max_position_embeddings": s, "tie_word_embeddings": False, "loss_parallel": tp > 1},
         _cluster(data, gpus), batch, s, PRECISIONS[str(data["dtype"])], pins,
-        (({"zero": 1}, {"zero": 2}), schedules, ({"microbatches": int(row["batch_per_dp"])},)), "TFLOP/s",
+        (tuple({"zero": zero, "recompute": name} for name in ("none", "cheap") for zero in (1, 2)), schedules, ({"microbatches": int(row["batch_per_dp"])},)), "TFLOP/s",
         float(row["tflops_per_gpu"]),
         batch * s * (6 * params_of(of) + 6 * layers * h * s) / 1e12, gpus,
     )  # fmt: skip

@@ -20,7 +20,8 @@ from .lockstep import run_plan
 
 
 def planned(tiny, zero: int, microbatches: int = 1) -> Plan:  # type: ignore[no-untyped-def]
-    return search(tiny.job(2), Constraints(dp=2, zero=zero, microbatches=microbatches)).plan
+    found = search(tiny.job(2), Constraints(dp=2, zero=zero, microbatches=microbatches)).plan
+    return msgspec.structs.replace(found, reduce_every=1)
 
 
 def issued(block: Block, target: str) -> list[str]:

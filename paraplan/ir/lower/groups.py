@@ -42,7 +42,8 @@ class Groups:
                 ends = at % every == every - 1 or at == len(found) - 1
                 self._of[stage, m] = found[at - at % every], ends
         self._begun: set[str] = set()
-        self._last: dict[tuple[int, str], int] = {}
+        self._paths: dict[tuple[int, str], list[tuple[Move, ...]]] = {}
+        self._last: dict[tuple[int, str, tuple[Move, ...]], int] = {}
 
     def add_up(
         self, steps: SegmentSteps, name: str, out: str, value: LocalValue, m: int, index: int, path: tuple[Move, ...]
@@ -57,26 +58,29 @@ class Groups:
         """
         stage = next(at for at, each in enumerate(steps.plan.stages) if each.first <= index < each.stop)
         first, ends = self._of[stage, m]
-        total, dtype = f"part:{name}<{stage}@{first}", steps.accumulators.dtypes[name]
+        paths = self._paths.setdefault((stage, name), [])
+        if path not in paths:  # one that two segments make in two layouts adds up apart
+            paths.append(path)
+        total, dtype = f"part:{name}<{stage}.{paths.index(path)}@{first}", steps.accumulators.dtypes[name]
         if total not in self._begun:
             self._begun.add(total)
             out, value = steps.accumulators.laid_out(name, out, value, dtype, m, index)
         steps.add(StepKind.ACCUMULATE, args=(total, out), microbatch=m, segment=index)
-        if ends and index == self._last_of(steps, stage, name, m):
+        if ends and index == self._last_of(steps, (stage, name, path), m):
             sums = any(move.reduction for move in path)
             wire = steps.plan.wire_dtype if sums and steps.plan.wire_dtype else dtype
             sent = TensorSpec(wire, steps.program.params[name].spec.shape)
             arrives = steps.accumulators.dtype_on_arrival(name, path)
             steps.partials.send(name, Parcel(total, f"{total}^", sent, path, arrives, dtype))
 
-    def _last_of(self, steps: SegmentSteps, stage: int, name: str, m: int) -> int:
-        """The last segment of a stage's backward whose gradient of a parameter has to move."""
-        key = stage, name
+    def _last_of(self, steps: SegmentSteps, key: tuple[int, str, tuple[Move, ...]], m: int) -> int:
+        """The last segment of a stage's backward whose gradient of a parameter has to move so."""
         if key not in self._last:
+            stage, name, path = key
             at, backwards = steps.plan.stages[stage], steps.parts(m).backwards
             self._last[key] = next(
                 index for index in range(at.first, at.stop)
-                for param, path in zip(steps.program.segments[index].params, backwards[index].partial, strict=True)
-                if param == name and path
+                for param, moves in zip(steps.program.segments[index].params, backwards[index].partial, strict=True)
+                if param == name and moves == path
             )  # fmt: skip
         return self._last[key]

@@ -17,7 +17,10 @@ from collections.abc import Sequence
 import msgspec
 
 from paraplan.ir.graph import refs
+from paraplan.ir.memo import Lately, Same
 from paraplan.ir.rank_program import SUM, SUMMED, Block, LocalValue, RankProgram, Step, StepKind
+
+_ADDING = Lately[Block](1 << 16, lambda made: len(made.instrs))
 
 Sums = tuple[tuple[int, LocalValue], ...]
 """Outputs of a block, by position, that grow accumulators like these."""
@@ -109,21 +112,26 @@ def _may_add(block: Block, place: int, total: LocalValue, backend: str) -> bool:
 def _adding(block: Block, sums: Sums, done: dict[tuple[int, Sums], Block]) -> Block:
     """The block with accumulators among its inputs, that grow by these outputs."""
     key = (id(block), sums)
-    if key in done:
-        return done[key]
+    if key not in done:
+        stem, _, phase = block.name.rpartition(".")
+        number = sum(made.name.startswith(f"{stem}+") for made in done.values())
+        name = f"{stem}+{number}.{phase}"
+        done[key] = _ADDING.get((name, Same(block), sums), lambda: _made(name, block, sums))
+    return done[key]
+
+
+def _made(name: str, block: Block, sums: Sums) -> Block:
     outputs, values, instrs, inputs = list(block.outputs), dict(block.values), list(block.instrs), list(block.inputs)
-    for place, total in sums:
+    for place, like in sums:
         made = str(outputs[place])
-        outputs[place], name = None, f"{made}.sum"
-        values[name] = msgspec.structs.replace(total, base=name, storage_bytes=total.nbytes)
+        outputs[place], total = None, f"{made}.sum"
+        values[total] = msgspec.structs.replace(like, base=total, storage_bytes=like.nbytes)
         del values[made]
         at = next(index for index, instr in enumerate(instrs) if made in instr.outs)
-        instrs[at] = msgspec.structs.replace(instrs[at], target=SUM, args=("%" + name, *instrs[at].args), outs=())
-        inputs.append(name)
-    stem, _, phase = block.name.rpartition(".")
-    number = sum(made.name.startswith(f"{stem}+") for made in done.values())
-    done[key] = msgspec.structs.replace(
-        block, name=f"{stem}+{number}.{phase}", inputs=tuple(inputs), outputs=tuple(outputs), values=values,
-        instrs=tuple(instrs),
-    )  # fmt: skip
-    return done[key]
+        instrs[at] = msgspec.structs.replace(
+            instrs[at], target=SUM, args=("%" + total, *instrs[at].args), outs=(), frees=(*instrs[at].frees, total)
+        )
+        inputs.append(total)
+    return msgspec.structs.replace(
+        block, name=name, inputs=tuple(inputs), outputs=tuple(outputs), values=values, instrs=tuple(instrs)
+    )
