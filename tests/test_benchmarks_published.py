@@ -68,10 +68,11 @@ def folder(tmp_path: Path) -> Path:
 
 def test_rows_become_pins(folder: Path) -> None:
     tiny, deep, zero, llama, long = read_cases(folder)
-    assert (tiny.cluster, tiny.pins) == ("4xH100", {"dp": 2, "tp": 2, "sp": True, "overlap": 4})
+    both = {"sp": True, "overlap": 4, "reduce_dtype": "fp32"}
+    assert (tiny.cluster, tiny.pins) == ("4xH100", {"dp": 2, "tp": 2, **both})
     assert tiny.free == (({"zero": 1}, {"zero": 0}),)
     assert tiny.work == pytest.approx(72e-12 * 8 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (12 * 2 * 64)))
-    assert (deep.cluster, deep.pins) == ("8xH100:2", {"dp": 4, "tp": 2, "sp": True, "overlap": 4, "pp": 2})
+    assert (deep.cluster, deep.pins) == ("8xH100:2", {"dp": 4, "tp": 2, **both, "pp": 2})
     assert zero.pins == {"dp": 16, "recompute": "full", "zero": 3, "microbatches": 2}
     assert zero.work == pytest.approx(96e-12 * 64 * 64 * 2 * 64 * 64 * (1 + 64 / 384 + 256 / (16 * 2 * 64)))
     assert (zero.cluster, zero.precision) == ("8xA100-80:2", "fp16")
