@@ -128,7 +128,8 @@ def searched(case: Case, pins: Pins, batch: int, cluster: ClusterSpec, time_limi
     """The planner's answer."""
     program, reference = program_of(replace(case, batch=batch))
     job = Job(
-        program=program, cluster=cluster, optimizer=OPTIMIZERS["adamw"], model=reference, versions=versions()
+        program=program, cluster=cluster, optimizer=OPTIMIZERS["adamw"], model=reference, versions=versions(),
+        sum_products=case.sums,
     )  # fmt: skip
     return search(job, Constraints(**pins), time_limit_s, certify=False).plan
 

@@ -10,7 +10,9 @@ last (Megatron-LM); the rows of Narayanan et al. 2021 have unsharded optimizers,
 section 3), and neither had sequence parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao
 et al. 2022) or overlapped tensor parallelism; ZeRO-3 is DeepSpeed's of 2021 (`ZERO3_PART_S`), where what does not fit
 may wait on the host;
-Megatron-LM sums gradients of bfloat16 models in float32 (`accumulate_allreduce_grads_in_fp32`, its arguments.py);
+products add up gradients of weights in Megatron-LM since 2022 (`gradient_accumulation_fusion`, by an author of
+Korthikanti et al.), and elsewhere additions do; it sums gradients of bfloat16 models in float32
+(`accumulate_allreduce_grads_in_fp32`, its arguments.py);
 Llama 3 recomputed nothing that its authors count (Llama Team 2024, 3.3.2: "without activation checkpointing"), so what
 is tried is that, and kernels that are made again in passing (`cheap`);
 torchtitan runs a local batch as one microbatch or, in a pipeline, where it is not told, as many as that has ranks, with
@@ -79,6 +81,7 @@ class Case:
         memory_gib: what the allocator reserved, 0 where the source does not say.
         keeps_logits: whether logits of all microbatches are kept to the step's end, as by torch's pipelines.
         alone: whether nothing runs beside a collective, as in ZeRO-3 of 2021.
+        sums: whether products add up the gradients of weights.
     """
 
     file: str
@@ -98,6 +101,7 @@ class Case:
     memory_gib: float = 0.0
     keeps_logits: bool = False
     alone: bool = False
+    sums: bool = True
 
     @property
     def layers(self) -> int:
@@ -152,6 +156,7 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     return Case(
         file, name, "megatron_gpt", settings, _cluster(data, gpus), b, s, PRECISIONS[str(data["dtype"])], pins, free,
         "TFLOP/s", published, flops / 1e12, gpus, alone=row.get("scheme") == "zero3",
+        sums="recompute" in row or not again,
     )  # fmt: skip
 
 
@@ -223,12 +228,13 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
         {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False, "loss_parallel": tp > 1},
         _cluster(data, gpus), batch, s, "fp8" if float8 else "bf16", pins, free, "tokens/s",
         float(row["tokens_per_s_per_gpu"]), batch * s, gpus, float(row.get("memory_gib", 0)), keeps_logits=pp > 1,
+        sums=False,
     )  # fmt: skip
 
 
 def llama3_case(file: str, data: Row, row: Row) -> Case:
     """Llama 3's own pre-training, judged by TFLOP/s: six floating-point operations a parameter and token, and those of
-    attention, of which a causal one makes half."""
+    all of attention's scores, as the source it cites for them counts (Chowdhery et al. 2022, appendix B)."""
     size = str(data["model"]).rpartition("-")[2]
     of, s, gpus = LLAMA[size], int(row["sequence"]), int(row["gpus"])
     tp, pp, cp, dp = (int(row[axis]) for axis in ("tp", "pp", "cp", "dp"))
@@ -236,6 +242,7 @@ def llama3_case(file: str, data: Row, row: Row) -> Case:
     pins: Pins = {"dp": dp, "tp": tp, "sp": True, "pp": pp}
     if cp > 1:
         pins |= {"cp": cp, "cp_mode": "gather"}
+    kept = tuple({"zero": zero, "recompute": name} for name in ("none", "cheap") for zero in (1, 2))
     schedules = tuple(
         {"schedule": "interleaved", "stages": llama3_stages(layers, pp * v)} for v in (8, 4, 2) if pp * v <= layers + 2
     )
@@ -243,9 +250,8 @@ def llama3_case(file: str, data: Row, row: Row) -> Case:
         file, " ".join([size, str(gpus), *([f"at {s}"] if cp > 1 else [])]), "torchtitan_llama",
         {**of, "max_position_embeddings": s, "tie_word_embeddings": False, "loss_parallel": tp > 1},
         _cluster(data, gpus), batch, s, PRECISIONS[str(data["dtype"])], pins,
-        (tuple({"zero": zero, "recompute": name} for name in ("none", "cheap") for zero in (1, 2)), schedules, ({"microbatches": int(row["batch_per_dp"])},)), "TFLOP/s",
-        float(row["tflops_per_gpu"]),
-        batch * s * (6 * params_of(of) + 6 * layers * h * s) / 1e12, gpus,
+        (kept, schedules, ({"microbatches": int(row["batch_per_dp"])},)), "TFLOP/s", float(row["tflops_per_gpu"]),
+        batch * s * (6 * params_of(of) + 12 * layers * h * s) / 1e12, gpus, sums=False,
     )  # fmt: skip
 
 

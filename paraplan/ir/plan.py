@@ -319,6 +319,7 @@ class Plan(Value, frozen=True, kw_only=True):
             collective holds what it reads (a reduce-scatter does); two are under way in any case.
         reduce_every: of how many microbatches of a stage gradients are added up, as they are made, before they are
             brought to the layout they accumulate in (`ir.lower.groups`).
+        sum_products: whether products add the gradients of weights to their sums themselves (`ir.lower.sums`).
         compiled: whether forward and backward blocks go through torch.compile.
         reduce_dtype: "fp32" or "bf16": the dtype in which gradients of parameters are summed over the ranks of a mesh,
             under half precisions. "": those reduced as they are made (ZeRO-2, ZeRO-3, tensor parallelism) in the half
@@ -347,6 +348,7 @@ class Plan(Value, frozen=True, kw_only=True):
     bundle_bytes: int = 8 << 20
     reducing_bytes: int = 0
     reduce_every: int = 1
+    sum_products: bool = True
     compiled: bool = False
     reduce_dtype: str = ""
     hold_casts: bool = False

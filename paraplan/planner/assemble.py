@@ -30,7 +30,7 @@ class Job:
         model: which model, for the plan's readers.
         versions: what the plan is made with.
         profile: measured times of the cluster's device, if there are any.
-        compiled, reduce_dtype: as in the plan.
+        compiled, reduce_dtype, sum_products: as in the plan.
     """
 
     program: Program
@@ -41,6 +41,7 @@ class Job:
     profile: Profile | None = None
     compiled: bool = False
     reduce_dtype: str = ""
+    sum_products: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
         made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
         num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, bundle_bytes=decisions.bundle_bytes,
         stages=(stage,), schedule=schedule, profile=job.profile, compiled=job.compiled,
-        reduce_dtype=job.reduce_dtype,
+        reduce_dtype=job.reduce_dtype, sum_products=job.sum_products,
         notes=(*_notes(program), *_routing(program, choices), *_apart(program), *_once(micro)),
     )  # fmt: skip
 

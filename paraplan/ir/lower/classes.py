@@ -30,8 +30,9 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
         for actions in dict.fromkeys(plan.schedule.classes)
     }
     done: dict[tuple[int, Sums], Block] = {}
-    backend = plan.cluster.backend
-    ordered = in_order({actions: sum_products(program, backend, done) for actions, program in built.items()})
+    if plan.sum_products:
+        built = {actions: sum_products(program, plan.cluster.backend, done) for actions, program in built.items()}
+    ordered = in_order(built)
     if plan.memory_actions is not None:
         if plan.cluster.num_devices > 1:
             raise InvalidPlanError(

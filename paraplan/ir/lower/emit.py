@@ -114,6 +114,18 @@ class BlockEmitter(LayoutMoves):
             self._at[name, layout] = found
         return self._use(found)
 
+    def lean(self, name: str, layout: Layout) -> bool:
+        """Whether a value lies in a layout already, in no more bytes of storage than as it was made."""
+        found = self._at.get((name, layout))
+        return found is not None and self._stored_bytes(found) <= self._stored_bytes(self._at[name, self._home[name]])
+
+    def _stored_bytes(self, local: str) -> int:
+        """Bytes of the storage a value lies in."""
+        known = self.values | self._given if local not in self.values else self.values
+        while local in known and known[local].base != local:
+            local = known[local].base
+        return known[local].storage_bytes if local in known else 0
+
     def move(self, name: str, local: str, move: Move) -> str:
         """Emit one move of a value; returns the local name of the result."""
         result = self._move(name, local, move)

@@ -175,10 +175,11 @@ def lower_forward(
     outputs = tuple(Given(lay, emitter.values[local].strides) for lay, local in zip(layouts, locals_, strict=True))
     saved = {}
     values = (*remat.saved, *_as_made(emitter, kind, remat, layouts))
-    kept: tuple[str | None, ...] = tuple(emitter.get(value, emitter.home(value)) for value in values)
+    lies = _saved_layouts(emitter, kind, strategies, remat)
+    kept: tuple[str | None, ...] = tuple(emitter.get(value, lies.get(value, emitter.home(value))) for value in values)
     for value, local in zip(values, unshared(emitter, kept) if at_once(choice) else kept, strict=True):
         assert local is not None
-        saved[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
+        saved[value] = (local, Given(lies.get(value, emitter.home(value)), emitter.values[local].strides))
     issued = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.away}
     block = emitter.finish(locals_, (*(local for local, _ in saved.values()), *issued.values()))
     away = {
@@ -186,6 +187,24 @@ def lower_forward(
         for value, local in issued.items()
     }
     return LoweredForward(block, outputs, saved, strategies, gathered, remat, away)
+
+
+def _saved_layouts(
+    emitter: BlockEmitter, kind: SegmentKind, strategies: Sequence[Strategy], remat: Remat
+) -> dict[str, Layout]:
+    """How saved values lie that do not lie as they were made: as all of the backward reads them, where they were
+    brought to that for the forward and take no more room (a product's partial sums, once they were summed)."""
+    wanted: dict[str, set[Layout]] = {}
+    ops = kind.graph.ops
+    for index in (*ops_of(kind, Phase.BACKWARD), *remat.again, *remat.rerun):
+        for name, layout in zip(ops[index].tensors, strategies[index].inputs, strict=True):
+            wanted.setdefault(name, set()).add(layout)
+    found = {}
+    for name in set(remat.saved) - set(kind.param_grads) - set(kind.input_grads):
+        (layout, *more) = wanted.get(name, ()) or (emitter.home(name),)
+        if not more and layout != emitter.home(name) and emitter.lean(name, layout):
+            found[name] = layout
+    return found
 
 
 def _as_made(emitter: BlockEmitter, kind: SegmentKind, remat: Remat, layouts: Sequence[Layout]) -> list[str]:

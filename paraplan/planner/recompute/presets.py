@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
+from paraplan.cost_models.ops import is_free
 from paraplan.ir.graph import Phase, users
 from paraplan.ir.joined import join
 from paraplan.ir.layers import layers_of
@@ -98,9 +99,19 @@ def _dear(kind: SegmentKind) -> set[str]:
     return {out for op in ops for out in op.outs if out and any(word in op.target.split(".")[1] for word in _DEAR)}
 
 
+def _seen(kind: SegmentKind, kept: set[str]) -> set[str]:
+    """Values, and views of them: what is kept is the last view of a value, which over several ranks is what its sums
+    were brought to."""
+    found = set(kept)
+    for op in kind.graph.ops:
+        if is_free(op.target) and op.tensors and found.issuperset(op.tensors):
+            found.update(out for out in op.outs if out)
+    return found
+
+
 def _cheap(kind: SegmentKind) -> Fates:
     """All but results of products, convolutions and attention."""
-    dear = _dear(kind)
+    dear = _seen(kind, _dear(kind))
     return {name: RECOMPUTE for name in recomputable(kind) if name not in dear}
 
 
@@ -108,7 +119,7 @@ def _alternate(kind: SegmentKind) -> Fates:
     """As `cheap`, and every second product with a weight."""
     ops = kind.graph.ops
     products = [op.outs[0] for op in ops if op.target in _LINEARS and op.phase is Phase.FORWARD]
-    dear = _dear(kind).difference(products[1::2])
+    dear = _seen(kind, _dear(kind).difference(products[1::2]))
     return {name: RECOMPUTE for name in recomputable(kind) if name not in dear}
 
 
