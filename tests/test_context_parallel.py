@@ -115,8 +115,8 @@ def test_each_mode_communicates_in_its_own_way() -> None:
     }
     # one forward and one backward block: keys and values are gathered in each
     assert found["gather"] == {"all_gather": 4}
-    # queries, keys, values; backward these again, and the gradient: never gathered and sliced
-    assert found["alltoall"] == {"all_to_all": 7}
+    # queries, keys, values, which are kept as they arrive; backward the gradient: never gathered and sliced
+    assert found["alltoall"] == {"all_to_all": 4}
     # one turn of keys and values in each phase, two turns of their gradients
     assert found["ring"] == {"permute": 8}
 
