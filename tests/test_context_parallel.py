@@ -33,7 +33,7 @@ from tests.numerics import relative_error
 from tests.told import assert_told
 
 torch.set_num_threads(1)
-KEY = {"gather": "s", "alltoall": "h", "ring": "ring"}
+KEY = {"gather": "s", "alltoall": "h", "ring": "ring", "stripes": "stripes"}
 
 
 @cache
@@ -81,6 +81,9 @@ def attention_keys(plan: Plan) -> set[str]:
         ("llama", 0.0, 4, {"cp": 4, "cp_mode": "ring"}),
         ("llama", 0.1, 4, {"cp": 4, "cp_mode": "gather"}),
         ("llama", 0.0, 4, {"cp": 2, "dp": 2, "cp_mode": "ring", "microbatches": 2}),
+        ("llama", 0.1, 2, {"cp": 2, "cp_mode": "stripes"}),
+        ("llama", 0.0, 4, {"cp": 4, "cp_mode": "stripes"}),
+        ("gpt2", 0.1, 4, {"cp": 2, "dp": 2, "cp_mode": "stripes", "microbatches": 2}),
         ("bert", 0.0, 2, {"cp": 2, "cp_mode": "ring"}),
         ("bert", 0.1, 4, {"cp": 4, "cp_mode": "ring"}),
         ("bert", 0.0, 4, {"cp": 4, "cp_mode": "gather"}),
@@ -134,7 +137,7 @@ def test_a_ring_over_a_sequence_that_does_not_divide_is_named() -> None:
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"cp": 2, "cp_mode": "striped"}, "one of gather, alltoall, ring"),
+        ({"cp": 2, "cp_mode": "zigzag"}, "one of gather, alltoall, ring, stripes"),
         ({"cp_mode": "ring"}, "and cp with it"),
         ({"cp": 3}, "cp=3 does not divide the cluster's 4 devices"),
         ({"cp": 2, "dp": 4}, "dp=4 times cp=2 is 8"),

@@ -34,7 +34,7 @@ OFFLOAD_STATES: dict[str, tuple[Place, ...]] = {
 """Where the optimizer's states and the stored parameters may be ("" is the device), and whether the device updates what
 is away; "either" leaves states to the planner, "any" parameters too (on disk only where `offload` is "disk"), and
 "any-grads" also where gradients wait."""
-CP_MODES = ("gather", "alltoall", "ring")
+CP_MODES = ("gather", "alltoall", "ring", "stripes")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
 
@@ -48,7 +48,7 @@ class Constraints(Value, frozen=True, kw_only=True):
             of more dims than what segments pass on has (a mix of heads, a layer per head) may split others.
         sp: with tp: activations between the split layers lie sharded along the sequence on the tp axis.
         cp: size of a context-parallel axis: the sequence lies sharded there, from the batch to the loss.
-        cp_mode: how attention deals with that: "gather", "alltoall" or "ring"; None lets the planner choose.
+        cp_mode: how attention deals with that: "gather", "alltoall", "ring" or "stripes"; None lets the planner choose.
         ep: how many of the data-parallel ranks share one set of experts: on an axis of that size, part of dp, stacks of
             expert matrices lie by expert and all else by batch.
         zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).

@@ -4,7 +4,8 @@
 
 A rank may hold some of the queries (`s`) and all keys; backward, also all queries and some of the keys (`t`), for
 given the whole rows' out and lse the gradients of blocks add up. Forward, shards of the keys make partial softmaxes,
-which no sum joins: there a ring shards queries and keys both, and passes the keys round (`ir.rules.ring`).
+which no sum joins: there a ring shards queries and keys both, and passes the keys round (`ir.rules.ring`); or keys are
+gathered and every rank takes a part of every rank's queries (`ir.rules.stripes`).
 
 Uneven are only dims whose rows of scores are whole: padding of the keys would take part in the softmax.
 """
@@ -14,8 +15,9 @@ from __future__ import annotations
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
 from paraplan.ir.rules import attention_workspace
-from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Ring, Specs, register, uneven
+from paraplan.ir.rules.dims import RING, STRIPES, WHOLE, Letters, LocalContext, OpDims, Ring, Specs, register, uneven
 from paraplan.ir.rules.ring import ring_attention, ring_attention_grad
+from paraplan.ir.rules.stripes import striped_attention, striped_attention_grad
 from paraplan.ir.tensor import TensorSpec
 
 _QUERY: Letters = ("b", "h", "s", WHOLE)
@@ -45,6 +47,16 @@ def _ring_inputs(dims: list[Letters]) -> tuple[str, ...]:
     return tuple("s" if "s" in names else "t" if names == _KEY else "" for names in dims)
 
 
+def _ring(
+    inputs: tuple[str, ...], outputs: tuple[str, ...], query: TensorSpec, key: TensorSpec, is_causal: bool
+) -> Ring | None:
+    """A ring where there are rows to pass round; stripes where ranks would not have alike work."""
+    if min(query.shape[2], key.shape[2]) < 2:
+        return None
+    striped = is_causal and query.shape[2] == key.shape[2]
+    return Ring(inputs, outputs, "t", (RING, STRIPES) if striped else (RING,))
+
+
 def _starts(args: tuple[Arg, ...], ctx: LocalContext, position: int, key: int) -> tuple[Arg, ...]:
     """Offsets of this rank's block of the score matrix [b, h, s, t]; `key` is the keys' place among the inputs."""
 
@@ -62,7 +74,7 @@ def _starts(args: tuple[Arg, ...], ctx: LocalContext, position: int, key: int) -
     strides="attention",
     localise=lambda args, ctx: _starts(args, ctx, 10, 1),
     workspace=attention_workspace.attention,
-    expand=ring_attention,
+    expand=lambda op, ctx, axis: (striped_attention if ctx.key == STRIPES else ring_attention)(op, ctx, axis),
 )
 def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`b h s _, b h t _, b h t _, mask, seed -> b h s _, b h s`, t being whole."""
@@ -70,7 +82,7 @@ def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     dims = [_QUERY, _KEY, _KEY, *_extras(inputs[3:], query, key)]
     outs = tuple(None if spec is None else names for spec, names in zip(outputs, (_QUERY, _STATS), strict=True))
     sizes = {"b": query.shape[0], "h": key.shape[1], "s": query.shape[2]}
-    ring = Ring(_ring_inputs(dims), ("s", "s"), "t") if min(query.shape[2], key.shape[2]) > 1 else None
+    ring = _ring(_ring_inputs(dims), ("s", "s"), query, key, op.args[3] is None and bool(op.args[7]))
     return uneven(OpDims(tuple(dims), outs, sizes, ring=ring), *_grouped(query, key))
 
 
@@ -79,7 +91,7 @@ def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     strides="attention",
     localise=lambda args, ctx: _starts(args, ctx, 13, 2),
     workspace=attention_workspace.attention_grad,
-    expand=ring_attention_grad,
+    expand=lambda op, ctx, axis: (striped_attention_grad if ctx.key == STRIPES else ring_attention_grad)(op, ctx, axis),
 )
 def attention_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`b h s _ (grad), q, k, v, mask, seed, out, lse -> dq, dk, dv, dmask`; what lacks a letter contracts it."""
@@ -90,7 +102,7 @@ def attention_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     outs = tuple(None if spec is None else dim for spec, dim in zip(outputs, (_QUERY, _KEY, _KEY, mask), strict=True))
     sizes = {"b": query.shape[0], "h": key.shape[1], "s": query.shape[2], "t": key.shape[2]}
     onto = ("s", "t", "t", "s" if mask is not None and "s" in mask else "")
-    ring = Ring(_ring_inputs(dims), onto, "t") if min(query.shape[2], key.shape[2]) > 1 else None
+    ring = _ring(_ring_inputs(dims), onto, query, key, op.args[4] is None and bool(op.args[10]))
     return uneven(OpDims(tuple(dims), outs, sizes, dict.fromkeys("bhst", "sum"), ring=ring), "t", *_grouped(query, key))
 
 

@@ -45,11 +45,12 @@ def axis_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
     return tuple(found)
 
 
-def ring_choice(dims: OpDims) -> AxisChoice | None:
-    """The ring along an axis, where the op has one. It communicates, so it is nothing for the microbatch axis."""
+def ring_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
+    """The ring along an axis, where the op has one, and what else shards as it does. They communicate, so they are
+    nothing for the microbatch axis."""
     ring = dims.ring
     if ring is None:
-        return None
+        return ()
     inputs = tuple(
         S(names.index(letter)) if letter else R for names, letter in zip(dims.inputs, ring.inputs, strict=True)
     )
@@ -57,13 +58,12 @@ def ring_choice(dims: OpDims) -> AxisChoice | None:
         None if names is None or letter is None else S(names.index(letter)) if letter else P
         for names, letter in zip(dims.outputs, ring.outputs, strict=True)
     )
-    return AxisChoice(ring.key, inputs, outputs)
+    return tuple(AxisChoice(key, inputs, outputs) for key in ring.keys)
 
 
 def mesh_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
     """Everything an op may do along an axis of the mesh: `axis_choices`, and the ring where it has one."""
-    ring = ring_choice(dims)
-    return (*axis_choices(dims), *(() if ring is None else (ring,)))
+    return (*axis_choices(dims), *ring_choices(dims))
 
 
 def shard_letter(dims: OpDims, letter: str) -> AxisChoice | None:

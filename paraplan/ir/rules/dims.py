@@ -31,6 +31,10 @@ Letters = tuple[str, ...]
 Specs = tuple[TensorSpec, ...]
 
 
+RING, STRIPES = "ring", "stripes"
+"""Keys of what attention does over ranks that share a sequence, in several instructions."""
+
+
 @dataclass(frozen=True)
 class Ring:
     """What a strategy of several instructions shards along an axis: a ring's work on pairs of blocks, where one block
@@ -41,13 +45,13 @@ class Ring:
         outputs: per output, the letter sharded; "" where it is a partial sum; None for an absent one.
         turns: the letter whose blocks are passed round (or whose ranks are visited); no other axis may shard it, for
             inputs that stay are held in whole rows of it.
-        key: what the strategy is called.
+        keys: what such strategies are called.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str | None, ...]
     turns: str
-    key: str = "ring"
+    keys: tuple[str, ...] = (RING,)
 
 
 @dataclass(frozen=True)

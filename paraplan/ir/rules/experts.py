@@ -34,7 +34,7 @@ def _sizes(tokens: int, w_in: tuple[int, ...], w_out: tuple[int, ...]) -> dict[s
 def _route(outputs: tuple[str | None, ...], tokens: int, experts: int, before: int) -> Ring | None:
     """Tokens and experts sharded over one axis; `before`: inputs before the tokens, which lie as they do."""
     inputs = ("t",) * (before + 3) + ("e", "e")
-    return Ring(inputs, outputs, "e", KEY) if min(tokens, experts) > 1 else None
+    return Ring(inputs, outputs, "e", (KEY,)) if min(tokens, experts) > 1 else None
 
 
 @register(

@@ -24,7 +24,7 @@ from paraplan.ir.rules.localise import axis_key, op_arguments
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 PERMUTE = "permute"
-EXCHANGES = frozenset({PERMUTE, "all_gather", "reduce_scatter", "route"})
+EXCHANGES = frozenset({PERMUTE, "all_gather", "reduce_scatter", "all_to_all", "route"})
 """What in an expansion is communication, along the axis it runs over."""
 
 

@@ -23,13 +23,12 @@ from functools import lru_cache
 from paraplan.ir.graph import Graph, Op, map_refs
 from paraplan.ir.mesh import Layout, Partial, Placement, R, S, is_shardable, padded_dims, pads_little
 from paraplan.ir.rules.carried import definition_of
-from paraplan.ir.rules.choices import AxisChoice, axis_choices, mesh_choices, ring_choice
-from paraplan.ir.rules.dims import WHOLE, OpDims, replicated
+from paraplan.ir.rules.choices import AxisChoice, axis_choices, mesh_choices, ring_choices
+from paraplan.ir.rules.dims import RING, STRIPES, WHOLE, OpDims, replicated
 from paraplan.ir.rules.overlap import GATHER, SCATTER, parse_pieces, pieces_choice
 from paraplan.ir.tensor import TensorSpec
 
-RING = "ring"
-EXPANDED = (RING, "route", GATHER, SCATTER)
+EXPANDED = (RING, STRIPES, "route", GATHER, SCATTER)
 """What the keys of strategies of several instructions begin with."""
 
 AxisKeys = tuple[frozenset[str] | None, ...]
@@ -113,6 +112,8 @@ def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, 
         in_layouts = (
             tuple(zip(*(choice.inputs for choice in combo), strict=True)) if mesh_shape else ((),) * len(inputs)
         )
+        if STRIPES in keys and _stripes_are_uneven(dims, keys.index(STRIPES), outputs, mesh_shape):
+            continue
         if expanded and any(map(padded_dims, (x.shape for x in inputs), in_layouts, itertools.repeat(mesh_shape))):
             continue
         if not shardable(inputs, in_layouts):
@@ -156,7 +157,17 @@ def _in_pieces(op: Op, dims: OpDims, keys: frozenset[str] | None, size: int) -> 
 def _turns(keys: list[str], ring: str) -> frozenset[str]:
     """The letters that no other axis may shard: those whose blocks or pieces are passed round."""
     of_pieces = (pieces.letter for key in keys if (pieces := parse_pieces(key)) is not None)
-    return frozenset(filter(None, (ring, *of_pieces)))
+    dealt = "s" if STRIPES in keys else ""
+    return frozenset(filter(None, (ring, dealt, *of_pieces)))
+
+
+def _stripes_are_uneven(
+    dims: OpDims, axis: int, outputs: tuple[TensorSpec | None, ...], mesh_shape: tuple[int, ...]
+) -> bool:
+    """Whether a rank's queries do not come to equal stripes for all ranks."""
+    pairs = zip(dims.outputs, outputs, strict=True)
+    rows = next(out.shape[names.index("s")] for names, out in pairs if names and out is not None and "s" in names)
+    return rows % mesh_shape[axis] ** 2 != 0
 
 
 class _Shardable:
@@ -320,6 +331,7 @@ def kept_whole(op: Op) -> bool:
 __all__ = [
     "WHOLE",
     "RING",
+    "STRIPES",
     "AxisChoice",
     "AxisKeys",
     "GraphKey",
@@ -334,6 +346,6 @@ __all__ = [
     "op_signature",
     "mesh_choices",
     "op_strategies",
-    "ring_choice",
+    "ring_choices",
     "strategy_named",
 ]

@@ -8,6 +8,8 @@ them next to sharded values is pinned again. Attention mixes positions too, in t
     gather      every rank has some queries and all keys (keys and values are gathered, their gradients scattered)
     alltoall    sequences are exchanged for heads around it (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509)
     ring        keys and values go round (Liu et al. 2023, arXiv 2310.01889)
+    stripes     keys are gathered, and of a causal mask every rank takes as many early queries as late ones
+                (`ir.rules.stripes`); attention without one is in balance, and is done as by gather
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.mesh import Partial, Placement, R, S, Shard, is_shardable, pads_little
 from paraplan.ir.program import Program
-from paraplan.ir.rules.strategies import RING, AxisChoice, axis_choices, dims_of, fits_letter, ring_choice
+from paraplan.ir.rules.strategies import RING, STRIPES, AxisChoice, axis_choices, dims_of, fits_letter, ring_choices
 from paraplan.planner.constraints import CP_MODES
 
-KEYS = {"gather": "s", "alltoall": "h", "ring": RING}
+KEYS = {"gather": "s", "alltoall": "h", "ring": RING, "stripes": STRIPES}
 ATTENTION = ("paraplan.attention", "paraplan.attention_grad")
 
 Keys = frozenset[str] | None
@@ -59,6 +61,13 @@ def sequence_keys(program: Program, size: int, mode: str | None) -> tuple[tuple[
                 "padded; use cp_mode=gather or alltoall, or pad the sequence in the batch"
             )
         modes = tuple(each for each in modes if each != "ring")
+    if length % size**2:
+        if modes == ("stripes",):
+            raise ConstraintError(
+                f"cp_mode=stripes: a sequence of {length} does not divide into {size} stripes for each of {size} ranks; "
+                f"use cp_mode=gather or alltoall, or sequences that {size**2} divides"
+            )
+        modes = tuple(each for each in modes if each != "stripes")
     walk = _Walk(size, modes)
     values: dict[str, Placement] = {f"batch:{name}": batch_placement(program, name) for name in program.batch}
     found: dict[int, tuple[Keys, ...]] = {}
@@ -99,14 +108,15 @@ class _Walk:
         if all(place == R for place in have):
             return None, whole
         dims = dims_of(op, graph.values)
-        ring = ring_choice(dims)
-        if op.target in ATTENTION and ring is not None:
+        rings = {choice.key: choice for choice in ring_choices(dims)}
+        if op.target in ATTENTION and rings:
             if self.modes == ("alltoall",) and dims.sizes["h"] % self.size:
                 raise ConstraintError(
                     f"cp_mode=alltoall: {dims.sizes['h']} key/value heads do not divide over {self.size} ranks "
                     f"({graph.source_of(op)}); use cp_mode=gather or ring, or a cp that divides the heads"
                 )
-            return frozenset(KEYS[mode] for mode in self.modes), _placed(ring)
+            modes = ("gather",) if self.modes == ("stripes",) and STRIPES not in rings else self.modes
+            return frozenset(KEYS[mode] for mode in modes), _placed(rings[RING])
         fitting = [
             choice for choice in axis_choices(dims)
             if fits_letter(dims, choice.letter, self.size) and self._fits(graph, op, choice, have)
