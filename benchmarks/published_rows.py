@@ -13,6 +13,7 @@ may wait on the host;
 products add up gradients of weights in Megatron-LM since 2022 (`gradient_accumulation_fusion`, by an author of
 Korthikanti et al.), and elsewhere additions do; it sums gradients of bfloat16 models in float32
 (`accumulate_allreduce_grads_in_fp32`, its arguments.py);
+both deal a causal sequence out so that ranks have alike work (torch's `context_parallel`; Llama Team 2024, 3.3.2);
 Llama 3 recomputed nothing that its authors count (Llama Team 2024, 3.3.2: "without activation checkpointing"), so what
 is tried is that, and kernels that are made again in passing (`cheap`);
 torchtitan runs a local batch as one microbatch or, in a pipeline, where it is not told, as many as that has ranks, with
@@ -207,7 +208,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
     batch = int(row["local_batch"]) * fsdp
     pins: Pins = {"dp": fsdp, "zero": 3, **({"tp": tp, "sp": True} if tp > 1 else {})}
     if cp > 1:
-        pins |= {"cp": cp, "cp_mode": "gather"}
+        pins |= {"cp": cp, "cp_mode": "stripes"}
     if row.get("async_tp", False):
         pins["overlap"] = OVERLAP
     pins |= {"recompute": "full-early-stop" if row["recompute"] == "full" else "alternate", "microbatches": 1}
@@ -241,7 +242,7 @@ def llama3_case(file: str, data: Row, row: Row) -> Case:
     layers, h, batch = of["num_hidden_layers"], of["hidden_size"], int(row["batch_per_dp"]) * dp
     pins: Pins = {"dp": dp, "tp": tp, "sp": True, "pp": pp}
     if cp > 1:
-        pins |= {"cp": cp, "cp_mode": "gather"}
+        pins |= {"cp": cp, "cp_mode": "stripes"}
     kept = tuple({"zero": zero, "recompute": name} for name in ("none", "cheap") for zero in (1, 2))
     schedules = tuple(
         {"schedule": "interleaved", "stages": llama3_stages(layers, pp * v)} for v in (8, 4, 2) if pp * v <= layers + 2

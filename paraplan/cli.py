@@ -58,7 +58,7 @@ RESULT_ENV = "PARAPLAN_RESULT"
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 CpMode = Annotated[
-    str | None, typer.Option(help="With --cp: gather, alltoall or ring in attention; chosen if not given.")
+    str | None, typer.Option(help="With --cp: gather, alltoall, ring or stripes in attention; chosen if not given.")
 ]
 Recompute = Annotated[
     str | None,

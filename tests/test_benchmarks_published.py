@@ -81,7 +81,7 @@ def test_rows_become_pins(folder: Path) -> None:
     both = {"recompute": "full-early-stop", "reduce_dtype": "fp32"}
     assert llama.pins == {"dp": 2, "tp": 8, "sp": True, **both} | pipeline | {"compiled": True}
     assert llama.free == (torchtitan_schedules(126, 4, "interleaved-1f1b"),)
-    shape = {"dp": 4, "zero": 3, "cp": 2, "cp_mode": "gather"}
+    shape = {"dp": 4, "zero": 3, "cp": 2, "cp_mode": "stripes"}
     assert long.pins == shape | both | {"microbatches": 1, "compiled": False}
     assert (long.batch, long.seq, long.name) == (4, 256, "8B 4x2 at 256")
 

@@ -114,7 +114,7 @@ def test_each_mode_communicates_in_its_own_way() -> None:
     """Per layer of Llama on two ranks: what brings attention its inputs; results leave by what reads them."""
     found = {
         mode: collectives(planned("llama", 0.0, 2, Constraints(cp=2, cp_mode=mode))[1][0])
-        for mode in ("gather", "alltoall", "ring")
+        for mode in ("gather", "alltoall", "ring", "stripes")
     }
     # one forward and one backward block: keys and values are gathered in each
     assert found["gather"] == {"all_gather": 4}
@@ -122,6 +122,9 @@ def test_each_mode_communicates_in_its_own_way() -> None:
     assert found["alltoall"] == {"all_to_all": 4}
     # one turn of keys and values in each phase, two turns of their gradients
     assert found["ring"] == {"permute": 8}
+    # keys and values gathered in each phase, and their gradients scattered; queries and results, and backward these,
+    # their sums, the gradient and what becomes of it
+    assert found["stripes"] == {"all_gather": 4, "reduce_scatter": 2, "all_to_all": 3 + 5}
 
 
 def test_heads_that_do_not_divide_are_named() -> None:

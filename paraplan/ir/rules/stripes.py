@@ -33,12 +33,24 @@ class _Stripes(Steps):
         return self._swapped(self._stacked(name, f"{name}|"), f"{name}~")
 
     def collected(self, parts: list[str], to: str) -> str:
-        """The rows of this rank, of what every rank made of its stripe of them."""
+        """The rows of this rank, of what every rank made of its stripe of them; heads lie inside rows, as kernels of
+        attention have them."""
+        wide = len(self.values[parts[0]].shape) == 4
+        if wide:
+            parts = [self._turned(part, f"{part}^t") for part in parts]
         first = self.values[parts[0]]
         joined = TensorSpec(first.dtype, (self.size * first.shape[0], *first.shape[1:]))
         args = (tuple("%" + part for part in parts), 0)
         made = self._swapped(self.add("aten.cat.default", args, {f"{to}|": joined}), f"{to}~")
+        if wide:
+            return self._turned(self._side_by_side(made, f"{to}^t", 1), to)
         return self._side_by_side(made, to)
+
+    def _turned(self, name: str, to: str) -> str:
+        """[b, h, s, d] as [b, s, h, d], or the other way."""
+        spec = self.values[name]
+        shape = tuple(spec.shape[dim] for dim in (0, 2, 1, 3))
+        return self.add("aten.permute.default", ("%" + name, (0, 2, 1, 3)), {to: TensorSpec(spec.dtype, shape)})
 
     def gathered(self, name: str) -> str:
         """All ranks' keys."""
@@ -87,10 +99,10 @@ class _Stripes(Steps):
         shape = (self.size * spec.shape[0], spec.shape[1], spec.shape[2] // self.size, *spec.shape[3:])
         return self.add("paraplan.stack", ("%" + name, self.size, 2), {to: TensorSpec(spec.dtype, shape)})
 
-    def _side_by_side(self, name: str, to: str) -> str:
+    def _side_by_side(self, name: str, to: str, dim: int = 2) -> str:
         spec = self.values[name]
-        shape = (spec.shape[0] // self.size, spec.shape[1], self.size * spec.shape[2], *spec.shape[3:])
-        return self.add("paraplan.unstack", ("%" + name, self.size, 2), {to: TensorSpec(spec.dtype, shape)})
+        shape = (spec.shape[0] // self.size, *spec.shape[1:dim], self.size * spec.shape[dim], *spec.shape[dim + 1 :])
+        return self.add("paraplan.unstack", ("%" + name, self.size, dim), {to: TensorSpec(spec.dtype, shape)})
 
     def _swapped(self, name: str, to: str) -> str:
         return self.add("all_to_all", ("%" + name,), {to: self.values[name]})
