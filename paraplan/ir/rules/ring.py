@@ -10,8 +10,7 @@ the next rank of the axis. Lowering emits it, the planner prices it, op by op. W
 in float32 at least.
 
 All ranks take every step, so with a causal mask half the blocks are computed in vain: ranks of a class run one
-program. Giving each rank an early and a late part of the sequence (zigzag, striped) would balance the work, but makes
-it a layout other ops do not know.
+program. `stripes` balances it.
 
 Source: Liu, Zaharia, Abbeel 2023, Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 """
