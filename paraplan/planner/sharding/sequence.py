@@ -64,8 +64,8 @@ def sequence_keys(program: Program, size: int, mode: str | None) -> tuple[tuple[
     if length % size**2:
         if modes == ("stripes",):
             raise ConstraintError(
-                f"cp_mode=stripes: a sequence of {length} does not divide into {size} stripes for each of {size} ranks; "
-                f"use cp_mode=gather or alltoall, or sequences that {size**2} divides"
+                f"cp_mode=stripes: a sequence of {length} does not divide into {size} stripes for each of {size} "
+                f"ranks; use cp_mode=gather or alltoall, or sequences that {size**2} divides"
             )
         modes = tuple(each for each in modes if each != "stripes")
     walk = _Walk(size, modes)
