@@ -44,7 +44,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers with a weight that the first and the last share."""
+    """Layers with a weight that the first and the last share, and a decay that is the same in every microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,8 @@ class Model(nn.Module):
         x = self.table(ids)
         for layer in self.layers:
             x = layer(x)
-        return nn.functional.cross_entropy((x @ self.table.weight.t()).flatten(0, 1), labels.flatten())
+        loss = nn.functional.cross_entropy((x @ self.table.weight.t()).flatten(0, 1), labels.flatten())
+        return loss + self.layers[3].down.weight.square().mean()
 
 
 @pytest.fixture(scope="module")

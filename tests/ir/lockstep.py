@@ -128,8 +128,8 @@ def function(target: str):  # type: ignore[no-untyped-def]
     fresh = {"memory_format": torch.contiguous_format}
     own = {
         "shard": lambda x, dim, length, start: _block(x, dim, length, start).clone(**fresh),
-        "stack": lambda x, n, dim, block=0: torch.cat(blocks(x, dim, n, block, 0), 0),
-        "unstack": lambda x, n, dim, size=None: _first(torch.cat(x.chunk(n, 0), dim), dim, size),
+        "stack": lambda x, n, dim, block=0: torch.cat(blocks(x, dim, n, block, 0), 0).contiguous(),
+        "unstack": lambda x, n, dim, size=None: _first(torch.cat(x.chunk(n, 0), dim).contiguous(), dim, size),
         "fill_tail": lambda x, *args: _set_tail(x.clone(**fresh), *args),
         "fill_tail_": lambda x, *args: _set_tail(x, *args),
         "first_only": lambda x, c: x.clone(**fresh) if c == 0 else torch.zeros(x.shape, dtype=x.dtype),

@@ -113,7 +113,7 @@ def test_one_axis_at_most_is_a_ring_and_what_turns_is_not_sharded_further() -> N
 def test_queries_are_sharded_with_whole_keys_and_keys_backward_alone() -> None:
     forward, backward = attention(False), attention(True)
     found = {s.key: s for s in op_strategies(forward.ops[0], forward.values, (2,))}
-    assert set(found) == {"-", "b", "h", "s", "ring"}
+    assert set(found) == {"-", "b", "h", "s", "ring", "stripes"}
     assert [layout_text(layout) for layout in found["s"].inputs] == ["S2", "R", "R"]
     back = {s.key: s for s in op_strategies(backward.ops[0], backward.values, (2,))}
     assert [layout_text(layout) for layout in back["s"].computed if layout] == ["S2", "P", "P"]

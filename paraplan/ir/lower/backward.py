@@ -254,9 +254,12 @@ def _param_grads(
         layout = (P if context.num_microbatches > 1 else R, *placements)
         path = backward.path(grad, layout)
         if context.grouped and path:
-            found.append(backward.get(grad, backward.home(grad)))
-            left.append(path)
-            continue
+            summed = (layout[0], *backward.home(grad)[1:])  # what is alike in all microbatches counts in one of them
+            later = backward.path(grad, layout, summed)
+            if later:
+                found.append(backward.get(grad, summed))
+                left.append(later)
+                continue
         if context.reduce_dtype and any(move.reduction for move in path):
             grad = _as_summed(backward, grad, context.reduce_dtype)
         if path and path[0].kind != "all_gather" and travels_with(backward.specs[grad], path, backward.mesh_shape):

@@ -132,9 +132,9 @@ class BlockEmitter(LayoutMoves):
         keep_zeros(self, name, local, move, result)
         return result
 
-    def path(self, name: str, layout: Layout) -> tuple[Move, ...]:
-        """The moves that bring a value from where it was given or made to a layout."""
-        return self._steps(name, self._home[name], layout)
+    def path(self, name: str, layout: Layout, since: Layout | None = None) -> tuple[Move, ...]:
+        """The moves that bring a value to a layout from another one, or from that it was given or made in."""
+        return self._steps(name, since or self._home[name], layout)
 
     def _steps(self, name: str, before: Layout, after: Layout) -> tuple[Move, ...]:
         return reshard_path(self.specs[name].shape, before, after, self.mesh_shape, frozen=1)
