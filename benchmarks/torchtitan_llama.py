@@ -33,7 +33,10 @@ class _NegativeLogLikelihood(torch.autograd.Function):
 
 
 class _LossParallel(torch.autograd.Function):
-    """The mean over tokens of float32 logits whose vocabulary may lie in shards: maxima and sums meet, nothing else."""
+    """The mean over tokens of float32 logits whose vocabulary may lie in shards: maxima and sums meet, nothing else.
+
+    torchtitan flattens the tokens of each rank, after they were sharded; so samples and sequence are kept apart here.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -69,5 +72,5 @@ class TorchtitanLlama(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.llama(input_ids=input_ids, use_cache=False).logits.float()
         if self.loss_parallel:
-            return _LossParallel.apply(logits.flatten(0, 1), labels.flatten())
+            return _LossParallel.apply(logits, labels)
         return _NegativeLogLikelihood.apply(torch.log_softmax(logits, -1), labels)
