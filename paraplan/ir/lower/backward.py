@@ -8,13 +8,13 @@ saved until then, and ops executed again go with their first reader.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.graph import Graph, Phase
+from paraplan.ir.graph import Graph, Op, Phase
 from paraplan.ir.lower.casts import casts_first, each_once
 from paraplan.ir.lower.chunks import Chunks
 from paraplan.ir.lower.emit import BlockEmitter
@@ -172,10 +172,15 @@ def _lower_part(
 
 
 def _ordered(task: _Task, taken: Collection[int], results: Collection[str | None]) -> list[int]:
-    """Ops of the backward in order, each after what it reads that is to be made again; first what nothing reads."""
+    """Ops of the backward in order, each after what it reads that is to be made again.
+
+    What is executed again for nothing follows the first op that is executed again and that it depends on, as where a
+    checkpointed region runs again whole once the backward gets to it.
+    """
     ops = task.kind.graph.ops
     again = [index for index in task.forward.remat.again if index in taken]
     makers = {out: index for index in again for out in ops[index].outs if out is not None}
+    rerun = {index: _made_of(ops, index, makers) for index in task.forward.remat.rerun if index in taken}
     found: dict[int, None] = {}
 
     def take(index: int) -> None:
@@ -184,19 +189,37 @@ def _ordered(task: _Task, taken: Collection[int], results: Collection[str | None
         found[index] = None
 
     def ensure(name: str) -> None:
-        if name in makers and makers[name] not in found:
-            take(makers[name])
+        maker = makers.get(name)
+        if maker is None or maker in found:
+            return
+        for index in [index for index, needed in rerun.items() if maker in needed]:
+            if rerun.pop(index, None) is not None:
+                take(index)
+        if maker not in found:
+            take(maker)
 
-    for index in (*task.forward.remat.rerun, *ops_of(task.kind, Phase.BACKWARD)):
+    for index in ops_of(task.kind, Phase.BACKWARD):
         if index in taken:
             take(index)
     for grad in results:
         if grad is not None:
             ensure(grad)
-    for index in again:  # what only a later part reads
+    for index in [*again, *rerun]:  # what only a later part reads, or nothing depends on
         if index not in found:
             take(index)
     return list(found)
+
+
+def _made_of(ops: Sequence[Op], index: int, makers: Mapping[str, int]) -> set[int]:
+    """The ops among `makers` that an op depends on, however far."""
+    found: set[int] = set()
+    wanted = [*ops[index].tensors]
+    while wanted:
+        maker = makers.get(wanted.pop())
+        if maker is not None and maker not in found:
+            found.add(maker)
+            wanted += ops[maker].tensors
+    return found
 
 
 def _dropping(graph: Graph, rerun: Collection[int]) -> Graph:

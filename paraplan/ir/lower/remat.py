@@ -5,8 +5,8 @@ again in the backward, once, just before its first reader there; what that op re
 made again too, or the segment's own inputs, parameters and outputs, which are held outside of it anyhow. An op executed
 again makes all its results again, so none of them is saved. A choice may also ask for an op to be executed again though
 nothing needs it ("rerun"), as systems do that run whole layers again (Megatron-LM): its result, kept as it would be
-otherwise, is made when the backward begins and dropped. Or a choice may ask for a value to wait on a tier (`away`);
-that says nothing of a value which is not saved.
+otherwise, is made with the first of what it depends on, and dropped. Or a choice may ask for a value to wait on a tier
+(`away`); that says nothing of a value which is not saved.
 
 Random ops draw the same numbers (their generator is keyed by seed and element index); collectives inside are repeated.
 Source: checkpointing at the level of ops, as Checkmate (Jain et al. 2020) plans it, with one recomputation per value.
