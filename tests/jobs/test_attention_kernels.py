@@ -127,6 +127,7 @@ class _Torchs:
     """Stands for `torch.ops.aten` on a CPU: attention by the reference kernels, with torch's conditions on CUDA."""
 
     nan_to_num = torch.ops.aten.nan_to_num
+    stats_dims = 4
 
     def _added(self, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         if mask is not None:
@@ -170,15 +171,19 @@ class _Torchs:
         assert mask is None and logs and p == 0.0 and not debug
         whole = (*q.shape[:3], k.shape[2])
         out, lse = kernels.attention(q, k, v, None, None, 0.0, 0, causal, scale, whole, (0, 0, 0, 0))
-        return torch.empty_like(q).copy_(out), lse.unsqueeze(-1)
+        return torch.empty_like(q).copy_(out), lse.unsqueeze(-1) if self.stats_dims == 4 else lse
 
     def _scaled_dot_product_cudnn_attention_backward(
         self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor,
         mask: None, starts_q: None, starts_k: None, s: int, t: int, p: float, causal: bool, *, scale: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert lse.dim() == 3 and seed.dtype == offset.dtype == torch.int64 and (s, t) == (q.shape[2], k.shape[2])
+        assert (
+            lse.dim() == self.stats_dims
+            and seed.dtype == offset.dtype == torch.int64
+            and (s, t) == (q.shape[2], k.shape[2])
+        )
         rest = 0.0, 0, causal, scale, (*q.shape[:3], t), (0, 0, 0, 0), False
-        found = kernels.attention_grad(g, q, k, v, None, None, out, lse, *rest)[:3]
+        found = kernels.attention_grad(g, q, k, v, None, None, out, lse.view(q.shape[:3]), *rest)[:3]
         return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), found, strict=True))
 
 
@@ -195,12 +200,17 @@ def _assert_reference(module: Any, target: str, args: tuple[Any, ...]) -> None:
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("module", "kernel"), [(efficient, "efficient"), (cudnn, "cudnn")])
+@pytest.mark.parametrize(
+    ("module", "kernel", "stats_dims"), [(efficient, "efficient", 4), (cudnn, "cudnn", 4), (cudnn, "cudnn", 3)]
+)
 def test_what_is_asked_of_torchs_kernels_and_made_of_it(
-    monkeypatch: pytest.MonkeyPatch, module: Any, kernel: str
+    monkeypatch: pytest.MonkeyPatch, module: Any, kernel: str, stats_dims: int
 ) -> None:
-    """Rows that attend to nothing, masks of odd rows, log-sums without padding."""
-    monkeypatch.setattr(module, "aten", _Torchs())
+    """Rows that attend to nothing, masks of odd rows, log-sums without padding, and either shape of cuDNN's."""
+    torchs = _Torchs()
+    torchs.stats_dims = stats_dims
+    monkeypatch.setattr(module, "aten", torchs)
+    monkeypatch.setattr(cudnn.Stats, "dims", 4)
     ran = 0
     for target, args in _cases():
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -247,6 +257,30 @@ def test_which_masks_the_efficient_kernel_takes() -> None:
         args = (out, q, k, v, torch.zeros(shape), None, out, torch.zeros(B, H, 32), *rest)
         call = _call([x for x in args if isinstance(x, Tensor)], args)
         assert ("efficient" in [each.name for each in fitting("cuda", "paraplan.attention_grad", call)]) == fits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "s", "d", "inside"),
+    [
+        (torch.bfloat16, 128, 64, 8 * (512 + 2 * (16384 + 16))),  # δ, and two tiles of dQ with their locks, a head
+        (torch.bfloat16, 128, 128, 8 * (512 + 65536 + 16)),
+        (
+            torch.bfloat16,
+            128,
+            192,
+            8 * (512 + 3 * (32768 + 16) + 2 * 2 * 64 * 256 * 4),
+        ),  # dK and dV, two splits of keys
+        (torch.float32, 128, 64, 8 * 512 * 66),  # δ by three ops of torch's
+    ],
+)
+def test_what_the_efficient_backward_allocates_inside(dtype: torch.dtype, s: int, d: int, inside: int) -> None:
+    """By hand, as `workspace_size` of torch's `kernel_backward.h` has it."""
+    q, k, v, out = (torch.zeros(B, s, H, d, dtype=dtype).transpose(1, 2) for _ in range(4))
+    rest = 0.0, 0, False, 0.25, (B, H, s, s), (0, 0, 0, 0), False
+    args = (out, q, k, v, None, None, out, torch.zeros(B, H, s), *rest)
+    call = _call([x for x in args if isinstance(x, Tensor)], args)
+    (kernel,) = [x for x in fitting("cuda", "paraplan.attention_grad", call) if x.name == "efficient"]
+    assert kernel.workspace(call) == 24 + inside
 
 
 class Attending(nn.Module):

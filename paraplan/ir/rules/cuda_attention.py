@@ -206,11 +206,14 @@ def _efficient_launches(call: Call) -> int:
 
 
 def _efficient_workspace(call: Call) -> int:
-    """The mask beside padded log-sums, which are copied once it is gone."""
+    """The mask, and in half precision the float32 sums of values wider than 128, beside padded log-sums, which are
+    copied once those are gone."""
     of = _Attention(call, False)
     padded = _padded_lse_bytes(of) if of.query.shape[2] % 32 else 0
     whole = 4 * math.prod(of.query.shape[:3]) if padded else 0
-    return _STATE + padded + max(_mask_bytes(of) - whole, 0)
+    wide = of.query.dtype in HALF and of.value.shape[3] > 128
+    sums = 4 * math.prod((*of.query.shape[:3], of.value.shape[3])) if wide else 0
+    return _STATE + padded + max(_mask_bytes(of) + sums - whole, 0)
 
 
 def _lse_copies(of: _Attention) -> int:
