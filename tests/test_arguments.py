@@ -58,13 +58,24 @@ def test_a_batchs_values(plan: Plan) -> None:
         (x.to_sparse(), r"sparse_coo; give x.to_dense\(\)"),
         (x.to("meta"), "on meta"),
         (x.long(), r"torch.int64, the plan was made for torch.float32; give x.to\(torch.float32\)"),
+        (x.double(), r"torch.float64, the plan was made for torch.float32; give x.to\(torch.float32\)"),
+        (x.half(), "torch.float16"),
         (x.bool(), "torch.bool"),
         (x.to(torch.complex64), "torch.complex64"),
     ):
         for take in (trainer.step, trainer.eval_step):
             with pytest.raises(PlanMismatchError, match=rf"batch input x is .*{said}"):
                 take({**BATCH, "x": value})
-    assert torch.isfinite(trainer.step({**BATCH, "x": x.double()}))
+    with pytest.raises(RuntimeError, match="dtype"):
+        Net()(**{**BATCH, "x": x.double()})
+    with pytest.raises(PlanMismatchError, match=r"torch.float64, the plan was made for torch.float32"):
+        plan.check(Net(), [{**BATCH, "x": x.double()}])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_a_batch_as_it_was_captured_is_taken_under_every_precision(precision: str) -> None:
+    made = paraplan.compile(Net(), "local:1", example_inputs=BATCH, precision=precision)
+    assert torch.isfinite(made.executable(Net()).step(BATCH))
 
 
 def test_arguments(plan: Plan, tmp_path: Path) -> None:

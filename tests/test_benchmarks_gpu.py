@@ -18,7 +18,11 @@ HERE = Place("cpu", True)
 QUICK = (
     *("kernels gpt2 fp32", "ranks dlrm", "attention 1024 p 0.1", "train gpt2 fp32", "copies states on host"),
     *("memory 97%", "graphs gpt2 bf16 p 0.1", "rest checkpoint", "nccl all_gather", "host per instruction"),
-    "speed dropout",
+    *(
+        "speed dropout",
+        "kernels attention efficient, bool mask bf16, odd",
+        "speed attention flash, causal bf16, grouped",
+    ),
 )
 
 

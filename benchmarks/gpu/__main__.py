@@ -3,7 +3,7 @@
     python -m benchmarks.gpu [--only "^kernels "] [--json FILE [--resume]]       make gpu [PART=kernels]
 
 kernels      every instruction of a model's step against its reference kernel in float64: values, strides, and what it
-             allocates inside; random bits equal
+             allocates inside; random bits equal; and every kernel that attention may run as
 ranks        random plans of four ranks on the one device, in float32, against one device in float64
 attention    one attention's step at 1k, 8k and 32k positions, with and without dropout
 train        steps of models against eager PyTorch: losses, time, peak and reserved memory against what the plan says,
@@ -14,7 +14,7 @@ graphs       steps captured once and replayed
 rest         fp16, fp8, torch.compile, states on the host, checkpoints
 nccl         collectives of one rank, the device busy
 host         time of the host for an instruction, beside eager's
-speed        dropout, norm and loss beside torch's
+speed        dropout, norm, loss and every kernel of attention beside torch's
 profile      ops measured, a plan made of them, twenty of its steps
 
 A case that fails is told, and the others go on; what is wrong is under `failures`, and what is right but slower or

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paraplan as pp
+from benchmarks.gpu import attentions
 from benchmarks.gpu.place import Place, median_ms, ratio
 from benchmarks.gpu.training import RATE, Batch, eager_ms, text
 from benchmarks.table import Case, Row
@@ -141,7 +142,8 @@ def cases(place: Place) -> dict[str, dict[str, Case]]:
     """By part."""
     return {
         "host": {"per instruction": partial(per_instruction, place)},
-        "speed": {name: partial(kernel, place, name) for name in ("dropout", "rms norm", "cross-entropy")},
+        "speed": {name: partial(kernel, place, name) for name in ("dropout", "rms norm", "cross-entropy")}
+        | attentions.speeds(place),
         "profile": {"gpt2": partial(profiled, place)},
         "nccl": {name: partial(collective, place, name) for name in COLLECTIVES},
     }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from benchmarks.gpu import attentions
 from benchmarks.gpu.place import Place
 from benchmarks.table import Case, Row
 from benchmarks.zoo import build
@@ -232,6 +233,7 @@ def cases(place: Place) -> dict[str, dict[str, Case]]:
             f"{name} {precision}": lambda a=(name, precision): kernels(place, *a)
             for name in models
             for precision in (("fp32",) if place.small else ("fp32", "bf16"))  # torch sums in bf16 on a CPU
-        },
+        }
+        | attentions.parities(place),
         "ranks": {name: lambda a=name: ranks(place, a, seeds) for name in models},
     }

@@ -286,7 +286,7 @@ def _signature(block: Block, instr: Instr) -> tuple[tuple[LocalValue, ...], int,
     inputs = tuple([block.values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))])
     flag = int(variant(instr.target, instr.args, instr.kwargs))
     strides = [odd_strides(x.shape, x.strides) for x in inputs]
-    return inputs, flag, strides, detail_of(instr.target, instr.args, instr.kwargs)
+    return inputs, flag, strides, detail_of(instr.target, instr.args, instr.kwargs, instr.kernel)
 
 
 def _tensors(inputs: tuple[LocalValue, ...], strides: list[tuple[int, ...]]) -> tuple[Measured, ...]:

@@ -22,6 +22,7 @@ from paraplan.cost_models.curves import Curve, fit_curve
 from paraplan.cost_models.ops import OpWork, op_time_s, rate_of, work_of
 from paraplan.ir.cluster import Device
 from paraplan.ir.errors import CostModelError
+from paraplan.ir.kernel_choice import has_choice
 from paraplan.ir.profile import UPDATE, VIEW, CollectiveTime, OpTime, Profile
 
 MEASURED, INTERPOLATED, MODELLED = "measured", "interpolated", "modelled"
@@ -73,9 +74,14 @@ class MeasuredTimes:
 
     @cached_property
     def _points(self) -> tuple[tuple[str, str, str, float, float], ...]:
-        """(shape key, target, class, analytic seconds, measured seconds), with the dtype in target and class."""
+        """(shape key, target, class, analytic seconds, measured seconds), with the dtype in target and class.
+
+        Of several kernels that an op may run as the quickest counts, which plans take.
+        """
         found = []
         for op in self.profile.ops:
+            if has_choice(op.target) and op is not self.by_shape_key[op.shape_key]:
+                continue
             work = _work(op)
             if work is not None and op.samples and self.has_rate(work):
                 expected = op_time_s(work, self.device)

@@ -2,8 +2,9 @@
 
 Every canonical op has a reference kernel, a composition of torch's ops that runs anywhere (`ir.trace.kernels`). On a
 kind of device there may be others, one record each: when it applies, how many kernels it launches, what it allocates
-inside. The first that applies is written into the instruction (`Instr.kernel`), and nothing asks for the device again.
-Ops of torch's own launch one kernel, views none.
+inside. The first that applies is written into the instruction (`Instr.kernel`), and nothing asks for the device again;
+where a profile has measured some of those that apply, the quickest of them. Ops of torch's own launch one kernel, views
+none.
 """
 
 from __future__ import annotations
@@ -40,13 +41,19 @@ class Kernel(NamedTuple):
         fits: whether it takes this call.
         launches: kernels it launches.
         workspace: bytes it allocates and drops inside.
+        capability: least compute capability of a device that has it. Plans do not know those of their devices: one that
+            asks for more than 8 is taken only where it was measured.
     """
 
     name: str
     fits: Callable[[Call], bool]
     launches: Callable[[Call], int]
     workspace: Callable[[Call], int]
+    capability: int = 8
 
+
+Seconds = Callable[[str], float | None]
+"""By the name of a kernel, its measured time; None where there is none."""
 
 _KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {}
 
@@ -62,9 +69,28 @@ def offered(backend: str) -> dict[str, tuple[Kernel, ...]]:
     return {target: kernels for (of, target), kernels in _KERNELS.items() if of == backend}
 
 
-def chosen(backend: str, target: str, call: Call) -> Kernel | None:
-    """The kernel an op runs as; None for the reference kernel."""
-    return next((kernel for kernel in _KERNELS.get((backend, target), ()) if kernel.fits(call)), None)
+def fitting(backend: str, target: str, call: Call) -> tuple[Kernel, ...]:
+    """The kernels that take a call, the preferred ones first."""
+    return tuple(kernel for kernel in _KERNELS.get((backend, target), ()) if kernel.fits(call))
+
+
+def chosen(backend: str, target: str, call: Call, seconds: Seconds | None = None) -> Kernel | None:
+    """The kernel an op runs as: the quickest of those measured, else the first; None for the reference kernel.
+
+    Args:
+        backend, target, call: the op, where it runs, and on what.
+        seconds: times of it as each kernel.
+    """
+    found = fitting(backend, target, call)
+    timed = [(took, place) for place, each in enumerate(found) if seconds and (took := seconds(each.name)) is not None]
+    if timed:
+        return found[min(timed)[1]]
+    return next((kernel for kernel in found if kernel.capability <= 8), None)
+
+
+def has_choice(target: str) -> bool:
+    """Whether any kind of device has several kernels for an op: times of it say of which they are."""
+    return any(of == target and len(kernels) > 1 for (_, of), kernels in _KERNELS.items())
 
 
 Dims = tuple[int, ...]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from paraplan.ir.errors import ProfileError
 from paraplan.ir.graph import Arg
+from paraplan.ir.kernel_choice import has_choice
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES
@@ -177,15 +178,15 @@ def odd_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, 
     return strides
 
 
-def detail_of(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> str:
-    """The arguments that may change an op's kernel, as text.
+def detail_of(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], kernel: str = "") -> str:
+    """The arguments that may change an op's kernel, as text; and as which it runs, where there are several.
 
     Of torch's ops all but floats (scales and epsilons); of our own only what chooses a path: truths, probabilities
     being zero or not. Their integers are shapes, offsets and numbers of random ops.
     """
     ours = target.startswith("paraplan.")
     given = [_plain(arg, ours) for arg in args], {key: _plain(arg, ours) for key, arg in sorted(kwargs.items())}
-    return json.dumps(given, separators=(",", ":"))
+    return json.dumps(given, separators=(",", ":")) + (f" as {kernel}" if kernel and has_choice(target) else "")
 
 
 def _plain(arg: Arg, ours: bool) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -20,7 +20,7 @@ import msgspec
 from paraplan.cost_models.ops import is_free, variant
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.graph import Arg, Graph, Op, Phase, map_refs, refs
-from paraplan.ir.kernel_choice import Call, chosen
+from paraplan.ir.kernel_choice import Call, chosen, fitting, has_choice
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.held import cast_graph, held_casts
@@ -45,6 +45,7 @@ class LocalOp:
     Attributes:
         target, args, kwargs: of the instruction, tensors as "%0", "%1", ... in order of appearance.
         inputs, outputs: its tensors; inputs one per appearance.
+        run_as: as which kernel; "" for the one that a plan without a profile chooses.
     """
 
     target: str
@@ -52,6 +53,12 @@ class LocalOp:
     kwargs: dict[str, Arg]
     inputs: tuple[Measured, ...]
     outputs: tuple[Measured | None, ...]
+    run_as: str = ""
+
+    @property
+    def name(self) -> str:
+        """What is said to have failed where it did."""
+        return f"{self.target} as {self.run_as}" if self.run_as else self.target
 
     @property
     def flag(self) -> int:
@@ -61,15 +68,33 @@ class LocalOp:
     @property
     def detail(self) -> str:
         """What of its arguments may change its kernel."""
-        return detail_of(self.target, self.args, self.kwargs)
+        return detail_of(self.target, self.args, self.kwargs, self.run_as)
 
     def kernel(self, backend: str) -> str:
-        """As which kernel a plan for a kind of device runs it; "" for the reference kernel."""
+        """As which kernel it runs on a kind of device; "" for the reference kernel."""
+        if self.run_as:
+            return self.run_as
+        found = chosen(backend, self.target, self._call)
+        return "" if found is None else found.name
+
+    @property
+    def _call(self) -> Call:
         inputs, outputs = (
             [None if each is None else _local(each) for each in of] for of in (self.inputs, self.outputs)
         )
-        found = chosen(backend, self.target, Call(inputs, outputs, self.args))
-        return "" if found is None else found.name
+        return Call(inputs, outputs, self.args)
+
+    def ways(self, backend: str, capability: int) -> tuple[LocalOp, ...]:
+        """The op as each kernel of a device that takes it, where there is a choice; else itself.
+
+        Args:
+            backend: the device's.
+            capability: its compute capability, the larger number.
+        """
+        if not has_choice(self.target):
+            return (self,)
+        found = [each for each in fitting(backend, self.target, self._call) if each.capability <= capability]
+        return tuple(replace(self, run_as=each.name) for each in found) or (self,)
 
     @property
     def full_key(self) -> str:

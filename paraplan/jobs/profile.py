@@ -45,7 +45,7 @@ class Measuring:
 
     Attributes:
         measured, known: local ops measured now, and found in the file.
-        failed: target -> why, of ops that could not be run on random inputs.
+        failed: target, and the kernel where there are several -> why, of ops that could not be run on random inputs.
         profile: all the file has of this machine.
         errors: of interpolation, by cross-validation, per class of op.
     """
@@ -168,6 +168,7 @@ def profile_program(
         ConstraintError: there is no such device.
     """
     machine = this_machine(device, threads, processes)
+    kind = _kind(device)
     done = Measuring()
     beside = companions(machine.processes - 1, threads)
     with ProfileWriter(path, machine) as writer, _threads(threads), beside as others:
@@ -185,7 +186,8 @@ def profile_program(
             before = dict(done.failed)
             tell(f"op {number + 1} of {len(parts)}, {done.measured} shapes measured: {ops[0].target if ops else ''}")
             for op in ops:
-                _measure(op, meter, book, done)
+                for way in op.ways(*kind):
+                    _measure(way, meter, book, done)
             if family.name and done.failed == before:
                 writer.cover(family.name)
         done.profile = writer.profile()
@@ -194,16 +196,22 @@ def profile_program(
     return done
 
 
+def _kind(device: str) -> tuple[str, int]:
+    """A device's backend and compute capability, the larger number."""
+    backend = torch.device(device).type
+    return backend, torch.cuda.get_device_capability(device)[0] if backend == "cuda" else 0
+
+
 def _measure(op: LocalOp, meter: Meter, book: Book, done: Measuring) -> None:
     if not book.lacks(op.full_key):
         done.known += 1
         return
-    if op.target in done.failed:
+    if op.name in done.failed:
         return
     try:
         found = meter.op(op)
     except FAULTS as fault:
-        done.failed[op.target] = f"{type(fault).__name__}: {fault}"
+        done.failed[op.name] = f"{type(fault).__name__}: {fault}"
         return
     book.enter(found)
     done.measured += 1

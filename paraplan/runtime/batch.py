@@ -34,8 +34,8 @@ def shard_batch(
     """Cut a global batch; one with fewer rows is padded first, where that changes nothing (see `ragged`).
 
     Raises:
-        PlanMismatchError: inputs are missing, unknown or no dense tensors, or have another kind of numbers or another
-            shape than the plan was made for.
+        PlanMismatchError: inputs are missing, unknown or no dense tensors, or have another dtype or another shape than
+            the plan was made for.
     """
     check_values(plan, batch)
     batch = ragged.pad(plan, batch)
@@ -76,7 +76,7 @@ def _check_names(plan: Plan, batch: Mapping[str, Tensor]) -> None:
 
 
 def check_values(plan: Plan, batch: Mapping[str, Tensor]) -> None:
-    """Refuse a batch without the plan's inputs, or with what is no dense tensor of their kind of numbers.
+    """Refuse a batch without the plan's inputs, or with what is no dense tensor of their dtype.
 
     Raises:
         PlanMismatchError: names the input, what it is, and what to give.
@@ -94,7 +94,7 @@ def check_values(plan: Plan, batch: Mapping[str, Tensor]) -> None:
             raise PlanMismatchError(f"batch input {name} {own_functions(x)}")
         if x.device.type == "meta":
             raise PlanMismatchError(f"batch input {name} is on meta and has no values; give a tensor that has ({spec})")
-        refuse_kind(name, x.dtype, getattr(torch, spec.dtype), "the plan was made for")
+        refuse_dtype(name, x.dtype, getattr(torch, spec.dtype), "the plan was made for", plan.program.precision)
 
 
 def refuse_not_dense(name: str, x: Tensor) -> None:
@@ -107,18 +107,19 @@ def refuse_not_dense(name: str, x: Tensor) -> None:
         raise PlanMismatchError(f"batch input {name} is {said}")
 
 
-def refuse_kind(name: str, given: torch.dtype, wanted: torch.dtype, captured: str) -> None:
-    """Refuse numbers that eager would compute with by other rules: integers for floats, floats for integers ...
+def refuse_dtype(name: str, given: torch.dtype, wanted: torch.dtype, captured: str, precision: str) -> None:
+    """Refuse numbers that eager would compute with by other rules, or not at all: float64 for float32, integers for
+    floats ...
 
-    Floats are rounded, signed integers widened.
+    Signed integers are widened, and under fp64 floats, which it widens the captured batch's to as well.
 
     Raises:
         PlanMismatchError: names the input and both dtypes.
     """
-    kinds = (given.is_floating_point, given.is_complex, given.is_signed, given == torch.bool)
-    alike = kinds == (wanted.is_floating_point, wanted.is_complex, wanted.is_signed, wanted == torch.bool)
-    narrowed = not (given.is_floating_point or given.is_complex) and given.itemsize > wanted.itemsize
-    if given != wanted and (not alike or narrowed or not (given.is_signed or given.is_floating_point)):
+    real = not any(x.is_floating_point or x.is_complex or x == torch.bool for x in (given, wanted))
+    widened = real and given.is_signed and wanted.is_signed and given.itemsize <= wanted.itemsize
+    widened = widened or (precision == "fp64" and given.is_floating_point and wanted == torch.float64)
+    if given != wanted and not widened:
         raise PlanMismatchError(
             f"batch input {name} is {given}, {captured} {wanted}; give {name}.to({wanted}) if that is what is meant, "
             "or plan again with such inputs"

@@ -36,6 +36,8 @@ class Checkpointing:
     held: tuple[Holding, ...]
     state: Rank
     transport: DistributedTransport
+    frozen_dtypes: Mapping[str, torch.dtype]
+    """Of parameters that are not trained, as the user's model has them."""
 
     def flush(self) -> None:
         """Apply gradients that wait for the next step (a plan's `delayed_update`); all ranks must call.
@@ -106,14 +108,23 @@ class Checkpointing:
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Full tensors on cpu, gathered one by one, as in `state_dict`; tied parameters under each of their names.
 
+        Trained parameters are float32 masters under half precisions. Frozen ones have the dtype of the user's model and
+        the values the plan computes with: under half precisions it keeps none wider, so those of a float32 model are
+        rounded, once, and a resume goes on exactly. The model given to `executable` still has its own.
+
         Args:
             rank0_only: only rank 0 keeps them; the others return {}. All ranks must call.
         """
         self.flush()
-        return self.full_tensors(rank0_only)
+        full = self.full_tensors(rank0_only)
+        for name, dtype in self.frozen_dtypes.items():
+            if name in full:
+                kept, param = full[name].to(dtype), self.plan.program.params[name]
+                full |= dict.fromkeys((name, *param.aliases), kept)
+        return full
 
     def full_tensors(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """As `full_state_dict`, without gradients that wait for the next step."""
+        """As `full_state_dict`, without gradients that wait for the next step, and in the dtypes of the plan."""
         if self.state.has_begun:
             self.flush()
         found: dict[str, Tensor] = {}

@@ -21,7 +21,7 @@ from paraplan.ir.seeds import segment_seed
 from paraplan.ir.sources import source_lines
 from paraplan.ir.trace.fake import overrides_functions, own_functions
 from paraplan.runtime import ragged
-from paraplan.runtime.batch import refuse_kind, refuse_not_dense
+from paraplan.runtime.batch import refuse_dtype, refuse_not_dense
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor, Modules, make_tapes
 from paraplan.runtime.rank import split_steps
@@ -162,7 +162,7 @@ class FittedStep:
                     f"input {name} has shape {tuple(given.shape)}, the step was captured with "
                     f"{entry.spec.shape}; pad it, or call fit again with such inputs"
                 )
-            refuse_kind(name, given.dtype, dtype, "the step was captured with")
+            refuse_dtype(name, given.dtype, dtype, "the step was captured with", program.precision)
             if not torch.can_cast(given.dtype, dtype) or given.device.type != self.device:
                 raise PlanMismatchError(
                     f"input {name} is {given.dtype} on {given.device.type}, the step was captured with {dtype} on "

@@ -24,6 +24,7 @@ from paraplan.ir.entry import Entry
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.holding import counted_here, holding_of, holdings
 from paraplan.ir.plan import Plan
+from paraplan.ir.program import trained_params
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
 from paraplan.ir.trace.reading import Reads
@@ -103,6 +104,9 @@ class Trainer(TrainingStates):
             program, modules, coordinates, transport, self.rank, source_lines(plan.program), copier=copier
         )
         self.attributes = Attributes(plan, model, reads)
+        own = dict(model.named_parameters(remove_duplicate=False))
+        frozen = plan.program.params.keys() - set(trained_params(plan.program))
+        self.frozen_dtypes = {name: own[name].dtype for name in sorted(frozen) if name in own}
         values = values_of(plan.program, model, weights, seed) if share is None else share.state
         self.state = Rank(plan, executor, values, seed, transport.device)
         if len(self.held) > 1:

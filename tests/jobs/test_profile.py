@@ -67,6 +67,27 @@ def test_a_model_is_measured_once_and_a_cut_run_goes_on(
     assert {"paraplan.linear", "paraplan.attention_grad", "paraplan.dropout", "view", "update.adamw.fused"} <= targets
 
 
+def test_each_kernel_of_a_device_is_measured(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails leaves the others; an op without a choice is measured once."""
+
+    def measure(op: LocalOp, device: str) -> OpTime:
+        if op.run_as == "efficient":
+            raise RuntimeError("no kernel image is available")
+        given = (op.inputs, op.outputs, op.detail)
+        return OpTime(target=op.target, flag=op.flag, inputs=given[0], outputs=given[1], detail=given[2], seconds=1.0)
+
+    monkeypatch.setattr(profile, "_kind", lambda device: ("cuda", 9))
+    monkeypatch.setattr(profile, "measure_op", measure)
+    small = build("gpt2", 0.0)
+    plain = capture(small.model, small.batch)
+    done = profile_program(plain, tmp_path / "p.db", ways=1)
+    assert set(done.failed) == {"paraplan.attention as efficient", "paraplan.attention_grad as efficient"}
+    assert done.profile is not None
+    details = [op.detail for op in done.profile.ops if op.target == "paraplan.attention"]
+    assert details and all(each.endswith(" as triton") for each in details)
+    assert not any(" as " in op.detail for op in done.profile.ops if op.target == "paraplan.linear")
+
+
 def test_workspace_and_strides_are_the_op_s(program: Program) -> None:
     logits = Measured("float32", (4, 8, 16))
     loss = LocalOp(

@@ -86,3 +86,58 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     for wrong, says in BAD:
         with pytest.raises(ParaplanError, match=says):
             wrong(taken, optimizer)
+
+
+class Adapted(nn.Module):
+    """A frozen layer read under two names, and one that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.out = nn.Linear(12, 12), nn.Linear(12, 10)
+        self.again = self.base
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.again(self.base(x))).square().mean()
+
+
+def _adapted(seed: int, base: torch.dtype = torch.float32) -> tuple[Adapted, Any]:
+    torch.manual_seed(seed)
+    model = Adapted()
+    model.base.to(base)
+    plan = paraplan.compile(model, "local:1", example_inputs={"x": torch.randn(8, 12)}, precision="bf16")
+    return model, plan.executable(model)
+
+
+def test_frozen_weights_come_back_in_the_dtype_of_the_users_model() -> None:
+    """Rounded where the plan keeps halves alone; what was saved goes on exactly, and goes into the user's model."""
+    model, taken = _adapted(0)
+    optimizer = taken.optimizer(torch.optim.AdamW, lr=0.1)
+
+    def steps(of: Any, optimizer: Any, numbers: range) -> list[float]:
+        found = []
+        for number in numbers:
+            x = torch.randn(8, 12, generator=torch.Generator().manual_seed(number))
+            found.append(float(of.step({"x": x})))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    steps(taken, optimizer, range(2))
+    full = taken.full_state_dict()
+    assert {name: x.dtype for name, x in full.items()} == dict.fromkeys(model.state_dict(), torch.float32)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if not param.requires_grad:
+            assert torch.equal(full[name], param.bfloat16().float())
+    model.load_state_dict(full)
+    saved = taken.full_training_state(optimizer)
+    _, other = _adapted(1)
+    going_on = other.optimizer(torch.optim.AdamW, lr=0.1)
+    other.load_full_training_state(saved, going_on)
+    assert steps(other, going_on, range(2, 5)) == steps(taken, optimizer, range(2, 5))
+
+
+def test_frozen_weights_in_halves_stay_so() -> None:
+    model, taken = _adapted(0, torch.bfloat16)
+    full = taken.full_state_dict()
+    assert torch.equal(full["base.weight"], model.base.weight) and full["base.weight"].dtype == torch.bfloat16

@@ -1,7 +1,8 @@
 """Choosing the kernels of a rank's program for the kind of device it runs on.
 
-Lowering writes what is computed; this pass writes as which kernel (`Instr.kernel`), with the workspace of that one. A
-plan for a CPU is left as it is.
+Lowering writes what is computed; this pass writes as which kernel (`Instr.kernel`), with the workspace of that one: of
+those that take a call the quickest in the plan's profile, where it has times of its devices, else the first. A plan for
+a CPU is left as it is.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from collections.abc import Mapping
 import msgspec
 
 from paraplan.ir.graph import refs
-from paraplan.ir.kernel_choice import Call, chosen
+from paraplan.ir.kernel_choice import Call, chosen, has_choice
 from paraplan.ir.plan import Plan
+from paraplan.ir.profile import Measured, Profile, detail_of, odd_strides
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
 from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
 
+Key = tuple[str, str, tuple[Measured, ...], tuple[Measured | None, ...]]
+"""Target, detail (which names the kernel), inputs, outputs."""
+Times = Mapping[Key, float]
 
-def implement(program: RankProgram, backend: str, done: dict[int, Block]) -> RankProgram:
+
+def implement(program: RankProgram, backend: str, times: Times, done: dict[int, Block]) -> RankProgram:
     """The program with kernels chosen.
 
     Args:
         program: as lowered.
         backend: of its devices, "cpu" or "cuda".
+        times: measured seconds of ops that have several kernels.
         done: blocks by the id of what they were made from, shared by the programs of a plan; added to.
     """
     if backend == "cpu":
@@ -30,7 +37,7 @@ def implement(program: RankProgram, backend: str, done: dict[int, Block]) -> Ran
     blocks = {}
     for name, block in program.blocks.items():
         if id(block) not in done:
-            done[id(block)] = _with_kernels(block, backend)
+            done[id(block)] = _with_kernels(block, backend, times)
         blocks[name] = done[id(block)]
     return msgspec.structs.replace(program, blocks=blocks)
 
@@ -38,12 +45,34 @@ def implement(program: RankProgram, backend: str, done: dict[int, Block]) -> Ran
 def implement_all(programs: Mapping[tuple[str, ...], RankProgram], plan: Plan) -> tuple[RankProgram, ...]:
     """Per rank class of the plan's schedule, its program (by its actions) with kernels chosen."""
     done: dict[int, Block] = {}
-    made = {actions: implement(program, plan.cluster.backend, done) for actions, program in programs.items()}
+    backend = plan.cluster.backend
+    times = {} if backend == "cpu" else _times_of(plan)
+    made = {actions: implement(program, backend, times, done) for actions, program in programs.items()}
     return tuple(made[actions] for actions in plan.schedule.classes)
 
 
-def _with_kernels(block: Block, backend: str) -> Block:
-    return msgspec.structs.replace(block, instrs=tuple(_with_kernel(block, instr, backend) for instr in block.instrs))
+def _times_of(plan: Plan) -> Times:
+    """Times of a plan's profile, where all its devices are of the kind that they were taken on."""
+    profile = plan.profile
+    if profile is None or any(group.device.kind != profile.device for group in plan.cluster.groups):
+        return {}
+    for known, times in _KEPT:
+        if known is profile:
+            return times
+    timed = (op for op in profile.ops if op.samples and has_choice(op.target))
+    times = {(op.target, op.detail, op.inputs, op.outputs): op.seconds for op in timed}
+    _KEPT.insert(0, (profile, times))
+    del _KEPT[2:]
+    return times
+
+
+_KEPT: list[tuple[Profile, Times]] = []
+"""Of the last profiles: a search lowers hundreds of plans with one."""
+
+
+def _with_kernels(block: Block, backend: str, times: Times) -> Block:
+    instrs = tuple(_with_kernel(block, instr, backend, times) for instr in block.instrs)
+    return msgspec.structs.replace(block, instrs=instrs)
 
 
 def call_of(block: Block, instr: Instr) -> Call:
@@ -52,11 +81,22 @@ def call_of(block: Block, instr: Instr) -> Call:
     return Call(inputs, [None if name is None else block.values[name] for name in instr.outs], instr.args)
 
 
-def _with_kernel(block: Block, instr: Instr, backend: str) -> Instr:
+def _with_kernel(block: Block, instr: Instr, backend: str, times: Times) -> Instr:
     if instr.kind is not InstrKind.OP:
         return instr
     call = call_of(block, instr)
-    kernel = chosen(backend, instr.target, call)
+
+    def seconds(name: str) -> float | None:
+        detail = detail_of(instr.target, instr.args, instr.kwargs, name)
+        return times.get((instr.target, detail, *_tensors(call)))
+
+    kernel = chosen(backend, instr.target, call, seconds if times else None)
     if kernel is None:
         return instr
     return msgspec.structs.replace(instr, kernel=kernel.name, workspace_bytes=kernel.workspace(call))
+
+
+def _tensors(call: Call) -> tuple[tuple[Measured, ...], tuple[Measured | None, ...]]:
+    """A call's tensors as profiles have them."""
+    inputs = tuple(Measured(x.dtype, x.shape, odd_strides(x.shape, x.strides)) for x in call.inputs if x is not None)
+    return inputs, tuple(None if x is None else Measured(x.dtype, x.shape) for x in call.outputs)

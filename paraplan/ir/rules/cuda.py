@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable
 
 from paraplan.ir.kernel_choice import Call, Kernel, norm_splits, offer
-from paraplan.ir.rank_program import LocalValue, parse_offset
+from paraplan.ir.rank_program import LocalValue
+from paraplan.ir.rules.cuda_attention import HALF
 from paraplan.ir.rules.expert_workspace import grouped_experts, grouped_experts_grad, pieces
 from paraplan.ir.rules.float8 import num_parts
-from paraplan.ir.strides import elementwise_strides, is_contiguous, view_strides
+from paraplan.ir.strides import is_contiguous, view_strides
 from paraplan.ir.tensor import DTYPE_BYTES
-
-HALF = frozenset({"bfloat16", "float16"})
 
 
 def _always(call: Call) -> bool:
@@ -35,117 +34,9 @@ def _scale_of_parts() -> tuple[Callable[[Call], int], Callable[[Call], int]]:
     return launches, lambda call: copied(call) + 4 * num_parts(call.inputs[0])
 
 
-def _attention(call: Call) -> tuple[LocalValue, LocalValue, LocalValue]:
-    query, key, value = call.inputs[:3]
-    assert query is not None and key is not None and value is not None
-    return query, key, value
-
-
-def _forward_fits_flash(call: Call) -> bool:
-    args = call.args
-    plain = args[3] is None and float(args[5]) == 0.0  # type: ignore[arg-type]
-    return plain and _fits_flash(*_attention(call), bool(args[7]), args[10])
-
-
-def _backward_fits_flash(call: Call) -> bool:
-    args = call.args
-    plain = args[4] is None and float(args[8]) == 0.0 and not args[14]  # type: ignore[arg-type]
-    return plain and _fits_flash(*_of_backward(call), bool(args[10]), args[13])
-
-
-def _of_backward(call: Call) -> tuple[LocalValue, LocalValue, LocalValue]:
-    return _attention(call._replace(inputs=call.inputs[1:4]))
-
-
-def _fits_flash(query: LocalValue, key: LocalValue, value: LocalValue, causal: bool, starts: object) -> bool:
-    """Half precision, heads of at most 256, and of a causal matrix squares on or off the diagonal."""
-    width = query.shape[3]
-    dense = all(x.strides[3] == 1 for x in (query, key, value)) and 0 not in (*query.shape, *key.shape)
-    return (
-        query.dtype in HALF and width == value.shape[3] and width % 8 == 0 and width <= 256 and dense
-        and (not causal or _is_diagonal_or_off(query.shape[2], key.shape[2], starts))
-    )  # fmt: skip
-
-
-def _is_diagonal_or_off(queries: int, keys: int, starts: object) -> bool:
-    assert isinstance(starts, (tuple, list))
-    if queries != keys:
-        return False
-    return all(
-        start % queries == 0 if isinstance(start, int) else all(step % queries == 0 for _, step in parse_offset(start))
-        for start in starts[2:]
-    )
-
-
-def _is_heads_last(x: LocalValue) -> bool:
-    """Whether what lies as x does, densely, is a contiguous [b, s, h, d]."""
-    strides = elementwise_strides(x.shape, [(x.shape, x.strides)])
-    shape, strides = (tuple(of[dim] for dim in (0, 2, 1, 3)) for of in (x.shape, strides))
-    return is_contiguous(shape, strides)
-
-
-def _flash_launches(call: Call) -> int:
-    """The kernel, and a copy of its result where the queries are not stored heads last; a rank for which a block of a
-    causal ring lies in the future only fills zeros."""
-    return 1 + (not _is_heads_last(_attention(call)[0]))
-
-
-def _flash_workspace(call: Call) -> int:
-    """The kernel's state of random numbers; its result, where that is copied."""
-    query = _attention(call)[0]
-    return _STATE + (0 if _is_heads_last(query) else query.nbytes)
-
-
-def _flash_grad_launches(call: Call) -> int:
-    return 1 + sum(not _is_heads_last(x) for x in _of_backward(call))
-
-
-def _flash_grad_workspace(call: Call) -> int:
-    """Gradients before they are copied; inside of the kernel, sums of dQ in float32, δ, and dK and dV of every head of
-    a group."""
-    query, key, value = _of_backward(call)
-    b, h, s, d = query.shape
-    rows, width = -(-s // 128) * 128, -(-d // 32) * 32
-    inside = 4 * b * h * rows * (width + 1)
-    if key.shape[1] < h:
-        inside += h // key.shape[1] * (key.nbytes + value.nbytes)
-    return inside + sum(x.nbytes for x in (query, key, value) if not _is_heads_last(x))
-
-
 def _is_whole_table(v_start: int) -> Callable[[Call], bool]:
     """Whether the block of a vocabulary begins where that does, on every rank: it is all of it."""
     return lambda call: call.args[v_start] in (0, "#")
-
-
-_STATE = 16 + 8
-"""Two uint64 and one, which torch's kernel returns."""
-
-
-def _copies(*values: LocalValue | None) -> list[LocalValue]:
-    """Those a tiled kernel copies, for rows must be contiguous in them."""
-    return [x for x in values if x is not None and x.shape and x.strides[-1] != 1 and x.shape[-1] > 1]
-
-
-def _tiled_fits(call: Call) -> bool:
-    query = _attention(call)[0]
-    return query.dtype in (*HALF, "float32") and max(query.shape[3], _attention(call)[2].shape[3]) <= 256
-
-
-def _tiled_grad_fits(call: Call) -> bool:
-    query, key, value = _of_backward(call)
-    fits = query.dtype in (*HALF, "float32") and max(query.shape[3], value.shape[3]) <= 256
-    mask = call.inputs[4] if call.args[14] else None
-    return fits and (mask is None or (mask.shape[2] == query.shape[2] and mask.shape[3] >= key.shape[2] > 1))
-
-
-def _tiled_workspace(call: Call) -> int:
-    return sum(x.nbytes for x in _copies(*_attention(call)))
-
-
-def _tiled_grad_workspace(call: Call) -> int:
-    """δ, and copies."""
-    query = _of_backward(call)[0]
-    return 4 * math.prod(query.shape[:3]) + sum(x.nbytes for x in _copies(call.inputs[0], *_of_backward(call)))
 
 
 def _plus(
@@ -224,17 +115,6 @@ def _grouped_launches(call: Call) -> int:
     return copies + 3 + 6 * count + bool(call.args[9]) * (4 * count - 2)
 
 
-offer(
-    "cuda", "paraplan.attention", Kernel("flash", _forward_fits_flash, _flash_launches, _flash_workspace),
-    Kernel("triton", _tiled_fits, lambda call: 1 + len(_copies(*_attention(call))), _tiled_workspace),
-)  # fmt: skip
-offer(
-    "cuda", "paraplan.attention_grad",
-    Kernel("flash", _backward_fits_flash, _flash_grad_launches, _flash_grad_workspace),
-    Kernel("triton", _tiled_grad_fits,
-           lambda call: 3 + 2 * bool(call.args[14]) + len(_copies(call.inputs[0], *_of_backward(call))),
-           _tiled_grad_workspace),
-)  # fmt: skip
 offer("cuda", "paraplan.constant", Kernel("kept", _always, *_contiguous_launches(1)))
 offer(
     "cuda", "paraplan.embedding", Kernel("aten", _is_whole_table(2), *_contiguous_launches(1)),

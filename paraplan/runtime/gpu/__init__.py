@@ -23,10 +23,8 @@ _MODULES = {
     ("paraplan.experts_grad", "grouped"): "experts",
     ("paraplan.rms_norm", "fused"): "norms",
     ("paraplan.rms_norm_grad", "fused"): "norms",
-    ("paraplan.attention", "flash"): "flash",
-    ("paraplan.attention_grad", "flash"): "flash",
-    ("paraplan.attention", "triton"): "attention",
-    ("paraplan.attention_grad", "triton"): "attention",
+    **{(f"paraplan.attention{of}", name): name for of in ("", "_grad") for name in ("flash", "efficient", "cudnn")},
+    **{(f"paraplan.attention{of}", "triton"): "attention" for of in ("", "_grad")},
     **{(f"paraplan.{name}", "triton"): "elementwise" for name in ("rotary", "gated", "gated_grad")},
     **{
         (f"paraplan.bn_{name}", "triton"): "batch_norm"

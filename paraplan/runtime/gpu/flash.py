@@ -16,15 +16,26 @@ from paraplan.ir.trace.attention_kernels import heads_last_layout
 aten = torch.ops.aten
 
 
+def nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of queries to keys in their future, and its log-sums."""
+    (b, h, s, _), e = q.shape, v.shape[-1]
+    lse = torch.full((b, h, s), float("-inf"), dtype=torch.float32, device=q.device)
+    return q.new_zeros((b, s, h, e)).transpose(1, 2), lse
+
+
+def no_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients."""
+    dq, dk, dv = (x.new_zeros((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
+    return dq, dk, dv
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: None, seed: Tensor | None, p: float, slot: int, causal: bool, scale: float,
     global_shape: Sequence[int], starts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ir.trace.attention_kernels.attention`."""
     if causal and starts[2] < starts[3]:
-        (b, h, s, _), e = q.shape, v.shape[-1]
-        lse = torch.full((b, h, s), float("-inf"), dtype=torch.float32, device=q.device)
-        return q.new_zeros((b, s, h, e)).transpose(1, 2), lse
+        return nothing(q, v)
     out, lse, *_ = aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal and starts[2] == starts[3], False, scale=scale
     )
@@ -38,8 +49,7 @@ def attention_grad(
 ) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
     """As `ir.trace.attention_kernels.attention_grad`."""
     if causal and starts[2] < starts[3]:
-        dq, dk, dv = (x.new_zeros((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
-        return dq, dk, dv, None
+        return *no_gradients(q, k, v), None
     unread = lse  # the state of random numbers, which are not drawn
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         g_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal and starts[2] == starts[3],
