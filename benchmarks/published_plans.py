@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
+from unittest.mock import patch
 
 import msgspec
 from torch import nn
 
 from benchmarks.deepen import CAPTURED, deepen
-from benchmarks.kept_outputs import with_logits_kept
+from benchmarks.kept_outputs import with_last_products_kept, with_logits_kept, with_messages_kept
 from benchmarks.megatron_gpt import GPTSettings, gpt_batch, gpt_model
 from benchmarks.published_rows import DEPTH, Case, Pins, Row, cluster_of
 from benchmarks.steady import Carried, again, carried_on, few_microbatches
@@ -30,7 +32,7 @@ from paraplan.ir.errors import InfeasibleError, ParaplanError
 from paraplan.ir.lower import lower
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
+from paraplan.ir.trace import capture, substitute
 from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model, model_ref
 from paraplan.planner.assemble import Job
@@ -44,8 +46,8 @@ RATE_STEP = 1.05
 
 
 @lru_cache(maxsize=2)
-def captured(family: str, settings: str, batch: int, seq: int, precision: str) -> tuple[Program, ModelRef]:
-    """A model by its settings as JSON, so that equal ones are captured once."""
+def captured(family: str, settings: str, batch: int, seq: int, precision: str, eager: bool) -> tuple[Program, ModelRef]:
+    """A model by its settings as JSON, so that equal ones are captured once; `eager`: as in `Case`."""
     if family == "megatron_gpt":
         model: nn.Module = gpt_model(GPTSettings(**json.loads(settings)))
         inputs = gpt_batch(batch, seq)
@@ -56,14 +58,17 @@ def captured(family: str, settings: str, batch: int, seq: int, precision: str) -
     else:
         model = hf_model(family, json.loads(settings), meta=True)
         inputs = hf_batch(model, batch, seq)
-    program = capture(model, inputs, precision=precision)
+    with ExitStack() as stack:
+        for name in ("recognise", "recognise_elementwise") if eager else ():
+            stack.enter_context(patch.object(substitute, name, lambda *_: None))
+        program = capture(model, inputs, precision=precision)
     return program, model_ref(model, program, made_here=True)
 
 
 def program_of(case: Case) -> tuple[Program, ModelRef]:
     """The row's model, whole."""
     settings = json.dumps({**case.settings, DEPTH[case.family]: min(case.layers, CAPTURED)})
-    program, reference = captured(case.family, settings, case.batch, case.seq, case.precision)
+    program, reference = captured(case.family, settings, case.batch, case.seq, case.precision, case.eager)
     return deepen(program, case.layers) if case.layers > CAPTURED else program, reference
 
 
@@ -182,7 +187,10 @@ def _said(case: Case, found: Carried) -> Row:
         programs = lower(plan)
         if case.keeps_logits:
             programs = tuple(with_logits_kept(each, case.settings["vocab_size"]) for each in programs)
-            said = predict_plan(plan, programs)
+            programs = tuple(with_messages_kept(each) for each in programs)
+        if case.eager and case.pins.get("recompute") == "alternate":
+            programs = tuple(with_last_products_kept(each) for each in programs)
+        said = predict_plan(plan, programs)
         told = with_reserved(plan, programs).prediction
         assert told is not None
         reserved = max(told.reserved_bytes) / 2**30

@@ -83,6 +83,7 @@ class Case:
         keeps_logits: whether logits of all microbatches are kept to the step's end, as by torch's pipelines.
         alone: whether nothing runs beside a collective, as in ZeRO-3 of 2021.
         sums: whether products add up the gradients of weights.
+        eager: whether norms, rotary embeddings and gated activations run kernel by kernel, as they are written out.
     """
 
     file: str
@@ -103,6 +104,7 @@ class Case:
     keeps_logits: bool = False
     alone: bool = False
     sums: bool = True
+    eager: bool = False
 
     @property
     def layers(self) -> int:
@@ -229,7 +231,7 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
         {**LLAMA[row["name"]], "max_position_embeddings": s, "tie_word_embeddings": False, "loss_parallel": tp > 1},
         _cluster(data, gpus), batch, s, "fp8" if float8 else "bf16", pins, free, "tokens/s",
         float(row["tokens_per_s_per_gpu"]), batch * s, gpus, float(row.get("memory_gib", 0)), keeps_logits=pp > 1,
-        sums=False,
+        sums=False, eager=not row["compile"],
     )  # fmt: skip
 
 
