@@ -1,7 +1,7 @@
 """Choosing the kernels of a rank's program for the kind of device it runs on.
 
-Lowering writes what is computed; this pass writes as which kernel (`Instr.kernel`), with the workspace of that one. A
-plan for a CPU is left as it is.
+Lowering writes what is computed; this pass writes as which kernel (`Instr.kernel`), with the workspace of that one.
+Ops that one kernel computes together are joined before (`whole_norms`). A plan for a CPU is left as it is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 
 from paraplan.ir.graph import refs
 from paraplan.ir.kernel_choice import Call, chosen
+from paraplan.ir.lower.whole_norms import join_norms
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
 from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
@@ -43,6 +44,7 @@ def implement_all(programs: Mapping[tuple[str, ...], RankProgram], plan: Plan) -
 
 
 def _with_kernels(block: Block, backend: str) -> Block:
+    block = join_norms(block)
     return msgspec.structs.replace(block, instrs=tuple(_with_kernel(block, instr, backend) for instr in block.instrs))
 
 
