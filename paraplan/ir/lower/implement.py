@@ -1,7 +1,7 @@
 """Choosing the kernels of a rank's program for the kind of device it runs on.
 
 Lowering writes what is computed; this pass writes as which kernel (`Instr.kernel`), with the workspace of that one.
-Ops that one kernel computes together are joined before (`whole_norms`). A plan for a CPU is left as it is.
+Ops that one kernel computes together are joined before (`whole_norms`, `wide_grads`). A plan for a CPU is left as is.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ import msgspec
 from paraplan.ir.graph import refs
 from paraplan.ir.kernel_choice import Call, chosen
 from paraplan.ir.lower.whole_norms import join_norms
+from paraplan.ir.lower.wide_grads import widen_grads
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
 from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
 
 
-def implement(program: RankProgram, backend: str, done: dict[int, Block]) -> RankProgram:
+def implement(program: RankProgram, backend: str, done: dict[int, Block], compiled: bool = False) -> RankProgram:
     """The program with kernels chosen.
 
     Args:
         program: as lowered.
         backend: of its devices, "cpu" or "cuda".
         done: blocks by the id of what they were made from, shared by the programs of a plan; added to.
+        compiled: whether a compiler fuses what its blocks do elementwise.
     """
     if backend == "cpu":
         return program
     blocks = {}
     for name, block in program.blocks.items():
         if id(block) not in done:
-            done[id(block)] = _with_kernels(block, backend)
+            done[id(block)] = _with_kernels(block, backend, compiled)
         blocks[name] = done[id(block)]
     return msgspec.structs.replace(program, blocks=blocks)
 
@@ -39,12 +41,14 @@ def implement(program: RankProgram, backend: str, done: dict[int, Block]) -> Ran
 def implement_all(programs: Mapping[tuple[str, ...], RankProgram], plan: Plan) -> tuple[RankProgram, ...]:
     """Per rank class of the plan's schedule, its program (by its actions) with kernels chosen."""
     done: dict[int, Block] = {}
-    made = {actions: implement(program, plan.cluster.backend, done) for actions, program in programs.items()}
+    made = {
+        actions: implement(program, plan.cluster.backend, done, plan.compiled) for actions, program in programs.items()
+    }
     return tuple(made[actions] for actions in plan.schedule.classes)
 
 
-def _with_kernels(block: Block, backend: str) -> Block:
-    block = join_norms(block)
+def _with_kernels(block: Block, backend: str, compiled: bool) -> Block:
+    block = widen_grads(join_norms(block), products=True, together=not compiled)
     return msgspec.structs.replace(block, instrs=tuple(_with_kernel(block, instr, backend) for instr in block.instrs))
 
 

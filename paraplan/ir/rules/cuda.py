@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from paraplan.ir.kernel_choice import Call, Kernel, norm_splits, offer, whole_splits
-from paraplan.ir.rank_program import LocalValue, parse_offset
+from paraplan.ir.rank_program import SUMMED, LocalValue, parse_offset
 from paraplan.ir.rules.expert_workspace import grouped_experts, grouped_experts_grad, pieces
 from paraplan.ir.rules.float8 import num_parts
 from paraplan.ir.strides import elementwise_strides, is_contiguous, view_strides
@@ -178,6 +178,18 @@ def _sums_over_samples(*positions: int) -> tuple[Callable[[Call], int], Callable
     return _plus(_contiguous_launches(2, *positions), parts)
 
 
+def _is_wide(call: Call) -> bool:
+    """Whether a product of halves is to be in float32."""
+    made, given = call.outputs[0], call.inputs[0]
+    return made is not None and given is not None and made.dtype == "float32" and given.dtype in HALF
+
+
+def _flat_copies(call: Call) -> list[LocalValue]:
+    """Operands whose leading dims do not merge in a view."""
+    shapes = [(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in call.inputs if x is not None]
+    return [x for x, flat in shapes if view_strides(x.shape, x.strides, flat) is None]
+
+
 def _splits(call: Call) -> tuple[int, int]:
     """Parts in which batch norm over all samples goes over them, and the bytes of two sums of each; none of a whole."""
     x = call.inputs[0]
@@ -266,6 +278,11 @@ offer(
 )  # fmt: skip
 offer("cuda", "paraplan.embedding_tables", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.embedding_tables_grad", Kernel("triton", _always, *_local_ids))
+offer(
+    "cuda", SUMMED,
+    Kernel("wide", _is_wide, lambda call: 1 + len(_flat_copies(call)),
+           lambda call: sum(x.nbytes for x in _flat_copies(call))),
+)  # fmt: skip
 offer("cuda", "paraplan.rms_norm", Kernel("fused", _always, *_contiguous_launches(1, 0)))
 offer("cuda", "paraplan.rms_norm_grad", Kernel("fused", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.dropout", Kernel("triton", _always, *_contiguous_launches(1, 0)))

@@ -21,6 +21,7 @@ _MODULES = {
     ("paraplan.embedding_grad", "aten"): "lookup",
     ("paraplan.experts", "grouped"): "experts",
     ("paraplan.experts_grad", "grouped"): "experts",
+    ("paraplan.linear_grad_weight", "wide"): "products",
     ("paraplan.rms_norm", "fused"): "norms",
     ("paraplan.rms_norm_grad", "fused"): "norms",
     ("paraplan.attention", "flash"): "flash",
