@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
+from paraplan.planner.sharding import prices
 
 
 class Model(nn.Module):
@@ -41,10 +43,12 @@ class Model(nn.Module):
         return y.square().mean()
 
 
-def _planned(cluster: ClusterSpec, precision: str, **constraints: object) -> Plan:
+def _planned(
+    cluster: ClusterSpec, precision: str, certify: bool = False, reduce_dtype: str = "", **constraints: Any
+) -> Plan:
     program = capture(Model().train(), {"x": torch.randn(8, 4, 6, 6)}, precision=precision)
-    job = Job(program, cluster, OPTIMIZERS["sgd"], ModelRef(display="model"), {})
-    return search(job, Constraints(**constraints), certify=False).plan  # type: ignore[arg-type]
+    job = Job(program, cluster, OPTIMIZERS["sgd"], ModelRef(display="model"), {}, reduce_dtype=reduce_dtype)
+    return search(job, Constraints(**constraints), certify=certify).plan
 
 
 def _targets(block: Block) -> Counter[str]:
@@ -133,3 +137,23 @@ def test_less_time_and_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implement, "join_norms", lambda block: block)
     apart = simulate_plan(plan, lower(plan))
     assert joined.step_s < apart.step_s and max(joined.peak_bytes) <= max(apart.peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "constraints"),
+    [
+        ("1xH100", {}), ("1xH100", {"recompute": "full"}), ("2xH100", {"dp": 2, "zero": 1, "reduce_dtype": "fp32"}),
+        ("2xH100", {"tp": 2}),
+    ],
+)  # fmt: skip
+def test_no_plan_is_faster_than_what_is_proved(cluster: str, constraints: dict[str, Any]) -> None:
+    """The planner prices parts at what they add to a joined op: above that, a bound would be no bound."""
+    plan = _planned(parse_cluster(cluster), "bf16", certify=True, **constraints)
+    assert plan.certificate is not None and plan.prediction is not None
+    assert 0 < plan.certificate.bound_s <= plan.prediction.step_s
+
+
+def test_a_bound_on_parts_is_none_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prices, "vanishing", lambda graph: frozenset())
+    with pytest.raises(AssertionError, match="above the simulated step"):
+        _planned(parse_cluster("1xH100"), "bf16", certify=True)

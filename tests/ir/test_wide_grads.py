@@ -15,11 +15,14 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.lower import implement, lower, wide_grads
 from paraplan.ir.lower.wide_grads import widen_grads
-from paraplan.ir.plan import OPTIMIZERS, Plan
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.rank_program import CAST_MANY, SUMMED, Block, RankProgram
 from paraplan.ir.trace import capture
 from paraplan.jobs.dry_run import dry_run
 from paraplan.jobs.local_ops import whole_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.search import search
 from paraplan.runtime.ops import cast_many
 
 CAST = "aten._to_copy.default"
@@ -94,6 +97,17 @@ def test_less_time_and_hardly_more_memory() -> None:
     plan = planned("1xH100", "bf16")
     now, before = simulate_plan(plan, lower(plan)), simulate_plan(plan, (_apart(plan),))
     assert now.step_s < before.step_s and max(now.peak_bytes) <= 1.01 * max(before.peak_bytes)
+
+
+@pytest.mark.parametrize(("ranks", "reduce_dtype"), [(1, ""), (2, "fp32"), (2, "bf16")])
+def test_no_plan_is_faster_than_what_is_proved(ranks: int, reduce_dtype: str) -> None:
+    """What casts for sums over ranks cost is not known before products and others of a block are."""
+    program = capture(Model(), {"x": torch.randn(8, 8)}, precision="bf16")
+    job = Job(program, parse_cluster(f"{ranks}xH100"), OPTIMIZERS["adamw"], ModelRef(display="m"), {},
+              reduce_dtype=reduce_dtype)  # fmt: skip
+    plan = search(job, Constraints(dp=ranks, zero=2 if ranks > 1 else 0)).plan
+    assert plan.certificate is not None and plan.prediction is not None
+    assert 0 < plan.certificate.bound_s <= plan.prediction.step_s
 
 
 @pytest.mark.parametrize(("cluster", "precision"), [("1xH100", "fp32"), ("local:1", "bf16")])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paraplan.ir.graph import Arg, refs
+from paraplan.ir.graph import Arg, Graph, Op, refs
 from paraplan.ir.lower.finish import with_frees
 from paraplan.ir.rank_program import Block, Instr, LocalValue
 from paraplan.ir.strides import is_contiguous
@@ -42,6 +42,38 @@ def join_norms(block: Block) -> Block:
         elif instr.target == _INPUT_GRAD:
             chains.backward(at)
     return chains.joined()
+
+
+def vanishing(graph: Graph) -> frozenset[str]:
+    """Ops of a joint graph, by their first result, that cost nothing of their own where a rank has all samples: those
+    of every chain but its last, which is no dearer than the joined op. A lower bound, whatever is then joined."""
+    makers = {out: op for op in graph.ops for out in op.outs if out is not None}
+    readers: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        for name in dict.fromkeys(op.tensors):
+            readers.setdefault(name, []).append(op)
+    found: list[Op] = []
+    for op in graph.ops:
+        if op.target == _APPLY and op.args[1] is not None:
+            mean, rstd = (makers.get(_name(arg)) for arg in op.args[1:3])
+            if mean is None or rstd is None or (mean.target, rstd.target) != ("aten.mul.Tensor", "paraplan.bn_rstd"):
+                continue
+            sums = _name(mean.args[0]), _name(rstd.args[0])
+            moved = [each for name in sums for each in readers[name] if each.target == "paraplan.bn_running"]
+            found += [mean, rstd, *(makers[name] for name in sums if name in makers), *moved]
+            after = readers.get(str(op.outs[0]), [])
+            added = [
+                each for one in after if one.target == "aten.add.Tensor" for each in readers.get(str(one.outs[0]), [])
+            ]
+            relus = [each for each in (*after, *added) if each.target == "aten.relu.default"]
+            found += [*relus, *(one for one in after if one.target == "aten.add.Tensor" and relus)]
+        elif op.target == _INPUT_GRAD:
+            sums = _name(op.args[5]), _name(op.args[6])
+            casts = [each for name in sums for each in readers[name] if each.target == "aten._to_copy.default"]
+            behind = makers.get(_name(op.args[0]))
+            relu = [behind] if behind is not None and behind.target == "aten.threshold_backward.default" else []
+            found += [*(makers[name] for name in sums), *casts, *relu]
+    return frozenset(next(out for out in op.outs if out is not None) for op in found)
 
 
 def _reads(instr: Instr) -> list[str]:

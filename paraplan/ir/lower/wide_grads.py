@@ -48,8 +48,8 @@ def widen_grads(block: Block, products: bool, together: bool) -> Block:
 
 
 def _is_cast(block: Block, instr: Instr) -> bool:
-    """Whether an instruction casts a dense half to float32."""
-    if instr.target != _CAST or instr.kwargs != _WIDE:
+    """Whether lowering itself casts a dense half to float32."""
+    if instr.target != _CAST or instr.kwargs != _WIDE or not instr.layout_change:
         return False
     value = block.values[_source(instr)]
     return value.dtype in _HALVES and is_dense(value.shape, value.strides) and not value.tier
