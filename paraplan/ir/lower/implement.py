@@ -1,7 +1,7 @@
 """Choosing the kernels of a rank's program for the kind of device it runs on.
 
 Lowering writes what is computed; this pass writes as which kernel (`Instr.kernel`), with the workspace of that one.
-Ops that one kernel computes together are joined before (`whole_norms`, `wide_grads`). A plan for a CPU is left as is.
+What one kernel does together is joined before (`whole_norms`, `wide_grads`, `writes`). A plan for a CPU is left alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from paraplan.ir.graph import refs
 from paraplan.ir.kernel_choice import Call, chosen
 from paraplan.ir.lower.whole_norms import join_norms
 from paraplan.ir.lower.wide_grads import widen_grads
+from paraplan.ir.lower.writes import write_together
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
 from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
@@ -30,6 +31,7 @@ def implement(program: RankProgram, backend: str, done: dict[int, Block], compil
     """
     if backend == "cpu":
         return program
+    program = write_together(program)
     blocks = {}
     for name, block in program.blocks.items():
         if id(block) not in done:

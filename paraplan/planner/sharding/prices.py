@@ -257,9 +257,11 @@ class Prices:
         return self._on(COMPUTE, self.costs.op_s(target, ("%x",), {}, (before,), (after,)))
 
     def write(self, spec: TensorSpec, layout: Layout, dtype: str) -> Price:
-        """A value of some dtype written over another one."""
+        """A value of some dtype written over another one; on CUDA without the launch, which many share."""
         over, value = self._local(spec, layout), self._local(TensorSpec(dtype, spec.shape), layout)
-        return self._on(COMPUTE, self.costs.op_s("paraplan.write", ("%0", "%1"), {}, (over, value), ()))
+        seconds = self.costs.op_s("paraplan.write", ("%0", "%1"), {}, (over, value), ())
+        shared = 0.0 if self.costs.cluster.backend == "cpu" else self.costs.memory_s(0, 0)
+        return self._on(COMPUTE, max(0.0, seconds - shared))
 
     def updated(self, param_bytes: int, slots: int) -> Price:
         """What a parameter adds to the optimizer's update, with its gradient and `slots` states."""
