@@ -34,8 +34,20 @@ class Model(nn.Module):
         return self.second(torch.tanh(self.mix(self.first(x)))).square().mean()
 
 
-def _planned(cluster: str, **constraints: object) -> Plan:
-    program = capture(Model().train(), {"x": torch.randn(8, 8)}, precision="bf16")
+class Deep(nn.Module):
+    """Layers of two parameters each, and one more at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.last = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layers(x)).square().mean()
+
+
+def _planned(cluster: str, model: type[nn.Module] = Model, **constraints: object) -> Plan:
+    program = capture(model().train(), {"x": torch.randn(8, 8)}, precision="bf16")
     of = ClusterSpec.local(1) if cluster == "local:1" else parse_cluster(cluster)
     job = Job(program, of, OPTIMIZERS["adamw"], ModelRef(display="model"), {})
     return search(job, Constraints(**constraints)).plan  # type: ignore[arg-type]
@@ -65,6 +77,15 @@ def test_one_launch_for_parameters_and_one_for_each_dtype_of_buffers() -> None:
     )
     ran = [run for step in steps for run in dry_run(rank, "cuda")[step.block]]
     assert {(run.target, len(run.launches), run.workspace_bytes) for run in ran} == {(WRITE_MANY, 1, 0)}
+
+
+def test_stages_write_their_own() -> None:
+    """Of unlike many parameters: what is made of one stage's block is not taken for another's."""
+    plan = _planned("2xH100", Deep, pp=2, microbatches=2)
+    for rank in lower(plan):
+        (step,) = [step for step in _writes(rank) if any(arg.startswith("param:") for arg in step.args)]
+        assert len(rank.blocks[step.block].inputs) == len(step.args) == 2 * len(rank.grads)
+    assert len({len(rank.grads) for rank in lower(plan)}) == 2
 
 
 def test_less_time_and_as_much_memory() -> None:

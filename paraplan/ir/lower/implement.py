@@ -19,14 +19,17 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
 from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
 
+Done = dict[int, tuple[Block, Block]]
+"""By the id of a block, that block, which keeps the id its own, and it with kernels."""
 
-def implement(program: RankProgram, backend: str, done: dict[int, Block], compiled: bool = False) -> RankProgram:
+
+def implement(program: RankProgram, backend: str, done: Done, compiled: bool = False) -> RankProgram:
     """The program with kernels chosen.
 
     Args:
         program: as lowered.
         backend: of its devices, "cpu" or "cuda".
-        done: blocks by the id of what they were made from, shared by the programs of a plan; added to.
+        done: shared by the programs of a plan; added to.
         compiled: whether a compiler fuses what its blocks do elementwise.
     """
     if backend == "cpu":
@@ -35,14 +38,14 @@ def implement(program: RankProgram, backend: str, done: dict[int, Block], compil
     blocks = {}
     for name, block in program.blocks.items():
         if id(block) not in done:
-            done[id(block)] = _with_kernels(block, backend, compiled)
-        blocks[name] = done[id(block)]
+            done[id(block)] = block, _with_kernels(block, backend, compiled)
+        blocks[name] = done[id(block)][1]
     return msgspec.structs.replace(program, blocks=blocks)
 
 
 def implement_all(programs: Mapping[tuple[str, ...], RankProgram], plan: Plan) -> tuple[RankProgram, ...]:
     """Per rank class of the plan's schedule, its program (by its actions) with kernels chosen."""
-    done: dict[int, Block] = {}
+    done: Done = {}
     made = {
         actions: implement(program, plan.cluster.backend, done, plan.compiled) for actions, program in programs.items()
     }
