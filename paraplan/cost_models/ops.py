@@ -78,6 +78,7 @@ _ROW_READERS = frozenset({
     "paraplan.embedding_tables", "paraplan.index",
 })  # fmt: skip
 _OUT_READERS = frozenset({"paraplan.shard"})
+_TWICE_READ = {"paraplan.bn_whole": 1, "paraplan.bn_whole_grad": 3}  # so many first inputs, those per channel aside
 
 
 def op_name(target: str) -> str:
@@ -268,7 +269,6 @@ _PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], Product]]] = {
     "aten.scaled_dot_product_attention": ("attention", _attention),
 }
 
-
 # Operands of products in float8 that lie the wrong way, by whether the weight is transposed.
 _TURNED = {
     ("paraplan.float8_linear", True): (1,),
@@ -320,6 +320,8 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
         read += write - (nbytes(inputs[0]) if inputs else 0)
     elif name in _OUT_READERS:
         read = write
+    elif name in _TWICE_READ:
+        read += sum(nbytes(x) for x in inputs[: _TWICE_READ[name]] if len(x.shape) > 1)
     elif name in ("paraplan.embedding_grad", "paraplan.embedding_tables_grad", "aten.embedding_dense_backward"):
         # Zero fill, then every row of g is added into the table: read, read, write.
         read, write = read + nbytes(inputs[0]), write + nbytes(inputs[0])

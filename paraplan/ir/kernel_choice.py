@@ -129,3 +129,25 @@ def norm_splits(samples: int, channels: int) -> int:
         channels: here.
     """
     return max(1, min(-(-samples // 4096), 1024 // max(channels, 1)))
+
+
+NARROW, CHANNELS = 32, 32
+"""Elements of a plane below which a program of batch norm takes several channels at once, and how many."""
+
+
+def channels_at_once(space: int) -> int:
+    """Channels that a program of batch norm takes, whose planes have so many elements."""
+    return 1 if space >= NARROW else CHANNELS
+
+
+def whole_splits(samples: int, channels: int, space: int) -> int:
+    """Parts in which one rank's batch norm goes over its samples: one, and so one kernel, where channels alone are
+    programs enough for a device.
+
+    Args:
+        samples: of a channel.
+        channels: here.
+        space: elements of a plane.
+    """
+    groups = -(-channels // channels_at_once(space))
+    return 1 if groups >= 128 or samples <= 4096 else norm_splits(samples, groups)

@@ -32,6 +32,9 @@ ROOM, PUT, GROW = "aten.empty.memory_format", "paraplan.put_", "paraplan.grow_"
 SUM, SUMMED = "paraplan.linear_grad_weight_", "paraplan.linear_grad_weight"
 """A product that adds to the sum it is given first, in place; and the same that makes what is added."""
 
+CAST_MANY, WRITE_MANY = "paraplan.cast_many", "paraplan.write_many"
+"""What casts many tensors at once, and what writes many over others, which it may cast."""
+
 MAGNITUDE = "paraplan.magnitude"
 """What measures a gradient: the sum of its squares and its largest absolute value."""
 

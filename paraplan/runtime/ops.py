@@ -141,6 +141,18 @@ def write(dst: Tensor, src: Tensor) -> None:
     dst.copy_(src)
 
 
+def write_many(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> None:
+    """Every dst := its src, in place, by one call."""
+    torch.ops.aten._foreach_copy_.default(list(dsts), list(srcs))
+
+
+def cast_many(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Dense tensors in another dtype, each laid out as it was, by one call."""
+    made = [torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device) for x in tensors]
+    write_many(made, tensors)
+    return made
+
+
 def put_(whole: Tensor, part: Tensor, dim: int, start: int) -> None:
     """whole[..., start : start + length, ...] := part along `dim`, in place."""
     whole.narrow(dim, start, part.shape[dim]).copy_(part)
@@ -309,7 +321,8 @@ def copy_alone(x: Tensor) -> Tensor:
 
 _OWN: dict[str, Callable[..., Any]] = {
     "shard": shard, "stack": stack, "unstack": unstack, "first_only": first_only, "reshape_copy": reshape_copy,
-    "write": write, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
+    "write": write, "write_many": write_many,
+    "cast_many": cast_many, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
     "fill_tail": fill_tail, "fill_tail_": fill_tail_, "put_": put_, "grow_": grow_,
     "linear_into_": linear_into_, "linear_rows": linear_rows,
 }  # fmt: skip

@@ -12,7 +12,7 @@ from paraplan.ir.trace import kernels
 
 pytest.importorskip("triton")
 
-from paraplan.runtime.gpu import batch_norm, split_lookup
+from paraplan.runtime.gpu import batch_norm, split_lookup, whole_batch_norm
 from tests.runtime.compiling import compiled
 
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -67,6 +67,36 @@ def test_sums_over_shards_are_those_of_the_whole() -> None:
     torch.testing.assert_close(sums, x.var((0, 2, 3), correction=0) * 4800)
 
 
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_batch_norm_of_all_samples(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Far from zero, where squares of sums would cancel; with everything that may follow, and without."""
+    generator = torch.Generator().manual_seed(4)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x, added = (torch.randn(shape, generator=generator).add_(3).to(dtype) for _ in range(2))
+    w, bias, old_mean, old_var = (torch.rand(shape[1], generator=generator).add_(0.5).to(dtype) for _ in range(4))
+    turned = added.transpose(0, 1).contiguous().transpose(0, 1)
+    with torch.no_grad():
+        added.sub_(6)  # so that a relu stops some
+        for args in (
+            (x, w, bias, old_mean.to(wide), old_var.to(wide), turned, 0.1, 1e-3, True),
+            (x, None, bias, old_mean, old_var, None, 0.3, 1e-5, True),
+            (x, None, None, None, None, None, 0.0, 1e-5, False),
+        ):  # fmt: skip
+            made, told = whole_batch_norm.bn_whole(*args), kernels.bn_whole(*args)
+            assert [x if x is None else x.dtype for x in made] == [x if x is None else x.dtype for x in told]
+            wanted = kernels.bn_whole(*_wide(args))
+            _same([x for x in made if x is not None], [x for x in wanted if x is not None])
+        out, mean, rstd = made[:3]
+        for rest in ((out, mean, rstd, w, dtype, True), (None, mean, rstd, None, wide, False)):
+            given = (turned, x, *rest)
+            made, told = whole_batch_norm.bn_whole_grad(*given), kernels.bn_whole_grad(*given)
+            assert [x if x is None else x.dtype for x in made] == [x if x is None else x.dtype for x in told]
+            wide_args = [x if isinstance(x, torch.dtype) else _wide((x,))[0] for x in given]
+            wanted = kernels.bn_whole_grad(*wide_args)
+            _same([x for x in made if x is not None], [x for x in wanted if x is not None])
+
+
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 5), (torch.bfloat16, 1500)])
 def test_rows_of_a_split_table(dtype: torch.dtype, width: int) -> None:
     """Bit for bit; the gradient, a sum, by torch's kernel, which leaves out what is elsewhere and padding."""
@@ -97,23 +127,29 @@ _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paraplan.runtime.gpu import batch_norm, split_lookup
+from paraplan.runtime.gpu import batch_norm, split_lookup, whole_batch_norm
 tensors = dict.fromkeys(("x", "g", "w", "bias", "running"), "*bf16") | {"ids": "*i64", "local": "*i64"}
 tensors |= dict.fromkeys(("mean", "rstd", "dw", "db", "parts", "first", "second", "squares", "total"), "*fp32")
+tensors |= dict.fromkeys(("y", "added", "dx", "masked", "old_mean", "old_var", "new_mean", "new_var"), "*bf16")
+tensors |= dict.fromkeys(("mean_out", "rstd_out"), "*fp32")
 fixed = dict(both=True, block_c=1, block=1024, count=77.0, eps=1e-5, keep=0.9, take=0.1, centred=True, weighed=True,
-             moved=True, many=False, samples=77.0)
+             moved=True, many=False, samples=77.0, split=True, behind=True, masks=True, adds=True, runs=True, relu=True,
+             unbiased=0.01)
+wholes = (whole_batch_norm._part_moments, whole_batch_norm._whole, whole_batch_norm._part_grads,
+          whole_batch_norm._whole_grad)
 outs = dict(_sums="*fp32", _rstd="*fp32", _local="*i64")
 for kernel in (batch_norm._sums, batch_norm._finish, batch_norm._rstd, batch_norm._running, batch_norm._apply,
-               batch_norm._input_grad, split_lookup._rows, split_lookup._local):
+               batch_norm._input_grad, split_lookup._rows, split_lookup._local, *wholes, *wholes[1::2]):
     names = [each.name for each in kernel.params]
     constants = {each.name: fixed[each.name] for each in kernel.params if each.is_constexpr}
     types = {"out": outs.get(kernel.__name__, "*bf16"), **tensors}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    print(kernel.__name__, len(made.asm["cubin"]))
+    print(kernel.__name__ + str(fixed["split"]) * (kernel in wholes), len(made.asm["cubin"]))
+    fixed["split"] = kernel is not wholes[3] and fixed["split"]  # the last two in one part
 """
 
 
 def test_kernels_compile_for_a_device_that_is_not_there() -> None:
-    assert len(compiled(_COMPILE)) == 8
+    assert len(compiled(_COMPILE)) == 14

@@ -47,6 +47,8 @@ MADE_BY = {
     "unstack": lambda x: (ops.unstack(x.contiguous(), 2, 1), ops.unstack(x.contiguous(), 2, 1, 5)),
     "first_only": lambda x: ops.first_only(x, 1),
     "reshape_copy": lambda x: ops.reshape_copy(x, (2, 6)), "write": lambda x: ops.write(x, x + 1),
+    "write_many": lambda x: ops.write_many([x], [x + 1]),
+    "cast_many": lambda x: ops.cast_many([x, x.t()], torch.float64),
     "fill_tail": lambda x: ops.fill_tail(x, 0, 7, 4), "fill_tail_": lambda x: ops.fill_tail_(x, 0, 7, 4),
     "put_": lambda x: ops.put_(x, x[:2] + 1, 0, 1), "grow_": lambda x: ops.grow_(x, x + 1),
     "constant": lambda x: ops.constant([1.0, 2.0], torch.float64, (2,)),

@@ -1,8 +1,8 @@
 """Choosing the kernels of a rank's program for the kind of device it runs on.
 
 Lowering writes what is computed; this pass writes as which kernel (`Instr.kernel`), with the workspace of that one: of
-those that take a call the quickest in the plan's profile, where it has times of its devices, else the first. A plan for
-a CPU is left as it is.
+those that take a call the quickest in the plan's profile, where it has times of its devices, else the first.
+What one kernel does together is joined before (`whole_norms`, `wide_grads`, `writes`). A plan for a CPU is left alone.
 """
 
 from __future__ import annotations
@@ -13,41 +13,51 @@ import msgspec
 
 from paraplan.ir.graph import refs
 from paraplan.ir.kernel_choice import Call, chosen, has_choice
+from paraplan.ir.lower.whole_norms import join_norms
+from paraplan.ir.lower.wide_grads import widen_grads
+from paraplan.ir.lower.writes import write_together
+from paraplan.ir.memo import Lately, Same
 from paraplan.ir.plan import Plan
-from paraplan.ir.profile import Measured, Profile, detail_of, odd_strides
+from paraplan.ir.profile import Measured, detail_of, odd_strides
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
 from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
 
 Key = tuple[str, str, tuple[Measured, ...], tuple[Measured | None, ...]]
 """Target, detail (which names the kernel), inputs, outputs."""
 Times = Mapping[Key, float]
+_TIMES = Lately[Times](2, lambda times: 1)
+"""Of the last profiles: a search lowers hundreds of plans with one."""
+Done = dict[int, tuple[Block, Block]]
+"""By the id of a block, that block, which keeps the id its own, and it with kernels."""
 
 
-def implement(program: RankProgram, backend: str, times: Times, done: dict[int, Block]) -> RankProgram:
+def implement(program: RankProgram, backend: str, times: Times, done: Done, compiled: bool = False) -> RankProgram:
     """The program with kernels chosen.
 
     Args:
         program: as lowered.
         backend: of its devices, "cpu" or "cuda".
         times: measured seconds of ops that have several kernels.
-        done: blocks by the id of what they were made from, shared by the programs of a plan; added to.
+        done: shared by the programs of a plan; added to.
+        compiled: whether a compiler fuses what its blocks do elementwise.
     """
     if backend == "cpu":
         return program
+    program = write_together(program)
     blocks = {}
     for name, block in program.blocks.items():
         if id(block) not in done:
-            done[id(block)] = _with_kernels(block, backend, times)
-        blocks[name] = done[id(block)]
+            done[id(block)] = block, _with_kernels(block, backend, times, compiled)
+        blocks[name] = done[id(block)][1]
     return msgspec.structs.replace(program, blocks=blocks)
 
 
 def implement_all(programs: Mapping[tuple[str, ...], RankProgram], plan: Plan) -> tuple[RankProgram, ...]:
     """Per rank class of the plan's schedule, its program (by its actions) with kernels chosen."""
-    done: dict[int, Block] = {}
+    done: Done = {}
     backend = plan.cluster.backend
     times = {} if backend == "cpu" else _times_of(plan)
-    made = {actions: implement(program, backend, times, done) for actions, program in programs.items()}
+    made = {actions: implement(program, backend, times, done, plan.compiled) for actions, program in programs.items()}
     return tuple(made[actions] for actions in plan.schedule.classes)
 
 
@@ -56,21 +66,14 @@ def _times_of(plan: Plan) -> Times:
     profile = plan.profile
     if profile is None or any(group.device.kind != profile.device for group in plan.cluster.groups):
         return {}
-    for known, times in _KEPT:
-        if known is profile:
-            return times
     timed = (op for op in profile.ops if op.samples and has_choice(op.target))
-    times = {(op.target, op.detail, op.inputs, op.outputs): op.seconds for op in timed}
-    _KEPT.insert(0, (profile, times))
-    del _KEPT[2:]
-    return times
+    return _TIMES.get(
+        Same(profile), lambda: {(op.target, op.detail, op.inputs, op.outputs): op.seconds for op in timed}
+    )
 
 
-_KEPT: list[tuple[Profile, Times]] = []
-"""Of the last profiles: a search lowers hundreds of plans with one."""
-
-
-def _with_kernels(block: Block, backend: str, times: Times) -> Block:
+def _with_kernels(block: Block, backend: str, times: Times, compiled: bool) -> Block:
+    block = widen_grads(join_norms(block), products=True, together=not compiled)
     instrs = tuple(_with_kernel(block, instr, backend, times) for instr in block.instrs)
     return msgspec.structs.replace(block, instrs=instrs)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from paraplan.ir.kernel_choice import Call, Kernel, norm_splits, offer
-from paraplan.ir.rank_program import LocalValue
+from paraplan.ir.kernel_choice import Call, Kernel, norm_splits, offer, whole_splits
+from paraplan.ir.rank_program import SUMMED, LocalValue
 from paraplan.ir.rules.cuda_attention import HALF
 from paraplan.ir.rules.expert_workspace import grouped_experts, grouped_experts_grad, pieces
 from paraplan.ir.rules.float8 import num_parts
@@ -69,6 +69,38 @@ def _sums_over_samples(*positions: int) -> tuple[Callable[[Call], int], Callable
     return _plus(_contiguous_launches(2, *positions), parts)
 
 
+def _is_wide(call: Call) -> bool:
+    """Whether a product of halves is to be in float32."""
+    made, given = call.outputs[0], call.inputs[0]
+    return made is not None and given is not None and made.dtype == "float32" and given.dtype in HALF
+
+
+def _flat_copies(call: Call) -> list[LocalValue]:
+    """Operands whose leading dims do not merge in a view."""
+    shapes = [(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in call.inputs if x is not None]
+    return [x for x, flat in shapes if view_strides(x.shape, x.strides, flat) is None]
+
+
+def _splits(call: Call) -> tuple[int, int]:
+    """Parts in which batch norm over all samples goes over them, and the bytes of two sums of each; none of a whole."""
+    x = call.inputs[0]
+    assert x is not None
+    channels, space = x.shape[1], math.prod(x.shape[2:])
+    parts = whole_splits(x.shape[0] * space, channels, space)
+    return parts, 2 * parts * channels * max(DTYPE_BYTES[x.dtype], 4) * (parts > 1)
+
+
+def _strided_planes(call: Call) -> list[LocalValue]:
+    return [x for x in call.inputs if x is not None and len(x.shape) > 1 and not is_contiguous(x.shape, x.strides)]
+
+
+_all_samples: tuple[Callable[[Call], int], Callable[[Call], int]] = (
+    lambda call: 1 + (_splits(call)[0] > 1) + len(_strided_planes(call)),
+    lambda call: _splits(call)[1] + sum(x.nbytes for x in _strided_planes(call)),
+)
+"""Launches and workspace of batch norm over all samples: one more where parts are joined."""
+
+
 def _rotary_fits(call: Call) -> bool:
     return call.inputs[0] is not None and len(call.inputs[0].shape) <= 4
 
@@ -126,6 +158,11 @@ offer(
 )  # fmt: skip
 offer("cuda", "paraplan.embedding_tables", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.embedding_tables_grad", Kernel("triton", _always, *_local_ids))
+offer(
+    "cuda", SUMMED,
+    Kernel("wide", _is_wide, lambda call: 1 + len(_flat_copies(call)),
+           lambda call: sum(x.nbytes for x in _flat_copies(call))),
+)  # fmt: skip
 offer("cuda", "paraplan.rms_norm", Kernel("fused", _always, *_contiguous_launches(1, 0)))
 offer("cuda", "paraplan.rms_norm_grad", Kernel("fused", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.dropout", Kernel("triton", _always, *_contiguous_launches(1, 0)))
@@ -147,6 +184,8 @@ offer("cuda", "paraplan.bn_rstd", Kernel("triton", _always, *_contiguous_launche
 offer("cuda", "paraplan.bn_running", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.bn_apply", Kernel("triton", _always, *_contiguous_launches(1, 0)))
 offer("cuda", "paraplan.bn_grad_input", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
+offer("cuda", "paraplan.bn_whole", Kernel("triton", _always, *_all_samples))
+offer("cuda", "paraplan.bn_whole_grad", Kernel("triton", _always, *_all_samples))
 offer(
     "cuda", "paraplan.experts",
     Kernel("grouped", _grouped_fits, _grouped_launches, lambda call: grouped_experts(call.inputs, _mixture(call)[1])),

@@ -17,8 +17,8 @@ from torch import Tensor
 
 __all__ = [
     "adaptive_avg_pool", "adaptive_avg_pool_grad", "adaptive_max_pool", "avg_pool", "avg_pool_grad", "bn_apply",
-    "bn_grad_affine", "bn_grad_input", "bn_rstd", "bn_running", "bn_squares", "conv", "conv_grad_input",
-    "conv_grad_weight", "max_pool", "max_pool_grad", "upsample", "upsample_grad",
+    "bn_grad_affine", "bn_grad_input", "bn_rstd", "bn_running", "bn_squares", "bn_whole", "bn_whole_grad",
+    "conv", "conv_grad_input", "conv_grad_weight", "max_pool", "max_pool_grad", "upsample", "upsample_grad",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -184,3 +184,49 @@ def bn_grad_input(
     out = (_wide(x) - _per_channel(mean, x)).mul_(_per_channel(dw * rstd * scale / -count, x))
     out.addcmul_(g.to(out.dtype), _per_channel(scale, x)).sub_(_per_channel(db * scale / count, x))
     return out.to(x.dtype)
+
+
+def bn_whole(
+    x: Tensor, w: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    added: Tensor | None, momentum: float, eps: float, relu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Batch norm of all samples: `bn_apply`, plus `added`, through a relu; mean and rstd; running statistics after it.
+
+    The parts one after another: with the same bits.
+    """
+    count = x.numel() // max(x.shape[1], 1)
+    total = x.sum(_over_samples(x), dtype=_statistics_dtype(x.dtype))
+    mean = total * (1.0 / count)
+    squares = bn_squares(x, mean)
+    rstd = bn_rstd(squares, count, eps)
+    out = bn_apply(x, mean, rstd, w, bias)
+    if added is not None:
+        out = (out + added).contiguous()
+    after_mean = None if running_mean is None else bn_running(running_mean, total, momentum, 1.0 / count)
+    after_var = None if running_var is None else bn_running(running_var, squares, momentum, 1.0 / max(count - 1, 1))
+    return out.relu_() if relu else out, mean, rstd, after_mean, after_var
+
+
+def bn_whole_grad(
+    g: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    w: Tensor | None,
+    dtype: torch.dtype,
+    masks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of `bn_whole` over all samples: in x, and in weight and bias in a dtype; likewise its parts.
+
+    Args:
+        g: the gradient, in y where the result went through a relu.
+        x, mean, rstd, w: of the norm.
+        y: that relu's result.
+        dtype: of the gradients of weight and bias.
+        masks: whether the gradient before the relu is wanted too.
+    """
+    g = g if y is None else aten.threshold_backward.default(g, y, 0).contiguous()
+    dw, db = bn_grad_affine(g, x, mean, rstd)
+    dx = bn_grad_input(g, x, mean, rstd, w, dw, db, x.numel() // max(x.shape[1], 1))
+    return dx, dw.to(dtype), db.to(dtype), g if masks else None

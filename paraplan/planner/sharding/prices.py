@@ -19,7 +19,8 @@ from paraplan.cost_models.costs import COMPUTE, Costs, update_stream
 from paraplan.cost_models.moves import IN, OUT, copy_stream
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.bundle import is_small
-from paraplan.ir.mesh import Layout, local_shape
+from paraplan.ir.lower.whole_norms import vanishing
+from paraplan.ir.mesh import Layout, R, S, local_shape
 from paraplan.ir.plan import HERE, Place
 from paraplan.ir.reshard import Move, ReshardTable, reshard_table
 from paraplan.ir.rules.carried import registered_work
@@ -60,6 +61,7 @@ class Prices:
     _moves: dict[object, Price | None] = field(default_factory=dict, repr=False, compare=False)
     _locals: dict[object, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
     _totals: dict[object, tuple[Floats, ReshardTable]] = field(default_factory=dict, repr=False, compare=False)
+    _joined: dict[int, tuple[Graph, frozenset[str]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -92,8 +94,10 @@ class Prices:
     def ops(self, op: Op, graph: Graph, strategies: Sequence[Strategy]) -> Floats:
         """[option, stream] an op under strategies on the extended mesh, with the reductions they ask for.
 
-        An op's time depends on its local shapes alone, which many strategies share.
+        An op's time depends on its local shapes alone, which many strategies share. Where all samples are here, a part
+        of a batch norm costs what it adds to the whole.
         """
+        joins = self._vanishes(op, graph)
         specs = tuple(graph.values[name] for name in op.tensors)
         outs = tuple(None if name is None else graph.values[name] for name in op.outs)
         found = np.zeros((len(strategies), len(self.streams)))
@@ -104,6 +108,11 @@ class Prices:
                 found[number] = add(self.zero, *(self._step(step, steps, strategy.ring_axis) for step in steps.ops))
                 continue
             inputs = tuple(map(self._local, specs, strategy.inputs))
+            if joins and self._has_all_samples(specs, strategy.inputs):
+                found[number] = self._on(
+                    COMPUTE, self.costs.memory_s(_again(op, inputs), 0) - self.costs.memory_s(0, 0)
+                )
+                continue
             outputs = tuple(
                 None if spec is None or lay is None else self._local(spec, lay)
                 for spec, lay in zip(outs, strategy.computed, strict=True)
@@ -124,6 +133,21 @@ class Prices:
                 numbers, now, then = zip(*changed, strict=True)
                 found[list(numbers)] += self.each(spec, now, then)
         return found
+
+    def _vanishes(self, op: Op, graph: Graph) -> bool:
+        if self.costs.cluster.backend == "cpu":
+            return False
+        if id(graph) not in self._joined:
+            self._joined[id(graph)] = graph, vanishing(graph)
+        return not self._joined[id(graph)][1].isdisjoint(op.outs)
+
+    def _has_all_samples(self, specs: tuple[TensorSpec, ...], layouts: Sequence[Layout]) -> bool:
+        """Whether tensors are whole, or cut by channels alone."""
+        return all(
+            size == 1 or place == R or place == S(min(1, len(spec.shape) - 1))
+            for spec, layout in zip(specs, layouts, strict=True)
+            for size, place in zip(self.extended, layout, strict=True)
+        )
 
     def _kernel(self, op: Op, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...]) -> Price:
         definition = op_def(op.target)
@@ -177,7 +201,7 @@ class Prices:
         table = reshard_table(spec.shape, self.extended, 1, (*sources, *targets))
         if wire not in ("", spec.dtype):
             sums = self._sums(table, sources, targets)[:, :, None]
-            cast = np.array([self.cast(spec, wire, source) for source in sources])[:, None]
+            cast = np.array([self._wire_cast(spec, wire, source) for source in sources])[:, None]
             as_is = self.transfers(spec, sources, targets, bundled)
             return np.where(sums, self.transfers(TensorSpec(wire, spec.shape), sources, targets, bundled) + cast, as_is)
         key = (spec, id(table), bundled)
@@ -188,6 +212,12 @@ class Prices:
         rows, columns = ([table.index[layout] for layout in layouts] for layouts in (sources, targets))
         found: Floats = totals[np.ix_(rows, columns)]
         return found
+
+    def _wire_cast(self, spec: TensorSpec, wire: str, source: Layout) -> Price:
+        """A gradient cast to what it is summed in; nothing of halves on CUDA, where the product may give it so at once
+        (`ir.lower.wide_grads`)."""
+        is_wide = self.costs.cluster.backend != "cpu" and wire == "float32" and spec.dtype in ("bfloat16", "float16")
+        return self.zero if is_wide else self.cast(spec, wire, source)
 
     def sums(self, spec: TensorSpec, source: Layout, target: Layout) -> bool:
         """Whether a change of layout sums over ranks."""
@@ -227,9 +257,11 @@ class Prices:
         return self._on(COMPUTE, self.costs.op_s(target, ("%x",), {}, (before,), (after,)))
 
     def write(self, spec: TensorSpec, layout: Layout, dtype: str) -> Price:
-        """A value of some dtype written over another one."""
+        """A value of some dtype written over another one; on CUDA without the launch, which many share."""
         over, value = self._local(spec, layout), self._local(TensorSpec(dtype, spec.shape), layout)
-        return self._on(COMPUTE, self.costs.op_s("paraplan.write", ("%0", "%1"), {}, (over, value), ()))
+        seconds = self.costs.op_s("paraplan.write", ("%0", "%1"), {}, (over, value), ())
+        shared = 0.0 if self.costs.cluster.backend == "cpu" else self.costs.memory_s(0, 0)
+        return self._on(COMPUTE, max(0.0, seconds - shared))
 
     def updated(self, param_bytes: int, slots: int) -> Price:
         """What a parameter adds to the optimizer's update, with its gradient and `slots` states."""
@@ -268,6 +300,18 @@ class Prices:
     def nbytes(self, spec: TensorSpec, layout: Layout) -> int:
         """Local bytes."""
         return self._local(spec, layout).nbytes
+
+
+_AGAIN = {
+    "paraplan.bn_squares": (0,), "paraplan.bn_grad_affine": (0, 1), "aten.threshold_backward.default": (1, 1),
+    "aten.add.Tensor": (0,),
+}  # fmt: skip
+"""What a batch norm of all samples reads for a part of it besides what its last part does, by that part's inputs."""
+
+
+def _again(op: Op, inputs: tuple[TensorSpec, ...]) -> int:
+    """Bytes that a part adds to a batch norm of all samples."""
+    return sum(inputs[position].nbytes for position in _AGAIN.get(op.target, ()))
 
 
 def _resized(spec: TensorSpec, dim: int, size: int) -> TensorSpec:

@@ -21,6 +21,7 @@ _MODULES = {
     ("paraplan.embedding_grad", "aten"): "lookup",
     ("paraplan.experts", "grouped"): "experts",
     ("paraplan.experts_grad", "grouped"): "experts",
+    ("paraplan.linear_grad_weight", "wide"): "products",
     ("paraplan.rms_norm", "fused"): "norms",
     ("paraplan.rms_norm_grad", "fused"): "norms",
     **{(f"paraplan.attention{of}", name): name for of in ("", "_grad") for name in ("flash", "efficient", "cudnn")},
@@ -30,6 +31,7 @@ _MODULES = {
         (f"paraplan.bn_{name}", "triton"): "batch_norm"
         for name in ("squares", "rstd", "running", "apply", "grad_affine", "grad_input")
     },
+    **{(f"paraplan.bn_whole{name}", "triton"): "whole_batch_norm" for name in ("", "_grad")},
     **{(f"paraplan.embedding{name}", "triton"): "split_lookup" for name in ("", "_grad", "_tables", "_tables_grad")},
     **{(f"paraplan.float8_{name}", "triton"): "float8" for name in ("scale", "cast", "cast_both")},
     **{(f"paraplan.ce_{name}", "triton"): "cross_entropy" for name in ("max", "sumexp", "target", "loss", "grad")},

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paraplan.ir.kernel_choice import norm_splits
+from paraplan.ir.kernel_choice import channels_at_once, norm_splits
 from paraplan.runtime.gpu.launch import launch, row_major
 
-BLOCK, SAMPLES, NARROW = 1024, 1024, 32
-"""Elements of a program; samples a sum takes at once; space below which it takes several channels at once."""
+BLOCK, SAMPLES = 1024, 1024
+"""Elements of a program; samples a sum takes at once."""
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def _reduced(x: Tensor, g: Tensor | None, mean: Tensor, rstd: Tensor | None) -> 
     both = 1 if g is None else 2
     made = [torch.empty(channels, dtype=_statistics(x), device=x.device) for _ in range(both)]
     parts = made[0].new_empty(both, splits, channels)
-    block_c = 1 if space >= NARROW else 32
+    block_c = channels_at_once(space)
     given = x, x if g is None else g, mean, mean if rstd is None else rstd
     args = *given, parts, splits * channels, channels, space, count, -(-count // splits)
     grid = triton.cdiv(channels, block_c), splits

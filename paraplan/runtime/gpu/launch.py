@@ -20,8 +20,9 @@ def _launch(read: list[Tensor], written: list[Tensor], name: str) -> None:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], args: Sequence[object], read: Sequence[Tensor], written: Sequence[Tensor]
-) -> None:
+    kernel: Any, grid: tuple[int, ...], args: Sequence[object], read: Sequence[Tensor], written: Sequence[Tensor],
+    warps: int = 4,
+) -> None:  # fmt: skip
     """Runs a kernel over a grid; without data, an op of its name passes the dispatch modes instead.
 
     Args:
@@ -29,9 +30,10 @@ def launch(
         grid: programs; nothing happens where there are none.
         args: the kernel's, in order.
         read, written: the tensors among them.
+        warps: of a program.
     """
     if 0 not in grid and not noted(written[0], read, written, kernel.fn.__name__):
-        kernel[grid](*args)
+        kernel[grid](*args, num_warps=warps)
 
 
 def noted(x: Tensor, read: Sequence[Tensor | None] = (), written: Sequence[Tensor] = (), name: str = "") -> bool:
