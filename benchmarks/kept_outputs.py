@@ -69,7 +69,9 @@ LINEAR = "paraplan.linear"
 
 def _keeping(program: RankProgram, kept: dict[str, str], until: dict[tuple[int, int], int]) -> RankProgram:
     """The program with a value of each of these blocks alive to the step that is given for its segment and microbatch,
-    or to the end."""
+    or to the end; itself where there is none."""
+    if not kept:
+        return program
     blocks = {name: _handing(block, kept[name]) if name in kept else block for name, block in program.blocks.items()}
     steps = list(program.steps)
     for place, step in enumerate(program.steps):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kept_outputs import with_logits_kept
+from benchmarks.kept_outputs import with_last_products_kept, with_logits_kept, with_messages_kept
 from benchmarks.published import REPORTED, left_out, mean_absolute_error, orderings, predict, reported, run
 from benchmarks.published_plans import program_of, searched
 from benchmarks.published_rows import (
@@ -26,6 +26,7 @@ from benchmarks.steady import at_microbatches, few_microbatches, priced
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.lower import lower
 from paraplan.ir.plan import Plan
+from paraplan.ir.rank_program import RankProgram, StepKind
 
 GPT = {
     "device": "H100-SXM-80GB", "gpus_per_node": 8, "dtype": "bfloat16", "sequence": 64, "vocab": 256, "model": "gpt",
@@ -187,6 +188,21 @@ def _check_kept_logits(plan: Plan) -> None:
     assert kept[0] is programs[0]
     ends = [simulate_plan(plan, each).traces[-1].memory[-1].live_bytes for each in (programs, kept)]
     assert ends[1] - ends[0] == 4 * 64 * 128 * 2
+    _check_kept_messages(plan, programs)
+
+
+def _check_kept_messages(plan: Plan, programs: tuple[RankProgram, ...]) -> None:
+    """What is received stays to the end; the last product of a layer, to the layer's backward."""
+    told = [simulate_plan(plan, [keep(each) for each in programs]).traces for keep in (lambda x: x, *KEEPERS)]
+    for program, plain, received, products in zip(programs, *told, strict=True):
+        messages = [program.transfers[step.transfer] for step in program.steps if step.kind is StepKind.RECV]
+        arrives = sum(each.nbytes for each in messages if each.nbytes > 8)  # without losses
+        assert arrives and received.memory[-1].live_bytes - plain.memory[-1].live_bytes == arrives
+        assert products.memory[-1].live_bytes == plain.memory[-1].live_bytes
+        assert products.peak_bytes > plain.peak_bytes
+
+
+KEEPERS = (with_messages_kept, with_last_products_kept)
 
 
 def test_orderings_and_mean_errors() -> None:

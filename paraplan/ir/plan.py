@@ -319,7 +319,8 @@ class Plan(Value, frozen=True, kw_only=True):
             collective holds what it reads (a reduce-scatter does); two are under way in any case.
         reduce_every: of how many microbatches of a stage gradients are added up, as they are made, before they are
             brought to the layout they accumulate in (`ir.lower.groups`).
-        sum_products: whether products add the gradients of weights to their sums themselves (`ir.lower.sums`).
+        sum_products: whether products add the gradients of weights to their sums themselves (`ir.lower.sums`), and make
+            those of halves in float32 where they are to be (`ir.lower.wide_grads`).
         compiled: whether forward and backward blocks go through torch.compile.
         reduce_dtype: "fp32" or "bf16": the dtype in which gradients of parameters are summed over the ranks of a mesh,
             under half precisions. "": those reduced as they are made (ZeRO-2, ZeRO-3, tensor parallelism) in the half

@@ -31,23 +31,22 @@ Done = dict[int, tuple[Block, Block]]
 """By the id of a block, that block, which keeps the id its own, and it with kernels."""
 
 
-def implement(program: RankProgram, backend: str, times: Times, done: Done, compiled: bool = False) -> RankProgram:
+def implement(program: RankProgram, plan: Plan, times: Times, done: Done) -> RankProgram:
     """The program with kernels chosen.
 
     Args:
         program: as lowered.
-        backend: of its devices, "cpu" or "cuda".
+        plan: whose devices run it.
         times: measured seconds of ops that have several kernels.
         done: shared by the programs of a plan; added to.
-        compiled: whether a compiler fuses what its blocks do elementwise.
     """
-    if backend == "cpu":
+    if plan.cluster.backend == "cpu":
         return program
     program = write_together(program)
     blocks = {}
     for name, block in program.blocks.items():
         if id(block) not in done:
-            done[id(block)] = block, _with_kernels(block, backend, times, compiled)
+            done[id(block)] = block, _with_kernels(block, plan, times)
         blocks[name] = done[id(block)][1]
     return msgspec.structs.replace(program, blocks=blocks)
 
@@ -55,9 +54,8 @@ def implement(program: RankProgram, backend: str, times: Times, done: Done, comp
 def implement_all(programs: Mapping[tuple[str, ...], RankProgram], plan: Plan) -> tuple[RankProgram, ...]:
     """Per rank class of the plan's schedule, its program (by its actions) with kernels chosen."""
     done: Done = {}
-    backend = plan.cluster.backend
-    times = {} if backend == "cpu" else _times_of(plan)
-    made = {actions: implement(program, backend, times, done, plan.compiled) for actions, program in programs.items()}
+    times = {} if plan.cluster.backend == "cpu" else _times_of(plan)
+    made = {actions: implement(program, plan, times, done) for actions, program in programs.items()}
     return tuple(made[actions] for actions in plan.schedule.classes)
 
 
@@ -72,9 +70,9 @@ def _times_of(plan: Plan) -> Times:
     )
 
 
-def _with_kernels(block: Block, backend: str, times: Times, compiled: bool) -> Block:
-    block = widen_grads(join_norms(block), products=True, together=not compiled)
-    instrs = tuple(_with_kernel(block, instr, backend, times) for instr in block.instrs)
+def _with_kernels(block: Block, plan: Plan, times: Times) -> Block:
+    block = widen_grads(join_norms(block), products=plan.sum_products, together=not plan.compiled)
+    instrs = tuple(_with_kernel(block, instr, plan.cluster.backend, times) for instr in block.instrs)
     return msgspec.structs.replace(block, instrs=instrs)
 
 
