@@ -109,10 +109,11 @@ def axis_link(cluster: ClusterSpec, mesh: Mesh, axis: int) -> AxisLink:
         )  # fmt: skip
     networks = [cluster.network(group) for group in members if cluster.span(group) == "between_nodes"]
     between = _slowest(networks, share.between_nodes)
+    ports = fewest if next(iter(kinds)).device.backend == "cuda" else 1  # a ring through all of a node's ports
     return AxisLink(
         size=size, latency_s=between.latency_s, bytes_per_s=between.bytes_per_s, level="between_nodes",
         local_size=fewest, local_latency_s=local.latency_s, local_bytes_per_s=local.bytes_per_s,
-        start_s=share.collective_start_s, device_share=max(local.device_share, between.device_share),
+        start_s=share.collective_start_s, device_share=min(1.0, ports * between.device_share),
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ print it). What a data sheet leaves open, the network above all, is a common con
 
 from __future__ import annotations
 
+import msgspec
+
 from paraplan.cost_models import links
 from paraplan.ir.cluster import ClusterSpec, Device, Link
 from paraplan.ir.reserves import cuda_reserves
@@ -52,7 +54,7 @@ class CatalogEntry(Value, frozen=True, kw_only=True):
 
 def _device(
     kind: str, sheet: str, memory: tuple[float, str], bandwidth: tuple[float, str], rates: tuple[Row, ...],
-    watts: tuple[float, float] = (1.0, 1.0), channels: tuple[int, str] = (32, "8 x H100: NVIDIA/nccl issue 1685"),
+    watts: tuple[float, float] = (1.0, 1.0),
 ) -> Device:  # fmt: skip
     """A device of a data sheet.
 
@@ -63,14 +65,13 @@ def _device(
         bandwidth: TB/s, and what the sheet says.
         rates: per dtype.
         watts: the board's limit, and the power that holds the clock its rates are quoted at.
-        channels: of a communicator within a node, and who says so.
     """
     memory_bytes = int(memory[0] * _GIB)
     spelled = [(name, tera, row) for dtype, tera, row in rates for name in _dtypes(dtype)]
     return Device(
         kind=kind, memory_bytes=memory_bytes, memory_bytes_per_s=bandwidth[0] * _T,
         power_share=watts[0] / watts[1], multiprocessors=_multiprocessors(kind),
-        reserves=cuda_reserves(memory_bytes, *channels),
+        reserves=cuda_reserves(memory_bytes, *_channels(kind)),
         flops_per_s={dtype: tera * _T for dtype, tera, _ in spelled}, source=sheet,
         sources={
             **{dtype: row for dtype, _, row in spelled},
@@ -82,6 +83,11 @@ def _device(
 
 def _multiprocessors(kind: str) -> int:
     return _MULTIPROCESSORS.get(kind, 0) or _MULTIPROCESSORS[kind.partition("-")[0]]
+
+
+def _channels(kind: str) -> tuple[int, str]:
+    """Of a communicator within a node, and who says so."""
+    return _CHANNELS.get(kind) or _CHANNELS.get(kind.partition("-")[0]) or _NVLINK4
 
 
 def _dtypes(name: str) -> tuple[str, ...]:
@@ -107,6 +113,14 @@ _MULTIPROCESSORS = {
 _PCIE = (4, "two rings over PCIe, each twice: NCCL src/graph/connect.cc")
 _NVLINK2 = (12, "six NVLinks, each twice, as NCCL logs on 8 x V100")
 _NVLINK3 = (24, "twelve NVLinks, each twice, as NCCL logs on 8 x A100")
+_NVLINK4 = (32, "8 x H100: NVIDIA/nccl issue 1685")
+_CHANNELS = {
+    "V100": _NVLINK2, "A100": _NVLINK3, "L40S": _PCIE, "RTX4090": _PCIE, "A100-40-PCIe": _PCIE, "A100-80-PCIe": _PCIE,
+    "H100-PCIe": _PCIE,
+}  # fmt: skip
+"""By kind or its first word."""
+PORT_CHANNELS = 2
+"""Of a communicator between nodes for every port it goes through: 16 in nodes of eight, as NCCL logs there."""
 
 _AMPERE: tuple[Row, ...] = (
     ("float64", 19.5, "FP64 Tensor Core"), ("float32", 19.5, "FP32"), ("tf32", 156, "Tensor Float 32"),
@@ -126,7 +140,6 @@ _HOPPER_PCIE: tuple[Row, ...] = (
 _V100_32 = _device(
     "V100-32", _V100_SHEET, (31.7, "32 GB HBM2"), (0.9, "900 GB/s"),
     (("float64", 7.8, "Double-Precision"), ("float32", 15.7, "Single-Precision"), ("float16", 125, "Deep Learning")),
-    channels=_NVLINK2,
 )  # fmt: skip
 _B200 = _device(
     "B200", _B200_SHEET, (178.0, "180 GB HBM3e"), (7.7, "7.7 TB/s"),
@@ -152,7 +165,6 @@ _L40S = _device(
         ("tf32", 183, "TF32 Tensor Core"), ("half", 362.05, "BFLOAT16 / FP16 Tensor Core"),
         ("float8", 733, "FP8 Tensor Core"), ("int8", 733, "Peak INT8 Tensor"),
     ),
-    channels=_PCIE,
 )  # fmt: skip
 _RTX4090 = _device(
     "RTX4090", _ADA_SHEET, (23.6, "24 GB GDDR6X"), (1.008, "1008 GB/s"),
@@ -161,7 +173,6 @@ _RTX4090 = _device(
         ("tf32", 82.6, "Peak TF32 Tensor, dense"), ("half", 165.2, "Peak FP16/BF16 Tensor, FP32 accumulate, dense"),
         ("float8", 330.3, "Peak FP8 Tensor, FP32 accumulate, dense"), ("int8", 660.6, "Peak INT8 Tensor, dense"),
     ),
-    channels=_PCIE,
 )  # fmt: skip
 
 
@@ -175,8 +186,15 @@ def _nvidia(
     device: Device, pcie: int, network: Link, *, nvlink: int = 0, host_gib: int = 128, in_node: Link | None = None,
     host_rate: tuple[float, str] | None = None,
 ) -> CatalogEntry:  # fmt: skip
-    """An NVIDIA device; in its node over NVLink where it has a generation, else peer to peer over PCIe."""
+    """An NVIDIA device; in its node over NVLink where it has a generation, else peer to peer over PCIe.
+
+    A channel of NCCL's is a multiprocessor while a collective is under way.
+    """
     inside = in_node or (links.nvlink(nvlink) if nvlink else links.pcie_peer(pcie))
+    inside, network = (
+        msgspec.structs.replace(link, device_share=channels / device.multiprocessors)
+        for link, channels in ((inside, _channels(device.kind)[0]), (network, PORT_CHANNELS))
+    )
     rate, source = host_rate or (_DDR5 if pcie >= 5 else _DDR4)
     return CatalogEntry(
         device=device, vendor="NVIDIA", in_node=inside, between_nodes=network, host=links.pcie_host(pcie),
@@ -210,23 +228,22 @@ CATALOG: dict[str, CatalogEntry] = {
             host_rate=_BROADWELL,
         ),
         _nvidia(
-            _device("A100-40", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE, channels=_NVLINK3),
+            _device("A100-40", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE),
             4, _HDR, nvlink=3,
         ),
         _nvidia(
             _device(
-                "A100-80", _A100_SHEET, (79.1, "80 GB HBM2e"), (2.039, "2,039 GB/s (SXM)"), _AMPERE, channels=_NVLINK3
+                "A100-80", _A100_SHEET, (79.1, "80 GB HBM2e"), (2.039, "2,039 GB/s (SXM)"), _AMPERE
             ),
             4, _HDR, nvlink=3,
         ),
         _nvidia(
-            _device("A100-40-PCIe", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE, channels=_PCIE),
+            _device("A100-40-PCIe", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE),
             4, _ONE_HDR,
         ),
         _nvidia(
             _device(
                 "A100-80-PCIe", _A100_SHEET, (79.1, "80 GB HBM2e"), (1.935, "1,935 GB/s (PCIe)"), _AMPERE,
-                channels=_PCIE,
             ),
             4, _ONE_HDR,
         ),
@@ -239,7 +256,7 @@ CATALOG: dict[str, CatalogEntry] = {
         ),
         _nvidia(
             _device(
-                "H100-PCIe", _H100_SHEET, (79.1, "80 GB HBM2e"), (2.0, "2 TB/s (PCIe)"), _HOPPER_PCIE, channels=_PCIE
+                "H100-PCIe", _H100_SHEET, (79.1, "80 GB HBM2e"), (2.0, "2 TB/s (PCIe)"), _HOPPER_PCIE
             ),
             5, _ONE_NDR, host_gib=256,
         ),
