@@ -3,8 +3,8 @@
     torch's pipelines       the logits of every microbatch, to the step's end: what the last stage returns is appended
                             to `output_chunks` and joined when the schedule is through (`torch.distributed.pipelining`,
                             stage.py, `forward_one_chunk`; the joining is left out); what is received, for which
-                            every microbatch has buffers of its own (`_prepare_forward_infra`, `_create_grad_recv_info`);
-                            and what a stage returned, to its backward (`fwd_cache`)
+                            every microbatch has buffers of its own (`_create_grad_recv_info`); and what a stage
+                            returned, to its backward (`fwd_cache`)
     selective checkpoints   what a policy says is saved, whether the backward reads it or not: of torchtitan's every
                             second product the last of a layer, which is only added (`CachingTorchDispatchMode` of
                             torch/utils/checkpoint.py; compilers leave it out)

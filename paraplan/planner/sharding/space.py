@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.graph import Op, Phase
 from paraplan.ir.lower.kind import extend, own_grads
-from paraplan.ir.mesh import Layout, P, R, Shard, gathered, without
+from paraplan.ir.mesh import Layout, P, R, Shard, gathered, layout_text, without
 from paraplan.ir.micro import KindMicro, ProgramMicro, dual, program_micro
 from paraplan.ir.plan import REDUCE_DTYPES
 from paraplan.ir.program import HALVES, SegmentKind, producers
@@ -33,6 +35,7 @@ from paraplan.planner.sharding.options import (
     grad_options,
     param_options,
     saved_roots,
+    storage_roots,
 )
 from paraplan.planner.sharding.pins import Pins
 from paraplan.planner.sharding.prices import Floats, Price, Prices
@@ -61,6 +64,8 @@ class Transfer:
         kind, phase: where.
         bundled: whether small ones share a collective with others (parameters and their gradients).
         wire: what they are cast to before they are summed over ranks; "" for nothing.
+        saved: of what a forward makes and hands to the backward, who decides in which layout it is saved; -1: nobody.
+        lean: whether only that it may be saved there is said: as it was made, or in a layout of no more bytes; free.
     """
 
     spec: TensorSpec
@@ -72,6 +77,21 @@ class Transfer:
     phase: Phase
     bundled: bool
     wire: str = ""
+    saved: int = -1
+    lean: bool = False
+
+    def prices(self, prices: Prices, have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Floats:
+        """[have, want, stream] of each move, once; infinite where there is no way."""
+        found = prices.transfers(self.spec, have, want, self.bundled, self.wire)
+        if self.lean:
+            may = np.array([[saved_as(prices, self.spec, h, w) for w in want] for h in have])[..., None]
+            return np.where(may & np.isfinite(found), 0.0, np.inf)
+        return found
+
+
+def saved_as(prices: Prices, spec: TensorSpec, made: Layout, read: Layout) -> bool:
+    """Whether lowering may save what it makes in one layout in another one, to which the forward brings it."""
+    return made == read or prices.nbytes(spec, read) <= prices.nbytes(spec, made)
 
 
 @dataclass(frozen=True)
@@ -113,6 +133,8 @@ class Space:
         prices: of the mesh.
         deciders, transfers: see the module's head.
         at_loss, at_update: bytes each decider's options hold at these two instants: (decider, bytes per option).
+        saved_less: the entries of `at_loss` that may turn out smaller, as a value may be saved in the smaller layout it
+            is read in: (entry, bytes per option at least).
         update_workspace: bytes needed while one parameter updates: (decider, bytes per option).
         away, away_workspace: on the host, states and their gradients at the update, and what the update of one
             parameter needs besides: (decider, bytes per option).
@@ -135,6 +157,7 @@ class Space:
     transfers: list[Transfer] = field(default_factory=list)
     at_loss: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     at_update: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    saved_less: dict[int, tuple[int, ...]] = field(default_factory=dict)
     update_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     away: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     away_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -305,15 +328,53 @@ class _KindTransfers:
                 readers.setdefault((name, op.phase), []).append(End(decider, layouts))
             made |= {out: self.space.made[self.index, out] for out in op.outs if out is not None}
         self._grad_readers(readers)
+        once = {name: self._once(name, readers, made) for name, phase in readers if phase is Phase.BACKWARD}
+        saved = {name: self._saved_end(name, made[name], layouts) for name, layouts in once.items() if layouts}
+        for name, end in saved.items():
+            readers[name, Phase.FORWARD].append(end)
         for (name, phase), ends in readers.items():
             for source, count in self._sources(name, made):
-                spec = self.kind.graph.values[name]
                 self.space.transfers.append(Transfer(
-                    spec, source, tuple(dict.fromkeys(ends)), count * self.m, f"{self.kind.name}.{name}.{phase.value}",
+                    self.kind.graph.values[name], saved.get(name, source) if phase is Phase.BACKWARD else source,
+                    tuple(dict.fromkeys(ends)), count * self.m, f"{self.kind.name}.{name}.{phase.value}",
                     self.index, phase, name in self.kind.params or name in self.kind.param_grads,
                     REDUCE_DTYPES[self.job.reduce_dtype] if name in self.kind.param_grads else "",
+                    saved[name].decider if name in saved else -1,
                 ))  # fmt: skip
-        self._saved(made)
+        for name, end in saved.items():
+            what, spec = f"{self.kind.name}.{name}.saved", self.kind.graph.values[name]
+            forward = Phase.FORWARD
+            self.space.transfers.append(
+                Transfer(spec, made[name], (end,), 1, what, self.index, forward, False, "", end.decider, lean=True)
+            )
+        self._saved(made, once)
+
+    def _saved_end(self, name: str, made: End, once: frozenset[Layout]) -> End:
+        """In which layout a value is saved: as it is made, or as both phases read it."""
+        layouts = tuple(dict.fromkeys((*made.layouts, *sorted(once, key=layout_text))))
+        zero = (self.space.prices.zero,) * len(layouts)
+        return End(self.space.decide(f"{self.kind.name}.{name} saved", zero), layouts)
+
+    def _once(
+        self, name: str, readers: dict[tuple[str, Phase], list[End]], made: dict[str, End]
+    ) -> frozenset[Layout]:  # fmt: skip
+        """Layouts in which lowering may save a value because forward and backward read it so; none where no move to
+        them could be spared."""
+        kind, first = self.kind, readers.get((name, Phase.FORWARD), [])
+        held = (*kind.outputs, *kind.param_grads, *kind.input_grads)  # never saved, or only as they were made
+        if name not in made or name in held or not first:
+            return frozenset()
+        later = {layout for end in readers[name, Phase.BACKWARD] for layout in end.layouts}
+        have = tuple(dict.fromkeys(made[name].layouts))
+        want = tuple(dict.fromkeys(layout for end in first for layout in end.layouts if layout in later))
+        if not want:
+            return frozenset()
+        prices, spec = self.space.prices, kind.graph.values[name]
+        spared = prices.transfers(spec, have, want).sum(-1)
+        return frozenset(
+            w for column, w in enumerate(want)
+            if any(0.0 < spared[row, column] < np.inf and saved_as(prices, spec, h, w) for row, h in enumerate(have))
+        )  # fmt: skip
 
     def _grad_readers(self, readers: dict[tuple[str, Phase], list[End]]) -> None:
         """Gradients leave the block in the layouts their classes decide."""
@@ -382,7 +443,7 @@ class _KindTransfers:
             return End(self.space.batch_decider[batch], tuple((first, *lay) for lay in self.space.batch_options[batch]))
         return End(self.whole, ((R,) * len(self.space.prices.extended),))
 
-    def _saved(self, made: dict[str, End]) -> None:
+    def _saved(self, made: dict[str, End], once: dict[str, frozenset[Layout]]) -> None:
         """What lives at the loss: each storage the backward reads, once, in the layout it was made in."""
         later = set()
         for segment in self.job.program.segments:
@@ -392,8 +453,16 @@ class _KindTransfers:
                 made_by = self.producers.get(outer)
                 if local in reads and isinstance(made_by, tuple) and made_by[0] == self.index:
                     later.add(self.kind.outputs[made_by[1]])
+        roots = storage_roots(self.kind)
         for root in saved_roots(self.kind, frozenset(later)):
             end, spec = made[root], self.kind.graph.values[root]
             held = tuple(self.space.prices.nbytes(spec, layout) for layout in end.layouts)
             self.space.saved[self.index, root] = end.decider, held
             self.space.at_loss.append((end.decider, tuple(nbytes * self.count * self.waits for nbytes in held)))
+            less = [
+                self.space.prices.nbytes(self.kind.graph.values[name], layout)
+                for name, storage in roots.items() if storage == root for layout in once.get(name, ())
+            ]  # fmt: skip
+            if less and min(less) < max(held):
+                least = tuple(min(nbytes, *less) * self.count * self.waits for nbytes in held)
+                self.space.saved_less[len(self.space.at_loss) - 1] = least
