@@ -30,6 +30,7 @@ from paraplan.planner.constraints import (
     AUTO,
     Constraints,
     check_constraints,
+    check_param_names,
     check_reduce_dtype,
     check_time_limit,
     device_budget,
@@ -90,6 +91,7 @@ def search(
     """
     started = time.perf_counter()
     check_time_limit(time_limit_s)
+    check_param_names(constraints, job.program.params)
     check_constraints(constraints, job.cluster.num_devices)
     _check_rates(job)
     check_reduce_dtype(constraints, job.program.precision)
