@@ -17,15 +17,16 @@ from functools import partial
 import msgspec
 
 from paraplan.cost_models.catalog import devices_with
-from paraplan.cost_models.predict import predict, with_used_profile
+from paraplan.cost_models.predict import with_used_profile
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
-from paraplan.ir.plan import HERE, Certificate, Plan
+from paraplan.ir.plan import HERE, Plan
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.casting import AT_EVERY_USE, cast_once
+from paraplan.planner.casting import cast_once
+from paraplan.planner.certifying import certified
 from paraplan.planner.constraints import (
     AUTO,
     Constraints,
@@ -47,17 +48,12 @@ from paraplan.planner.realise import Realised, realised
 from paraplan.planner.recompute.presets import in_layers
 from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.reducing import reducing
-from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, choose, solve_mesh
+from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, choose, solve_mesh
 from paraplan.planner.stage_sharding import Shardings
 
 HIDDEN = 0.02
 """How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
 better, though on the meshes measured never by as much."""
-
-IN_EACH_PHASE = "; what forward and backward both read moved in each"
-"""Of what a bound is where a segment's forward and backward run as one."""
-
-FAULT = "this is a fault of the planner's, not of your model; please report it"
 
 Progress = Callable[[str], None]
 
@@ -357,25 +353,6 @@ def _check_tiers(job: Job, constraints: Constraints) -> None:
             raise ConstraintError(
                 f"{pinned}: {job.cluster.name} describes no room on {tier} for every device; give its groups {field}"
             )
-
-
-def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
-    """The plan with its prediction and certificate; a bound above the step is our fault, withdrawn and told."""
-    step_s, plan = best.simulation.step_s, best.plan
-    held = plan.hold_casts
-    joined = any(choice.split is not None and choice.split.at_once for s in plan.stages for choice in s.choices)
-    if not (held or joined) and bound_s > step_s * (1 + 1e-6):
-        note = f"no bound is certified: {bound_s:.6g} s was found, above the simulated step; {FAULT}"
-        plan, bound_s = msgspec.structs.replace(plan, notes=(*plan.notes, note)), 0.0
-    bound_s = min(bound_s, step_s)
-    scope = SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes"
-    scope += AT_EVERY_USE * held + IN_EACH_PHASE * joined
-    certificate = Certificate(
-        status=best.status, objective_s=best.objective_s, bound_s=bound_s, bound_scope=scope,
-        gap=(step_s - bound_s) / step_s,
-    )  # fmt: skip
-    prediction = predict(best.plan, lower(best.plan), best.simulation)
-    return msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
 
 
 def _cutoff_s(mesh: Mesh, found: list[Candidate]) -> float:

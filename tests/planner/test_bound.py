@@ -14,10 +14,11 @@ from paraplan.cost_models.catalog import parse_cluster
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
+from paraplan.planner.certifying import FAULT, certified
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.realise import realise
-from paraplan.planner.search import FAULT, certified, search
+from paraplan.planner.search import search
 from paraplan.planner.sharding.evaluate import work_of_choices
 from paraplan.planner.sharding.formulate import network_of
 from paraplan.planner.sharding.optimise import optimise

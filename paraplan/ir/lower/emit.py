@@ -117,7 +117,7 @@ class BlockEmitter(LayoutMoves):
     def lean(self, name: str, layout: Layout) -> bool:
         """Whether a value lies in a layout already, in no more elements and bytes of storage than as it was made.
 
-        The planner knows the elements alone, and prices what may be saved so (`planner.sharding.space.saved_as_read`).
+        The planner knows the elements alone, and prices what may be saved so (`planner.sharding.space.saved_as`).
         """
         found, home = self._at.get((name, layout)), self._home[name]
         if found is None:

@@ -21,6 +21,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
 from paraplan.planner.realise import Realised, realise
 from paraplan.planner.sharding.bound import step_bound
+from paraplan.planner.sharding.build import build_space
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
 from paraplan.planner.sharding.formulate import (
     Formulation,
@@ -35,7 +36,7 @@ from paraplan.planner.sharding.network import Row
 from paraplan.planner.sharding.optimise import Optimum, least_activity, optimise
 from paraplan.planner.sharding.pins import make_pins
 from paraplan.planner.sharding.prices import Prices
-from paraplan.planner.sharding.space import Space, build_space
+from paraplan.planner.sharding.space import Space
 
 ROUNDS = 12
 """Plans tried before giving up on memory between the loss and the update."""
