@@ -26,8 +26,6 @@ from paraplan.planner.sharding.options import (
 )
 from paraplan.planner.sharding.prices import Floats, Price, Prices
 
-Dims = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class End:
