@@ -191,7 +191,7 @@ class Plan:
 
         Args:
             model: the model the plan was made for, with values on cpu; it is not modified.
-            batches: global batches by name.
+            batches: global batches by name; one with fewer rows is padded, as a trainer pads it.
             loss_fn, loss: as for `compile`.
             seed: base of the random seeds.
         Returns:

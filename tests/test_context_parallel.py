@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from benchmarks.zoo.language import transformer
 from benchmarks.zoo.small import Small
@@ -130,6 +131,31 @@ def test_each_mode_communicates_in_its_own_way() -> None:
 def test_heads_that_do_not_divide_are_named() -> None:
     with pytest.raises(ConstraintError, match="2 key/value heads do not divide over 4 ranks"):
         planned("llama", 0.0, 4, Constraints(cp=4, cp_mode="alltoall"))
+
+
+class WrittenOut(nn.Module):
+    """Attention by hand, or none."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.attends, self.proj = attends, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.proj(x)
+        if self.attends:
+            q = torch.softmax(q @ x.transpose(1, 2), -1) @ x
+        return q.square().mean()
+
+
+@pytest.mark.parametrize("mode", ["gather", "alltoall", "ring", "stripes"])
+@pytest.mark.parametrize("attends", [True, False])
+def test_a_mode_that_no_attention_takes_is_refused(mode: str, attends: bool) -> None:
+    program = capture(WrittenOut(attends), {"x": torch.randn(4, 16, 8)})
+    job = Job(program, ClusterSpec.local(2), OPTIMIZERS["sgd"], ModelRef(display="model"), {})
+    with pytest.raises(ConstraintError, match=f"cp_mode={mode}.* 0 were found.*leave cp_mode out") as caught:
+        search(job, Constraints(cp=2, cp_mode=mode), certify=False)
+    assert ("test_context_parallel.py" in str(caught.value)) == attends, "the softmax of attention by hand is named"
+    search(job, Constraints(cp=2), certify=False)
 
 
 def test_a_ring_over_a_sequence_that_does_not_divide_is_named() -> None:

@@ -32,6 +32,7 @@ from paraplan.jobs.differences import Difference, differences, floor_of, max_err
 from paraplan.jobs.eager import Call, Taken
 from paraplan.jobs.models import Made
 from paraplan.jobs.replay import repeated
+from paraplan.runtime import ragged
 
 __all__ = ["Captured", "Errors", "SingleDevice", "max_error", "relative"]
 
@@ -142,19 +143,23 @@ class SingleDevice:
         """Take the same step and note the errors.
 
         Args:
-            batch: the global batch.
+            batch: the global batch; one of fewer rows is padded as the plan's run pads it, but for an eager model that
+                draws no random numbers, which is held to the rows alone.
             clip: of the gradient norm.
             loss, grads: of the plan's run, gradients whole and before clipping.
             params: after the update, whole; None where they are not looked at.
             buffers: likewise, after the step; those left out are taken to be as they were.
         """
         captured, before = self.captured, dict(self.captured.buffers)
+        rows, batch = batch, ragged.pad(captured.plan, batch)
+        if self.eager.num_draws:
+            rows = batch
         held = None if buffers is None else with_aliases({**before, **_named(buffers, before)}, captured.aliases)
         seeds = captured.seeds()
         overflown = overflows(self.program, grads)
         found = Outcome(loss, None if overflown else grads, held)
-        verdict = self.eager.compare(batch, captured.masters, before, seeds, found, partial(captured.outcome, batch))
-        rereads = self.eager.rereads(batch, captured.masters, before, seeds)
+        verdict = self.eager.compare(rows, captured.masters, before, seeds, found, partial(captured.outcome, batch))
+        rereads = self.eager.rereads(rows, captured.masters, before, seeds)
         taken = self.eager.last
         updated = None if params is None or taken is None else self._updates.step(taken, grads, clip)
         kept = {name: x.detach().clone() for name, x in captured.masters.items()} if updated is not None else {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from paraplan.ir.cluster import ClusterSpec
@@ -215,6 +217,25 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     if c.ep is not None and dp % c.ep:
         raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
     return c
+
+
+def check_param_names(constraints: Constraints, names: Iterable[str]) -> None:
+    """What is pinned by name is there.
+
+    Args:
+        constraints: whose `params`.
+        names: of the model's parameters.
+    Raises:
+        ConstraintError: there is no parameter of a name.
+    """
+    known = list(names)
+    for name in constraints.params:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3) or known[:5]
+            raise ConstraintError(
+                f"params pins {name!r}, which the model does not have; its parameters have names such as "
+                f"{', '.join(near)}"
+            )
 
 
 def check_reduce_dtype(constraints: Constraints, precision: str) -> None:

@@ -17,19 +17,21 @@ from functools import partial
 import msgspec
 
 from paraplan.cost_models.catalog import devices_with
-from paraplan.cost_models.predict import predict, with_used_profile
+from paraplan.cost_models.predict import with_used_profile
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.micro import splittable
-from paraplan.ir.plan import HERE, Certificate, Plan
+from paraplan.ir.plan import HERE, Plan
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.casting import AT_EVERY_USE, cast_once
+from paraplan.planner.casting import cast_once
+from paraplan.planner.certifying import certified
 from paraplan.planner.constraints import (
     AUTO,
     Constraints,
     check_constraints,
+    check_param_names,
     check_reduce_dtype,
     check_time_limit,
     device_budget,
@@ -46,7 +48,7 @@ from paraplan.planner.realise import Realised, realised
 from paraplan.planner.recompute.presets import in_layers
 from paraplan.planner.recompute.solve import solve_with_recomputation
 from paraplan.planner.reducing import reducing
-from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, choose, solve_mesh
+from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, choose, solve_mesh
 from paraplan.planner.stage_sharding import Shardings
 
 HIDDEN = 0.02
@@ -85,6 +87,7 @@ def search(
     """
     started = time.perf_counter()
     check_time_limit(time_limit_s)
+    check_param_names(constraints, job.program.params)
     check_constraints(constraints, job.cluster.num_devices)
     _check_rates(job)
     check_reduce_dtype(constraints, job.program.precision)
@@ -350,23 +353,6 @@ def _check_tiers(job: Job, constraints: Constraints) -> None:
             raise ConstraintError(
                 f"{pinned}: {job.cluster.name} describes no room on {tier} for every device; give its groups {field}"
             )
-
-
-def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
-    """The plan with its prediction and certificate."""
-    step_s = best.simulation.step_s
-    held = best.plan.hold_casts
-    # Joined ops are measured by themselves.
-    apart = best.plan.profile is not None and best.plan.cluster.backend != "cpu"
-    assert held or apart or bound_s <= step_s * (1 + 1e-6), f"bound {bound_s} above the simulated step {step_s}"
-    bound_s = min(bound_s, step_s)
-    scope = (SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes") + AT_EVERY_USE * held
-    certificate = Certificate(
-        status=best.status, objective_s=best.objective_s, bound_s=bound_s, bound_scope=scope,
-        gap=(step_s - bound_s) / step_s,
-    )  # fmt: skip
-    prediction = predict(best.plan, lower(best.plan), best.simulation)
-    return msgspec.structs.replace(best.plan, prediction=prediction, certificate=certificate)
 
 
 def _cutoff_s(mesh: Mesh, found: list[Candidate]) -> float:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import paraplan
+from paraplan.ir.errors import PlanMismatchError
 from paraplan.jobs.check import max_error
 from paraplan.jobs.differences import differences
 from tests.jobs.checking import Run, batch, captured, check, planned
@@ -215,3 +217,36 @@ def test_a_step_that_overflows_in_fp16_is_skipped_everywhere() -> None:
     run = Run(plan, Summed(), lambda step: batch(step, torch.float32), scaled=True)
     assert run.steps(1).failure == "" and "overflow" in run.single.errors.how
     assert run.steps(4).failure == ""
+
+
+class Labelled(nn.Module):
+    """Tokens, of which a label says whether they count; dropout or none."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.drop, self.emb, self.head = drop, nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = F.dropout(self.emb(ids), self.drop, self.training)
+        pairs = h.view(h.shape[0], 4, 2, 4).transpose(1, 2)
+        mixed = torch.softmax(pairs @ pairs.transpose(-1, -2), -1) @ pairs
+        h = mixed.transpose(1, 2).reshape(h.shape)
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+def test_a_smaller_last_batch_is_padded_as_the_trainer_pads_it(drop: float) -> None:
+    def rows(count: int) -> dict[str, Tensor]:
+        return {name: torch.randint(0, 16, (count, 4)) for name in ("ids", "labels")}
+
+    plan = paraplan.compile(Labelled(drop), "local:2", example_inputs=rows(8), dp=2)
+    assert plan.check(Labelled(drop), [rows(8), rows(6), rows(3)]).startswith("3 steps are the eager model's")
+
+
+def test_a_smaller_batch_that_cannot_be_padded_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    inputs = {"input": torch.randn(8, 4)}
+    plan = paraplan.compile(model, "local:2", example_inputs=inputs, loss_fn=lambda y, b: y.square().mean(), dp=2)
+    with pytest.raises(PlanMismatchError, match="cannot be padded"):
+        plan.check(model, [{"input": torch.randn(6, 4)}], loss_fn=lambda y, b: y.square().mean())

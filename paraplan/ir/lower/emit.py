@@ -115,9 +115,16 @@ class BlockEmitter(LayoutMoves):
         return self._use(found)
 
     def lean(self, name: str, layout: Layout) -> bool:
-        """Whether a value lies in a layout already, in no more bytes of storage than as it was made."""
-        found = self._at.get((name, layout))
-        return found is not None and self._stored_bytes(found) <= self._stored_bytes(self._at[name, self._home[name]])
+        """Whether a value lies in a layout already, in no more elements and bytes of storage than as it was made.
+
+        The planner knows the elements alone, and prices what may be saved so (`planner.sharding.space.saved_as`).
+        """
+        found, home = self._at.get((name, layout)), self._home[name]
+        if found is None:
+            return False
+        shape = self.specs[name].shape
+        here, made = (math.prod(local_shape(shape, lies, self.mesh_shape)) for lies in (layout, home))
+        return here <= made and self._stored_bytes(found) <= self._stored_bytes(self._at[name, home])
 
     def _stored_bytes(self, local: str) -> int:
         """Bytes of the storage a value lies in."""

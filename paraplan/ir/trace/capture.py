@@ -254,7 +254,7 @@ def _rewrite(
     if precision == "fp64":
         constants = lift_to_float64(graph, rewriter, constants)
         clean(graph)
-    substitute(graph, rewriter)
+    substitute(graph, rewriter, precision)
     simplify_masks(graph, names, constants, rewriter)
     if precision == "fp8":
         convert_linears(graph, names, rewriter)

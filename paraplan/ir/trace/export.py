@@ -19,7 +19,7 @@ from paraplan.ir.trace.followed import Followed, followed_modules
 from paraplan.ir.trace.functional import functional
 from paraplan.ir.trace.hf import eager_masks
 from paraplan.ir.trace.outputs import LossChoice, choose_losses, named_tensors
-from paraplan.ir.trace.precision import default_dtype
+from paraplan.ir.trace.precision import brought_by, default_dtype
 from paraplan.ir.trace.reading import Reading
 from paraplan.ir.trace.recurrent import unrolled
 from paraplan.ir.trace.rewrite import Rewriter
@@ -169,7 +169,7 @@ def export_loss(
         except CaptureError:
             raise
         except Exception as fault:
-            raise explain(fault) from fault
+            raise explain(fault, precision) from fault
     _say_loss(program.graph_module.graph, loss_fn)
     _refuse_regions(program.graph_module.graph)
     refuse_hidden_writes(program)
@@ -354,12 +354,19 @@ _KNOWN = {
 """Remedies by what torch says."""
 
 
-def explain(fault: Exception) -> CaptureError:
-    """What a forward's failure on fake tensors means, with the user's line and the remedy."""
+def explain(fault: Exception, precision: str = "") -> CaptureError:
+    """What a forward's failure on fake tensors means, with the user's line and the remedy.
+
+    Args:
+        fault: of the forward.
+        precision: what it was captured for.
+    """
     line = line_of_error(fault) or "somewhere in the forward"
-    text = str(fault).strip().split("\n")[0]
+    text = str(fault).strip().split("\n")[0].removesuffix(".")
     kind = type(fault).__name__
     if depends_on_data(fault):
         return CaptureError(f"{line}: {DATA_DEPENDENT} ({kind})")
     known = next((remedy for said, remedy in _KNOWN.items() if said in str(fault)), "")
-    return CaptureError(f"{line}: {f'{known} ({kind})' if known else f'tracing the forward failed: {kind}: {text}'}")
+    if known:
+        return CaptureError(f"{line}: {known} ({kind})")
+    return CaptureError(f"{line}: tracing the forward failed: {kind}: {text}{brought_by(precision, text)}")

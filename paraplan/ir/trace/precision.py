@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.program import HALVES
 from paraplan.ir.trace.rewrite import Rewriter
 from paraplan.ir.trace.source import DATA_DEPENDENT, depends_on_data, line_of_stack
 from paraplan.ir.trace.torch_private import FakeTensorMode
@@ -22,6 +23,21 @@ WIDE = {
     torch.complex64: torch.complex128, torch.complex32: torch.complex128,
 }  # fmt: skip
 """What becomes of narrower floats and complex numbers."""
+
+_ALSO = {"float16": ("half",)}
+"""How torch's messages call a dtype besides."""
+
+
+def brought_by(precision: str, text: str) -> str:
+    """Where a failure tells of a half dtype: that it came with `precision`, and the ways out; "" elsewhere."""
+    half = HALVES.get(precision, "")
+    if not half or not any(name in text.lower() for name in (half, *_ALSO.get(half, ()))):
+        return ""
+    return (
+        f". Under precision={precision!r} parameters and float inputs are {half}, which meets another dtype here: cast "
+        "what forward makes in that one (a table of torch.arange, torch.ones), as in table.to(x.dtype), or choose "
+        "precision='fp32'"
+    )
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:

@@ -67,7 +67,7 @@ def returned_by(
     except ParaplanError:
         raise
     except Exception as fault:
-        raise explain(fault) from fault
+        raise explain(fault, precision) from fault
     name: str | None
     if loss is None:
         name = loss_name(output)

@@ -11,6 +11,7 @@ from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace import autograd, contractions
 from paraplan.ir.trace.flattened import sink_merges
 from paraplan.ir.trace.flow import aten_name, value_of
+from paraplan.ir.trace.precision import brought_by
 from paraplan.ir.trace.recognise import recognise
 from paraplan.ir.trace.recognise_elementwise import recognise_elementwise
 from paraplan.ir.trace.rewrite import Rewriter, remove_dead
@@ -35,7 +36,7 @@ def arguments(node: fx.Node) -> dict[str, object]:
     return found | dict(node.kwargs)
 
 
-def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
+def substitute(graph: fx.Graph, rewriter: Rewriter, precision: str) -> None:
     """Puts canonical ops in.
 
     Raises:
@@ -45,7 +46,7 @@ def substitute(graph: fx.Graph, rewriter: Rewriter) -> None:
     recognise(rewriter, graph)
     recognise_elementwise(rewriter, graph)
     for node in list(graph.nodes):
-        _reject_mixed(node)
+        _reject_mixed(node, precision)
         rule = _RULES.get(_name(node.target)) if node.op == "call_function" else None
         made = rule(rewriter, node) if rule else None
         if made is not None:
@@ -75,7 +76,7 @@ def _reject_random(node: fx.Node) -> None:
         )
 
 
-def _reject_mixed(node: fx.Node) -> None:
+def _reject_mixed(node: fx.Node, precision: str) -> None:
     """Products of different dtypes, which fake tensors take and kernels do not."""
     if node.op != "call_function" or aten_name(node.target) not in _PRODUCTS:
         return
@@ -85,6 +86,7 @@ def _reject_mixed(node: fx.Node) -> None:
         raise CaptureError(
             f"{line}: {node.target} multiplies {' by '.join(sorted(dtypes))}, which torch's kernels refuse; cast one "
             "operand (x.to(weight.dtype)), and give factories their dtype (torch.rand(..., dtype=x.dtype))"
+            f"{brought_by(precision, ' '.join(dtypes))}"
         )
 
 

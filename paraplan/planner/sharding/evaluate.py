@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paraplan.ir.mesh import Layout
 from paraplan.planner.sharding.prices import Price, add, scale
-from paraplan.planner.sharding.space import Space
+from paraplan.planner.sharding.space import Space, saved_as
 
 
 def work_of_choices(space: Space, choices: Sequence[int]) -> Price:
@@ -25,6 +25,10 @@ def work_of_choices(space: Space, choices: Sequence[int]) -> Price:
         have = transfer.source.layouts[choices[transfer.source.decider]]
         wants: dict[Layout, None] = dict.fromkeys(end.layouts[choices[end.decider]] for end in transfer.readers)
         for want in wants:
+            if transfer.lean:
+                if not saved_as(space.prices, transfer.spec, have, want):
+                    raise ValueError(f"{transfer.what}: made in {have}, not saved in {want}, which takes more bytes")
+                continue
             price = space.prices.reshard(transfer.spec, have, want, transfer.bundled, transfer.wire)
             if price is None:
                 raise ValueError(f"{transfer.what}: no way from {have} to {want}")

@@ -73,7 +73,7 @@ def _factor(
         wants.append(_numbers(end.layouts, asks))
         again = end.decider in readers or end.decider == transfer.source.decider
         readers.append(_twin(end, prices, factors) if again else end.decider)
-    prices_of = space.prices.transfers(transfer.spec, tuple(makes), tuple(asks), transfer.bundled, transfer.wire)
+    prices_of = transfer.prices(space.prices, tuple(makes), tuple(asks))
     what, source = transfer.what, transfer.source.decider
     return Factor(source, tuple(readers), have, tuple(wants), prices_of * transfer.count, what)
 
@@ -89,12 +89,16 @@ def _twin(end: End, prices: list[Floats], factors: list[Factor]) -> int:
     return len(prices) - 1
 
 
-def memory_rows(space: Space, limit: float, activations: bool = True) -> tuple[Row, ...]:
+def memory_rows(space: Space, limit: float, activations: bool = True, proof: bool = False) -> tuple[Row, ...]:
     """Memory at the loss, and at the update of every parameter that needs workspace; in units of the limit.
 
-    Without `activations` what is saved for the backward does not count.
+    Without `activations` what is saved for the backward does not count. For a `proof` it counts at the least it may
+    take (`Space.saved_less`), elsewhere in the layout it is made in.
     """
-    rows = [Row("loss", 1.0, _sums(space.at_loss if activations else space.kept, limit))]
+    held = space.at_loss if activations else space.kept
+    if activations and proof:
+        held = [(each[0], space.saved_less.get(entry, each[1])) for entry, each in enumerate(held)]
+    rows = [Row("loss", 1.0, _sums(held, limit))]
     return (*rows, *_updates(space, space.at_update, space.update_workspace, limit, "update"))
 
 

@@ -119,9 +119,9 @@ def _live(kind: SegmentKind, at: Instant, roots: dict[str, str], needed: set[str
 def _copies(space: Space, problem: Formulation, kind: int, at: Instant, limit: float, moved: dict[int, Floats]) -> None:
     where = {decider: position for (index, position), decider in space.op_decider.items() if index == kind}
     for number, transfer in enumerate(space.transfers):
-        if transfer.kind != kind or transfer.phase is not at.phase:
+        if transfer.kind != kind or transfer.phase is not at.phase or transfer.lean:
             continue
-        reads = [where.get(end.decider, 1 << 30) for end in transfer.readers]
+        reads = [where.get(end.decider, 1 << 30) for end in transfer.readers if end.decider != transfer.saved]
         if not min(reads) <= at.position <= max(reads):
             continue
         makes, asks = problem.makes[number], problem.asks[number]

@@ -21,7 +21,7 @@ from paraplan.ir.micro import ProgramMicro, program_micro, smallest_divisor
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, dims_of, mesh_choices
 from paraplan.planner.classes import ParamClass
-from paraplan.planner.constraints import Constraints, parse_param_pin
+from paraplan.planner.constraints import Constraints, check_param_names, parse_param_pin
 from paraplan.planner.sharding.experts import ExpertAxis, expert_axis
 from paraplan.planner.sharding.options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
@@ -190,12 +190,7 @@ def make_pins(
     Raises:
         ConstraintError: the batch does not divide, or a named parameter does not exist.
     """
-    unknown = [name for name in constraints.params if name not in program.params]
-    if unknown:
-        raise ConstraintError(
-            f"params pins {unknown[0]!r}, which the model does not have; "
-            f"its first names: {', '.join(list(program.params)[:5])}"
-        )
+    check_param_names(constraints, program.params)
     dp, tp, cp, ep = (axes.index(name) if name in axes else -1 for name in ("dp", "tp", "cp", "ep"))
     split = math.prod(shape[axis] for axis in (dp, ep) if axis >= 0)
     along = None

@@ -15,7 +15,7 @@ them next to sharded values is pinned again. Attention mixes positions too, in t
 from __future__ import annotations
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.graph import Graph, Op
+from paraplan.ir.graph import Graph, Op, Phase
 from paraplan.ir.mesh import Partial, Placement, R, S, Shard, is_shardable, pads_little
 from paraplan.ir.program import Program
 from paraplan.ir.rules.strategies import RING, STRIPES, AxisChoice, axis_choices, dims_of, fits_letter, ring_choices
@@ -47,7 +47,7 @@ def sequence_keys(program: Program, size: int, mode: str | None) -> tuple[tuple[
         size: of the axis.
         mode: how attention goes, see the module's head; None: any of them.
     Raises:
-        ConstraintError: the sequence cannot be sharded so, or the heads do not divide.
+        ConstraintError: the sequence cannot be sharded so, the heads do not divide, or no attention takes the mode.
     """
     length = sequence_length(program)
     if length < 0 or not pads_little(length, size):
@@ -78,14 +78,33 @@ def sequence_keys(program: Program, size: int, mode: str | None) -> tuple[tuple[
         keys, placements = walk.graph(kind.graph, given, tangents)
         found.setdefault(segment.kind, keys)
         values |= {outer: placements[local] for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
+    if mode is not None and not walk.taken:
+        raise ConstraintError(_not_taken(program, mode))
     return tuple(found.get(index, ()) for index in range(len(program.kinds)))
 
 
+def _not_taken(program: Program, mode: str) -> str:
+    """That no attention takes a pinned mode: what was looked for, where, and the ways out."""
+    graphs = [program.kinds[segment.kind].graph for segment in program.segments]
+    forward = [(op.target, graph.source_of(op)) for graph in graphs for op in graph.ops if op.phase is Phase.FORWARD]
+    places = [source for target, source in forward if target == ATTENTION[0]]
+    written = [source for target, source in forward if "softmax" in target]
+    if places:
+        found = f"{len(places)} were found (the first at {places[0]}), none of which has a sharded sequence to go over"
+    else:
+        found = "0 were found"
+        found += f" (the softmax at {written[0]} is planned with the products around it)" if written else ""
+    return (
+        f"cp_mode={mode} says how attention ops (F.scaled_dot_product_attention) go over a sharded sequence, and of "
+        f"those {found}; leave cp_mode out, or compute attention by F.scaled_dot_product_attention"
+    )
+
+
 class _Walk:
-    """Follows the sequence through graphs."""
+    """Follows the sequence through graphs; `taken` counts attention ops that take one of the modes."""
 
     def __init__(self, size: int, modes: tuple[str, ...]) -> None:
-        self.size, self.modes = size, modes
+        self.size, self.modes, self.taken = size, modes, 0
 
     def graph(
         self, graph: Graph, given: dict[str, Placement], tangents: dict[str, str]
@@ -115,6 +134,7 @@ class _Walk:
                     f"cp_mode=alltoall: {dims.sizes['h']} key/value heads do not divide over {self.size} ranks "
                     f"({graph.source_of(op)}); use cp_mode=gather or ring, or a cp that divides the heads"
                 )
+            self.taken += 1
             modes = ("gather",) if self.modes == ("stripes",) and STRIPES not in rings else self.modes
             return frozenset(KEYS[mode] for mode in modes), _placed(rings[RING])
         fitting = [

@@ -21,6 +21,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
 from paraplan.planner.realise import Realised, realise
 from paraplan.planner.sharding.bound import step_bound
+from paraplan.planner.sharding.build import build_space
 from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
 from paraplan.planner.sharding.formulate import (
     Formulation,
@@ -35,7 +36,7 @@ from paraplan.planner.sharding.network import Row
 from paraplan.planner.sharding.optimise import Optimum, least_activity, optimise
 from paraplan.planner.sharding.pins import make_pins
 from paraplan.planner.sharding.prices import Prices
-from paraplan.planner.sharding.space import Space, build_space
+from paraplan.planner.sharding.space import Space
 
 ROUNDS = 12
 """Plans tried before giving up on memory between the loss and the update."""
@@ -156,7 +157,8 @@ def solve_mesh(
         if found.choices is None and cutoff_s <= found.bound < np.inf:
             return Skipped(mesh, found.bound)
         if found.choices is None:
-            raise _failure(job, space, found, limits, rows is base and not instants and not over, closest)
+            proved = rows is base and not instants and not over and _none_fits(space, problem, limits, solve_s)
+            raise _failure(job, space, found, limits, proved, closest)
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decided = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
@@ -183,7 +185,8 @@ def solve_mesh(
     bound_s = 0.0
     if limits.certify:
         left_s = limits.left_s(solve_s)
-        bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], left_s)
+        proof = memory_rows(space, limits.memory_bytes, proof=True)
+        bound_s = step_bound(with_rows(network, proof), work, found.multipliers[: len(base)], left_s)
     solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
     binds = bool(instants) or rows is not base or any(multiplier > 0 for multiplier in found.multipliers)
@@ -191,6 +194,16 @@ def solve_mesh(
         loose = optimise(problem.network, limits.left_s(solve_s), limits.relative_gap, limits.backend)
         binds = loose.objective < found.objective * (1 - limits.relative_gap)
     return Candidate(made.plan, made.simulation, float(work.sum()), bound_s, status, solve_s, binds)
+
+
+def _none_fits(space: Space, problem: Formulation, limits: Limits, taken_s: float) -> bool:
+    """Whether what does not fit with activations saved as they are made would not fit as they are read either."""
+    if not space.saved_less:
+        return True
+    rows = (*memory_rows(space, limits.memory_bytes, proof=True), *tier_rows(space))
+    network = with_rows(problem.network, rows)
+    found = optimise(network, limits.left_s(taken_s), limits.relative_gap, limits.backend)
+    return found.status is Status.INFEASIBLE
 
 
 def choose(
@@ -338,7 +351,7 @@ def without_room(space: Space, limits: Limits, need: float) -> str:
 
 def least_memory(space: Space, limits: Limits, activations: bool = True) -> float:
     """What any plan in scope holds at least at the loss, or at the update (each row alone: a lower bound)."""
-    network = with_rows(formulate(space).network, memory_rows(space, limits.memory_bytes, activations))
+    network = with_rows(formulate(space).network, memory_rows(space, limits.memory_bytes, activations, proof=True))
     stop = time.perf_counter() + limits.time_s
     return limits.memory_bytes * max(least_activity(network, row, stop).bound for row in range(len(network.rows)))
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paraplan as pp
+from paraplan.ir.errors import CaptureError
+from paraplan.ir.trace import capture
 
 
 class Asking(nn.Module):
@@ -73,3 +75,24 @@ def test_a_float64_mask_of_a_float64_model() -> None:
     plan = pp.compile(model, "local:1", example_inputs=batch, optimizer="sgd", precision="fp64")
     made = float(plan.executable(copy.deepcopy(model)).step(batch))
     assert made == pytest.approx(float(model(**batch)), rel=1e-13)
+
+
+class Rotary(nn.Module):
+    """A table made in float32, whatever the input's dtype."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.linear, self.proj = linear, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.arange(4, dtype=torch.float32)[:, None] / torch.arange(1, 9)
+        turned = self.proj(x) * table.cos()
+        return (self.proj(turned) if self.linear else turned @ self.proj(x).mT).square().mean()
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_dtype_that_precision_brought_is_told_so(precision: str, linear: bool) -> None:
+    with pytest.raises(CaptureError, match=rf"precision='{precision}'.*to\(x\.dtype\).*precision='fp32'"):
+        capture(Rotary(linear), {"x": torch.randn(2, 4, 8)}, precision=precision)
+    capture(Rotary(linear), {"x": torch.randn(2, 4, 8)}, precision="fp32")

@@ -1,0 +1,111 @@
+"""The bound relaxes what lowering does: no simulated step is shorter, no stream does less than it was priced at."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paraplan.cost_models.catalog import parse_cluster
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.trace import capture
+from paraplan.planner.assemble import Job
+from paraplan.planner.certifying import FAULT, certified
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.meshes import candidate_meshes
+from paraplan.planner.realise import realise
+from paraplan.planner.search import search
+from paraplan.planner.sharding.evaluate import work_of_choices
+from paraplan.planner.sharding.formulate import network_of
+from paraplan.planner.sharding.optimise import optimise
+from paraplan.planner.sharding.solve import Limits, decisions_of, problem_of, solve_mesh
+
+PINS = [
+    Constraints(cp=4, cp_mode="alltoall"),
+    Constraints(cp=4, cp_mode="gather"),
+    Constraints(cp=4, cp_mode="ring"),
+    Constraints(cp=2, tp=2, cp_mode="alltoall"),
+    Constraints(tp=4),
+    Constraints(tp=4, sp=True),
+    Constraints(tp=2, sp=True, dp=2),
+    Constraints(dp=4, zero=3),
+]
+
+
+class Layer(nn.Module):
+    """Attention as torch's op or written out, and an MLP."""
+
+    def __init__(self, fused: bool, d: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.fused, self.heads = fused, heads
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d) for _ in range(4))
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        self.norms = nn.ModuleList([nn.LayerNorm(d), nn.LayerNorm(d)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        q, k, v = (f(y).view(*x.shape[:2], self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Model(nn.Module):
+    def __init__(self, fused: bool, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(fused) for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def job(fused: bool = True, layers: int = 2, cluster: str = "local:4") -> Job:
+    program = capture(Model(fused, layers).double(), {"x": torch.randn(4, 16, 16).double()}, precision="fp64")
+    return Job(program, parse_cluster(cluster), OPTIMIZERS["sgd"], ModelRef(display="model"), {})
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("pins", PINS, ids=str)
+def test_no_step_is_below_its_bound(pins: Constraints, fused: bool) -> None:
+    if pins.cp_mode is not None and not fused:
+        pins = msgspec.structs.replace(pins, cp_mode=None)
+    plan = search(job(fused), pins).plan
+    assert plan.certificate is not None and plan.prediction is not None
+    assert 0.0 < plan.certificate.bound_s < plan.prediction.step_s
+    assert not any(FAULT in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("pins", PINS, ids=str)
+def test_streams_do_what_they_are_priced_at(pins: Constraints) -> None:
+    """The choices' price, stream by stream, is no more than the plan of these choices takes."""
+    made_of = job(cluster="4xH100")
+    (mesh, *_), limits = candidate_meshes(made_of, pins), Limits(time_s=60.0, memory_bytes=float(1 << 40))
+    space = problem_of(made_of, mesh, 1, pins)
+    found = optimise(network_of(space, None), limits.time_s, limits.relative_gap)
+    assert found.choices is not None
+    choices = found.choices[: len(space.deciders)]
+    made = realise(made_of, decisions_of(made_of, space, mesh, 1, choices, False), limits.memory_bytes)
+    for trace in made.simulation.traces:
+        busy: Counter[str] = Counter()
+        for span in trace.spans:
+            busy[span.stream] += span.end_s - span.start_s
+        for stream, seconds in zip(space.prices.streams, work_of_choices(space, choices), strict=True):
+            assert seconds <= busy[stream] * (1 + 1e-6), stream
+
+
+def test_a_bound_above_the_step_is_withdrawn_and_told() -> None:
+    made_of, pins = job(layers=1), Constraints(dp=4)
+    (mesh, *_) = candidate_meshes(made_of, pins)
+    best = solve_mesh(made_of, mesh, 1, pins, Limits(time_s=60.0, memory_bytes=float(1 << 40), certify=False))
+    plan = certified(best, 2 * best.simulation.step_s, 1)
+    assert plan.certificate is not None and plan.certificate.bound_s == 0.0
+    assert FAULT in plan.notes[-1]
