@@ -23,6 +23,8 @@ from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, solve_me
 ROOM = float(1 << 60)
 MOST_S = 30.0
 """For the order of ops; of the limit given where that is less."""
+MOST_MICROBATCHES = 64
+"""Beyond, steps are too long to be ordered op by op."""
 
 
 def solve_op_by_op(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits) -> Candidate:

@@ -1,31 +1,29 @@
 """The search loop: propose a mesh and a microbatch count, solve, price, keep the best.
 
 Meshes: the pinned one, or those of `meshes.py`. Microbatches: the pinned count, or 1, doubled while memory binds and
-the step gets faster.
+the step gets faster; where no mesh has a plan so, every other count that the batch divides into (`microbatches.py`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
 
-from paraplan.cost_models.catalog import devices_with
 from paraplan.cost_models.predict import predict, with_used_profile
 from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
-from paraplan.ir.micro import splittable
 from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.casting import AT_EVERY_USE, cast_once
+from paraplan.planner.checks import check_rates, check_tiers, with_states
 from paraplan.planner.constraints import (
     AUTO,
     Constraints,
@@ -35,8 +33,10 @@ from paraplan.planner.constraints import (
     device_budget,
 )
 from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
+from paraplan.planner.failures import Failure, failure
 from paraplan.planner.meshes import candidate_meshes
-from paraplan.planner.op_by_op import solve_op_by_op, what_would_do
+from paraplan.planner.microbatches import most_first, other_counts, pipeline_counts, usual_counts
+from paraplan.planner.op_by_op import MOST_MICROBATCHES, solve_op_by_op, what_would_do
 from paraplan.planner.overlap import overlapped
 from paraplan.planner.pipeline_degrees import search_degrees
 from paraplan.planner.pipeline_search import alone_note, search_pipeline
@@ -86,14 +86,14 @@ def search(
     started = time.perf_counter()
     check_time_limit(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)
-    _check_rates(job)
+    check_rates(job)
     check_reduce_dtype(constraints, job.program.precision)
     job, constraints = in_layers(job, constraints)
     job = replace(job, compiled=constraints.compiled, reduce_dtype=constraints.reduce_dtype)
     if job.program.apart > 1 and constraints.microbatches is None:
         constraints = msgspec.structs.replace(constraints, microbatches=job.program.apart)
-    constraints, unpriced = _with_states(job, constraints)
-    _check_tiers(job, constraints)
+    constraints, unpriced = with_states(job, constraints)
+    check_tiers(job, constraints)
     if constraints.pp not in (None, 1):
         pipeline = _pipeline(job, constraints, time_limit_s, progress)
         pipeline = msgspec.structs.replace(pipeline, notes=(*pipeline.notes, *alone_note(pipeline)))
@@ -105,22 +105,26 @@ def search(
     meshes = candidate_meshes(job, constraints)
     found: list[Candidate] = []
     skipped: list[Skipped] = []
-    failures: list[NoPlanError] = []
+    failures: list[Failure] = []
     for mesh in meshes:
         here = _on_mesh(job, mesh, constraints, limits, failures, progress, _cutoff_s(mesh, found))
         if isinstance(here, Skipped):
             skipped.append(here)
         else:
             found += here
+    for mesh in () if found else meshes:
+        found += _with_other_counts(job, mesh, constraints, limits, failures, progress)
     if not found:
-        fault = next((fault for fault in failures if isinstance(fault, SolverLimitError)), failures[-1])
-        raise type(fault)(lambda: f"{fault}{_what_would_do(job, meshes[0], constraints, limits)}") from None
+        fault, words = failure(failures)
+        raise type(fault)(lambda: f"{words()}{_what_would_do(job, meshes[0], constraints, limits)}") from None
     if constraints.delayed_update is not None:
         found = [_placed(candidate, limits, constraints) for candidate in found]
     best = _quickened(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
     notes = (*plan.notes, *_meshes_note(found, skipped, best), *unpriced, *delay_note(plan))
-    plan = msgspec.structs.replace(plan, notes=(*notes, *places_note(best, found, failures, constraints)))
+    plan = msgspec.structs.replace(
+        plan, notes=(*notes, *places_note(best, found, [each.fault for each in failures], constraints))
+    )
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
     return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
@@ -132,10 +136,35 @@ def _pipeline(job: Job, constraints: Constraints, time_limit_s: float, progress:
     def one_stage(pinned: Constraints) -> Plan:
         return search(job, pinned, time_limit_s, progress).plan
 
+    def planned(pinned: Constraints) -> Plan:
+        if pinned.pp == AUTO:
+            return search_degrees(job, pinned, shardings, one_stage, progress)
+        return search_pipeline(job, pinned, shardings)
+
     shardings = Shardings(partial(_sharding, time_limit_s=time_limit_s, progress=progress))
-    if constraints.pp == AUTO:
-        return search_degrees(job, constraints, shardings, one_stage, progress)
-    return search_pipeline(job, constraints, shardings)
+    try:
+        return planned(constraints)
+    except NoPlanError as fault:
+        counts = () if constraints.microbatches is not None else pipeline_counts(job.program, constraints)
+        found = _pipelines(counts, constraints, planned, progress)
+        if not found:
+            also = f"; nor in {', '.join(map(str, counts))} microbatches" if counts else ""
+            raise type(fault)(f"{fault}{also}") from None
+        return min(found, key=lambda plan: plan.prediction.step_s if plan.prediction is not None else math.inf)
+
+
+def _pipelines(
+    counts: Sequence[int], constraints: Constraints, planned: Callable[[Constraints], Plan], progress: Progress
+) -> list[Plan]:
+    """Pipelines of other counts than the usual one, which has none."""
+
+    def tried(count: int) -> list[Plan]:
+        progress(f"pp={constraints.pp}, {count} microbatches")
+        with suppress(NoPlanError, ConstraintError):  # a schedule may not take so many
+            return [planned(msgspec.structs.replace(constraints, microbatches=count))]
+        return []
+
+    return most_first(counts, 1, tried)
 
 
 def _sharding(
@@ -153,17 +182,16 @@ def _sharding(
 
 def _on_mesh(
     job: Job, mesh: Mesh, constraints: Constraints, limits: Limits,
-    failures: list[NoPlanError], progress: Progress, cutoff_s: float,
+    failures: list[Failure], progress: Progress, cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
     """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster, and there is
     time."""
     found: list[Candidate] = []
     best_s, clock = float("inf"), _Clock(limits)
-    for count in _microbatch_counts(job, constraints, mesh):
+    for count in usual_counts(job.program, constraints, mesh):
         if found and clock.is_over:
             break
-        named = "x".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
-        progress(f"mesh {named}, {count} microbatch{'es' if count > 1 else ''}")
+        progress(_tried_words(mesh, count))
         here = _solve(job, mesh, count, constraints, clock, failures, cutoff_s)
         if isinstance(here, Skipped):
             return found or here
@@ -171,10 +199,32 @@ def _on_mesh(
         step_s = min((candidate.simulation.step_s for candidate in here), default=float("inf"))
         if here and (step_s >= best_s or not here[0].memory_binds):
             break
-        if not here and not _keeps_all(constraints) and isinstance(failures[-1], InfeasibleError):
-            break  # what is kept whatever is recomputed does not get less with smaller microbatches
+        if not here and failures[-1].whatever_count:
+            break
         best_s = min(best_s, step_s)
     return found
+
+
+def _with_other_counts(
+    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, failures: list[Failure], progress: Progress
+) -> list[Candidate]:
+    """Plans for a mesh that has none in the usual numbers of microbatches, in others."""
+    if [each for each in failures if each.mesh == mesh][-1].whatever_count:
+        return []
+    clock = _Clock(limits)
+
+    def tried(count: int) -> list[Candidate]:
+        progress(_tried_words(mesh, count))
+        here = _solve(job, mesh, count, constraints, clock, failures, math.inf)
+        return [] if isinstance(here, Skipped) else here
+
+    usual = usual_counts(job.program, constraints, mesh)
+    return most_first(other_counts(job.program, constraints, mesh), usual[-1], tried)
+
+
+def _tried_words(mesh: Mesh, count: int) -> str:
+    named = "x".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
+    return f"mesh {named}, {count} microbatch{'es' if count > 1 else ''}"
 
 
 class _Clock:
@@ -196,7 +246,7 @@ class _Clock:
 
 def _solve(
     job: Job, mesh: Mesh, count: int, constraints: Constraints, clock: _Clock,
-    failures: list[NoPlanError], cutoff_s: float,
+    failures: list[Failure], cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
     """Plans for a mesh: one that keeps every activation, and where memory binds what need not: one that does
     so by kinds, and on one device one that does so op by op. Where parameters may leave the device, plans of which they
@@ -218,15 +268,17 @@ def _solve(
                 if rung is rungs[0] and not solved.memory_binds:
                     return found
             except NoPlanError as fault:
-                failures.append(fault)
+                failures.append(Failure(fault, mesh, count))
                 if rung.offload_states in ("any", "any-grads") and isinstance(fault, SolverLimitError):
                     found += _by_places(job, mesh, count, rung, clock.left)
         if not _keeps_all(constraints):
             try:
                 found.append(solve_with_recomputation(job, mesh, count, rung, clock.left))
             except NoPlanError as fault:
-                failures.append(fault)
+                # What is kept whatever is recomputed does not get less with smaller microbatches.
+                failures.append(Failure(fault, mesh, count, isinstance(fault, InfeasibleError)))
     op_by_op = mesh.size == 1 and constraints.recompute is None and not _states_pinned_away(constraints)
+    op_by_op &= count <= MOST_MICROBATCHES
     if op_by_op and not _keeps_all(constraints):
         # Its failures are of one order of ops; what the others say is about all.
         with suppress(NoPlanError):
@@ -239,7 +291,7 @@ def _what_would_do(job: Job, mesh: Mesh, constraints: Constraints, limits: Limit
     """On one device, where activations may be made again: what would do, for an error."""
     if mesh.size > 1 or constraints.recompute is not None or _states_pinned_away(constraints):
         return ""
-    return what_would_do(job, mesh, _microbatch_counts(job, constraints, mesh)[-1], constraints, limits)
+    return what_would_do(job, mesh, usual_counts(job.program, constraints, mesh)[-1], constraints, limits)
 
 
 def _quickened(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
@@ -299,59 +351,6 @@ def _keeps_all(constraints: Constraints) -> bool:
     return constraints.recompute == "none" and not constraints.tiers
 
 
-def _with_states(job: Job, constraints: Constraints) -> tuple[Constraints, tuple[str, ...]]:
-    """Where states and parameters may be is the planner's choice if nothing else was said; a note where that cannot be
-    priced."""
-    if constraints.offload_states is not None or not constraints.tiers:
-        return constraints, ()
-    rated = all(group.host_memory_bytes_per_s for group in job.cluster.groups)
-    roomy = job.cluster.has_room("host", tuple(range(job.cluster.num_devices)))
-    note = f"optimizer states stay on the device: {job.cluster.name} does not say host_memory_bytes_per_s"
-    chosen = msgspec.structs.replace(constraints, offload_states="any" if rated and roomy else "none")
-    return chosen, () if rated else (note,)
-
-
-def _check_rates(job: Job) -> None:
-    """Whether all devices multiply in float8, where the program is to.
-
-    Raises:
-        ConstraintError: one does not.
-    """
-    if job.program.precision != "fp8":
-        return
-    dtypes = {spec.dtype for kind in job.program.kinds for spec in kind.graph.values.values()}
-    eight = sorted(dtype for dtype in dtypes if dtype.startswith("float8"))
-    for dtype, group in itertools.product(eight, job.cluster.groups):
-        if dtype not in group.device.flops_per_s:
-            raise ConstraintError(
-                f"precision='fp8' multiplies in {dtype}, for which {group.device.kind} has no rate (it has "
-                f"{', '.join(group.device.flops_per_s)}); plan with precision='bf16', or for a device that has one: "
-                f"{', '.join(devices_with(dtype))}"
-            )
-
-
-def _check_tiers(job: Job, constraints: Constraints) -> None:
-    """The cluster has what may be used.
-
-    Raises:
-        ConstraintError: no link to a tier, or no room there.
-    """
-    devices = tuple(range(job.cluster.num_devices))
-    updated_there = any(place.states and not place.fetched for place in constraints.every_place)
-    if updated_there and not all(group.host_memory_bytes_per_s for group in job.cluster.groups):
-        raise ConstraintError(
-            f"states off the device are updated on the host, but {job.cluster.name} does not say how fast its memory "
-            "is; give its groups host_memory_bytes_per_s, or offload_states='fetched' or 'none'"
-        )
-    for tier in dict.fromkeys((*constraints.tiers, *constraints.state_tiers)):
-        if not job.cluster.has_room(tier, devices):
-            pinned = f"offload={constraints.offload}" if tier in constraints.tiers else f"states on the {tier}"
-            field = "host_memory_bytes" if tier == "host" else "disk and disk_bytes"
-            raise ConstraintError(
-                f"{pinned}: {job.cluster.name} describes no room on {tier} for every device; give its groups {field}"
-            )
-
-
 def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     """The plan with its prediction and certificate."""
     step_s = best.simulation.step_s
@@ -388,11 +387,3 @@ def _meshes_note(found: list[Candidate], skipped: list[Skipped], best: Candidate
 
 def _shape(mesh: Mesh) -> str:
     return "x".join(map(str, mesh.shape))
-
-
-def _microbatch_counts(job: Job, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:
-    if constraints.microbatches is not None:
-        return (constraints.microbatches,)
-    batch = job.program.batch_size
-    dp = mesh.shape[mesh.axes.index("dp")] if "dp" in mesh.axes else 1
-    return tuple(m for m in (1, 2, 4, 8, 16) if batch % (m * dp) == 0 and splittable(job.program, m)) or (1,)
