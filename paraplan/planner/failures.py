@@ -17,26 +17,37 @@ class Failure:
         fault: why.
         mesh, num_microbatches: which.
         whatever_count: it is proved of any number of microbatches.
+        late: it was not tried, for the time was over.
     """
 
     fault: NoPlanError
     mesh: Mesh
     num_microbatches: int
     whatever_count: bool = False
+    late: bool = False
 
 
-def failure(failures: Sequence[Failure]) -> tuple[NoPlanError, Callable[[], str]]:
-    """The fault that speaks for all, and its words: one that proves nothing, if any does not, of the most
-    microbatches, which hold least."""
-    open_ones = [each for each in failures if isinstance(each.fault, SolverLimitError)]
-    last = failures[-1].mesh
-    shown = max(open_ones or [each for each in failures if each.mesh == last], key=lambda each: each.num_microbatches)
-    counts = sorted({each.num_microbatches for each in failures})
+def not_tried(mesh: Mesh, num_microbatches: int) -> Failure:
+    """What is said where time ran out."""
+    said = f"time ran out before mesh {mesh.shape} was tried in {num_microbatches} microbatches; raise the time limit"
+    return Failure(SolverLimitError(said), mesh, num_microbatches, late=True)
+
+
+def failure(failures: Sequence[Failure]) -> tuple[type[NoPlanError], Callable[[], str]]:
+    """What kind of failure all are together, and the words of the one that speaks for them: one that proves nothing, if
+    any tried does not, of the most microbatches, which hold least."""
+    tried = [each for each in failures if not each.late] or list(failures)
+    open_ones = [each for each in tried if isinstance(each.fault, SolverLimitError)]
+    last = tried[-1].mesh
+    shown = max(open_ones or [each for each in tried if each.mesh == last], key=lambda each: each.num_microbatches)
+    counts = sorted({each.num_microbatches for each in tried})
+    late = next((f". Not all was tried: {each.fault}" for each in failures if each.late and each is not shown), "")
+    kind = SolverLimitError if any(isinstance(each.fault, SolverLimitError) for each in failures) else type(shown.fault)
 
     def words() -> str:
         if len(counts) < 2:
-            return str(shown.fault)
-        tried = ", ".join(map(str, counts))
-        return f"{shown.fault}. So it is in {shown.num_microbatches} microbatches; tried in vain: {tried}"
+            return f"{shown.fault}{late}"
+        named = ", ".join(map(str, counts))
+        return f"{shown.fault}. So it is in {shown.num_microbatches} microbatches; tried in vain: {named}{late}"
 
-    return shown.fault, words
+    return kind, words

@@ -68,7 +68,7 @@ def what_would_do(job: Job, mesh: Mesh, num_microbatches: int, constraints: Cons
     if isinstance(roomy, Skipped):
         return ""
     tiers = () if constraints.offload == "none" else host_tiers(job.cluster)
-    time_s = min(limits.time_s, MOST_S / 3)
+    time_s = min(limits.time_s / 4, MOST_S / 3)
     said = least_words(memory_problem(roomy.plan, tiers), int(limits.memory_bytes), time_s)
     ways = "" if constraints.tiers else ", with states and parameters that may leave (offload='host')"
     parts = f" in {num_microbatches} microbatches" if num_microbatches > 1 else ""

@@ -22,7 +22,7 @@ from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.plan import HERE, Certificate, Plan
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.casting import AT_EVERY_USE, cast_once
+from paraplan.planner.casting import AT_EVERY_USE
 from paraplan.planner.checks import check_rates, check_tiers, with_states
 from paraplan.planner.constraints import (
     AUTO,
@@ -32,26 +32,27 @@ from paraplan.planner.constraints import (
     check_time_limit,
     device_budget,
 )
-from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
-from paraplan.planner.failures import Failure, failure
+from paraplan.planner.deadline import FLOOR, Deadline
+from paraplan.planner.delaying import delay_note
+from paraplan.planner.failures import Failure, failure, not_tried
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.microbatches import most_first, other_counts, pipeline_counts, usual_counts
 from paraplan.planner.op_by_op import MOST_MICROBATCHES, solve_op_by_op, what_would_do
-from paraplan.planner.overlap import overlapped
 from paraplan.planner.pipeline_degrees import search_degrees
 from paraplan.planner.pipeline_search import alone_note, search_pipeline
-from paraplan.planner.placing import choose_places
 from paraplan.planner.placing_note import places_note
-from paraplan.planner.realise import Realised, realised
+from paraplan.planner.quickened import by_places, placed, quickened
 from paraplan.planner.recompute.presets import in_layers
 from paraplan.planner.recompute.solve import solve_with_recomputation
-from paraplan.planner.reducing import reducing
 from paraplan.planner.sharding.solve import SCOPE, Candidate, Limits, Skipped, choose, solve_mesh
 from paraplan.planner.stage_sharding import Shardings
 
 HIDDEN = 0.02
 """How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
 better, though on the meshes measured never by as much."""
+
+MOST_LATE = 2.0
+"""Times the limit, after which nothing more is tried though nothing was found."""
 
 Progress = Callable[[str], None]
 
@@ -75,7 +76,8 @@ def search(
     Args:
         job: what is planned.
         constraints: what the user pins; with `pp`, a pipeline (see `pipeline_search`).
-        time_limit_s: solver time per mesh.
+        time_limit_s: for all of it; a mesh has half of what is left while others wait. Where nothing was found by
+            then, what is left to try has a little time each, and twice the limit at most.
         progress: told what is being tried.
         certify: whether to bound the step of every plan in scope; without, the certificate's bound is 0.
     Raises:
@@ -83,8 +85,8 @@ def search(
         InfeasibleError: proved on every mesh tried.
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
-    started = time.perf_counter()
     check_time_limit(time_limit_s)
+    deadline = Deadline(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)
     check_rates(job)
     check_reduce_dtype(constraints, job.program.precision)
@@ -95,10 +97,9 @@ def search(
     constraints, unpriced = with_states(job, constraints)
     check_tiers(job, constraints)
     if constraints.pp not in (None, 1):
-        pipeline = _pipeline(job, constraints, time_limit_s, progress)
+        pipeline = _pipeline(job, constraints, deadline, progress)
         pipeline = msgspec.structs.replace(pipeline, notes=(*pipeline.notes, *alone_note(pipeline)))
-        seconds = time.perf_counter() - started
-        return Found(pipeline, seconds, seconds)
+        return Found(pipeline, deadline.passed_s, deadline.passed_s)
     limits = Limits(
         time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=certify and not job.compiled
     )
@@ -106,77 +107,92 @@ def search(
     found: list[Candidate] = []
     skipped: list[Skipped] = []
     failures: list[Failure] = []
+    late: list[Mesh] = []
     for mesh in meshes:
-        here = _on_mesh(job, mesh, constraints, limits, failures, progress, _cutoff_s(mesh, found))
+        if deadline.passed_s >= (1 if found else MOST_LATE) * time_limit_s:
+            late.append(mesh)
+            continue
+        timed = replace(limits, time_s=deadline.share_s(1.0 if mesh == meshes[-1] else 0.5))
+        here = _on_mesh(job, mesh, constraints, timed, failures, progress, _cutoff_s(mesh, found))
         if isinstance(here, Skipped):
             skipped.append(here)
         else:
             found += here
+    failures += [not_tried(mesh, 1) for mesh in late]
     for mesh in () if found else meshes:
-        found += _with_other_counts(job, mesh, constraints, limits, failures, progress)
+        if found and deadline.is_over:
+            break
+        timed = replace(limits, time_s=deadline.share_s(1.0 if mesh == meshes[-1] else 0.5))
+        found += _with_other_counts(job, mesh, constraints, timed, failures, progress, deadline)
     if not found:
-        fault, words = failure(failures)
-        raise type(fault)(lambda: f"{words()}{_what_would_do(job, meshes[0], constraints, limits)}") from None
+        kind, words = failure(failures)
+        raise kind(lambda: f"{words()}{_what_would_do(job, meshes[0], constraints, limits)}") from None
     if constraints.delayed_update is not None:
-        found = [_placed(candidate, limits, constraints) for candidate in found]
-    best = _quickened(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
-    plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped))
-    notes = (*plan.notes, *_meshes_note(found, skipped, best), *unpriced, *delay_note(plan))
+        found = [placed(candidate, limits, constraints) for candidate in found]
+    best = quickened(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
+    plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped) - len(late))
+    notes = (*plan.notes, *_meshes_note(found, skipped, late, best), *unpriced, *delay_note(plan))
     plan = msgspec.structs.replace(
         plan, notes=(*notes, *places_note(best, found, [each.fault for each in failures], constraints))
     )
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
-    return Found(plan, sum(candidate.solve_s for candidate in found), time.perf_counter() - started)
+    return Found(plan, sum(candidate.solve_s for candidate in found), deadline.passed_s)
 
 
-def _pipeline(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress) -> Plan:
+def _pipeline(job: Job, constraints: Constraints, deadline: Deadline, progress: Progress) -> Plan:
     """A plan of several stages, or, where the degree is to be chosen, the fastest of any."""
 
     def one_stage(pinned: Constraints) -> Plan:
-        return search(job, pinned, time_limit_s, progress).plan
+        return search(job, pinned, deadline.share_s(0.5), progress).plan
 
     def planned(pinned: Constraints) -> Plan:
         if pinned.pp == AUTO:
-            return search_degrees(job, pinned, shardings, one_stage, progress)
+            return search_degrees(job, pinned, shardings, one_stage, progress, deadline)
         return search_pipeline(job, pinned, shardings)
 
-    shardings = Shardings(partial(_sharding, time_limit_s=time_limit_s, progress=progress))
+    shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))
     try:
         return planned(constraints)
     except NoPlanError as fault:
         counts = () if constraints.microbatches is not None else pipeline_counts(job.program, constraints)
-        found = _pipelines(counts, constraints, planned, progress)
+        tried: list[int] = []
+        found = _pipelines(counts, tried, constraints, planned, progress, deadline)
         if not found:
-            also = f"; nor in {', '.join(map(str, counts))} microbatches" if counts else ""
-            raise type(fault)(f"{fault}{also}") from None
+            also = f"; nor in {', '.join(map(str, sorted(tried)))} microbatches" if tried else ""
+            late = "; then time ran out" if len(tried) < len(counts) else ""
+            raise SolverLimitError(f"{fault}{also}{late}") from None
         return min(found, key=lambda plan: plan.prediction.step_s if plan.prediction is not None else math.inf)
 
 
 def _pipelines(
-    counts: Sequence[int], constraints: Constraints, planned: Callable[[Constraints], Plan], progress: Progress
-) -> list[Plan]:
-    """Pipelines of other counts than the usual one, which has none."""
+    counts: Sequence[int], tried: list[int], constraints: Constraints, planned: Callable[[Constraints], Plan],
+    progress: Progress, deadline: Deadline,
+) -> list[Plan]:  # fmt: skip
+    """Pipelines of other counts than the usual one, which has none; `tried` is told which."""
 
-    def tried(count: int) -> list[Plan]:
+    def found(count: int) -> list[Plan]:
+        if tried and deadline.is_over:
+            return []
+        tried.append(count)
         progress(f"pp={constraints.pp}, {count} microbatches")
         with suppress(NoPlanError, ConstraintError):  # a schedule may not take so many
             return [planned(msgspec.structs.replace(constraints, microbatches=count))]
         return []
 
-    return most_first(counts, 1, tried)
+    return most_first(counts, 1, found)
 
 
 def _sharding(
-    job: Job, constraints: Constraints, kept_bytes: float | None, mesh: Mesh | None, time_limit_s: float,
+    job: Job, constraints: Constraints, kept_bytes: float | None, mesh: Mesh | None, deadline: Deadline,
     progress: Progress,
 ) -> Decisions:  # fmt: skip
     """The sharding of a pipeline's stages; where the mesh is not known, on that of the fastest plan of one stage."""
     if mesh is None:
         mesh, *more = candidate_meshes(job, constraints)
         if more:
-            mesh = search(job, constraints, time_limit_s, progress, certify=False).plan.stages[0].mesh
-    limits = Limits(time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=False)
+            mesh = search(job, constraints, deadline.share_s(0.5), progress, certify=False).plan.stages[0].mesh
+    limits = Limits(time_s=deadline.share_s(0.5), memory_bytes=device_budget(job.cluster, constraints), certify=False)
     return choose(job, mesh, constraints.microbatches or 1, constraints, limits, kept_bytes)
 
 
@@ -188,9 +204,13 @@ def _on_mesh(
     time."""
     found: list[Candidate] = []
     best_s, clock = float("inf"), _Clock(limits)
-    for count in usual_counts(job.program, constraints, mesh):
+    counts = usual_counts(job.program, constraints, mesh)
+    for count in counts:
         if found and clock.is_over:
             break
+        if clock.is_over and count not in (counts[0], counts[-1]):  # the most hold least
+            failures.append(not_tried(mesh, count))
+            continue
         progress(_tried_words(mesh, count))
         here = _solve(job, mesh, count, constraints, clock, failures, cutoff_s)
         if isinstance(here, Skipped):
@@ -206,20 +226,26 @@ def _on_mesh(
 
 
 def _with_other_counts(
-    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, failures: list[Failure], progress: Progress
-) -> list[Candidate]:
+    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, failures: list[Failure], progress: Progress,
+    deadline: Deadline,
+) -> list[Candidate]:  # fmt: skip
     """Plans for a mesh that has none in the usual numbers of microbatches, in others."""
     if [each for each in failures if each.mesh == mesh][-1].whatever_count:
         return []
-    clock = _Clock(limits)
+    clock, found = _Clock(limits), list[Candidate]()
+    counts = other_counts(job.program, constraints, mesh)
 
     def tried(count: int) -> list[Candidate]:
+        if clock.is_over and (found or count != counts[-1] or deadline.passed_s > MOST_LATE * deadline.limit_s):
+            failures.append(not_tried(mesh, count))
+            return []
         progress(_tried_words(mesh, count))
         here = _solve(job, mesh, count, constraints, clock, failures, math.inf)
+        found.extend(() if isinstance(here, Skipped) else here)
         return [] if isinstance(here, Skipped) else here
 
-    usual = usual_counts(job.program, constraints, mesh)
-    return most_first(other_counts(job.program, constraints, mesh), usual[-1], tried)
+    most_first(counts, usual_counts(job.program, constraints, mesh)[-1], tried)
+    return found
 
 
 def _tried_words(mesh: Mesh, count: int) -> str:
@@ -241,7 +267,12 @@ class _Clock:
     @property
     def left(self) -> Limits:
         """The limits of a try that begins now."""
-        return replace(self._limits, time_s=self._limits.left_s(time.perf_counter() - self._started))
+        return self.part(1.0)
+
+    def part(self, share: float) -> Limits:
+        """As `left`, but a part of the time."""
+        left_s = self._limits.left_s(time.perf_counter() - self._started)
+        return replace(self._limits, time_s=max(share * left_s, FLOOR * self._limits.time_s))
 
 
 def _solve(
@@ -270,7 +301,7 @@ def _solve(
             except NoPlanError as fault:
                 failures.append(Failure(fault, mesh, count))
                 if rung.offload_states in ("any", "any-grads") and isinstance(fault, SolverLimitError):
-                    found += _by_places(job, mesh, count, rung, clock.left)
+                    found += by_places(job, mesh, count, rung, clock.left)
         if not _keeps_all(constraints):
             try:
                 found.append(solve_with_recomputation(job, mesh, count, rung, clock.left))
@@ -283,7 +314,7 @@ def _solve(
         # Its failures are of one order of ops; what the others say is about all.
         with suppress(NoPlanError):
             kept = msgspec.structs.replace(constraints, offload_states="none")
-            found.append(solve_op_by_op(job, mesh, count, kept, clock.left))
+            found.append(solve_op_by_op(job, mesh, count, kept, clock.part(1.0 if found else 0.5)))
     return found
 
 
@@ -292,52 +323,6 @@ def _what_would_do(job: Job, mesh: Mesh, constraints: Constraints, limits: Limit
     if mesh.size > 1 or constraints.recompute is not None or _states_pinned_away(constraints):
         return ""
     return what_would_do(job, mesh, usual_counts(job.program, constraints, mesh)[-1], constraints, limits)
-
-
-def _quickened(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
-    """The candidate with what makes its step shorter in the same layouts."""
-    made, budget = Realised(best.plan, lower(best.plan), best.simulation), int(limits.memory_bytes)
-    made = overlapped(reducing(cast_once(made, budget), budget), constraints.overlap, budget)
-    return _placed(replace(best, plan=made.plan, simulation=made.simulation), limits, constraints)
-
-
-def _by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits) -> list[Candidate]:
-    """The plan of least work with memory for anything, within its limits by what leaves the device alone, if any is."""
-    roomy = replace(limits, memory_bytes=float(1 << 60))
-    try:
-        free = solve_mesh(job, mesh, count, msgspec.structs.replace(constraints, offload_states="none"), roomy)
-    except NoPlanError:
-        return []
-    if isinstance(free, Skipped):
-        return []
-    placed = replace(_placed(free, limits, constraints), status="feasible", memory_binds=True)
-    made = realised(placed.plan)
-    return [] if made.peak_bytes > limits.memory_bytes or made.over_bytes else [placed]
-
-
-def _placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
-    """The candidate with states and parameters where that is fastest, and updated by whom and when, as far as the
-    planner may choose."""
-    away = any(layouts.place != HERE for stage in best.plan.stages for layouts in stage.params.values())
-    away = away or max(best.simulation.peak_bytes) > limits.memory_bytes
-    chooses = len(constraints.places) > 1 and best.plan.memory_actions is None
-    if not away:
-        return best
-
-    def price(plan: Plan) -> tuple[float, float]:
-        made = realised(plan)
-        over = max(made.over_bytes.values(), default=-math.inf)
-        return made.simulation.step_s, max(over, made.peak_bytes - limits.memory_bytes)
-
-    def step_s(plan: Plan) -> float:
-        seconds, over = price(plan)
-        return seconds if over <= 0 else math.inf
-
-    def place(plan: Plan) -> Plan:
-        return choose_places(plan, constraints.places, price, constraints.params) if chooses else plan
-
-    plan = choose_ahead(choose_delay(best.plan, constraints.delayed_update, step_s, place), step_s)
-    return replace(best, plan=plan, simulation=realised(plan).simulation)
 
 
 def _states_pinned_away(constraints: Constraints) -> bool:
@@ -373,15 +358,17 @@ def _cutoff_s(mesh: Mesh, found: list[Candidate]) -> float:
     return (1 + HIDDEN) * min(candidate.objective_s for candidate in found)
 
 
-def _meshes_note(found: list[Candidate], skipped: list[Skipped], best: Candidate) -> tuple[str, ...]:
+def _meshes_note(found: list[Candidate], skipped: list[Skipped], late: list[Mesh], best: Candidate) -> tuple[str, ...]:
     """What was searched and what was not, where there was a choice."""
-    if len(found) + len(skipped) < 2:
+    if len(found) + len(skipped) + len(late) < 2:
         return ()
     solved = ", ".join(dict.fromkeys(_shape(candidate.plan.stages[0].mesh) for candidate in found))
     text = f"meshes solved: {solved}"
     if skipped:
         each = ", ".join(f"{_shape(mesh.mesh)} ({mesh.work_s:.4g} s)" for mesh in skipped)
         text += f"; skipped, as all plans there take more work than this one's {best.objective_s:.4g} s: {each}"
+    if late:
+        text += f"; not solved, as time ran out: {', '.join(map(_shape, late))}"
     return (text,)
 
 
