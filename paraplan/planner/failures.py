@@ -39,7 +39,9 @@ def failure(failures: Sequence[Failure]) -> tuple[type[NoPlanError], Callable[[]
     tried = [each for each in failures if not each.late] or list(failures)
     open_ones = [each for each in tried if isinstance(each.fault, SolverLimitError)]
     last = tried[-1].mesh
-    shown = max(open_ones or [each for each in tried if each.mesh == last], key=lambda each: each.num_microbatches)
+    # Of what is proved of a mesh, what is said last is said of what may be recomputed as well.
+    speaking = open_ones or [each for each in reversed(tried) if each.mesh == last]
+    shown = max(speaking, key=lambda each: each.num_microbatches)
     counts = sorted({each.num_microbatches for each in tried})
     late = next((f". Not all was tried: {each.fault}" for each in failures if each.late and each is not shown), "")
     kind = SolverLimitError if any(isinstance(each.fault, SolverLimitError) for each in failures) else type(shown.fault)

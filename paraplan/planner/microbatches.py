@@ -18,6 +18,8 @@ from paraplan.planner.constraints import Constraints
 Found = TypeVar("Found")
 
 USUAL = (1, 2, 4, 8, 16)
+MOST_ORDERED = 64
+"""In more, steps are too long to be ordered op by op."""
 
 
 def usual_counts(program: Program, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:
@@ -34,6 +36,12 @@ def other_counts(program: Program, constraints: Constraints, mesh: Mesh) -> tupl
         return ()
     usual = usual_counts(program, constraints, mesh)
     return tuple(m for m in _divisors(program.batch_size, _replicas(mesh)) if m not in usual and splittable(program, m))
+
+
+def most_to_order(program: Program, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:
+    """Counts whose steps are short enough to be ordered op by op, most first: usual ones, and another."""
+    others = [m for m in other_counts(program, constraints, mesh) if m <= MOST_ORDERED][-1:]
+    return tuple(sorted({*others, *usual_counts(program, constraints, mesh)}, reverse=True))
 
 
 def pipeline_counts(program: Program, constraints: Constraints) -> tuple[int, ...]:

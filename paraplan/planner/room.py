@@ -5,7 +5,8 @@ could bound. So the search is for bytes alive, and where more would be reserved 
 fewer: as many as would do if as large a share of what is reserved were alive, or, where that is too few for any plan,
 halfway between. That is done on the plan's mesh, which some percent of memory seldom change, and on all meshes where
 nothing fits there. All of it shares one time limit, of which the first search has a part where later ones may follow;
-when it is over there are a few more tries, short ones, on the last plan's mesh and in its number of microbatches.
+when it is over there are a few more tries, short ones, on the last plan's mesh and in its number of microbatches. Where
+they find nothing, one device's plan is the leanest that is found (`leanest.py`), if that fits.
 
 With R(p) >= peak(p) what is reserved for a plan and B the budget, every p with R(p) <= B has peak(p) <= B: the first
 search's bound holds for all of them, that of a later one only for plans within its own budget. So the first one's is
@@ -14,6 +15,7 @@ what is certified. That nothing is found within a lower budget proves nothing ab
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,7 +29,9 @@ from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_time_limit, device_budget
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.search import Found, Progress, search
+from paraplan.planner.leanest import lean_time_s, leanest, orders_freely
+from paraplan.planner.meshes import candidate_meshes
+from paraplan.planner.search import Found, Progress, certified, prepared, search
 
 ROUNDS = 10
 """Searches for fewer bytes, on one mesh and then on all."""
@@ -56,11 +60,40 @@ def search_room(
     check_time_limit(time_limit_s)
     deadline = Deadline(time_limit_s)
     looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
-    first = search(job, constraints, (FIRST if looks else 1.0) * time_limit_s, progress, certify)
+    first_s = (FIRST if looks else 1.0) * time_limit_s
+    try:
+        first = search(job, constraints, first_s, progress, certify)
+    except SolverLimitError:
+        lean = _fallen_back(job, constraints, first_s, progress)
+        if lean is None:
+            raise
+        return _timed(lean, deadline)
     tries = [_with_reserved(first)]
     if not looks or needed_bytes(tries[0].plan) <= device_budget(job.cluster, constraints):
         return _timed(tries[0], deadline)
-    return _timed(_for_fewer(job, constraints, tries, deadline, progress), deadline)
+    try:
+        return _timed(_for_fewer(job, constraints, tries, deadline, progress), deadline)
+    except SolverLimitError:
+        lean = _fallen_back(job, constraints, first_s, progress)
+        if lean is None:
+            raise
+        return _timed(_last_of([*tries, lean]), deadline)
+
+
+def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: Progress) -> Found | None:
+    """The plan of least memory, on one device, where that fits."""
+    started = time.perf_counter()
+    job = prepared(job, constraints)
+    mesh = candidate_meshes(job, constraints)[0]
+    if not orders_freely(mesh, constraints):
+        return None
+    progress("nothing found fits; planning for as little memory as can be")
+    budget = device_budget(job.cluster, constraints)
+    lean = leanest(job, mesh, constraints, lean_time_s(limit_s), budget)
+    if lean is None or lean.held_bytes > budget:
+        return None
+    seconds = time.perf_counter() - started
+    return _with_reserved(Found(certified(lean.candidate, 0.0, 1), seconds, seconds))
 
 
 def _for_fewer(

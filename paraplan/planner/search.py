@@ -35,9 +35,10 @@ from paraplan.planner.constraints import (
 from paraplan.planner.deadline import FLOOR, Deadline
 from paraplan.planner.delaying import delay_note
 from paraplan.planner.failures import Failure, failure, not_tried
+from paraplan.planner.leanest import what_would_do
 from paraplan.planner.meshes import candidate_meshes
-from paraplan.planner.microbatches import most_first, other_counts, pipeline_counts, usual_counts
-from paraplan.planner.op_by_op import MOST_MICROBATCHES, solve_op_by_op, what_would_do
+from paraplan.planner.microbatches import MOST_ORDERED, most_first, other_counts, pipeline_counts, usual_counts
+from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.pipeline_degrees import search_degrees
 from paraplan.planner.pipeline_search import alone_note, search_pipeline
 from paraplan.planner.placing_note import places_note
@@ -91,7 +92,7 @@ def search(
     check_rates(job)
     check_reduce_dtype(constraints, job.program.precision)
     job, constraints = in_layers(job, constraints)
-    job = replace(job, compiled=constraints.compiled, reduce_dtype=constraints.reduce_dtype)
+    job = prepared(job, constraints)
     if job.program.apart > 1 and constraints.microbatches is None:
         constraints = msgspec.structs.replace(constraints, microbatches=job.program.apart)
     constraints, unpriced = with_states(job, constraints)
@@ -126,7 +127,7 @@ def search(
         found += _with_other_counts(job, mesh, constraints, timed, failures, progress, deadline)
     if not found:
         kind, words = failure(failures)
-        raise kind(lambda: f"{words()}{_what_would_do(job, meshes[0], constraints, limits)}") from None
+        raise kind(lambda: f"{words()}{what_would_do(job, meshes[0], constraints, time_limit_s)}") from None
     if constraints.delayed_update is not None:
         found = [placed(candidate, limits, constraints) for candidate in found]
     best = quickened(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
@@ -138,6 +139,11 @@ def search(
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
     return Found(plan, sum(candidate.solve_s for candidate in found), deadline.passed_s)
+
+
+def prepared(job: Job, constraints: Constraints) -> Job:
+    """The job as the constraints have it run."""
+    return replace(job, compiled=constraints.compiled, reduce_dtype=constraints.reduce_dtype)
 
 
 def _pipeline(job: Job, constraints: Constraints, deadline: Deadline, progress: Progress) -> Plan:
@@ -309,20 +315,13 @@ def _solve(
                 # What is kept whatever is recomputed does not get less with smaller microbatches.
                 failures.append(Failure(fault, mesh, count, isinstance(fault, InfeasibleError)))
     op_by_op = mesh.size == 1 and constraints.recompute is None and not _states_pinned_away(constraints)
-    op_by_op &= count <= MOST_MICROBATCHES
+    op_by_op &= count <= MOST_ORDERED
     if op_by_op and not _keeps_all(constraints):
         # Its failures are of one order of ops; what the others say is about all.
         with suppress(NoPlanError):
             kept = msgspec.structs.replace(constraints, offload_states="none")
             found.append(solve_op_by_op(job, mesh, count, kept, clock.part(1.0 if found else 0.5)))
     return found
-
-
-def _what_would_do(job: Job, mesh: Mesh, constraints: Constraints, limits: Limits) -> str:
-    """On one device, where activations may be made again: what would do, for an error."""
-    if mesh.size > 1 or constraints.recompute is not None or _states_pinned_away(constraints):
-        return ""
-    return what_would_do(job, mesh, usual_counts(job.program, constraints, mesh)[-1], constraints, limits)
 
 
 def _states_pinned_away(constraints: Constraints) -> bool:

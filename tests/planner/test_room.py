@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from functools import cache
 
@@ -15,7 +16,7 @@ from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.devices import CATALOG
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
-from paraplan.ir.errors import ClusterError, ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ClusterError, ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
@@ -148,6 +149,17 @@ def test_a_mesh_that_was_open_is_kept_where_it_can_be() -> None:
     assert needed_bytes(found) <= memory
     again = next(at for at, text in enumerate(told_of) if "planning for less" in text)
     assert {text for text in told_of[again:] if text.startswith("mesh")} == {"mesh axis0=2, 1 microbatch"}
+
+
+def test_the_budget_that_an_error_advises_does() -> None:
+    """It counts what allocators reserve, as plans do where a reserve is kept."""
+    pins, roomy = Constraints(microbatches=1), job(1 << 40, devices=1)
+    with pytest.raises(NoPlanError) as said:
+        search_room(roomy, msgspec.structs.replace(pins, memory_bytes=40 * MIB), time_limit_s=2.0)
+    found = re.search(r"found to do is [^(]*\((\d+) bytes\)", str(said.value))
+    assert found is not None
+    plan = search_room(roomy, msgspec.structs.replace(pins, memory_bytes=int(found[1])), time_limit_s=2.0).plan
+    assert needed_bytes(plan) <= int(found[1])
 
 
 def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
