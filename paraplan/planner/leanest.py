@@ -37,7 +37,7 @@ ROOM = float(1 << 60)
 BUDGETS = 3
 """From what is needed on, below what needs nothing again."""
 MOST_S = 10.0
-"""Of a time limit; a fourth of it where that is less."""
+"""Of a time limit; half of it where that is less."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Lean:
 
 def lean_time_s(limit_s: float) -> float:
     """What of a time limit is for this."""
-    return min(limit_s / 4, MOST_S)
+    return min(limit_s / 2, MOST_S)
 
 
 def orders_freely(mesh: Mesh, constraints: Constraints) -> bool:
