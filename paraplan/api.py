@@ -299,7 +299,7 @@ def compile(
             fp16 trains with `Trainer.scaler`).
         batch_dims: the batch dim of each input; dim 0 by default.
         batch, seq: size of the batch made for Hugging Face models.
-        time_limit_s, progress: seconds for the solver, per mesh; told what is being done.
+        time_limit_s, progress: seconds for planning, capture apart (a note says if they ran out); told what is done.
         mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned, see `Constraints`.
         per_microbatch: each of `microbatches` is a batch by itself, as in eager gradient accumulation: ops that mix
             samples (batch norm, in-batch losses) see one alone, buffers are written once a microbatch, and losses are

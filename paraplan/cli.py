@@ -171,7 +171,7 @@ def plan(
     offload: Offload = "none",
     offload_states: OffloadStates = None,
     delayed_update: DelayedUpdate = None,
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver, per mesh.")] = 60.0,
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For planning.")] = 60.0,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured times, from paraplan profile.")] = None,
     profile_any: ProfileAny = False,
     as_json: AsJson = False,

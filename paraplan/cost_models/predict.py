@@ -175,13 +175,24 @@ def with_reserved(plan: Plan, programs: Sequence[RankProgram]) -> Plan:
     Raises:
         CostModelError: a program names what does not exist.
     """
-    groups = plan.cluster.groups
-    if plan.prediction is None or any(group.device.backend != "cuda" for group in groups):
+    reserved = reserved_of(plan, programs)
+    if plan.prediction is None or not reserved:
         return plan
+    return msgspec.structs.replace(plan, prediction=msgspec.structs.replace(plan.prediction, reserved_bytes=reserved))
+
+
+def reserved_of(plan: Plan, programs: Sequence[RankProgram]) -> tuple[int, ...]:
+    """Per rank class, what its allocator reserves; nothing where devices have no caching one.
+
+    Raises:
+        CostModelError: a program names what does not exist.
+    """
+    groups = plan.cluster.groups
+    if any(group.device.backend != "cuda" for group in groups):
+        return ()
     least = min(group.device.memory_bytes for group in groups)
     found = {id(program): reserved_bytes(program, least) for program in programs}
-    reserved = tuple(found[id(program)] for program in programs)
-    return msgspec.structs.replace(plan, prediction=msgspec.structs.replace(plan.prediction, reserved_bytes=reserved))
+    return tuple(found[id(program)] for program in programs)
 
 
 def with_used_profile(plan: Plan, programs: Sequence[RankProgram]) -> Plan:

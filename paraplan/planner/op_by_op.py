@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import msgspec
 
-from paraplan.ir.errors import NoPlanError, SolverLimitError
+from paraplan.ir.errors import SolverLimitError
 from paraplan.ir.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.plan import MemoryLimits
-from paraplan.planner.memory.whole import host_tiers, least_words, memory_problem, schedule_memory
+from paraplan.planner.memory.whole import host_tiers, schedule_memory
 from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, solve_mesh
 
 ROOM = float(1 << 60)
@@ -53,24 +53,4 @@ def solve_op_by_op(job: Job, mesh: Mesh, num_microbatches: int, constraints: Con
         "feasible",
         roomy.solve_s + time.perf_counter() - started,
         True,
-    )
-
-
-def what_would_do(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits) -> str:
-    """Of one device, what any step needs at least and what was found to do, with states and parameters there."""
-    kept = msgspec.structs.replace(constraints, offload_states="none")
-    try:
-        roomy = solve_mesh(job, mesh, num_microbatches, kept, replace(limits, memory_bytes=ROOM, certify=False))
-    except NoPlanError:
-        return ""
-    if isinstance(roomy, Skipped):
-        return ""
-    tiers = () if constraints.offload == "none" else host_tiers(job.cluster)
-    time_s = min(limits.time_s, MOST_S / 3)
-    said = least_words(memory_problem(roomy.plan, tiers), int(limits.memory_bytes), time_s)
-    ways = "" if constraints.tiers else ", with states and parameters that may leave (offload='host')"
-    parts = f" in {num_microbatches} microbatches" if num_microbatches > 1 else ""
-    return (
-        f". With states and parameters on the device{parts}: {said}. Less is needed with a smaller batch or more "
-        f"microbatches{ways}, or with an optimizer of fewer states (sgd, momentum)"
     )

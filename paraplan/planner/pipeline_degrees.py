@@ -17,6 +17,7 @@ from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.deadline import Deadline
 from paraplan.planner.pipeline_search import search_pipeline
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.stage_sharding import Shardings
@@ -25,8 +26,9 @@ OneStage = Callable[[Constraints], Plan]
 
 
 def search_degrees(
-    job: Job, constraints: Constraints, shardings: Shardings, one_stage: OneStage, progress: Callable[[str], None]
-) -> Plan:
+    job: Job, constraints: Constraints, shardings: Shardings, one_stage: OneStage, progress: Callable[[str], None],
+    deadline: Deadline,
+) -> Plan:  # fmt: skip
     """The fastest plan found over degrees and schedules.
 
     Args:
@@ -35,6 +37,7 @@ def search_degrees(
         shardings: of stages' devices.
         one_stage: plans without a pipeline.
         progress: told what is being tried.
+        deadline: after which no other degree or schedule is begun, once something was found.
     Raises:
         ConstraintError: what is pinned leaves no degree.
         InfeasibleError, SolverLimitError: none fits; says what each comes to.
@@ -42,12 +45,16 @@ def search_degrees(
     n = job.cluster.num_devices
     plans: list[Plan] = []
     words: list[str] = []
+    late = ""
     faults: list[NoPlanError | ConstraintError] = []
     for degree in (d for d in range(1, n + 1) if n % d == 0):
         names = ("",) if degree == 1 else tuple(NAMED) if constraints.schedule is None else (constraints.schedule,)
         here: list[tuple[float, str]] = []
         for name in names:
             if degree == 1 and constraints.schedule is not None:
+                continue
+            if plans and deadline.is_over:
+                late = "; then time ran out"
                 continue
             progress(f"pp={degree} {name}".rstrip())
             pinned = msgspec.structs.replace(constraints, pp=degree if degree > 1 else None, schedule=name or None)
@@ -63,10 +70,10 @@ def search_degrees(
         if here:
             step_s, name = min(here)
             words.append(f"pp={degree}{name and ' ' + name}: {step_s:.4g} s")
-        else:
+        elif not late:
             words.append(f"pp={degree}: nothing")
     if not plans:
         raise next((each for each in faults if not isinstance(each, ConstraintError)), faults[-1])
     best = min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction is not None else float("inf"))
-    note = f"pipelines of every degree were simulated, with the fastest schedule of each: {', '.join(words)}"
+    note = f"pipelines of every degree were simulated, with the fastest schedule of each: {', '.join(words)}{late}"
     return msgspec.structs.replace(best, notes=(*best.notes, note))

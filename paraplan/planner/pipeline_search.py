@@ -22,7 +22,7 @@ from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import ConstraintError, InfeasibleError, MixedSamples, NoPlanError
+from paraplan.ir.errors import ConstraintError, MixedSamples, NoPlanError, SolverLimitError
 from paraplan.ir.holding import group_of_class, holdings
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.whole import takes_turns
@@ -66,7 +66,7 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
         shardings: of one stage's devices.
     Raises:
         ConstraintError: the devices, segments or microbatches cannot be divided so.
-        InfeasibleError: it does not fit; says which rank, and by how much.
+        SolverLimitError: none tried fits, which proves nothing of others; says which rank is over, and by how much.
     """
     if constraints.schedule == SEARCHED:
         return _searched(job, constraints, shardings)
@@ -79,7 +79,7 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
             tried += _with_shardings(replace(case, inner=inner), shardings)
             fitting = [plan for plan in tried if case.fits(plan)]
     if not fitting:
-        raise InfeasibleError(_overflow(tried, case.budget, case.positions))
+        raise SolverLimitError(_overflow(tried, case.budget, case.positions))
     return _quickened(min(fitting, key=_step_s), constraints, case.budget)
 
 

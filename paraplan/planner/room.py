@@ -4,7 +4,9 @@ What a caching allocator reserves is known once a plan is lowered (`cost_models.
 could bound. So the search is for bytes alive, and where more would be reserved for its plan than there is, again for
 fewer: as many as would do if as large a share of what is reserved were alive, or, where that is too few for any plan,
 halfway between. That is done on the plan's mesh, which some percent of memory seldom change, and on all meshes where
-nothing fits there.
+nothing fits there. All of it shares one time limit, of which the first search has a part where later ones may follow;
+when it is over there are a few more tries, short ones, on the last plan's mesh and in its number of microbatches. Where
+they find nothing, one device's plan is the leanest that is found (`leanest.py`), if that fits.
 
 With R(p) >= peak(p) what is reserved for a plan and B the budget, every p with R(p) <= B has peak(p) <= B: the first
 search's bound holds for all of them, that of a later one only for plans within its own budget. So the first one's is
@@ -13,6 +15,7 @@ what is certified. That nothing is found within a lower budget proves nothing ab
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,11 +27,19 @@ from paraplan.ir.lower import lower
 from paraplan.ir.plan import Certificate, Plan, Prediction
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.search import Found, Progress, search
+from paraplan.planner.certifying import certified
+from paraplan.planner.constraints import Constraints, check_time_limit, device_budget
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.leanest import lean_time_s, leanest, orders_freely
+from paraplan.planner.meshes import candidate_meshes
+from paraplan.planner.search import Found, Progress, prepared, search
 
 ROUNDS = 10
 """Searches for fewer bytes, on one mesh and then on all."""
+FIRST = 0.6
+"""Of the time: for the first search, where others may follow."""
+LATE = 2
+"""Searches begun after the time is over."""
 _NEAR = 200
 """Budgets nearer than one part in so many are not told apart."""
 
@@ -40,19 +51,62 @@ def search_room(
     """The fastest plan found for which allocators have room.
 
     Args:
-        job, constraints, time_limit_s, progress, certify: as for `search`; with `reserve_bytes` 0, what allocators
-            reserve is predicted and not looked at.
+        job, constraints, progress, certify: as for `search`; with `reserve_bytes` 0, what allocators reserve is
+            predicted and not looked at.
+        time_limit_s: for all of it.
     Raises:
         ConstraintError, InfeasibleError: as by `search`.
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
+    check_time_limit(time_limit_s)
+    deadline = Deadline(time_limit_s)
+    looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
+    first_s = (FIRST if looks else 1.0) * time_limit_s
+    try:
+        first = search(job, constraints, first_s, progress, certify)
+    except SolverLimitError:
+        lean = _fallen_back(job, constraints, first_s, progress)
+        if lean is None:
+            raise
+        return _timed(lean, deadline)
+    tries = [_with_reserved(first)]
+    if not looks or needed_bytes(tries[0].plan) <= device_budget(job.cluster, constraints):
+        return _timed(tries[0], deadline)
+    try:
+        return _timed(_for_fewer(job, constraints, tries, deadline, progress), deadline)
+    except SolverLimitError:
+        lean = _fallen_back(job, constraints, first_s, progress)
+        if lean is None:
+            raise
+        return _timed(_last_of([*tries, lean]), deadline)
+
+
+def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: Progress) -> Found | None:
+    """The plan of least memory, on one device, where that fits."""
+    started = time.perf_counter()
+    job = prepared(job, constraints)
+    mesh = candidate_meshes(job, constraints)[0]
+    if not orders_freely(mesh, constraints):
+        return None
+    progress("nothing found fits; planning for as little memory as can be")
     budget = device_budget(job.cluster, constraints)
-    first = search(job, constraints, time_limit_s, progress, certify)
-    tries = [replace(first, plan=with_reserved(first.plan, lower(first.plan)))]
-    if needed_bytes(tries[0].plan) <= budget or constraints.reserve_bytes == 0:
-        return tries[0]
-    why, ways = "", [_same_mesh(constraints, first.plan), constraints]
+    lean = leanest(job, mesh, constraints, lean_time_s(limit_s), budget)
+    if lean is None or lean.held_bytes > budget:
+        return None
+    seconds = time.perf_counter() - started
+    return _with_reserved(Found(certified(lean.candidate, 0.0, 1), seconds, seconds))
+
+
+def _for_fewer(
+    job: Job, constraints: Constraints, tries: list[Found], deadline: Deadline, progress: Progress
+) -> Found:  # fmt: skip
+    """A plan that allocators have room for, of searches for fewer bytes."""
+    budget = device_budget(job.cluster, constraints)
+    why: NoPlanError | None = None
+    ways, late = [_same_mesh(constraints, tries[0].plan), constraints], 0
     for pins in ways if ways[0].mesh != constraints.mesh else ways[1:]:
+        if late > LATE:
+            break
         low, high, allowed, plan = 0, budget, budget, tries[0].plan
         for _ in range(ROUNDS):
             if allowed > low:  # the last search found a plan
@@ -60,19 +114,37 @@ def search_room(
                 high = min(max(_predicted(plan).peak_bytes), allowed)
                 allowed = high * budget // needed_bytes(plan)
             allowed = allowed if allowed > low else (low + high) // 2
-            if high - low <= budget // _NEAR:
+            late += deadline.is_over
+            if high - low <= budget // _NEAR or late > LATE:
                 break
-            fewer = msgspec.structs.replace(pins, memory_bytes=allowed)
+            fewer = msgspec.structs.replace(_in_a_hurry(pins, plan) if late else pins, memory_bytes=allowed)
             try:
-                found = search(job, fewer, time_limit_s, progress, certify=False)
+                found = search(job, fewer, deadline.share_s(0.5), progress, certify=False)
             except NoPlanError as fault:
-                low, why = allowed, str(fault)
+                low, why = allowed, fault
                 continue
-            tries.append(replace(found, plan=with_reserved(found.plan, lower(found.plan))))
+            tries.append(_with_reserved(found))
             plan = tries[-1].plan
             if needed_bytes(plan) <= budget:
                 return _last_of(tries)
-    raise SolverLimitError(_no_room(budget, tries, why))
+    raise SolverLimitError(_no_room(budget, tries, why, deadline))
+
+
+def _with_reserved(found: Found) -> Found:
+    return replace(found, plan=with_reserved(found.plan, lower(found.plan)))
+
+
+def _timed(found: Found, deadline: Deadline) -> Found:
+    """With a note where time ran out."""
+    if not deadline.is_over:
+        return found
+    note = f"the time limit of {deadline.limit_s:g} s ran out: with more, a faster plan may be found"
+    return replace(found, plan=msgspec.structs.replace(found.plan, notes=(*found.plan.notes, note)))
+
+
+def _in_a_hurry(constraints: Constraints, plan: Plan) -> Constraints:
+    """The constraints on a plan's mesh, and in its microbatches."""
+    return msgspec.structs.replace(_same_mesh(constraints, plan), microbatches=plan.num_microbatches)
 
 
 def _same_mesh(constraints: Constraints, plan: Plan) -> Constraints:
@@ -111,11 +183,13 @@ def _last_of(tries: Sequence[Found]) -> Found:
     return Found(plan, sum(each.solve_s for each in tries), sum(each.total_s for each in tries))
 
 
-def _no_room(budget: int, tries: Sequence[Found], why: str) -> str:
+def _no_room(budget: int, tries: Sequence[Found], why: NoPlanError | None, deadline: Deadline) -> str:
     """Why there is no plan, and what to do."""
     least = min(needed_bytes(each.plan) for each in tries)
+    late = f"; the time limit of {deadline.limit_s:g} s ran out, and more may help" if deadline.is_over else ""
+    less = "" if why is None else f". For less memory: {why}"
     return (
         f"plans fit by the bytes alive, but of the {len(tries)} tried {say_size(least)} at least would be reserved, "
         f"and {say_size(budget)} of a device are a plan's; give a smaller reserve, or reserve=0 and train with "
-        f"expandable segments (PYTORCH_CUDA_ALLOC_CONF). For less memory: {why}"
+        f"expandable segments (PYTORCH_CUDA_ALLOC_CONF){late}{less}"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from functools import cache
 
 import msgspec
@@ -14,16 +16,20 @@ from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.devices import CATALOG
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
-from paraplan.ir.errors import ClusterError, ConstraintError, InfeasibleError, SolverLimitError
+from paraplan.ir.errors import ClusterError, ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.lower import lower
+from paraplan.ir.mesh import Mesh
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.reserves import Reserve
 from paraplan.ir.trace import capture
+from paraplan.planner import room as room_module
+from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.room import needed_bytes, search_room
-from paraplan.planner.search import search
+from paraplan.planner.search import Found, search
+from paraplan.planner.sharding.solve import Limits
 from paraplan.report.explain import verdict
 
 MIB = 1 << 20
@@ -143,6 +149,58 @@ def test_a_mesh_that_was_open_is_kept_where_it_can_be() -> None:
     assert needed_bytes(found) <= memory
     again = next(at for at, text in enumerate(told_of) if "planning for less" in text)
     assert {text for text in told_of[again:] if text.startswith("mesh")} == {"mesh axis0=2, 1 microbatch"}
+
+
+def test_the_budget_that_an_error_advises_does() -> None:
+    """It counts what allocators reserve, as plans do where a reserve is kept."""
+    pins, roomy = Constraints(microbatches=1), job(1 << 40, devices=1)
+    with pytest.raises(NoPlanError) as said:
+        search_room(roomy, msgspec.structs.replace(pins, memory_bytes=40 * MIB), time_limit_s=2.0)
+    found = re.search(r"found to do is [^(]*\((\d+) bytes\)", str(said.value))
+    assert found is not None
+    plan = search_room(roomy, msgspec.structs.replace(pins, memory_bytes=int(found[1])), time_limit_s=2.0).plan
+    assert needed_bytes(plan) <= int(found[1])
+
+
+def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes six seconds: of ten, two begin in time, and at most two short ones after it."""
+    now, given = [0.0], list[float]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def searched(job: Job, constraints: Constraints, time_limit_s: float, *rest: object, **more: object) -> Found:
+        given.append(time_limit_s)
+        now[0] += 6.0
+        return search(job, constraints, time_limit_s, certify=False)
+
+    monkeypatch.setattr(room_module, "search", searched)
+    tight = job(int(0.85 * roomy_peak()))
+    with pytest.raises(SolverLimitError, match=r"the time limit of 10 s ran out"):
+        search_room(tight, Constraints(**PINS), time_limit_s=10.0)
+    assert given[:3] == [6.0, 2.0, 1.0] and len(given) <= 4
+    given.clear()
+    found = search_room(job(1 << 40), Constraints(**PINS), time_limit_s=10.0)
+    assert given == [6.0] and not any("ran out" in note for note in found.plan.notes)
+
+
+def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh has half of what is left while others wait; those that there is no time for are named."""
+    now, given = [0.0], list[float]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    on_mesh = search_module._on_mesh
+
+    def slow(job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, *rest: object) -> object:
+        given.append(limits.time_s)
+        found = on_mesh(job, mesh, constraints, limits, *rest)  # type: ignore[arg-type]
+        now[0] += 4.0
+        return found
+
+    monkeypatch.setattr(search_module, "_on_mesh", slow)
+    pins = Constraints(microbatches=1, recompute="none")
+    assert any("meshes solved: 4, 2x2" in note for note in search(job(1 << 40, devices=4), pins, 60.0).plan.notes)
+    assert given == [30.0, 56.0]
+    given.clear()
+    notes = search(job(1 << 40, devices=8), pins, 7.0).plan.notes
+    assert given == [3.5, 1.5] and any("not solved, as time ran out: 4x2" in note for note in notes)
 
 
 def test_sizes_that_are_none() -> None:

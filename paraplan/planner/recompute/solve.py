@@ -30,6 +30,7 @@ from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_rows, with_rows
 from paraplan.planner.sharding.optimise import optimise
 from paraplan.planner.sharding.solve import (
+    LATE,
     Candidate,
     Limits,
     check_objective,
@@ -54,14 +55,17 @@ def solve_with_recomputation(
         InfeasibleError: proved: parameters, gradients and states alone do not fit.
         SolverLimitError: nothing was found.
     """
+    began = time.perf_counter()
     space = problem_of(job, mesh, num_microbatches, constraints)
     network = formulate(space).network
     base = memory_rows(space, limits.memory_bytes, activations=False)
     rows, solve_s = base, 0.0
     closest: tuple[Decisions, Unfit] | None = None
     for attempt in range(ROUNDS):
+        if attempt and time.perf_counter() - began > LATE * limits.time_s:
+            raise SolverLimitError(partial(_not_found, job, mesh, constraints, limits, closest))
         problem = with_rows(network, (*rows, *tier_rows(space)))
-        found = optimise(problem, limits.left_s(solve_s), limits.relative_gap, limits.backend)
+        found = optimise(problem, limits.left_s(time.perf_counter() - began), limits.relative_gap, limits.backend)
         solve_s += found.solve_s
         if found.choices is None:
             if found.status is Status.INFEASIBLE and attempt == 0:
@@ -70,7 +74,7 @@ def solve_with_recomputation(
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decisions = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
-        fitted = _recomputing(job, decisions, constraints, limits.memory_bytes)
+        fitted = _recomputing(job, decisions, constraints, limits.memory_bytes, began + limits.time_s)
         if isinstance(fitted, Fitted):
             break
         if closest is None or fitted.peak_bytes < closest[1].peak_bytes:
@@ -83,7 +87,7 @@ def solve_with_recomputation(
     started = time.perf_counter()
     bound_s = 0.0
     if limits.certify:
-        left_s = limits.left_s(solve_s)
+        left_s = limits.left_s(started - began)
         bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], left_s)
     solve_s += time.perf_counter() - started
     return Candidate(
@@ -91,11 +95,13 @@ def solve_with_recomputation(
     )
 
 
-def _recomputing(job: Job, decisions: Decisions, constraints: Constraints, limit_bytes: float) -> Fitted | Unfit:
+def _recomputing(
+    job: Job, decisions: Decisions, constraints: Constraints, limit_bytes: float, stop: float
+) -> Fitted | Unfit:
     """As little recomputed, copied away and run in chunks as fits, or what is pinned; else what comes closest."""
     pinned = constraints.recompute
     if pinned is None:
-        return fit_split(job, decisions, limit_bytes, constraints.tiers)
+        return fit_split(job, decisions, limit_bytes, constraints.tiers, stop)
     if constraints.tiers:
         return fit(job, decisions, limit_bytes, pinned, constraints.tiers)
     made = realise(job, replace(decisions, activations=preset_activations(job.program, pinned)), limit_bytes)

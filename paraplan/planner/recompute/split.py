@@ -11,6 +11,8 @@ Source: TSplit (Nie et al. 2022) splits where memory peaks, as here; it prices s
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,8 +34,11 @@ ROUNDS = 10
 """Splits fitted one after another."""
 
 
-def fit_split(job: Job, decisions: Decisions, limit_bytes: float, tiers: Sequence[str] = ()) -> Fitted | Unfit:
-    """A plan with these layouts, recomputation and splits: the fastest found, or the one that is closest to fitting."""
+def fit_split(
+    job: Job, decisions: Decisions, limit_bytes: float, tiers: Sequence[str] = (), stop: float = math.inf
+) -> Fitted | Unfit:
+    """A plan with these layouts, recomputation and splits: the fastest found, or the one that is closest to fitting.
+    After `stop` (`time.perf_counter()`) no faster one is looked for."""
     best: Fitted | None = None
     closest: Unfit | None = None
     tried = decisions
@@ -43,7 +48,7 @@ def fit_split(job: Job, decisions: Decisions, limit_bytes: float, tiers: Sequenc
             if best is not None and found.simulation.step_s >= best.simulation.step_s:
                 break
             best = found
-            if not found.extra_s:
+            if not found.extra_s or time.perf_counter() > stop:
                 break
         elif best is not None or (closest is not None and found.peak_bytes >= closest.peak_bytes):
             break

@@ -41,6 +41,9 @@ from paraplan.planner.sharding.space import Space
 ROUNDS = 12
 """Plans tried before giving up on memory between the loss and the update."""
 
+LATE = 1.5
+"""Times the limit, after which no other plan is tried though none fits yet."""
+
 SCOPE = "one sharding per segment kind, this mesh and microbatch count, captured op order"
 
 
@@ -144,15 +147,19 @@ def solve_mesh(
         InfeasibleError: proved: nothing in scope fits; says how much is missing and what is largest.
         SolverLimitError: the time limit passed first.
     """
+    began = time.perf_counter()
     space = problem_of(job, mesh, num_microbatches, constraints)
     problem = formulate(space)
     base = memory_rows(space, limits.memory_bytes)
     rows, instants = base, dict[Instant, Row]()
     solve_s, over = 0.0, dict[str, int]()
     closest: Realised | None = None
-    for _ in range(ROUNDS):
+    for tries in range(ROUNDS):
+        left_s = limits.left_s(time.perf_counter() - began)
+        if tries and time.perf_counter() - began > LATE * limits.time_s:
+            raise _out_of_tries(space, mesh, limits, closest, tries)
         network = with_rows(problem.network, (*rows, *tier_rows(space, over), *instants.values()))
-        found = optimise(network, limits.left_s(solve_s), limits.relative_gap, limits.backend, cutoff=cutoff_s)
+        found = optimise(network, left_s, limits.relative_gap, limits.backend, cutoff=cutoff_s)
         solve_s += found.solve_s
         if found.choices is None and cutoff_s <= found.bound < np.inf:
             return Skipped(mesh, found.bound)
@@ -179,19 +186,20 @@ def solve_mesh(
             instants[at] = _at_peak(problem, instant_row(space, job.program, problem, at, limits.memory_bytes),
                                     found.choices, peak / limits.memory_bytes, instants.get(at))  # fmt: skip
     else:
-        raise _out_of_tries(space, mesh, limits, closest)
+        raise _out_of_tries(space, mesh, limits, closest, ROUNDS)
     work = network.work(found.choices)
     started = time.perf_counter()
     bound_s = 0.0
     if limits.certify:
-        left_s = limits.left_s(solve_s)
+        left_s = limits.left_s(started - began)
         proof = memory_rows(space, limits.memory_bytes, proof=True)
         bound_s = step_bound(with_rows(network, proof), work, found.multipliers[: len(base)], left_s)
     solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
     binds = bool(instants) or rows is not base or any(multiplier > 0 for multiplier in found.multipliers)
     if not binds and found.via == "milp":  # which tells no multipliers
-        loose = optimise(problem.network, limits.left_s(solve_s), limits.relative_gap, limits.backend)
+        left_s = limits.left_s(time.perf_counter() - began)
+        loose = optimise(problem.network, left_s, limits.relative_gap, limits.backend)
         binds = loose.objective < found.objective * (1 - limits.relative_gap)
     return Candidate(made.plan, made.simulation, float(work.sum()), bound_s, status, solve_s, binds)
 
@@ -291,9 +299,9 @@ def _ways_out(space: Space) -> str:
     return f"{leave}use smaller microbatches, an optimizer of fewer states, or more devices"
 
 
-def _out_of_tries(space: Space, mesh: Mesh, limits: Limits, closest: Realised | None) -> SolverLimitError:
+def _out_of_tries(space: Space, mesh: Mesh, limits: Limits, closest: Realised | None, tries: int) -> SolverLimitError:
     return SolverLimitError(
-        f"no plan under {say_size(limits.memory_bytes)} was found on mesh {mesh.shape} after {ROUNDS} tries; "
+        f"no plan under {say_size(limits.memory_bytes)} was found on mesh {mesh.shape} after {tries} tries; "
         f"the closest peaks at {_closest(closest)}; {_ways_out(space)}"
     )
 
