@@ -161,7 +161,7 @@ def run(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="PATTERN", help='rows whose "file row" holds it')
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--resume", action="store_true", help="keep the rows already in --json")
-    parser.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS")
     options = parser.parse_args(argv)
     if options.resume and options.json is None:
         parser.error("--resume continues a file: give --json as well")
