@@ -1,0 +1,1 @@
+"""What plans, rank programs, predictions and emitted code are, as digests: see `cases` and `texts`."""
