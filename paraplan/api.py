@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
@@ -23,12 +23,16 @@ from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.lazy import lazy
+from paraplan.ir.options import check_keywords, from_keywords, takes_options, with_keywords
+from paraplan.ir.profile import Profile
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
-from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.files import profile_for, read_plan, write_plan
+from paraplan.jobs.options import ExecutionKeywords, ExecutionOptions
 from paraplan.jobs.versions import library_versions
+from paraplan.options import CompileOptions, JobOptions
+from paraplan.planner.constraints import Constraints
 from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
 from paraplan.report.memory import MemoryTold, memory_told
@@ -36,7 +40,7 @@ from paraplan.report.perfetto import chrome_trace
 from paraplan.report.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from paraplan.ir.trace.reading import Reads
     from paraplan.runtime.buckets import BucketTrainer
@@ -48,8 +52,6 @@ _PARTS = {
     "capture_with_reads": "paraplan.ir.trace.capture",
     "search_room": "paraplan.planner.room",
     "Job": "paraplan.planner.assemble",
-    "Constraints": "paraplan.planner.constraints",
-    "warm_up_steps": "paraplan.planner.constraints",
     "hf_batch": "paraplan.jobs.models",
     "model_ref": "paraplan.jobs.models",
     "make_trainer": "paraplan.jobs.trainers",
@@ -144,40 +146,21 @@ class Plan:
         """The simulated step as a Chrome trace (open in ui.perfetto.dev)."""
         return chrome_trace(self._simulation)
 
-    def executable(
-        self, model: nn.Module, *, weights: str | Path | None = None, seed: int = 0, record: bool = False,
-        compile: bool | str | Callable[..., Any] = False, compile_strict: bool = False, timeout_s: float | None = None,
-        offload_folder: str | Path | None = None, paced: bool = False, loss_fn: Callable[..., Any] | None = None,
-        cuda_graphs: bool = False,
-    ) -> Trainer:  # fmt: skip
+    @takes_options(ExecutionKeywords, ExecutionOptions)
+    def executable(self, model: nn.Module, **options: Unpack[ExecutionKeywords]) -> Trainer:
         """This rank's trainer; joins torchrun's job if this process is part of one.
 
         Args:
             model: the model the plan was made for, with values; or on meta, and then no rank ever holds it whole.
-            weights: safetensors to read this rank's parts from: a file, an index, or a directory with either. Without
-                them a model on meta is initialised, alike for every plan and number of ranks (see `runtime.weights`).
-            seed: base of the random seeds (dropout, initialisation); the same on every rank.
-            record: note every instruction and the memory it takes (slow).
-            compile: run forward and backward blocks through torch.compile, each checked against eager on its first
-                run; one that differs or does not compile on any rank stays eager on all, and a warning says why. Other
-                than True, it is torch.compile's backend. `compile_strict`: such a block is a CodegenError instead.
-            cuda_graphs: after two steps that are not recorded, what is before the optimizer and what is after it are
-                replayed as CUDA graphs. The batch then stays in memory; a gradient that is held is not overwritten, a
-                view of one is.
-            offload_folder: of the files of tensors that wait on disk, removed as they go; left out, the system's.
-            paced: CPU processes only: copies to and from host and disk take the time the plan's cluster says.
-            loss_fn: compared with the one the plan was made with, if given; what runs is the plan's.
-            timeout_s: how long a collective waits for its peers; left out, 300, or what a job joined before has.
+            options: how it is executed, see `ExecutionOptions`.
         Raises:
             PlanMismatchError: another model (structure, what forward reads, its code), another loss function, or
                 another number of processes or kind of device than the plan's.
             ConstraintError: `cuda_graphs` of a plan in whose steps the host decides or waits, or without room for them.
         """
         return _part("make_trainer")(  # type: ignore[no-any-return]
-            self.data, self.programs, model, seed=seed, record=record, compile_blocks=compile, loss_fn=loss_fn,
-            compile_strict=compile_strict, offload_folder=offload_folder, paced=paced, reads=self.reads,
-            weights=weights, timeout_s=timeout_s, cuda_graphs=cuda_graphs,
-        )  # fmt: skip
+            self.data, self.programs, model, _execution(options), reads=self.reads
+        )
 
     def check(
         self, model: nn.Module, batches: Sequence[Mapping[str, Any]], *, loss_fn: Callable[..., Any] | None = None,
@@ -227,130 +210,86 @@ class Buckets:
 
     @classmethod
     def compile(
-        cls, model: nn.Module, cluster: ClusterSpec | str, buckets: Sequence[Mapping[str, Any]], **options: Any
-    ) -> Buckets:
+        cls, model: nn.Module, cluster: ClusterSpec | str, buckets: Sequence[Mapping[str, Any]], *,
+        constraints: Constraints | None = None, **options: Unpack[CompileOptions],
+    ) -> Buckets:  # fmt: skip
         """Plan every bucket; the first one decides the mesh and where parameters live.
 
         Args:
             model, cluster: as for `compile`.
             buckets: per shape, what of `compile`'s options differs: {"seq": 128}, {"example_inputs": ...}. The one
                 that matters most comes first; {"attributes": {"encoder.k": 3}} is taken while that is the value.
-            options: the rest of them.
+            constraints, options: the rest of them.
         """
         if not buckets:
             raise ConstraintError("buckets is empty: give one mapping of options per shape, e.g. [{'seq': 128}]")
         attributes = tuple(dict(each.get("attributes", {})) for each in buckets)
+        given = with_keywords(constraints, options)
 
         def plan(index: int, **more: Any) -> Plan:
-            own = {name: value for name, value in buckets[index].items() if name != "attributes"}
+            own = {name: value for name, value in buckets[index].items() if name not in ("attributes", "constraints")}
+            own = with_keywords(buckets[index].get("constraints"), own)
             with _part("attributes_set")((model,), attributes[index]):
-                return compile(model, cluster, **{**options, **more, **own})
+                return compile(model, cluster, **{**given, **more, **own})
 
         first = plan(0)
         stage = first.data.stages[0]
         pins = {name: at.text for name, at in stage.params.items()}
         degrees = ("dp", "tp", "sp", "cp", "cp_mode", "ep", "zero", "mesh")
-        pinned = any(options.get(name) is not None for name in degrees)
+        pinned = any(given.get(name) is not None for name in degrees)
         mesh = {} if pinned else {"mesh": stage.mesh.shape}
         plans = (first, *(plan(index, **mesh, params=pins) for index in range(1, len(buckets))))
         _part("check_buckets")([plan.data for plan in plans])
         return cls(plans, attributes)
 
-    def executable(self, model: nn.Module, **options: Any) -> BucketTrainer:
-        """This rank's trainer for all shapes; `options` as for `Plan.executable`."""
+    @takes_options(ExecutionKeywords, ExecutionOptions)
+    def executable(self, model: nn.Module, **options: Unpack[ExecutionKeywords]) -> BucketTrainer:
+        """This rank's trainer for all shapes."""
         return _part("make_bucket_trainer")(  # type: ignore[no-any-return]
-            [(plan.data, plan.programs, plan.reads) for plan in self.plans], model, self.attributes, **options
+            [(plan.data, plan.programs, plan.reads) for plan in self.plans],
+            model,
+            self.attributes,
+            _execution(options),
         )
 
 
+@takes_options(CompileOptions, JobOptions, Constraints)
 def compile(
-    model: nn.Module,
-    cluster: ClusterSpec | str,
-    *,
-    example_inputs: Mapping[str, Tensor] | Sequence[object] | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    optimizer: str = "adamw",
-    precision: str = "fp32",
-    batch_dims: Mapping[str, int | None] | None = None,
-    batch: int = 8, seq: int = 128, time_limit_s: float = 60.0, progress: Progress | None = None,
-    mesh: Sequence[int] | None = None, dp: int | None = None, tp: int | None = None, sp: bool = False,
-    cp: int | None = None, cp_mode: str | None = None, ep: int | None = None, zero: int | None = None,
-    pp: int | Literal["auto"] | None = None, schedule: str | None = None,
-    stages: Sequence[tuple[int, int]] | None = None, overlap: int = 1, compiled: bool = False,
-    reduce_dtype: str | None = None,
-    microbatches: int | None = None, per_microbatch: bool = False,
-    memory: int | str | None = None, reserve: int | str | None = None, recompute: str | None = None,
-    offload: str = "none", offload_states: str | None = None, delayed_update: bool | int | None = None,
-    params: Mapping[str, str] | None = None, dynamic: Sequence[str] = (),
-    loss: str | Sequence[str] | Mapping[str, float] | None = None, profile: str | Path | None = None,
-    profile_any: bool = False,
+    model: nn.Module, cluster: ClusterSpec | str, *, constraints: Constraints | None = None,
+    **options: Unpack[CompileOptions],
 ) -> Plan:  # fmt: skip
     """Plan how a model trains on a cluster.
 
     Args:
         model: any nn.Module; on meta it costs no memory, and it is not modified.
         cluster: a spec, a file, a catalog name ("8xH100:4") or "local:4".
-        example_inputs: one global batch, by forward's parameter names or in their order; left out for Hugging
-            Face models, whose batch is then [batch, seq] tokens.
-        loss_fn: (model output, batch by name) -> scalar loss; left out where the model returns its loss. Inputs by
-            name that forward does not take (labels) are given to it alone.
-        optimizer: what keeps states: sgd, momentum, nesterov, adam, adamw; with weight_decay sgd+decay, adam+decay ...
-        precision: "fp32", "fp64", or "bf16", "fp8" (bf16, linear layers in float8) and "fp16" (float32 master weights;
-            fp16 trains with `Trainer.scaler`).
-        batch_dims: the batch dim of each input; dim 0 by default.
-        batch, seq: size of the batch made for Hugging Face models.
-        time_limit_s, progress: seconds for planning, capture apart (a note says if they ran out); told what is done.
-        mesh, dp, tp, sp, cp, cp_mode, ep, zero, pp, schedule, stages, microbatches, params: pinned, see `Constraints`.
-        per_microbatch: each of `microbatches` is a batch by itself, as in eager gradient accumulation: ops that mix
-            samples (batch norm, in-batch losses) see one alone, buffers are written once a microbatch, and losses are
-            averaged. It changes what is computed; where labels are counted, by those of all microbatches.
-        memory: what a device may hold at most (else its memory less the reserve); bytes or "12GiB".
-        reserve: what of a device's memory is kept from the plan, likewise; left out, what the cluster says of it
-            (context, communication buffers, the allocator). What allocators reserve then fits; 0: nothing is kept, and
-            the bytes alive alone decide.
-        overlap: in how many pieces at most tensor parallelism's products go, beside their collectives; 1: none does.
-        reduce_dtype: "fp32" or "bf16": what gradients are summed over ranks in, under half precisions. Left out, those
-            reduced as they are made (ZeRO-2 and 3, tensor parallelism) are in the half precision, those reduced once a
-            step (ZeRO-0 and 1) in float32, as accumulators and sums between stages always are.
-        compiled: forward and backward blocks go through torch.compile, and are priced as it fuses them.
-        recompute: "none", "selective", "cheap", "alternate", "full" or "full-early-stop" (of a layer, see
-            `planner.constraints.PRESETS`); left out: chosen, and only where memory is short.
-        offload: "host" or "disk" (both) lets activations, states and parameters be there if memory is short.
-        offload_states: "host" has the host keep optimizer states and update, "all" keep parameters too; "disk" and
-            "disk-all" keep them on disk; "fetched", "-fetched": the device updates; "-grads": gradients wait there too;
-            "none" keeps all there; "either" leaves states to the planner, "any" parameters too, "any-grads" all.
-        delayed_update: whether the host's updates may be one step late, beside the next step's work, if that is faster:
-            after so many steps, True for 40. It changes what is computed (Ren et al. 2021, section 5.2).
-        loss: where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name
-            (their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.
-        profile, profile_any: measured times (`paraplan profile`); another device's or torch's too, said in the plan.
-        dynamic: attributes that the training loop changes ("tau", "encoder.tau"): inputs; others must not be changed.
+        constraints: pinned choices as one value; they may be given one by one as well.
+        options: how the step is captured and planned (`JobOptions`), and pinned choices (`Constraints`).
     Raises:
         CaptureError, ConstraintError: the model cannot be captured; choices contradict each other, batch or cluster.
         InfeasibleError, SolverLimitError, ProfileError: proved that no plan fits; out of time; no times that fit.
+        TypeError: there is no such option.
     """
-    started, tell, spec = time.perf_counter(), progress or (lambda text: None), as_cluster(cluster)
-    constraints = _part("Constraints")(
-        mesh=None if mesh is None else tuple(mesh), dp=dp, tp=tp, sp=sp, cp=cp, cp_mode=cp_mode, ep=ep,
-        zero=zero, pp=pp, schedule=schedule, stages=None if stages is None else tuple(map(tuple, stages)),
-        microbatches=microbatches, memory_bytes=None if memory is None else parse_bytes(memory), recompute=recompute,
-        offload=offload, offload_states=offload_states, reserve_bytes=None if reserve is None else parse_bytes(reserve),
-        overlap=overlap, compiled=compiled, params=dict(params or {}), reduce_dtype=reduce_dtype or "",
-        delayed_update=_part("warm_up_steps")(delayed_update),
-    )  # fmt: skip
-    keeper = _optimizer(optimizer)
-    times, warning = (None, "") if profile is None else profile_for(profile, spec, versions()["torch"], profile_any)
+    started, spec = time.perf_counter(), as_cluster(cluster)
+    check_keywords("compile", options, JobOptions, Constraints)
+    pins = from_keywords(Constraints, with_keywords(constraints, options))
+    asked = from_keywords(JobOptions, options)
+    tell = asked.progress or (lambda text: None)
+    keeper = _optimizer(asked.optimizer)
+    times, warning = _profiled(asked, spec)
     tell(f"capturing {type(model).__name__}")
-    program, reads, reference = _captured(
-        model, example_inputs, batch, seq, loss_fn=loss_fn, precision=precision, loss=loss,
-        batch_dims=dict(batch_dims) if batch_dims else None, dynamic=tuple(dynamic),
-        per_microbatch=_apart(per_microbatch, microbatches),
-    )  # fmt: skip
+    program, reads, reference = _captured(model, asked, _apart(asked.per_microbatch, pins.microbatches))
     job = _part("Job")(program, spec, keeper, reference, versions(), profile=times)
-    found = _part("search_room")(job, constraints, time_limit_s, tell)
+    found = _part("search_room")(job, pins, asked.time_limit_s, tell)
     data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))))
     programs = verify_plan(data)
     return Plan(data, programs, found.solve_s, time.perf_counter() - started, reads)
+
+
+def _profiled(asked: JobOptions, spec: ClusterSpec) -> tuple[Profile | None, str]:
+    if asked.profile is None:
+        return None, ""
+    return profile_for(asked.profile, spec, versions()["torch"], asked.profile_any)
 
 
 def _apart(per_microbatch: bool, microbatches: int | None) -> int:
@@ -364,16 +303,22 @@ def _apart(per_microbatch: bool, microbatches: int | None) -> int:
     return microbatches
 
 
-def _captured(
-    model: nn.Module, example_inputs: Mapping[str, Tensor] | Sequence[object] | None, batch: int, seq: int, **how: Any
-) -> tuple[Program, Reads, ir_plan.ModelRef]:
-    """The captured program, what it read, and which model it is of; `how` goes to `capture`."""
-    inputs = example_inputs if example_inputs is not None else _part("hf_batch")(model, batch, seq)
+def _captured(model: nn.Module, asked: JobOptions, apart: int) -> tuple[Program, Reads, ir_plan.ModelRef]:
+    """The captured program, what it read, and which model it is of; `apart`: how many batches a step's batch is."""
+    given = asked.example_inputs
+    inputs = given if given is not None else _part("hf_batch")(model, asked.batch, asked.seq)
     program, reads = _part("capture_with_reads")(
-        model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), **how
-    )
-    made_here = example_inputs is None and how["loss_fn"] is how["loss"] is None
+        model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), loss_fn=asked.loss_fn,
+        precision=asked.precision, loss=asked.loss, batch_dims=asked.batch_dims, dynamic=asked.dynamic,
+        per_microbatch=apart,
+    )  # fmt: skip
+    made_here = given is None and asked.loss_fn is asked.loss is None
     return program, reads, _part("model_ref")(model, program, made_here=made_here)
+
+
+def _execution(options: Mapping[str, Any]) -> ExecutionOptions:
+    check_keywords("executable", options, ExecutionOptions)
+    return from_keywords(ExecutionOptions, options)
 
 
 def as_cluster(cluster: ClusterSpec | str) -> ClusterSpec:

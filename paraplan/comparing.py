@@ -14,7 +14,7 @@ from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.sizes import parse_bytes
 from paraplan.planner.compare import Comparison, compare
-from paraplan.planner.constraints import check_time_limit
+from paraplan.planner.contradictions import check_time_limit
 
 if TYPE_CHECKING:
     from torch import nn

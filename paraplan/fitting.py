@@ -35,7 +35,7 @@ from paraplan.jobs.detect import detect
 from paraplan.jobs.eager import Call
 from paraplan.jobs.first_steps import FirstSteps
 from paraplan.jobs.models import Made
-from paraplan.planner.constraints import check_time_limit
+from paraplan.planner.contradictions import check_time_limit
 from paraplan.planner.memory.plan import MemoryLimits
 from paraplan.planner.memory.problem import MemoryProblem, Tier
 from paraplan.planner.memory.whole import host_tiers, least_words, memory_problem, schedule_memory

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import paraplan as pp
-from paraplan.api import parse_bytes
 from paraplan.ir.errors import CaptureError, ConstraintError, InvalidPlanError, PlanMismatchError
+from paraplan.ir.sizes import parse_bytes
 from paraplan.jobs.check import max_error, relative
 
 

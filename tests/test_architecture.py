@@ -31,11 +31,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "codegen": ("ir", "runtime.ops"),
     "report": ("ir", "cost_models"),
     "jobs": ("ir", "cost_models", "runtime", "codegen"),
-    "api": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "__version__"),
+    "options": ("ir", "planner.constraints"),
+    "api": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "options", "__version__"),
     "fitting": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "api"),
     "comparing": ("ir", "planner", "api"),
-    "terminal": ("ir", "report", "jobs"),
-    "cli": ("ir", "api", "report", "jobs", "terminal", "__version__"),
+    "terminal": ("ir", "report", "jobs", "options"),
+    "cli": ("ir", "api", "report", "jobs", "options", "terminal", "planner.constraints", "__version__"),
     "__main__": ("cli",),
 }
 """What each room may import of ours, beyond itself; a dotted name opens that module only."""

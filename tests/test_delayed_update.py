@@ -26,7 +26,8 @@ from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import Constraints, check_constraints, warm_up_steps
+from paraplan.planner.constraints import Constraints, warm_up_steps
+from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.search import search
 from paraplan.runtime.buckets import check_buckets
 from paraplan.runtime.distributed import DistributedTransport

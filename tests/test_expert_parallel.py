@@ -35,7 +35,8 @@ from paraplan.ir.trace.route_kernels import route_plan
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.files import write_plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.planner.sharding import pins

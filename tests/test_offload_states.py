@@ -28,7 +28,8 @@ from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.classes import param_classes
-from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
 from tests.against_eager import eager_error, loss_by

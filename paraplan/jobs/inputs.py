@@ -20,12 +20,17 @@ Batch = dict[str, Tensor]
 _HINT = "pass example_inputs (on the command line: a factory that returns (model, example_inputs))"
 
 
-def hf_batch(model: nn.Module, batch: int, seq: int) -> Batch:
+def hf_batch(model: nn.Module, batch: int | None = None, seq: int | None = None) -> Batch:
     """Example inputs of a Hugging Face model: `batch` sequences of at most `seq` tokens, images or sounds, with labels.
+
+    Left out, these are 8 sequences of 128 tokens, or of as many as the model has positions for.
 
     Raises:
         CaptureError: no such model, or the sequence is longer than its positions.
     """
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    usual = min(128, longest) if isinstance(longest, int) and longest > 0 else 128
+    batch, seq = 8 if batch is None else batch, usual if seq is None else seq
     if classifies_images(model):
         return image_batch(model, batch)
     taken = inspect.signature(model.forward).parameters

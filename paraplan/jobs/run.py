@@ -31,6 +31,7 @@ from paraplan.jobs.data import RandomBatches, TextBatches
 from paraplan.jobs.identity import check_model
 from paraplan.jobs.models import Made, plan_model
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
+from paraplan.jobs.options import ExecutionOptions, RunOptions
 from paraplan.jobs.record import check_recordable, write_run
 from paraplan.jobs.trainers import check_devices, check_graphs, make_trainer
 from paraplan.runtime.groups import check_timeout
@@ -42,43 +43,6 @@ from paraplan.runtime.weights import fill, parameters_on_meta, values_of
 STEPS_RECORDED = 5
 PEAK_TOLERANCE = 0.02
 """By how much of the predicted peak of memory a checked run may exceed it."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What to run.
-
-    Attributes:
-        steps: training steps.
-        data: file or directory of text; None for random tokens.
-        lr: learning rate.
-        seed: of initial weights, data and dropout.
-        check: also run on one device and compare.
-        model: a factory's name, where the plan cannot rebuild its model.
-        clip: largest gradient norm; None for no clipping.
-        weights: safetensors files to start from; None for initialisation from the seed.
-        compile: run forward and backward blocks through torch.compile.
-        save: folder for a checkpoint of the run's end.
-        resume: folder of a checkpoint to go on from, of any plan of the model.
-        timeout: seconds that a collective of any group waits for its peers; None for the default.
-        cuda_graphs: replay what is before and after the optimizer as CUDA graphs.
-        record: file that the times of its ops go to, from STEPS_RECORDED steps more.
-    """
-
-    steps: int = 5
-    data: str | None = None
-    lr: float = 3e-4
-    seed: int = 0
-    check: bool = False
-    model: str | None = None
-    clip: float | None = None
-    weights: str | None = None
-    compile: bool = False
-    record: str | None = None
-    save: str | None = None
-    resume: str | None = None
-    timeout: float | None = None
-    cuda_graphs: bool = False
 
 
 @dataclass
@@ -199,10 +163,11 @@ def run(
     check_options(options)
     made = _skeleton(plan, options)
     batches = _batches(plan, made, options)
-    trainer = make_trainer(
-        plan, programs, made.model, seed=options.seed, compile_blocks=options.compile, weights=options.weights,
-        loss_fn=made.loss_fn, timeout_s=options.timeout, cuda_graphs=options.cuda_graphs,
+    execution = ExecutionOptions(
+        seed=options.seed, compile=options.compile, weights=options.weights, loss_fn=made.loss_fn,
+        timeout_s=options.timeout, cuda_graphs=options.cuda_graphs,
     )  # fmt: skip
+    trainer = make_trainer(plan, programs, made.model, execution)
     scaler = trainer.scaler() if plan.program.precision == "fp16" else None
     cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]
     optimizer = trainer.optimizer(cls, lr=options.lr, **extra)

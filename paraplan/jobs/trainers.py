@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from paraplan.ir.sizes import say_size
 from paraplan.ir.trace.dynamic import attributes_set
 from paraplan.ir.trace.reading import Reads
 from paraplan.jobs.identity import check_model
+from paraplan.jobs.options import ExecutionOptions
 from paraplan.runtime.buckets import BucketTrainer
-from paraplan.runtime.compiled import Backend
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.executor import Modules
@@ -34,59 +33,64 @@ from paraplan.runtime.trainer import Trainer
 
 
 def make_trainer(
-    plan: Plan, programs: Sequence[RankProgram], model: nn.Module, *, seed: int = 0, record: bool = False,
-    compile_blocks: bool | Backend = False, compile_strict: bool = False, weights: str | Path | None = None,
-    share: Trainer | None = None, offload_folder: str | Path | None = None, paced: bool = False,
-    loss_fn: object = None, reads: Reads | None = None, timeout_s: float | None = None, cuda_graphs: bool = False,
+    plan: Plan, programs: Sequence[RankProgram], model: nn.Module, how: ExecutionOptions | None = None, *,
+    share: Trainer | None = None, reads: Reads | None = None,
 ) -> Trainer:  # fmt: skip
-    """This rank's trainer; see `Plan.executable`. `reads` is what was read while capturing, if that was done here."""
+    """This rank's trainer; see `Plan.executable`.
+
+    Args:
+        plan, programs, model: what is executed.
+        how: its options; left out, the defaults.
+        share: a trainer whose parameters and states it shares.
+        reads: what was read while capturing, if that was done here.
+    """
+    how = how or ExecutionOptions()
     if not isinstance(model, nn.Module):
         raise PlanMismatchError(
             f"model is {model!r:.80}, a {type(model).__name__}: give the nn.Module that the plan was made for "
             f"({plan.model.display})"
         )
-    if timeout_s is not None:
-        check_timeout(timeout_s)
-    if cuda_graphs:
-        check_graphs(plan, programs, record)
-    check_model(plan, model, loss_fn)
+    if how.timeout_s is not None:
+        check_timeout(how.timeout_s)
+    if how.cuda_graphs:
+        check_graphs(plan, programs, how.record)
+    check_model(plan, model, how.loss_fn)
     check_devices(plan.cluster)
     backend = plan.cluster.backend
     if "RANK" in os.environ or dist.is_initialized():
-        init_distributed("nccl" if backend == "cuda" else "gloo", timeout_s)
+        init_distributed("nccl" if backend == "cuda" else "gloo", how.timeout_s)
     check_world(plan)
     transport = DistributedTransport(*(holding.mesh for holding in holdings(plan)), device=backend)
-    pace = (lambda tier, nbytes: plan.cluster.copy_s(tier, transport.rank, nbytes)) if paced else None
-    copier = Copier(transport.device, True, pace, offload_folder, transport.rank)
+    pace = (lambda tier, nbytes: plan.cluster.copy_s(tier, transport.rank, nbytes)) if how.paced else None
+    copier = Copier(transport.device, True, pace, how.offload_folder, transport.rank)
 
     def build(program: RankProgram) -> Modules:
         return build_modules(program, transport.groups, transport.device)
 
-    phases = ("F", "B") if compile_blocks or plan.compiled else ()
+    phases = ("F", "B") if how.compile or plan.compiled else ()
     modules = build(programs[plan.schedule.rank_class[transport.rank]])
     trainer = Trainer(
-        plan, programs, modules, model, transport, seed=seed, record=record, build=build, compile_phases=phases,
-        compile_backend="inductor" if isinstance(compile_blocks, bool) else compile_blocks,
-        compile_strict=compile_strict, weights=weights, share=share, copier=copier, reads=reads,
+        plan, programs, modules, model, transport, seed=how.seed, record=how.record, build=build,
+        compile_phases=phases, compile_backend="inductor" if isinstance(how.compile, bool) else how.compile,
+        compile_strict=how.compile_strict, weights=how.weights, share=share, copier=copier, reads=reads,
     )  # fmt: skip
-    if cuda_graphs:
+    if how.cuda_graphs:
         trainer.replay(CudaGraphs())
     return trainer
 
 
 def make_bucket_trainer(
     plans: Sequence[tuple[Plan, Sequence[RankProgram], Reads | None]], model: nn.Module,
-    attributes: Sequence[Mapping[str, Any]] = (), **options: Any,
+    attributes: Sequence[Mapping[str, Any]] = (), how: ExecutionOptions | None = None,
 ) -> BucketTrainer:  # fmt: skip
     """This rank's trainer for the shapes of several plans; see `Buckets.executable`."""
-    options["compile_blocks"] = options.pop("compile", False)
-    if options.get("cuda_graphs"):
+    if how is not None and how.cuda_graphs:
         raise ConstraintError("trainers of several shapes have no CUDA graphs: plan one shape, or leave them out")
     trainers: list[Trainer] = []
     for index, (plan, programs, reads) in enumerate(plans):
         share = trainers[0] if trainers else None
         with attributes_set((model,), attributes[index] if attributes else {}):
-            trainers.append(make_trainer(plan, programs, model, share=share, reads=reads, **options))
+            trainers.append(make_trainer(plan, programs, model, how, share=share, reads=reads))
     return BucketTrainer(trainers)
 
 

@@ -1,18 +1,18 @@
-"""What the user pins: everything left out is the planner's to choose."""
+"""What the user pins: everything left out is the planner's to choose.
+
+An option of the planner is a field of `Constraints` and its keyword in `Pins`; `compile` and the command line follow.
+"""
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError
+from paraplan.ir.options import Option, Options, at_least, check_whole, documented, one_of
 from paraplan.ir.plan import AHEAD, HERE, ON_HOST, PLACES, REDUCE_DTYPES, Place
-from paraplan.ir.program import HALVES
-from paraplan.ir.sizes import say_size
-from paraplan.ir.struct import Value
+from paraplan.ir.sizes import parse_bytes, say_size
 
 PRESETS = ("none", "selective", "cheap", "alternate", "full", "full-early-stop")
 """Of a layer (an element of a list of modules): `none`: every activation is kept. `full`: its input alone is kept, and
@@ -40,70 +40,233 @@ CP_MODES = ("gather", "alltoall", "ring", "stripes")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
 
-class Constraints(Value, frozen=True, kw_only=True):
-    """Pinned choices.
+def warm_up_steps(delayed_update: bool | int) -> int | None:
+    """How many steps come before late updates: a number as it is, True for the literature's; None: all are timely."""
+    if isinstance(delayed_update, bool):
+        return WARM_UP_STEPS if delayed_update else None
+    return delayed_update
 
-    Attributes:
-        mesh: logical mesh shape, e.g. (8, 8); None lets the planner choose.
-        dp: size of a data-parallel axis: every op that sees the batch shards it there, and nothing else.
-        tp: size of a tensor-parallel axis: the weight of every linear layer is split over it, the batch never. Products
-            of more dims than what segments pass on has (a mix of heads, a layer per head) may split others.
-        sp: with tp: activations between the split layers lie sharded along the sequence on the tp axis.
-        cp: size of a context-parallel axis: the sequence lies sharded there, from the batch to the loss.
-        cp_mode: how attention deals with that: "gather", "alltoall", "ring" or "stripes"; None lets the planner choose.
-        ep: how many of the data-parallel ranks share one set of experts: on an axis of that size, part of dp, stacks of
-            expert matrices lie by expert and all else by batch.
-        zero: 0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).
-        pp: how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group.
-            "auto": as many as make the simulated step shortest (`planner.pipeline_degrees`).
-        schedule: with pp, a name of `planner.schedules.named.NAMED`, or "searched" for the shortest found; None:
-            "1f1b", or with pp "auto" the fastest named one.
-        stages: with pp, the segments [first, stop) of every stage; None: cut evenly by time.
-        microbatches: how many microbatches a step takes.
-        memory_bytes: what a device may hold at most; None: its memory, less the reserve.
-        reserve_bytes: how much of every device's memory is kept from the plan; None: its `Device.reserves`; 0: nothing,
-            and what allocators reserve beyond the bytes alive is not looked at.
-        recompute: one of `PRESETS`; None: what pays where memory is short.
-        offload: where activations may wait if memory is short: "none", "host", or "disk" (the host as well).
-        overlap: in how many pieces at most products go beside the collectives of their rows (see `planner.overlap`);
-            1: none does.
-        compiled: whether forward and backward blocks go through torch.compile: chains of memory-bound ops are then
-            priced as it fuses them. Nothing is proved of such plans, for ops are chosen at their prices apart.
-        reduce_dtype: in which dtype gradients are summed over ranks, as in `ir.plan.Plan`.
-        offload_states: "host" keeps optimizer states in the host's memory and updates parameters there, "all" keeps
-            parameters there too, "none" all on the device; "either" leaves the states to the planner, "any" states and
-            parameters; None: as "any" where `offload` allows the host, and on the disk where it allows that. "disk"
-            and "disk-all" keep them on disk, to be updated in the host's memory; with "fetched" ("fetched",
-            "all-fetched", "disk-fetched", "disk-all-fetched") the device updates. "-grads" after any of those but
-            "host" and "all" has gradients wait beside the states; "any-grads" leaves that to the planner as well, as
-            "any" does where nothing fits otherwise.
-        delayed_update: after how many steps the host's updates may be one step late, to be done beside the next step's
-            work, where that makes the step faster (`planner.delaying`); None: never, since it changes what is computed.
-        params: layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.
-    """
 
-    mesh: tuple[int, ...] | None = None
-    dp: int | None = None
-    tp: int | None = None
-    sp: bool = False
-    cp: int | None = None
-    cp_mode: str | None = None
-    ep: int | None = None
-    zero: int | None = None
-    pp: int | Literal["auto"] | None = None
-    schedule: str | None = None
-    stages: tuple[tuple[int, int], ...] | None = None
-    microbatches: int | None = None
-    memory_bytes: int | None = None
-    reserve_bytes: int | None = None
-    recompute: str | None = None
-    offload: str = "none"
-    overlap: int = 1
-    compiled: bool = False
-    reduce_dtype: str = ""
-    offload_states: str | None = None
-    delayed_update: int | None = None
-    params: dict[str, str] = {}
+def _parse_mesh(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConstraintError(f"--mesh {text!r}: write axis sizes with commas, e.g. 8,8") from None
+
+
+def _parse_degree(text: str) -> int | str:
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError:
+        raise ConstraintError(f"--pp {text!r}: give a number of groups of devices, or auto") from None
+
+
+def _parse_stages(text: str) -> tuple[tuple[int, int], ...]:
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple((int(first), int(stop)) for first, stop in pairs)
+    except ValueError:
+        raise ConstraintError(f"--stages {text!r}: write first:stop segments with commas, e.g. 0:3,3:6") from None
+
+
+def _as_shape(mesh: Sequence[int]) -> tuple[int, ...]:
+    return tuple(mesh)
+
+
+def _as_bounds(stages: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple(tuple(segments) for segments in stages)  # type: ignore[misc]
+
+
+def _as_texts(params: Mapping[str, str]) -> dict[str, str]:
+    return dict(params)
+
+
+def _check_mesh(keyword: str, mesh: tuple[int, ...]) -> None:
+    if not all(isinstance(size, int) for size in mesh):
+        raise ConstraintError(f"{keyword}={mesh!r}: give whole numbers, one for each axis, e.g. mesh=(2, 4)")
+    if any(size < 1 for size in mesh):
+        raise ConstraintError(f"{keyword}={mesh}: every axis must be at least 1")
+
+
+def _check_stages(keyword: str, stages: tuple[tuple[int, ...], ...]) -> None:
+    if not all(len(segments) == 2 and all(isinstance(at, int) for at in segments) for segments in stages):
+        raise ConstraintError(
+            f"{keyword}={stages!r}: give the segments [first, stop) of every stage, e.g. [(0, 3), (3, 6)]"
+        )
+
+
+def _check_zero(keyword: str, zero: Any) -> None:
+    check_whole(keyword, zero)
+    if zero not in (0, 1, 2, 3):
+        raise ConstraintError(f"{keyword}={zero}: must be 0, 1, 2 or 3")
+
+
+def _check_pp(keyword: str, pp: Any) -> None:
+    if pp != AUTO:
+        at_least(1)(keyword, pp)
+
+
+def _check_memory(keyword: str, memory_bytes: int) -> None:
+    if memory_bytes <= 0:
+        raise ConstraintError(f"{keyword}={memory_bytes}: must be more than 0 bytes")
+
+
+def _check_reduce_dtype(keyword: str, dtype: str) -> None:
+    if dtype not in REDUCE_DTYPES:
+        raise ConstraintError(f"{keyword}={dtype!r}: one of {', '.join(filter(None, REDUCE_DTYPES))}")
+
+
+def _check_late(keyword: str, steps: int) -> None:
+    if steps < 0:
+        raise ConstraintError(f"{keyword}={steps}: at least 0 steps come before the first late one")
+
+
+def _check_params(keyword: str, params: dict[str, str]) -> None:
+    for name, text in params.items():
+        parse_param_pin(name, text)
+
+
+MODEL, PARALLELISM, PIPELINE = "Model and batch", "Parallelism", "Pipeline"
+MEMORY, EXECUTION = "Memory", "Execution"
+
+
+@documented
+class Constraints(Options, frozen=True, kw_only=True):
+    """Pinned choices."""
+
+    mesh: Annotated[tuple[int, ...] | None, Option(
+        "Logical mesh, e.g. 8,8.",
+        "logical mesh shape, e.g. (8, 8); None lets the planner choose.",
+        PARALLELISM, metavar="N,N", parse=_parse_mesh, convert=_as_shape, check=_check_mesh,
+    )] = None  # fmt: skip
+    dp: Annotated[int | None, Option(
+        "Data-parallel degree.",
+        "size of a data-parallel axis: every op that sees the batch shards it there, and nothing else.",
+        PARALLELISM, check=at_least(1),
+    )] = None  # fmt: skip
+    tp: Annotated[int | None, Option(
+        "Tensor-parallel degree.",
+        "size of a tensor-parallel axis: the weight of every linear layer is split over it, the batch never. "
+        "Products of more dims than what segments pass on has (a mix of heads, a layer per head) may split others.",
+        PARALLELISM, check=at_least(1),
+    )] = None  # fmt: skip
+    sp: Annotated[bool, Option(
+        "With --tp: sequence-parallel activations between split layers.",
+        "with tp: activations between the split layers lie sharded along the sequence on the tp axis.",
+        PARALLELISM,
+    )] = False  # fmt: skip
+    cp: Annotated[int | None, Option(
+        "Context-parallel degree: the sequence sharded throughout.",
+        "size of a context-parallel axis: the sequence lies sharded there, from the batch to the loss.",
+        PARALLELISM, check=at_least(1),
+    )] = None  # fmt: skip
+    cp_mode: Annotated[str | None, Option(
+        "With --cp: gather, alltoall, ring or stripes in attention; chosen if not given.",
+        'how attention deals with that: "gather", "alltoall", "ring" or "stripes"; None lets the planner choose.',
+        PARALLELISM, check=one_of(*CP_MODES, beside=", and cp with it"),
+    )] = None  # fmt: skip
+    ep: Annotated[int | None, Option(
+        "Expert-parallel degree: so many ranks of dp share experts.",
+        "how many of the data-parallel ranks share one set of experts: on an axis of that size, part of dp, stacks "
+        "of expert matrices lie by expert and all else by batch.",
+        PARALLELISM, check=at_least(1),
+    )] = None  # fmt: skip
+    zero: Annotated[int | None, Option(
+        "ZeRO level, 0 to 3.",
+        "0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).",
+        PARALLELISM, check=_check_zero,
+    )] = None  # fmt: skip
+    pp: Annotated[int | Literal["auto"] | None, Option(
+        "Pipeline-parallel degree, other degrees being within a stage; auto: the fastest.",
+        "how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group. "
+        '"auto": as many as make the simulated step shortest (`planner.pipeline_degrees`).',
+        PIPELINE, metavar="N|auto", parse=_parse_degree, check=_check_pp,
+    )] = None  # fmt: skip
+    schedule: Annotated[str | None, Option(
+        "With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v, hanayo, gems, chimera, or searched (the "
+        "shortest found).",
+        'with pp, a name of `planner.schedules.named.NAMED`, or "searched" for the shortest found; None: "1f1b", '
+        'or with pp "auto" the fastest named one.',
+        PIPELINE,
+    )] = None  # fmt: skip
+    stages: Annotated[tuple[tuple[int, int], ...] | None, Option(
+        "With --pp: segments of the stages; cut evenly if not given.",
+        "with pp, the segments [first, stop) of every stage; None: cut evenly by time.",
+        PIPELINE, metavar="A:B,B:C", parse=_parse_stages, convert=_as_bounds,
+        check=_check_stages,
+    )] = None  # fmt: skip
+    microbatches: Annotated[int | None, Option(
+        "Microbatches per step.", "how many microbatches a step takes.", MODEL, check=at_least(1)
+    )] = None  # fmt: skip
+    memory_bytes: Annotated[int | None, Option(
+        "What a device may hold, e.g. 12GiB.",
+        'what a device may hold at most, bytes or "12GiB"; None: its memory, less the reserve.',
+        MEMORY, keyword="memory", metavar="SIZE", parse=parse_bytes, convert=parse_bytes, check=_check_memory,
+    )] = None  # fmt: skip
+    reserve_bytes: Annotated[int | None, Option(
+        "Device memory kept from the plan (default: as the cluster says; 0: none).",
+        "how much of every device's memory is kept from the plan, likewise; None: its `Device.reserves` (context, "
+        "communication buffers, the allocator). What allocators reserve then fits; 0: nothing is kept, and the "
+        "bytes alive alone decide.",
+        MEMORY, keyword="reserve", metavar="SIZE", parse=parse_bytes, convert=parse_bytes,
+    )] = None  # fmt: skip
+    recompute: Annotated[str | None, Option(
+        "Activations of layers made again: none, selective, cheap, alternate, full or full-early-stop; chosen if "
+        "not given.",
+        "one of `planner.constraints.PRESETS`: which activations of a layer are made again; None: what pays where "
+        "memory is short.",
+        MEMORY, check=one_of(*PRESETS, beside=", or nothing for the planner's choice"),
+    )] = None  # fmt: skip
+    offload: Annotated[str, Option(
+        "Where activations may wait if memory is short: none, host, or disk (and host).",
+        'where activations may wait if memory is short: "none", "host", or "disk" (the host as well); states and '
+        "parameters may be there too, see `offload_states`.",
+        MEMORY, check=one_of(*OFFLOAD),
+    )] = "none"  # fmt: skip
+    offload_states: Annotated[str | None, Option(
+        "host: optimizer states on the host, updated there; all: parameters too; disk, disk-all: on disk; fetched, "
+        "all-fetched, ...: updated on the device; disk-grads, ...: gradients wait there too; either, any, "
+        "any-grads: states, parameters too, or gradients too, as chosen; none.",
+        '"host" keeps optimizer states in the host\'s memory and updates parameters there, "all" keeps parameters '
+        'there too, "none" all on the device; "either" leaves the states to the planner, "any" states and '
+        'parameters; None: as "any" where `offload` allows the host, and on the disk where it allows that. "disk" '
+        'and "disk-all" keep them on disk, to be updated in the host\'s memory; with "fetched" ("fetched", '
+        '"all-fetched", "disk-fetched", "disk-all-fetched") the device updates. "-grads" after any of those but '
+        '"host" and "all" has gradients wait beside the states; "any-grads" leaves that to the planner as well, as '
+        '"any" does where nothing fits otherwise.',
+        MEMORY, check=one_of(*OFFLOAD_STATES),
+    )] = None  # fmt: skip
+    delayed_update: Annotated[int | None, Option(
+        "After N steps the host's updates may be one step late, if faster.",
+        "after how many steps the host's updates may be one step late, to be done beside the next step's work, "
+        "where that makes the step faster (`planner.delaying`); True: after 40; None: never, since it changes what "
+        "is computed (Ren et al. 2021, section 5.2).",
+        MEMORY, metavar="N", convert=warm_up_steps, check=_check_late,
+    )] = None  # fmt: skip
+    overlap: Annotated[int, Option(
+        "Products in up to N pieces beside their collectives (TP).",
+        "in how many pieces at most products go beside the collectives of their rows (see `planner.overlap`); 1: "
+        "none does.",
+        EXECUTION, metavar="N", check=at_least(1),
+    )] = 1  # fmt: skip
+    compiled: Annotated[bool, Option(
+        "Blocks through torch.compile; priced as fused.",
+        "whether forward and backward blocks go through torch.compile: chains of memory-bound ops are then priced "
+        "as it fuses them. Nothing is proved of such plans, for ops are chosen at their prices apart.",
+        EXECUTION, flag="compile",
+    )] = False  # fmt: skip
+    reduce_dtype: Annotated[str, Option(
+        "Of sums of gradients over ranks: fp32 or bf16.",
+        '"fp32" or "bf16": what gradients are summed over ranks in, under half precisions. Left out, those reduced '
+        "as they are made (ZeRO-2 and 3, tensor parallelism) are in the half precision, those reduced once a step "
+        "(ZeRO-0 and 1) in float32, as accumulators and sums between stages always are.",
+        EXECUTION, check=_check_reduce_dtype,
+    )] = ""  # fmt: skip
+    params: Annotated[dict[str, str], Option(
+        "",
+        "layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.",
+        convert=_as_texts, check=_check_params,
+    )] = {}  # fmt: skip
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -131,127 +294,31 @@ class Constraints(Value, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(at for x in away for at in ((x.states,) if x.fetched else ("host", x.states))))
 
 
-def warm_up_steps(delayed_update: bool | int | None) -> int | None:
-    """How many steps come before late updates: a number as it is, True for the literature's; None: all are timely."""
-    if isinstance(delayed_update, bool):
-        return WARM_UP_STEPS if delayed_update else None
-    return delayed_update
+class Pins(TypedDict, total=False):
+    """The keywords of `Constraints` with the types that callers give, for checkers of calls."""
 
-
-def _check_types(c: Constraints) -> None:
-    numbers = {"dp": c.dp, "tp": c.tp, "cp": c.cp, "ep": c.ep, "zero": c.zero, "microbatches": c.microbatches}
-    numbers |= {"overlap": c.overlap, "pp": None if c.pp == AUTO else c.pp}
-    for name, value in numbers.items():
-        if value is not None and not isinstance(value, int):
-            raise ConstraintError(f"{name}={value!r}: give a whole number, not a {type(value).__name__}")
-    if c.mesh is not None and not all(isinstance(size, int) for size in c.mesh):
-        raise ConstraintError(f"mesh={c.mesh!r}: give whole numbers, one for each axis, e.g. mesh=(2, 4)")
-
-
-def check_time_limit(seconds: float) -> None:
-    """Refuse a time in which nothing can be solved.
-
-    Raises:
-        ConstraintError: it is not a number above 0.
-    """
-    if not seconds > 0:
-        raise ConstraintError(f"a time limit of {seconds} s (--time-limit): give a number of seconds above 0")
-
-
-def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
-    """The constraints themselves, when they make sense together.
-
-    Raises:
-        ConstraintError: a size below 1, pp that does not divide the devices, a schedule or stages without pp, degrees
-            that do not multiply to the devices, zero without dp, sp without tp, an unknown cp_mode or one without cp,
-            an ep that does not divide dp.
-    """
-    c = constraints
-    _check_types(c)
-    if c.pp == AUTO:
-        if c.stages is not None:
-            raise ConstraintError("stages with pp=auto: how many there are follows from the degree; give pp a number")
-        return c  # degrees are checked with every pp that is tried
-    num_devices = _stage_devices(c, num_devices)
-    degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
-    for name, size in (
-        *degrees.items(), ("ep", c.ep), ("pp", c.pp), ("microbatches", c.microbatches), ("overlap", c.overlap)
-    ):  # fmt: skip
-        if size is not None and size < 1:
-            raise ConstraintError(f"{name}={size}: must be at least 1")
-    if c.zero is not None and c.zero not in (0, 1, 2, 3):
-        raise ConstraintError(f"zero={c.zero}: must be 0, 1, 2 or 3")
-    if c.sp and (c.tp is None or c.tp < 2):
-        raise ConstraintError("sp needs a tensor-parallel axis to share: give tp of at least 2 as well")
-    if c.cp_mode is not None and (c.cp_mode not in CP_MODES or c.cp is None):
-        raise ConstraintError(f"cp_mode={c.cp_mode}: one of {', '.join(CP_MODES)}, and cp with it")
-    if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
-        raise ConstraintError(f"zero={c.zero} shards over a data-parallel axis: give dp as well")
-    if c.recompute is not None and c.recompute not in PRESETS:
-        raise ConstraintError(
-            f"recompute={c.recompute}: one of {', '.join(PRESETS)}, or nothing for the planner's choice"
-        )
-    if c.offload not in OFFLOAD:
-        raise ConstraintError(f"offload={c.offload}: one of {', '.join(OFFLOAD)}")
-    _check_states(c)
-    if c.memory_bytes is not None and c.memory_bytes <= 0:
-        raise ConstraintError(f"memory={c.memory_bytes}: must be more than 0 bytes")
-    if c.mesh is not None:
-        if any(size < 1 for size in c.mesh):
-            raise ConstraintError(f"mesh={c.mesh}: every axis must be at least 1")
-        if degrees or c.ep is not None:
-            degrees |= {} if c.ep is None else {"ep": c.ep}
-            given = " ".join(f"{name}={size}" for name, size in degrees.items())
-            raise ConstraintError(f"mesh={c.mesh} together with {given}: give the mesh or the degrees, not both")
-        product = math.prod(c.mesh)
-        if product != num_devices:
-            raise ConstraintError(f"mesh={c.mesh} has {product} places for {num_devices} devices")
-    product = math.prod(degrees.values())
-    if len(degrees) > 1 and (num_devices % product or (c.dp is not None and product != num_devices)):
-        given = " times ".join(f"{name}={size}" for name, size in degrees.items())
-        raise ConstraintError(f"{given} is {product}, the cluster has {num_devices} devices")
-    for name, size in degrees.items():
-        if num_devices % size:
-            raise ConstraintError(f"{name}={size} does not divide the cluster's {num_devices} devices")
-    dp = c.dp if c.dp is not None else num_devices // math.prod(degrees.values())
-    if c.ep is not None and dp % c.ep:
-        raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
-    return c
-
-
-def check_param_names(constraints: Constraints, names: Iterable[str]) -> None:
-    """What is pinned by name is there.
-
-    Args:
-        constraints: whose `params`.
-        names: of the model's parameters.
-    Raises:
-        ConstraintError: there is no parameter of a name.
-    """
-    known = list(names)
-    for name in constraints.params:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 3) or known[:5]
-            raise ConstraintError(
-                f"params pins {name!r}, which the model does not have; its parameters have names such as "
-                f"{', '.join(near)}"
-            )
-
-
-def check_reduce_dtype(constraints: Constraints, precision: str) -> None:
-    """Refuse a dtype of sums over ranks that is unknown, or beside a precision that knows one alone.
-
-    Raises:
-        ConstraintError: so it is.
-    """
-    given = constraints.reduce_dtype
-    if given not in REDUCE_DTYPES:
-        raise ConstraintError(f"reduce_dtype={given!r}: one of {', '.join(filter(None, REDUCE_DTYPES))}")
-    if given and precision not in HALVES:
-        raise ConstraintError(
-            f"reduce_dtype={given!r} says how gradients of half precisions are summed over ranks, and "
-            f"precision={precision!r} sums them as they are; leave it out, or plan with precision='bf16'"
-        )
+    mesh: Sequence[int] | None
+    dp: int | None
+    tp: int | None
+    sp: bool
+    cp: int | None
+    cp_mode: str | None
+    ep: int | None
+    zero: int | None
+    pp: int | Literal["auto"] | None
+    schedule: str | None
+    stages: Sequence[tuple[int, int]] | None
+    microbatches: int | None
+    memory: int | str | None
+    reserve: int | str | None
+    recompute: str | None
+    offload: str
+    offload_states: str | None
+    delayed_update: bool | int | None
+    overlap: int
+    compiled: bool
+    reduce_dtype: str | None
+    params: Mapping[str, str] | None
 
 
 def device_budget(cluster: ClusterSpec, constraints: Constraints) -> int:
@@ -269,41 +336,6 @@ def device_budget(cluster: ClusterSpec, constraints: Constraints) -> int:
             "reserve, or reserve=0 for none"
         )
     return min(budget, constraints.memory_bytes or budget)
-
-
-def _check_states(c: Constraints) -> None:
-    """Where states are said to be is a place they can be."""
-    for name, text in c.params.items():
-        parse_param_pin(name, text)
-    if c.offload_states is not None and c.offload_states not in OFFLOAD_STATES:
-        raise ConstraintError(f"offload_states={c.offload_states}: one of {', '.join(OFFLOAD_STATES)}")
-    if c.delayed_update is not None:
-        if c.delayed_update < 0:
-            raise ConstraintError(f"delayed_update={c.delayed_update}: at least 0 steps come before the first late one")
-        chosen = c.offload_states is None and c.tiers
-        if not chosen and ON_HOST not in c.every_place:
-            raise ConstraintError(
-                f"delayed_update={c.delayed_update}: only what the host updates where its states stay can be late, and "
-                f"with offload_states={c.offload_states or 'none'} there is nothing; give offload_states='host', or "
-                "offload='host'"
-            )
-    if c.zero in (1, 2) and all(place.stored for place in c.places):
-        raise ConstraintError(
-            f"offload_states={c.offload_states} with zero={c.zero}: parameters off the device lie as their states do; "
-            "give zero=3 or 0"
-        )
-
-
-def _stage_devices(c: Constraints, num_devices: int) -> int:
-    """How many devices share a stage, among which the other degrees are."""
-    if isinstance(c.pp, int) and c.pp > 1:
-        if num_devices % c.pp:
-            raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
-        return num_devices // c.pp
-    if c.schedule is not None or c.stages is not None:
-        pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
-        raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
-    return num_devices
 
 
 class ParamPin(NamedTuple):

@@ -16,7 +16,8 @@ import msgspec
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import Constraints, check_constraints
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.pipeline_search import search_pipeline
 from paraplan.planner.schedules.named import NAMED

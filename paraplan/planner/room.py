@@ -28,7 +28,8 @@ from paraplan.ir.plan import Certificate, Plan, Prediction
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
 from paraplan.planner.certifying import certified
-from paraplan.planner.constraints import Constraints, check_time_limit, device_budget
+from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.contradictions import check_time_limit
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.meshes import candidate_meshes

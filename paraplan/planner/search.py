@@ -24,15 +24,8 @@ from paraplan.ir.plan import HERE, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.certifying import certified
 from paraplan.planner.checks import check_rates, check_tiers, with_states
-from paraplan.planner.constraints import (
-    AUTO,
-    Constraints,
-    check_constraints,
-    check_param_names,
-    check_reduce_dtype,
-    check_time_limit,
-    device_budget,
-)
+from paraplan.planner.constraints import AUTO, Constraints, device_budget
+from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, check_time_limit
 from paraplan.planner.deadline import FLOOR, Deadline
 from paraplan.planner.delaying import delay_note
 from paraplan.planner.failures import Failure, failure, not_tried

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from paraplan.ir.errors import ClusterError
 from paraplan.ir.lazy import lazy
+from paraplan.terminal.options import AsJson
 from paraplan.terminal.progress import Progress, out, print_json
 
 app = typer.Typer(help="Describe clusters: the catalog, files, this machine.", no_args_is_help=True)
@@ -33,8 +34,6 @@ _PARTS = {
     "detect": "paraplan.jobs.detect",
 }
 _part = lazy(_PARTS)
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
 @app.command("list")

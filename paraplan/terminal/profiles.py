@@ -13,6 +13,10 @@ from rich.table import Table
 from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ClusterError, ConstraintError
 from paraplan.ir.lazy import lazy
+from paraplan.ir.options import Option, Options, documented, from_keywords
+from paraplan.ir.plan import OPTIMIZERS
+from paraplan.options import JobOptions
+from paraplan.terminal.options import AsJson, ModelName, Settings, with_options
 from paraplan.terminal.progress import Progress, out, print_json
 from paraplan.terminal.settings import parse_settings
 
@@ -30,9 +34,6 @@ _PARTS = {
     "learn_into": "paraplan.jobs.record",
 }
 _part = lazy(_PARTS)
-OPTIMIZERS = (
-    "sgd", "momentum", "adam", "adamw", "nesterov", "sgd+decay", "momentum+decay", "nesterov+decay", "adam+decay",
-)  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,50 +43,51 @@ def add_to(app: typer.Typer) -> None:
     app.command("learn")(learn)
 
 
+@documented
+class Measuring(Options, frozen=True, kw_only=True):
+    """How ops are measured."""
+
+    threads: Annotated[int, Option("Of a CPU process.", "threads of a CPU process.")] = 1
+    processes: Annotated[int, Option(
+        "Of CPU, at work at once as in a step: they share the memory's bandwidth.",
+        "CPU processes at work at once, as in a step: they share the memory's bandwidth.",
+    )] = 1  # fmt: skip
+    again: Annotated[bool, Option(
+        "Measure what is known once more, and pool both.", "whether what is known is measured again, and both pooled."
+    )] = False  # fmt: skip
+
+
+@with_options(JobOptions, Measuring, only=("batch", "seq", "optimizer", "precision", "threads", "processes", "again"))
 def profile(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, module:factory or file.py:factory.")],
+    model: ModelName,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile; what it has is not measured again.")],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     devices: Annotated[int, typer.Option(help="Local shapes of meshes of up to so many devices.")] = 8,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.")
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences of the global batch (hf: models).")] = 8,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence (hf: models).")] = 128,
-    optimizer: Annotated[str, typer.Option(help="sgd, momentum, nesterov, adam, adamw; sgd+decay ...")] = "adamw",
-    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16, fp16 or fp8.")] = "fp32",
-    threads: Annotated[int, typer.Option(help="Of a CPU process.")] = 1,
-    processes: Annotated[
-        int, typer.Option(help="Of CPU, at work at once as in a step: they share the memory's bandwidth.")
-    ] = 1,
-    again: Annotated[bool, typer.Option("--again", help="Measure what is known once more, and pool both.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    settings: Settings = None,
+    *,
+    as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Measure a model's ops on a device, at every local shape a plan may choose."""
     gc.set_threshold(*RARELY)
-    if min(devices, threads, processes) < 1:
-        raise ConstraintError(f"--devices {devices}, --threads {threads}, --processes {processes}: at least 1")
-    if processes > 1 and device != "cpu":
-        raise ConstraintError(f"--processes {processes} with --device {device}: only CPU processes share a memory")
-    if optimizer not in OPTIMIZERS:
-        raise ConstraintError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    job, how = from_keywords(JobOptions, options), from_keywords(Measuring, options)
+    if min(devices, how.threads, how.processes) < 1:
+        raise ConstraintError(f"--devices {devices}, --threads {how.threads}, --processes {how.processes}: at least 1")
+    if how.processes > 1 and device != "cpu":
+        raise ConstraintError(f"--processes {how.processes} with --device {device}: only CPU processes share a memory")
+    if job.optimizer not in OPTIMIZERS:
+        raise ConstraintError(f"optimizer {job.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, parse_settings(settings or []), meta=True)
-        inputs = made.example_inputs if made.example_inputs is not None else _part("hf_batch")(made.model, batch, seq)
+        inputs = made.example_inputs
+        inputs = inputs if inputs is not None else _part("hf_batch")(made.model, job.batch, job.seq)
         tell(f"capturing {type(made.model).__name__}")
-        program = _part("capture")(made.model, inputs, loss_fn=made.loss_fn, precision=precision)
+        program = _part("capture")(made.model, inputs, loss_fn=made.loss_fn, precision=job.precision)
         done = _part("profile_program")(
-            program,
-            output,
-            device=device,
-            ways=devices,
-            optimizer=optimizer,
-            threads=threads,
-            processes=processes,
-            again=again,
-            tell=tell,
-        )
+            program, output, device=device, ways=devices, optimizer=job.optimizer, threads=how.threads,
+            processes=how.processes, again=how.again, tell=tell,
+        )  # fmt: skip
     _show(done, output)
     if as_json:
         print_json(_part("json_of")(done))
@@ -115,7 +117,7 @@ def profile_links(
         Path | None, typer.Option(metavar="FILE", help="A profile that also takes every collective's times.")
     ] = None,
     largest: Annotated[int, typer.Option(metavar="MIB", help="Largest message.")] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure messages and collectives between local ranks, and write them as a cluster file's links."""
     if output.suffix not in (".yaml", ".yml", ".json"):
@@ -150,7 +152,7 @@ def profile_links(
 def learn(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="What paraplan run --record wrote.")],
     profile: Annotated[Path, typer.Option(metavar="FILE", help="The profile to refine; made where there is none.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Refine a profile by the times of a recorded run."""
     seen = _part("read_run")(run)

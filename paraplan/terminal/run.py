@@ -17,7 +17,8 @@ from paraplan.ir.errors import CheckError, RuntimeFailure
 from paraplan.ir.plan import Plan
 from paraplan.jobs.files import read_plan
 from paraplan.jobs.launch import leave_job, start_ranks
-from paraplan.jobs.run import RunOptions, run
+from paraplan.jobs.options import RunOptions
+from paraplan.jobs.run import run
 from paraplan.report.units import show_bytes, show_seconds
 from paraplan.terminal.progress import out, print_json
 
@@ -38,7 +39,7 @@ def spawn(path: Path, plan: Plan, args: Sequence[str], result_env: str) -> dict[
         return json.loads(Path(target).read_text())  # type: ignore[no-any-return]
 
 
-def run_rank(path: Path, options: dict[str, Any], as_json: bool, result_env: str) -> None:
+def run_rank(path: Path, options: RunOptions, as_json: bool, result_env: str) -> None:
     """Train as one rank of a job; the first one tells the steps and the result.
 
     Raises:
@@ -48,14 +49,14 @@ def run_rank(path: Path, options: dict[str, Any], as_json: bool, result_env: str
     data, programs = read_plan(path)
     console = out()
     first, told = os.environ["RANK"] == "0", itertools.count(1)
-    every = max(1, options["steps"] // 20)
+    every = max(1, options.steps // 20)
 
     def tell(step: int, loss: float, seconds: float) -> None:
         number = next(told)
-        if first and (number % every == 1 % every or number == options["steps"]):
+        if first and (number % every == 1 % every or number == options.steps):
             console.print(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s", highlight=False)
 
-    result = run(data, programs, RunOptions(**options), tell)
+    result = run(data, programs, options, tell)
     if first:
         console.print(run_table(data, result))
         found = run_json(result)

@@ -13,13 +13,11 @@ from paraplan import __version__, cli
 OPTIONS = {
     "": ["--debug", "--version"],
     "plan": [
-        "MODEL", "CLUSTER", "--output -o", "--set", "--batch", "--seq", "--mesh", "--optimizer", "--precision",
-        "--memory", "--reserve", "--tp",
-        "--dp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages", "--microbatches",
-        "--per-microbatch",
-        "--overlap", "--compile", "--reduce-dtype", "--dynamic", "--recompute", "--offload", "--offload-states",
-        "--delayed-update",
-        "--time-limit", "--profile", "--profile-any", "--json",
+        "MODEL", "CLUSTER", "--output -o", "--set",
+        "--mesh", "--dp", "--tp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages",
+        "--microbatches", "--memory", "--reserve", "--recompute", "--offload", "--offload-states", "--delayed-update",
+        "--overlap", "--compile", "--reduce-dtype", "--batch", "--seq", "--optimizer", "--precision",
+        "--per-microbatch", "--dynamic", "--time-limit", "--profile", "--profile-any", "--json",
     ],
     "profile": [
         "MODEL", "--output -o", "--device", "--devices", "--set", "--batch", "--seq", "--optimizer", "--precision",

@@ -16,9 +16,10 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.profile_file import ProfileWriter, read_profiles
 from paraplan.ir.errors import ConstraintError, ProfileError
 from paraplan.ir.profile import Measured, OpTime, Profile, RunTimes
+from paraplan.jobs.options import RunOptions
 from paraplan.jobs.profile import this_machine
 from paraplan.jobs.record import check_recordable, learn_into, read_run
-from paraplan.jobs.run import RunOptions, run
+from paraplan.jobs.run import run
 
 
 def small(**options: object) -> pp.Plan:

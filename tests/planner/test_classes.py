@@ -8,7 +8,8 @@ from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitErro
 from paraplan.ir.plan import HERE, ON_HOST, Place
 from paraplan.planner import search as search_module
 from paraplan.planner.classes import grad_classes, param_classes
-from paraplan.planner.constraints import Constraints, check_constraints, parse_param_pin
+from paraplan.planner.constraints import Constraints, parse_param_pin
+from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.search import search
 

@@ -1,0 +1,217 @@
+"""Options declared once: what a field of an `Options` struct says of itself serves Python and the command line alike.
+
+A field is `name: Annotated[type, Option(help, doc, ...)] = default`. From it follow the struct's field, the keyword of
+the functions that take it, its line in their reference, its checks, and the option of `paraplan` commands
+(`terminal.options`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.struct import Value
+
+Check = Callable[[str, Any], None]
+"""Refuses a value of a keyword with a ConstraintError."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is said of an option beside its type and default.
+
+    Attributes:
+        help: one line, shown by the command line; "": Python alone has the option.
+        doc: what the reference says.
+        group: heading under which the command line shows it.
+        keyword: its name as an argument of functions, where that is not the field's.
+        flag: its name on the command line, where that is not the keyword's.
+        metavar: how the command line shows its value.
+        parse: a text of the command line as a value.
+        convert: a value as callers give it as one of the field's type; what is of that type stays as it is.
+        check: refuses values that make no sense whatever the other options are.
+    """
+
+    help: str
+    doc: str
+    group: str = ""
+    keyword: str = ""
+    flag: str = ""
+    metavar: str | None = None
+    parse: Callable[[str], Any] | None = None
+    convert: Callable[[Any], Any] | None = None
+    check: Check | None = None
+
+
+class OptionField(NamedTuple):
+    """A field of an `Options` struct."""
+
+    name: str
+    keyword: str
+    type: Any
+    default: Any
+    option: Option
+
+
+class Options(Value, frozen=True, kw_only=True):
+    """A struct whose fields are options, converted when it is made."""
+
+    def __post_init__(self) -> None:
+        for field in fields_of(type(self)).values():
+            value = getattr(self, field.name)
+            if field.option.convert is not None and value is not None:
+                msgspec.structs.force_setattr(self, field.name, field.option.convert(value))
+
+
+O = TypeVar("O", bound=Options)
+C = TypeVar("C", bound=type[Options])
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@cache
+def fields_of(kind: type[Options]) -> dict[str, OptionField]:
+    """The fields of a struct by keyword, in order."""
+    found = {}
+    for each in msgspec.structs.fields(kind):
+        kept, option = get_args(each.type)
+        default = each.default if each.default is not msgspec.NODEFAULT else each.default_factory()  # type: ignore[misc, operator]
+        keyword = option.keyword or each.name
+        found[keyword] = OptionField(each.name, keyword, kept, default, option)
+    return found
+
+
+def check_fields(options: Options) -> None:
+    """Check every field by itself.
+
+    Raises:
+        ConstraintError: a value makes no sense.
+    """
+    for field in fields_of(type(options)).values():
+        value = getattr(options, field.name)
+        if field.option.check is not None and (value is not None or field.default is not None):
+            field.option.check(field.keyword, value)
+
+
+def check_keywords(function: str, given: Mapping[str, Any], *kinds: type[Options]) -> None:
+    """Refuse keywords that no struct has.
+
+    Raises:
+        TypeError: names the keyword, and those that are spelled alike.
+    """
+    known = [keyword for kind in kinds for keyword in fields_of(kind)]
+    for keyword in given:
+        if keyword not in known:
+            near = difflib.get_close_matches(keyword, known, 3)
+            meant = f"; did you mean {' or '.join(near)}?" if near else f"; its options are {', '.join(known)}"
+            raise TypeError(f"{function}() has no option {keyword!r}{meant}")
+
+
+def from_keywords(kind: type[O], given: Mapping[str, Any]) -> O:
+    """The options of a struct among keywords; None stands for the default.
+
+    Raises:
+        ConstraintError: a value cannot be read.
+    """
+    fields = fields_of(kind)
+    return kind(**{field.name: given[word] for word, field in fields.items() if given.get(word) is not None})
+
+
+def keywords_of(options: Options) -> dict[str, Any]:
+    """The options that differ from their defaults, by keyword."""
+    values = {word: getattr(options, field.name) for word, field in fields_of(type(options)).items()}
+    return {word: value for word, value in values.items() if value != fields_of(type(options))[word].default}
+
+
+def with_keywords(options: O | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options given as a struct and as keywords, all as keywords.
+
+    Raises:
+        ConstraintError: both are given for an option, and differ.
+    """
+    if options is None:
+        return dict(given)
+    said, kind = keywords_of(options), type(options)
+    for word in said:
+        field = fields_of(kind)[word]
+        if given.get(word) is not None and getattr(from_keywords(kind, given), field.name) != said[word]:
+            raise ConstraintError(
+                f"{word}={given[word]!r} beside {kind.__name__}({field.name}={said[word]!r}): they contradict each "
+                "other; give one of them"
+            )
+    return {**given, **said}
+
+
+def check_whole(keyword: str, value: Any) -> None:
+    """Refuse what is no whole number.
+
+    Raises:
+        ConstraintError: it is of another type.
+    """
+    if not isinstance(value, int):
+        raise ConstraintError(f"{keyword}={value!r}: give a whole number, not a {type(value).__name__}")
+
+
+def at_least(least: int) -> Check:
+    """Whole numbers from one on."""
+
+    def check(keyword: str, value: Any) -> None:
+        check_whole(keyword, value)
+        if value < least:
+            raise ConstraintError(f"{keyword}={value}: must be at least {least}")
+
+    return check
+
+
+def one_of(*names: str, beside: str = "") -> Check:
+    """Some texts alone; `beside` ends the message."""
+
+    def check(keyword: str, value: Any) -> None:
+        if value not in names:
+            raise ConstraintError(f"{keyword}={value}: one of {', '.join(names)}{beside}")
+
+    return check
+
+
+def documented(kind: C) -> C:
+    """The struct with the attributes in its docstring."""
+    lines = (f"{field.name}: {field.option.doc}" for field in fields_of(kind).values())
+    kind.__doc__ = f"{inspect.cleandoc(kind.__doc__ or '')}\n\nAttributes:\n{_indented(lines)}\n"
+    return kind
+
+
+def takes_options(keywords: Any, *kinds: type[Options]) -> Callable[[F], F]:
+    """The function with every option in its signature and docstring, where `help` and editors look for them.
+
+    Args:
+        keywords: a TypedDict of its `**options`.
+        kinds: the structs that define them.
+    """
+    types = get_type_hints(keywords)
+    fields = {word: field for kind in kinds for word, field in fields_of(kind).items()}
+
+    def described(function: F) -> F:
+        own = inspect.signature(function)
+        before = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        named = [
+            inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[word])
+            for word, field in fields.items()
+        ]
+        function.__signature__ = own.replace(parameters=[*before, *named])  # type: ignore[attr-defined]
+        head, raises, tail = inspect.cleandoc(function.__doc__ or "").partition("Raises:\n")
+        lines = _indented(f"{word}: {field.option.doc}" for word, field in fields.items())
+        function.__doc__ = f"{head}Options:\n{lines}\n{raises}{tail}"
+        return function
+
+    return described
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "\n".join(textwrap.fill(line, 116, initial_indent="    ", subsequent_indent="        ") for line in lines)

@@ -1,0 +1,113 @@
+"""What `compile` takes beside a model and a cluster: `planner.constraints.Constraints`, and what is defined here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from paraplan.ir.options import Option, Options, documented
+from paraplan.planner.constraints import MODEL, Pins
+
+PLANNING = "Planning"
+LossChoice = str | Sequence[str] | Mapping[str, float] | None
+
+
+def _as_names(dynamic: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dynamic)
+
+
+def _as_dims(batch_dims: Mapping[str, int | None]) -> dict[str, int | None] | None:
+    return dict(batch_dims) or None
+
+
+@documented
+class JobOptions(Options, frozen=True, kw_only=True):
+    """What is trained, how its step is captured, and how long planning may take."""
+
+    example_inputs: Annotated[Mapping[str, Any] | Sequence[object] | None, Option(
+        "",
+        "one global batch, by forward's parameter names or in their order; left out for Hugging Face models, whose "
+        "batch is then [batch, seq] tokens.",
+    )] = None  # fmt: skip
+    loss_fn: Annotated[Callable[..., Any] | None, Option(
+        "",
+        "(model output, batch by name) -> scalar loss; left out where the model returns its loss. Inputs by name that "
+        "forward does not take (labels) are given to it alone.",
+    )] = None  # fmt: skip
+    loss: Annotated[LossChoice, Option(
+        "",
+        "where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name "
+        '(their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.',
+    )] = None  # fmt: skip
+    batch_dims: Annotated[dict[str, int | None] | None, Option(
+        "", "the batch dim of each input; dim 0 by default.", convert=_as_dims
+    )] = None  # fmt: skip
+    batch: Annotated[int | None, Option(
+        "Sequences of the global batch (hf: models; default 8).",
+        "rows of the batch made for Hugging Face models; left out, 8.",
+        MODEL,
+    )] = None  # fmt: skip
+    seq: Annotated[int | None, Option(
+        "Tokens of a sequence (hf: models; default 128).",
+        "tokens of its sequences; left out, 128, or what the model has positions for.",
+        MODEL,
+    )] = None  # fmt: skip
+    optimizer: Annotated[str, Option(
+        "sgd, momentum, nesterov, adam, adamw; sgd+decay ...",
+        "what keeps states: sgd, momentum, nesterov, adam, adamw; with weight_decay sgd+decay, adam+decay ...",
+        MODEL,
+    )] = "adamw"  # fmt: skip
+    precision: Annotated[str, Option(
+        "fp32, fp64, bf16, fp16 or fp8.",
+        '"fp32", "fp64", or "bf16", "fp8" (bf16, linear layers in float8) and "fp16" (float32 master weights; fp16 '
+        "trains with `Trainer.scaler`).",
+        MODEL,
+    )] = "fp32"  # fmt: skip
+    per_microbatch: Annotated[bool, Option(
+        "Each microbatch is a batch by itself (batch norm, in-batch losses).",
+        "each of `microbatches` is a batch by itself, as in eager gradient accumulation: ops that mix samples (batch "
+        "norm, in-batch losses) see one alone, buffers are written once a microbatch, and losses are averaged. It "
+        "changes what is computed; where labels are counted, by those of all microbatches.",
+        MODEL,
+    )] = False  # fmt: skip
+    dynamic: Annotated[tuple[str, ...], Option(
+        "Attribute that training changes (tau): an input; repeatable.",
+        'attributes that the training loop changes ("tau", "encoder.tau"): inputs; others must not be changed.',
+        MODEL, metavar="NAME", convert=_as_names,
+    )] = ()  # fmt: skip
+    time_limit_s: Annotated[float, Option(
+        "For planning.",
+        "seconds for planning, capture apart; a note says if they ran out.",
+        PLANNING, flag="time-limit", metavar="SECONDS",
+    )] = 60.0  # fmt: skip
+    profile: Annotated[str | Path | None, Option(
+        "Measured times, from paraplan profile.",
+        "measured times, a file of `paraplan profile`.",
+        PLANNING, metavar="FILE",
+    )] = None  # fmt: skip
+    profile_any: Annotated[bool, Option(
+        "Take another device's or torch version's times too.",
+        "whether another device's or torch version's times are taken too; the plan then says so.",
+        PLANNING,
+    )] = False  # fmt: skip
+    progress: Annotated[Callable[[str], None] | None, Option("", "told what is being done.")] = None
+
+
+class CompileOptions(Pins, total=False):
+    """The keywords of `Constraints` and `JobOptions` with the types that callers give, for checkers of calls."""
+
+    example_inputs: Mapping[str, Any] | Sequence[object] | None
+    loss_fn: Callable[..., Any] | None
+    loss: LossChoice
+    batch_dims: Mapping[str, int | None] | None
+    batch: int | None
+    seq: int | None
+    optimizer: str
+    precision: str
+    per_microbatch: bool
+    dynamic: Sequence[str]
+    time_limit_s: float
+    profile: str | Path | None
+    profile_any: bool
+    progress: Callable[[str], None] | None

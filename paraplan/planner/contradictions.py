@@ -1,0 +1,129 @@
+"""What is refused before a search: constraints that contradict each other, the cluster or the model."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.options import check_fields
+from paraplan.ir.plan import ON_HOST
+from paraplan.ir.program import HALVES
+from paraplan.planner.constraints import AUTO, Constraints
+
+
+def check_time_limit(seconds: float) -> None:
+    """Refuse a time in which nothing can be solved.
+
+    Raises:
+        ConstraintError: it is not a number above 0.
+    """
+    if not seconds > 0:
+        raise ConstraintError(f"a time limit of {seconds} s (--time-limit): give a number of seconds above 0")
+
+
+def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
+    """The constraints themselves, when they make sense together.
+
+    Raises:
+        ConstraintError: a field that makes no sense by itself, pp that does not divide the devices, a schedule or
+            stages without pp, degrees that do not multiply to the devices, zero without dp, sp without tp, a cp_mode
+            without cp, an ep that does not divide dp, states where they cannot be.
+    """
+    c = constraints
+    check_fields(c)
+    if c.pp == AUTO:
+        if c.stages is not None:
+            raise ConstraintError("stages with pp=auto: how many there are follows from the degree; give pp a number")
+        return c  # degrees are checked with every pp that is tried
+    num_devices = _stage_devices(c, num_devices)
+    degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
+    if c.sp and (c.tp is None or c.tp < 2):
+        raise ConstraintError("sp needs a tensor-parallel axis to share: give tp of at least 2 as well")
+    if c.cp_mode is not None and c.cp is None:
+        raise ConstraintError(f"cp_mode={c.cp_mode} without a context-parallel axis: give cp_mode, and cp with it")
+    if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
+        raise ConstraintError(f"zero={c.zero} shards over a data-parallel axis: give dp as well")
+    _check_states(c)
+    if c.mesh is not None:
+        if degrees or c.ep is not None:
+            degrees |= {} if c.ep is None else {"ep": c.ep}
+            given = " ".join(f"{name}={size}" for name, size in degrees.items())
+            raise ConstraintError(f"mesh={c.mesh} together with {given}: give the mesh or the degrees, not both")
+        product = math.prod(c.mesh)
+        if product != num_devices:
+            raise ConstraintError(f"mesh={c.mesh} has {product} places for {num_devices} devices")
+    product = math.prod(degrees.values())
+    if len(degrees) > 1 and (num_devices % product or (c.dp is not None and product != num_devices)):
+        given = " times ".join(f"{name}={size}" for name, size in degrees.items())
+        raise ConstraintError(f"{given} is {product}, the cluster has {num_devices} devices")
+    for name, size in degrees.items():
+        if num_devices % size:
+            raise ConstraintError(f"{name}={size} does not divide the cluster's {num_devices} devices")
+    dp = c.dp if c.dp is not None else num_devices // math.prod(degrees.values())
+    if c.ep is not None and dp % c.ep:
+        raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
+    return c
+
+
+def check_param_names(constraints: Constraints, names: Iterable[str]) -> None:
+    """What is pinned by name is there.
+
+    Args:
+        constraints: whose `params`.
+        names: of the model's parameters.
+    Raises:
+        ConstraintError: there is no parameter of a name.
+    """
+    known = list(names)
+    for name in constraints.params:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3) or known[:5]
+            raise ConstraintError(
+                f"params pins {name!r}, which the model does not have; its parameters have names such as "
+                f"{', '.join(near)}"
+            )
+
+
+def check_reduce_dtype(constraints: Constraints, precision: str) -> None:
+    """Refuse a dtype of sums over ranks beside a precision that knows one alone.
+
+    Raises:
+        ConstraintError: so it is.
+    """
+    given = constraints.reduce_dtype
+    if given and precision not in HALVES:
+        raise ConstraintError(
+            f"reduce_dtype={given!r} says how gradients of half precisions are summed over ranks, and "
+            f"precision={precision!r} sums them as they are; leave it out, or plan with precision='bf16'"
+        )
+
+
+def _check_states(c: Constraints) -> None:
+    """Where states are said to be agrees with what else is said of them."""
+    if c.delayed_update is not None:
+        chosen = c.offload_states is None and c.tiers
+        if not chosen and ON_HOST not in c.every_place:
+            raise ConstraintError(
+                f"delayed_update={c.delayed_update}: only what the host updates where its states stay can be late, and "
+                f"with offload_states={c.offload_states or 'none'} there is nothing; give offload_states='host', or "
+                "offload='host'"
+            )
+    if c.zero in (1, 2) and all(place.stored for place in c.places):
+        raise ConstraintError(
+            f"offload_states={c.offload_states} with zero={c.zero}: parameters off the device lie as their states do; "
+            "give zero=3 or 0"
+        )
+
+
+def _stage_devices(c: Constraints, num_devices: int) -> int:
+    """How many devices share a stage, among which the other degrees are."""
+    if isinstance(c.pp, int) and c.pp > 1:
+        if num_devices % c.pp:
+            raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
+        return num_devices // c.pp
+    if c.schedule is not None or c.stages is not None:
+        pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
+        raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
+    return num_devices

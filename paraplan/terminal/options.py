@@ -1,0 +1,81 @@
+"""Options of commands, made of the structs that define them (`ir.options`)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import typer
+
+from paraplan.ir.options import OptionField, Options, fields_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="hf:<model_type>, module:factory or file.py:factory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A setting of an hf: model; repeatable.", rich_help_panel="Model and batch"
+    ),
+]
+
+
+def with_options(*kinds: type[Options], only: tuple[str, ...] | None = None) -> Callable[[F], F]:
+    """The command with the options of structs, which it gets as values of its `**options`, by keyword.
+
+    Args:
+        kinds: the structs, in the order their options are shown in.
+        only: the keywords of those options that the command has; left out, all that a command line can give.
+    """
+    fields = {word: field for kind in kinds for word, field in fields_of(kind).items() if field.option.help}
+    taken = [fields[word] for word in only] if only is not None else list(fields.values())
+
+    def decorated(function: F) -> F:
+        @functools.wraps(function)
+        def command(**given: Any) -> Any:
+            return function(**given | {field.keyword: _value(field, given[field.keyword]) for field in taken})
+
+        own = [each for each in _parameters(function) if each.kind is not each.VAR_KEYWORD]
+        at = sum(each.kind is not each.KEYWORD_ONLY for each in own)
+        shown = [each.replace(kind=each.KEYWORD_ONLY) for each in (*own[:at], *map(_parameter, taken), *own[at:])]
+        command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in shown}
+        return command  # type: ignore[return-value]
+
+    return decorated
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function, eval_str=True).parameters.values())
+
+
+def _parameter(field: OptionField) -> inspect.Parameter:
+    """The option as a parameter that typer reads."""
+    kind, option = _terminal_type(field), field.option
+    flag = f"--{option.flag or field.keyword.replace('_', '-')}"
+    default = None if field.default in ("", ()) else field.default
+    annotation = Annotated[
+        kind if default is not None else kind | None,
+        typer.Option(flag, metavar=option.metavar, help=option.help, rich_help_panel=option.group or None),
+    ]
+    return inspect.Parameter(field.keyword, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _terminal_type(field: OptionField) -> Any:
+    """What the command line reads: a text where the option parses it itself, else what the field holds."""
+    if field.option.parse is not None:
+        return str
+    union = get_origin(field.type) in (Union, types.UnionType)
+    held = [each for each in (get_args(field.type) if union else (field.type,)) if each is not type(None)]
+    if get_origin(held[0]) is tuple:
+        return list[str]
+    return next(each for each in (bool, int, float, Path, str) if each in held)
+
+
+def _value(field: OptionField, given: Any) -> Any:
+    return field.option.parse(given) if field.option.parse is not None and given is not None else given
