@@ -312,7 +312,7 @@ def _captured(model: nn.Module, asked: JobOptions, apart: int) -> tuple[Program,
         precision=asked.precision, loss=asked.loss, batch_dims=asked.batch_dims, dynamic=asked.dynamic,
         per_microbatch=apart,
     )  # fmt: skip
-    made_here = given is None and asked.loss_fn is asked.loss is None
+    made_here = given is None and asked.loss_fn is None and asked.loss is None
     return program, reads, _part("model_ref")(model, program, made_here=made_here)
 
 

@@ -9,10 +9,10 @@ besides, the allocator's rounding, and the device's own context.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
@@ -24,17 +24,18 @@ from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, NoPlanError
 from paraplan.ir.lower import lower
+from paraplan.ir.options import check_keywords, fields_of, from_keywords, takes_options
 from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.struct import from_json
 from paraplan.ir.trace.autocast import ambient_autocast, forward_under
 from paraplan.ir.trace.fake import name_inputs, refuse_kinds_held
-from paraplan.ir.trace.outputs import LossChoice
 from paraplan.ir.trace.returned import Returned, returned_by
 from paraplan.ir.verify import verify_plan
 from paraplan.jobs.detect import detect
 from paraplan.jobs.eager import Call
 from paraplan.jobs.first_steps import FirstSteps
 from paraplan.jobs.models import Made
+from paraplan.options import CaptureOptions, FitKeywords, FitOptions
 from paraplan.planner.contradictions import check_time_limit
 from paraplan.planner.memory.plan import MemoryLimits
 from paraplan.planner.memory.problem import MemoryProblem, Tier
@@ -50,13 +51,10 @@ _LOSS_BYTES = 8
 """The gradient of the loss, which autograd makes."""
 
 
+@takes_options(FitKeywords, FitOptions)
 def fit(
-    model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[object] | Tensor, memory: int | str, *,
-    loss_fn: Callable[..., Any] | None = None, loss: LossChoice = None, optimizer: str = "adamw",
-    accumulate: bool = False, microbatches: int = 1, offload: bool = False,
-    batch_dims: Mapping[str, int | None] | None = None, dynamic: Sequence[str] = (), time_limit_s: float = 30.0,
-    cluster: ClusterSpec | str | None = None, seed: int | None = None, check: bool | int = False,
-    progress: Callable[[str], None] | None = None,
+    model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[object] | Tensor, memory: int | str,
+    **options: Unpack[FitKeywords],
 ) -> FittedModule:  # fmt: skip
     """The model, trained within a memory budget.
 
@@ -74,30 +72,15 @@ def fit(
     no gradients, and gradients have none themselves. What forward does besides (prints, lists it appends to) it does
     while it is captured. Fitting what was fitted plans anew.
 
+    With `loss_fn`, the fitted module returns the loss in training, and the model's own output under `no_grad` or in
+    `eval()`. `loss` may also be a place in a tuple (`loss="1"` of `logits, loss`); the sum of several is returned
+    alone. Of the optimizer, states and update count towards the budget; adamw takes no more with weight_decay.
+
     Args:
         model: any nn.Module in training mode, float32 or float64, on one device; it is not modified.
         example_inputs: one batch, as the model is called with it: by name, or in order.
         memory: the budget, bytes or text such as "8GiB".
-        loss_fn: (model output, batch by name) -> scalar loss, where the model does not return its loss; the fitted
-            module then returns the loss in training, and the model's own output under `no_grad` or in `eval()`.
-            Inputs by name that forward does not take (labels) are given to it alone.
-        loss: which of several scalars a model returns is trained on, where none is named "loss": its name, or place
-            in a tuple (`loss="1"` of `logits, loss`); the sum of several, or weighted by name, is then returned alone.
-        optimizer: whose states and update count: sgd, momentum, nesterov, adam, adamw; with weight_decay, which takes
-            more, sgd+decay, momentum+decay, nesterov+decay, adam+decay (adamw takes no more).
-        accumulate: gradients are accumulated over several backwards: the sum so far counts too.
-        microbatches: how many parts a batch is worked on in, one after another.
-        offload: whether tensors may wait in the host's memory, where copying them costs less than making them again.
-        batch_dims: the batch dim of each input; dim 0 by default.
-        dynamic: attributes that the training loop changes ("tau", "encoder.tau": numbers or tensors): inputs of a step.
-        time_limit_s: for planning.
-        cluster: one device whose rates decide what is cheap to execute again; the model's own, if left out.
-        seed: of dropout; torch's generator decides if left out.
-        check: hold the first step, or so many, against the eager model before taking it: loss, gradients and buffers,
-            random numbers replayed; a difference raises CheckError. It leaves everything as it was, and costs per step
-            one planned step aside and one step of a copy of the model (two below float64, one of them in float64),
-            whose memory the budget does not count.
-        progress: told what is being done.
+        options: how a step is captured and planned, see `FitOptions`.
     Raises:
         CaptureError: the model is outside what can be captured; names the user's line.
         ConstraintError: the budget is no size, or the model is not one for this.
@@ -105,40 +88,43 @@ def fit(
         SolverLimitError: nothing was found in time.
     """
     started = time.perf_counter()
+    check_keywords("fit", options, FitOptions)
+    asked = from_keywords(FitOptions, options)
     budget = parse_bytes(memory)
-    check_time_limit(time_limit_s)
+    check_time_limit(asked.time_limit_s)
     if isinstance(model, FittedModule):
         model = model.unfitted
-    if not isinstance(check, int):
-        raise ConstraintError(f"check={check!r}: True for the first step, or a number of steps")
+    if not isinstance(asked.check, int):
+        raise ConstraintError(f"check={asked.check!r}: True for the first step, or a number of steps")
     inputs = _inputs(example_inputs)
     precision, device = _precision(model)
-    if not isinstance(optimizer, str):
+    if not isinstance(asked.optimizer, str):
         raise ConstraintError(
-            f"optimizer={type(optimizer).__name__}: say by name whose states count: sgd, momentum, nesterov, "
+            f"optimizer={type(asked.optimizer).__name__}: say by name whose states count: sgd, momentum, nesterov, "
             "adam, adamw, or with weight_decay sgd+decay, adam+decay; the optimizer itself stays yours"
         )
-    spec = as_cluster(cluster) if cluster is not None else _here(device)
+    spec = as_cluster(asked.cluster) if asked.cluster is not None else _here(device)
     casts = ambient_autocast(device)
     tensors, fixed = name_inputs(model, inputs)
     refuse_gradients(tensors)
     with forward_under(model, device, casts):
-        returns = returned_by(model, inputs, precision, loss) if loss_fn is None else Returned(for_loss=True)
+        named = asked.loss_fn is None
+        returns = returned_by(model, inputs, precision, asked.loss) if named else Returned(for_loss=True)
+        captured = {word: getattr(asked, word) for word in fields_of(CaptureOptions)}
         whole = compile_plan(
-            model, _roomy(spec), example_inputs=inputs, loss_fn=loss_fn, loss=loss, optimizer=optimizer,
-            precision=precision, batch_dims=batch_dims, recompute="none", microbatches=microbatches, progress=progress,
-            dynamic=dynamic,
+            model, _roomy(spec), example_inputs=inputs, precision=precision, recompute="none",
+            microbatches=asked.microbatches, **captured,
         )  # fmt: skip
     whole = _unfused(whole)
     sizes = {name: whole.programs[0].outer[f"param:{name}"].nbytes for name in whole.programs[0].grads}
-    beside = sum(sizes.values()) * accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
-    plan = _scheduled(whole, budget, beside, time_limit_s, host_tiers(spec) if offload else ())
+    beside = sum(sizes.values()) * asked.accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
+    plan = _scheduled(whole, budget, beside, asked.time_limit_s, host_tiers(spec) if asked.offload else ())
     plan = replace(plan, data=msgspec.structs.replace(plan.data, cluster=spec), total_s=time.perf_counter() - started)
     plan = replace(plan, reads=whole.reads)
-    fitted = _fitted(model, plan, fixed, returns, casts, seed)
-    if check:
-        call = Call.of(Made(model, inputs, loss_fn), plan.data.program, loss, casts)
-        fitted.check_first(FirstSteps(call, int(check), progress or (lambda text: None)))
+    fitted = _fitted(model, plan, fixed, returns, casts, asked.seed)
+    if asked.check:
+        call = Call.of(Made(model, inputs, asked.loss_fn), plan.data.program, asked.loss, casts)
+        fitted.check_first(FirstSteps(call, int(asked.check), asked.progress or (lambda text: None)))
     return fitted
 
 

@@ -33,7 +33,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "jobs": ("ir", "cost_models", "runtime", "codegen"),
     "options": ("ir", "planner.constraints"),
     "api": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "options", "__version__"),
-    "fitting": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "api"),
+    "fitting": ("ir", "cost_models", "planner", "runtime", "codegen", "report", "jobs", "options", "api"),
     "comparing": ("ir", "planner", "api"),
     "terminal": ("ir", "report", "jobs", "options"),
     "cli": ("ir", "api", "report", "jobs", "options", "terminal", "planner.constraints", "__version__"),

@@ -16,8 +16,8 @@ OPTIONS = {
         "MODEL", "CLUSTER", "--output -o", "--set",
         "--mesh", "--dp", "--tp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages",
         "--microbatches", "--memory", "--reserve", "--recompute", "--offload", "--offload-states", "--delayed-update",
-        "--overlap", "--compile", "--reduce-dtype", "--batch", "--seq", "--optimizer", "--precision",
-        "--per-microbatch", "--dynamic", "--time-limit", "--profile", "--profile-any", "--json",
+        "--overlap", "--compile", "--reduce-dtype", "--optimizer", "--dynamic", "--batch", "--seq", "--precision",
+        "--per-microbatch", "--time-limit", "--profile", "--profile-any", "--json",
     ],
     "profile": [
         "MODEL", "--output -o", "--device", "--devices", "--set", "--batch", "--seq", "--optimizer", "--precision",
