@@ -67,7 +67,7 @@ def test_every_option_is_a_keyword_with_type_default_and_reference(
     given, shown = get_type_hints(keywords), inspect.signature(function).parameters
     assert set(given) == set(fields)
     for word, field in fields.items():
-        assert field.option.doc, word
+        assert field.option.reference, word
         assert shown[word].default == field.default and shown[word].annotation == given[word]
         assert f"    {word}: " in (function.__doc__ or "")
         taken = field.type

@@ -30,7 +30,7 @@ class Option:
 
     Attributes:
         help: one line, shown by the command line; "": Python alone has the option.
-        doc: what the reference says.
+        doc: what the reference says; "": the help.
         group: heading under which the command line shows it.
         keyword: its name as an argument of functions, where that is not the field's.
         flag: its name on the command line, where that is not the keyword's.
@@ -41,7 +41,7 @@ class Option:
     """
 
     help: str
-    doc: str
+    doc: str = ""
     group: str = ""
     keyword: str = ""
     flag: str = ""
@@ -49,6 +49,11 @@ class Option:
     parse: Callable[[str], Any] | None = None
     convert: Callable[[Any], Any] | None = None
     check: Check | None = None
+
+    @property
+    def reference(self) -> str:
+        """What the reference says."""
+        return self.doc or self.help
 
 
 class OptionField(NamedTuple):
@@ -182,7 +187,7 @@ def one_of(*names: str, beside: str = "") -> Check:
 
 def documented(kind: C) -> C:
     """The struct with the attributes in its docstring."""
-    lines = (f"{field.name}: {field.option.doc}" for field in fields_of(kind).values())
+    lines = (f"{field.name}: {field.option.reference}" for field in fields_of(kind).values())
     kind.__doc__ = f"{inspect.cleandoc(kind.__doc__ or '')}\n\nAttributes:\n{_indented(lines)}\n"
     return kind
 
@@ -206,7 +211,7 @@ def takes_options(keywords: Any, *kinds: type[Options]) -> Callable[[F], F]:
         ]
         function.__signature__ = own.replace(parameters=[*before, *named])  # type: ignore[attr-defined]
         head, raises, tail = inspect.cleandoc(function.__doc__ or "").partition("Raises:\n")
-        lines = _indented(f"{word}: {field.option.doc}" for word, field in fields.items())
+        lines = _indented(f"{word}: {field.option.reference}" for word, field in fields.items())
         function.__doc__ = f"{head}Options:\n{lines}\n{raises}{tail}"
         return function
 

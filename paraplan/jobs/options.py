@@ -67,24 +67,20 @@ class ExecutionKeywords(TypedDict, total=False):
 class RunOptions(Options, frozen=True, kw_only=True):
     """What `paraplan run` does with a plan."""
 
-    steps: Annotated[int, Option("Training steps.", "training steps.")] = 5
+    steps: Annotated[int, Option("Training steps.")] = 5
     data: Annotated[str | None, Option(
         "Text, read byte by byte; random tokens without it.",
         "file or directory of text; None for random tokens.",
         metavar="FILE|DIR",
     )] = None  # fmt: skip
-    lr: Annotated[float, Option("Learning rate.", "learning rate.")] = 3e-4
-    seed: Annotated[int, Option("Of weights, data and dropout.", "of initial weights, data and dropout.")] = 0
-    check: Annotated[bool, Option(
-        "Also run on one device and compare.", "also run on one device and compare."
-    )] = False  # fmt: skip
+    lr: Annotated[float, Option("Learning rate.")] = 3e-4
+    seed: Annotated[int, Option("Of weights, data and dropout.")] = 0
+    check: Annotated[bool, Option("Also run on one device and compare.")] = False
     model: Annotated[str | None, Option(
         "module:factory or file.py:factory, where the plan cannot rebuild its model.",
         "a factory's name, where the plan cannot rebuild its model.",
     )] = None  # fmt: skip
-    clip: Annotated[float | None, Option(
-        "Largest gradient norm.", "largest gradient norm; None for no clipping."
-    )] = None  # fmt: skip
+    clip: Annotated[float | None, Option("Largest gradient norm.", "the largest norm; None: no clipping.")] = None
     weights: Annotated[str | None, Option(
         "safetensors to start from; initialised from --seed without.",
         "safetensors files to start from; None for initialisation from the seed.",
@@ -109,10 +105,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
         "Through torch.compile, each block checked against eager first.",
         "run forward and backward blocks through torch.compile.",
     )] = False  # fmt: skip
-    cuda_graphs: Annotated[bool, Option(
-        "Replay what is before and after the optimizer as CUDA graphs.",
-        "replay what is before and after the optimizer as CUDA graphs.",
-    )] = False  # fmt: skip
+    cuda_graphs: Annotated[bool, Option("Replay what is before and after the optimizer as CUDA graphs.")] = False
     timeout: Annotated[float | None, Option(
         "For a rank's peers; default 300.",
         "seconds that a collective of any group waits for its peers; None for the default.",

@@ -59,10 +59,8 @@ def _parameter(field: OptionField) -> inspect.Parameter:
     kind, option = _terminal_type(field), field.option
     flag = f"--{option.flag or field.keyword.replace('_', '-')}"
     default = None if field.default in ("", ()) else field.default
-    annotation = Annotated[
-        kind if default is not None else kind | None,
-        typer.Option(flag, metavar=option.metavar, help=option.help, rich_help_panel=option.group or None),
-    ]
+    shown = typer.Option(flag, metavar=option.metavar, help=option.help, rich_help_panel=option.group or None)
+    annotation: Any = Annotated[kind if default is not None else kind | None, shown]
     return inspect.Parameter(field.keyword, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -47,14 +47,11 @@ def add_to(app: typer.Typer) -> None:
 class Measuring(Options, frozen=True, kw_only=True):
     """How ops are measured."""
 
-    threads: Annotated[int, Option("Of a CPU process.", "threads of a CPU process.")] = 1
+    threads: Annotated[int, Option("Of a CPU process.")] = 1
     processes: Annotated[int, Option(
-        "Of CPU, at work at once as in a step: they share the memory's bandwidth.",
-        "CPU processes at work at once, as in a step: they share the memory's bandwidth.",
+        "Of CPU, at work at once as in a step: they share the memory's bandwidth."
     )] = 1  # fmt: skip
-    again: Annotated[bool, Option(
-        "Measure what is known once more, and pool both.", "whether what is known is measured again, and both pooled."
-    )] = False  # fmt: skip
+    again: Annotated[bool, Option("Measure what is known once more, and pool both.")] = False
 
 
 @with_options(JobOptions, Measuring, only=("batch", "seq", "optimizer", "precision", "threads", "processes", "again"))
