@@ -23,7 +23,7 @@ from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.lazy import lazy
-from paraplan.ir.options import check_keywords, from_keywords, takes_options, with_keywords
+from paraplan.ir.options import check_fields, check_keywords, from_keywords, takes_options, with_keywords
 from paraplan.ir.profile import Profile
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram
@@ -224,11 +224,11 @@ class Buckets:
         if not buckets:
             raise ConstraintError("buckets is empty: give one mapping of options per shape, e.g. [{'seq': 128}]")
         attributes = tuple(dict(each.get("attributes", {})) for each in buckets)
-        given = with_keywords(constraints, options)
+        given = with_keywords(Constraints, constraints, options)
 
         def plan(index: int, **more: Any) -> Plan:
             own = {name: value for name, value in buckets[index].items() if name not in ("attributes", "constraints")}
-            own = with_keywords(buckets[index].get("constraints"), own)
+            own = with_keywords(Constraints, buckets[index].get("constraints"), own)
             with _part("attributes_set")((model,), attributes[index]):
                 return compile(model, cluster, **{**given, **more, **own})
 
@@ -246,10 +246,7 @@ class Buckets:
     def executable(self, model: nn.Module, **options: Unpack[ExecutionKeywords]) -> BucketTrainer:
         """This rank's trainer for all shapes."""
         return _part("make_bucket_trainer")(  # type: ignore[no-any-return]
-            [(plan.data, plan.programs, plan.reads) for plan in self.plans],
-            model,
-            self.attributes,
-            _execution(options),
+            [(plan.data, plan.programs, plan.reads) for plan in self.plans], model, self.attributes, _execution(options)
         )
 
 
@@ -272,14 +269,14 @@ def compile(
     """
     started, spec = time.perf_counter(), as_cluster(cluster)
     check_keywords("compile", options, JobOptions, Constraints)
-    pins = from_keywords(Constraints, with_keywords(constraints, options))
+    pins = from_keywords(Constraints, with_keywords(Constraints, constraints, options))
     asked = from_keywords(JobOptions, options)
+    check_fields(asked)
     tell = asked.progress or (lambda text: None)
-    keeper = _optimizer(asked.optimizer)
     times, warning = _profiled(asked, spec)
     tell(f"capturing {type(model).__name__}")
     program, reads, reference = _captured(model, asked, _apart(asked.per_microbatch, pins.microbatches))
-    job = _part("Job")(program, spec, keeper, reference, versions(), profile=times)
+    job = _part("Job")(program, spec, ir_plan.OPTIMIZERS[asked.optimizer], reference, versions(), profile=times)
     found = _part("search_room")(job, pins, asked.time_limit_s, tell)
     data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))))
     programs = verify_plan(data)
@@ -328,13 +325,6 @@ def as_cluster(cluster: ClusterSpec | str) -> ClusterSpec:
         ClusterError: it describes no machine.
     """
     return check_cluster(cluster) if isinstance(cluster, ClusterSpec) else parse_cluster(cluster)
-
-
-def _optimizer(name: str) -> ir_plan.Optimizer:
-    found = ir_plan.OPTIMIZERS.get(name)
-    if found is None:
-        raise ConstraintError(f"optimizer {name!r} is unknown; choose one of {', '.join(ir_plan.OPTIMIZERS)}")
-    return found
 
 
 def versions() -> dict[str, str]:

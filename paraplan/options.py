@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import ConstraintError
 from paraplan.ir.options import Option, Options, documented
+from paraplan.ir.plan import OPTIMIZERS
 from paraplan.planner.constraints import MODEL, Pins
 
 PLANNING = "Planning"
@@ -20,6 +22,11 @@ def _as_names(dynamic: Sequence[str]) -> tuple[str, ...]:
 
 def _as_dims(batch_dims: Mapping[str, int | None]) -> dict[str, int | None] | None:
     return dict(batch_dims) or None
+
+
+def _check_optimizer(keyword: str, name: str) -> None:
+    if name not in OPTIMIZERS:
+        raise ConstraintError(f"{keyword} {name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
 
 
 class CaptureOptions(Options, frozen=True, kw_only=True):
@@ -41,7 +48,7 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
     optimizer: Annotated[str, Option(
         "sgd, momentum, nesterov, adam, adamw; sgd+decay ...",
         "what keeps states: sgd, momentum, nesterov, adam, adamw; with weight_decay sgd+decay, adam+decay ...",
-        MODEL,
+        MODEL, check=_check_optimizer,
     )] = "adamw"  # fmt: skip
     dynamic: Annotated[tuple[str, ...], Option(
         "Attribute that training changes (tau): an input; repeatable.",

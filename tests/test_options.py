@@ -165,6 +165,10 @@ def test_constraints_and_keywords_are_joined_or_refused() -> None:
         paraplan.compile(Net(), "local:2", example_inputs=batch, constraints=Constraints(tp=2, sp=True), sp=False)
     with pytest.raises(ConstraintError, match=r"memory='1GiB' beside Constraints\(memory_bytes=5\)"):
         paraplan.compile(Net(), "local:2", constraints=Constraints(memory_bytes=5), memory="1GiB")
+    with pytest.raises(TypeError, match=r"\{'tp': 2\} is a dict; give a Constraints"):
+        paraplan.compile(Net(), "local:2", constraints={"tp": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConstraintError, match="optimizer 'lion' is unknown; choose one of sgd"):
+        paraplan.compile(Net(), "local:2", optimizer="lion")
     with pytest.raises(TypeError, match=r"compile\(\) has no option 'memry'; did you mean memory\?"):
         paraplan.compile(Net(), "local:2", memry="1GiB")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"executable\(\) has no option 'sed'; did you mean seed"):

@@ -135,15 +135,18 @@ def keywords_of(options: Options) -> dict[str, Any]:
     return {word: value for word, value in values.items() if value != fields_of(type(options))[word].default}
 
 
-def with_keywords(options: O | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options given as a struct and as keywords, all as keywords.
+def with_keywords(kind: type[O], options: O | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options given as a struct of a kind and as keywords, all as keywords.
 
     Raises:
         ConstraintError: both are given for an option, and differ.
+        TypeError: the struct is of another kind.
     """
     if options is None:
         return dict(given)
-    said, kind = keywords_of(options), type(options)
+    if not isinstance(options, kind):
+        raise TypeError(f"{options!r:.80} is a {type(options).__name__}; give a {kind.__name__}")
+    said = keywords_of(options)
     for word in said:
         field = fields_of(kind)[word]
         if given.get(word) is not None and getattr(from_keywords(kind, given), field.name) != said[word]:
@@ -212,7 +215,7 @@ def takes_options(keywords: Any, *kinds: type[Options]) -> Callable[[F], F]:
         function.__signature__ = own.replace(parameters=[*before, *named])  # type: ignore[attr-defined]
         head, raises, tail = inspect.cleandoc(function.__doc__ or "").partition("Raises:\n")
         lines = _indented(f"{word}: {field.option.reference}" for word, field in fields.items())
-        function.__doc__ = f"{head}Options:\n{lines}\n{raises}{tail}"
+        function.__doc__ = f"{head.rstrip()}\n\nOptions:\n{lines}\n{raises}{tail}"
         return function
 
     return described

@@ -13,8 +13,7 @@ from rich.table import Table
 from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import ClusterError, ConstraintError
 from paraplan.ir.lazy import lazy
-from paraplan.ir.options import Option, Options, documented, from_keywords
-from paraplan.ir.plan import OPTIMIZERS
+from paraplan.ir.options import Option, Options, check_fields, documented, from_keywords
 from paraplan.options import JobOptions
 from paraplan.terminal.options import AsJson, ModelName, Settings, with_options
 from paraplan.terminal.progress import Progress, out, print_json
@@ -72,8 +71,7 @@ def profile(
         raise ConstraintError(f"--devices {devices}, --threads {how.threads}, --processes {how.processes}: at least 1")
     if how.processes > 1 and device != "cpu":
         raise ConstraintError(f"--processes {how.processes} with --device {device}: only CPU processes share a memory")
-    if job.optimizer not in OPTIMIZERS:
-        raise ConstraintError(f"optimizer {job.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    check_fields(job)
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, parse_settings(settings or []), meta=True)
