@@ -1,8 +1,8 @@
 """Tensors without data that claim to be on CUDA, in a torch that was built without it.
 
 Ops reach such tensors through the dispatcher. A few methods written by hand ask for the device's current stream first,
-which such a torch cannot answer; within `dispatched_methods` they are dispatched like all others. So is a product that adds to what it writes in another
-dtype, which torch 2.11 cannot do without data: it takes the dtype for a factor.
+which such a torch cannot answer; within `dispatched_methods` they are dispatched like all others. So is a product that
+adds to what it writes in another dtype, which torch 2.11 cannot do without data: it takes the dtype for a factor.
 """
 
 from __future__ import annotations
