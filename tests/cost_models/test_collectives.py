@@ -26,6 +26,7 @@ from paraplan.cost_models.collectives import (
 from paraplan.cost_models.constants import GPU
 from paraplan.cost_models.costs import Costs
 from paraplan.ir.cluster import ClusterSpec, Link
+from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.mesh import Mesh, make_mesh
 
@@ -43,6 +44,15 @@ def test_flat_axis_by_hand() -> None:
     assert tree_all_reduce_s(8000, FLAT) == pytest.approx(2 * 3e-6 + 2 * 8000 / 1e9)
     assert all_to_all_s(8000, FLAT) == pytest.approx(7 * (1e-6 + 1000 / 1e9))
     assert permute_s(8000, FLAT) == pytest.approx(1e-6 + 8000 / 1e9)
+
+
+@pytest.mark.parametrize("target", sorted(TIMES_S))
+def test_a_record_and_its_time_agree_on_what_is_sent(target: str) -> None:
+    for n in (2, 3, 8):
+        axis = AxisLink(size=n, latency_s=0.0, bytes_per_s=1e9)
+        assert collective_time_s(target, 24 << 20, axis) * 1e9 / (24 << 20) == pytest.approx(
+            COLLECTIVES[target].sent_share(n)
+        )
 
 
 def test_two_levels_by_hand() -> None:
