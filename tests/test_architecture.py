@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import paraplan
+from paraplan.ir.collectives import COLLECTIVES
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +29,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "cost_models": ("ir",),
     "planner": ("ir", "cost_models"),
     "runtime": ("ir",),
-    "codegen": ("ir", "runtime.ops"),
+    "codegen": ("ir", "runtime.ops", "runtime.collectives"),
     "report": ("ir", "cost_models"),
     "jobs": ("ir", "cost_models", "runtime", "codegen"),
     "options": ("ir", "planner.constraints"),
@@ -47,6 +48,15 @@ OPTIONAL = ("matplotlib", "jinja2", "transformers", "safetensors")
 TORCH_PRIVATE = ("ir/trace/torch_private.py", "codegen/torch_private.py", "runtime/torch_private.py")
 NO_TORCH_ROOMS = ("cost_models", "planner", "report")
 SOLVERS = ("ortools", "pulp")
+NAME_COLLECTIVES = ("ir/rules/", "cost_models/collectives.py", "runtime/collectives.py")
+"""Who may import a collective's record by name: what issues it, and what says how it is priced and run."""
+
+OTHER_MEANINGS = {
+    "permute": ("ir/trace/", "cost_models/ops.py", "runtime/padded.py"),  # aten.permute
+    "route": ("ir/rules/dims.py",),  # a strategy's key
+}
+"""Where the name of a collective stands for something else."""
+
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 PUBLIC = {
@@ -130,6 +140,18 @@ def imports_solver_elsewhere(module: Module) -> Iterator[str]:
             yield f"{module.path}:{line} imports {name}; solvers are reached through planner/milp.py"
 
 
+def names_a_collective(module: Module) -> Iterator[str]:
+    remedy = "ask its record for the property that matters"
+    for line, name in module.imports:
+        record = name.removeprefix("paraplan.ir.collectives.")
+        if record != name and record.lower() in COLLECTIVES and not module.path.startswith(NAME_COLLECTIVES):
+            yield f"{module.path}:{line} imports {record} by name; {remedy}"
+    for node in module.nodes:
+        if isinstance(node, ast.Constant) and node.value in COLLECTIVES:
+            if not module.path.startswith(("ir/collectives.py", *OTHER_MEANINGS.get(str(node.value), ()))):
+                yield f"{module.path}:{node.lineno} says {node.value!r}; {remedy}"
+
+
 def imports_inside_functions(module: Module) -> Iterator[str]:
     seen = set()
     for function in functions(module):
@@ -195,6 +217,7 @@ RULES: dict[Callable[[Module], Iterator[str]], Module] = {
     breaks_floors: Module("planner/x.py", "from ..runtime import trainer"),
     imports_torch_where_it_may_not: Module("ir/x.py", "import torch.nn as nn"),
     imports_solver_elsewhere: Module("planner/strategies/milp_x.py", "from ortools.sat.python import cp_model"),
+    names_a_collective: Module("ir/lower/x.py", 'def f(move):\n    return move.kind == "all_gather"'),
     imports_inside_functions: Module(
         "ir/x.py", "def f():\n    if 1:\n        import json\n    import matplotlib.pyplot"
     ),
@@ -273,6 +296,12 @@ def test_torch_free_rooms_load_without_torch() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_collective_s_record_is_not_imported_where_it_does_not_matter() -> None:
+    source = "from paraplan.ir.collectives import COLLECTIVES, PERMUTE"
+    assert len(list(names_a_collective(Module("ir/lower/x.py", source)))) == 1
+    assert not list(names_a_collective(Module("ir/rules/x.py", source)))
 
 
 def test_public_names() -> None:

@@ -18,9 +18,11 @@ from benchmarks.gpu import attentions
 from benchmarks.gpu.place import Place, median_ms, ratio
 from benchmarks.gpu.training import RATE, Batch, eager_ms, text
 from benchmarks.table import Case, Row
+from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.trace import capture
 from paraplan.jobs.profile import profile_program
 from paraplan.runtime import ops
+from paraplan.runtime.collectives import IMPLEMENTATIONS
 
 
 def _steps_of(plan: pp.Plan, model: nn.Module, batch: Batch) -> Callable[[], None]:
@@ -106,14 +108,6 @@ def profiled(place: Place) -> Row:
     return {"ms": took, "predicted_ms": said, "time_ratio": ratio(took, said), "note": note, "failures": failures}
 
 
-COLLECTIVES: dict[str, Callable[[Tensor, str], Tensor]] = {
-    "all_reduce": lambda x, group: ops.all_reduce(x, "sum", group),
-    "all_gather": lambda x, group: ops.gather(x, 1, group),
-    "reduce_scatter": lambda x, group: ops.reduce_scatter(x, "sum", 1, group),
-    "all_to_all": lambda x, group: ops.all_to_all(x, [x.shape[0]], group),
-}
-
-
 def collective(place: Place, name: str) -> Row:
     """A collective of one rank gives what it was given, and the program's stream waits for it."""
     backend = "nccl" if place.is_cuda else "gloo"
@@ -129,7 +123,7 @@ def collective(place: Place, name: str) -> Row:
             if place.is_cuda:
                 torch.cuda._sleep(20_000_000)
             wanted = x * 2
-            found = COLLECTIVES[name](x * 2, str(group.group_name))
+            found = IMPLEMENTATIONS[name].start(x * 2, COLLECTIVES[name].reduction, 1, str(group.group_name))
             found = ops.wait_holding(found)
             wrong += not torch.equal(found, wanted)
     finally:
@@ -145,5 +139,5 @@ def cases(place: Place) -> dict[str, dict[str, Case]]:
         "speed": {name: partial(kernel, place, name) for name in ("dropout", "rms norm", "cross-entropy")}
         | attentions.speeds(place),
         "profile": {"gpt2": partial(profiled, place)},
-        "nccl": {name: partial(collective, place, name) for name in COLLECTIVES},
+        "nccl": {name: partial(collective, place, name) for name, record in COLLECTIVES.items() if not record.uneven},
     }

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from paraplan.codegen.boxed import box
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.rank_program import Block, in_place
 from paraplan.ir.struct import Value
 from paraplan.runtime import ops
+from paraplan.runtime.collectives import IMPLEMENTATIONS
 from paraplan.runtime.ops import INSTR
 
 
@@ -49,22 +50,19 @@ def place_factories(module: fx.GraphModule, block: Block, context: EmitContext) 
 
 
 def bind_collectives(module: fx.GraphModule, block: Block, context: EmitContext) -> fx.GraphModule:
-    """Unbound collectives become `_c10d_functional` ops on the axis' process group; copies where it has one rank."""
+    """Unbound collectives become starts on the axis' process group; copies where it has one rank."""
     if context.groups is None:
         return module
     for node in module.graph.nodes:
         if node.target is ops.collective:
-            source, kind, reduction, axis, *more = node.args
+            source, _, reduction, axis, *more = node.args
             size = context.mesh_shape[axis]
             overwrites = in_place(block, block.instrs[node.meta[INSTR]])
             if size == 1:
                 node.target, node.args = ops.same if overwrites else ops.copy_alone, (source,)
-            elif overwrites:
-                node.target = ops.all_reduce_
-                node.args = (source, reduction, context.groups[axis])
             else:
-                group = context.groups[axis]
-                node.target, node.args = _functional(source, kind, reduction, size, group, block, node, more)
+                node.target = _start(block, node.meta[INSTR], overwrites)
+                node.args = (source, reduction, size, context.groups[axis], *more)
         elif node.target is ops.wait:
             if context.mesh_shape[block.instrs[node.meta[INSTR]].axis] == 1:
                 node.target = ops.same
@@ -75,27 +73,14 @@ def bind_collectives(module: fx.GraphModule, block: Block, context: EmitContext)
     return module
 
 
-def _functional(
-    source: fx.Node, kind: str, reduction: str, size: int, group: str, block: Block, node: fx.Node,
-    more: list[object],
-) -> tuple[Callable[..., torch.Tensor], tuple[object, ...]]:  # fmt: skip
-    if kind == "all_reduce":
-        return ops.all_reduce, (source, reduction, group)
-    if kind == "all_gather":
-        return ops.gather, (source, size, group)
-    if kind == "reduce_scatter":
-        return ops.reduce_scatter, (source, reduction, size, group)
-    if kind == "all_to_all":
-        index = node.meta[INSTR]
-        issued = block.instrs[index].outs[0]
-        assert issued is not None
-        rows = block.values[issued].shape[0] // size
-        return ops.all_to_all, (source, (rows,) * size, group)
-    if kind == "permute":
-        return ops.permute, (source, size, group)
-    if kind == "route":
-        return ops.route, (source, *more[:3], group)
-    raise CodegenError(f"{block.name}[{node.meta[INSTR]}]: no collective is called {kind!r}")
+def _start(block: Block, index: int, overwrites: bool) -> Callable[..., Tensor]:
+    """What starts an instruction's collective over a process group."""
+    found = IMPLEMENTATIONS.get(block.instrs[index].target)
+    start = None if found is None else found.start_in_place if overwrites else found.start
+    if start is None:
+        how = "in place " if overwrites else ""
+        raise CodegenError(f"{block.name}[{index}]: no collective {how}is called {block.instrs[index].target!r}")
+    return start
 
 
 def box_inputs(module: fx.GraphModule, block: Block, context: EmitContext) -> fx.GraphModule:

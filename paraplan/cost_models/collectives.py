@@ -2,7 +2,7 @@
 
 Byte convention, everywhere: `input_bytes` is the size of the tensor *one rank puts in*:
 all_reduce: the whole tensor; all_gather: the rank's shard; reduce_scatter: the whole (unreduced) tensor;
-all_to_all: the whole local tensor, of which 1/n stays; permute, broadcast: the tensor; p2p: the message. A
+all_to_all: the whole local tensor, of which 1/n stays; permute: the tensor; p2p: the message. A
 route is priced as the all_to_all of the rows it sends where every expert is chosen alike.
 
 An axis whose groups span k nodes with m members in each has two links. A ring through it crosses a node
@@ -25,6 +25,15 @@ from collections.abc import Callable
 
 from paraplan.cost_models.constants import efficiency_of
 from paraplan.ir.cluster import ClusterSpec, Link
+from paraplan.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    COLLECTIVES,
+    PERMUTE,
+    REDUCE_SCATTER,
+    ROUTE,
+)
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.graph import Arg
 from paraplan.ir.mesh import Mesh
@@ -286,27 +295,6 @@ def permute_s(input_bytes: int, axis: AxisLink) -> float:
     return axis.start_s + max(across, axis.local_latency_s + input_bytes / axis.local_bytes_per_s)
 
 
-def broadcast_s(input_bytes: int, axis: AxisLink) -> float:
-    """Time of a pipelined tree broadcast.
-
-    t = start + latency(tree) + B / bandwidth(ring)
-
-    Args:
-        input_bytes: bytes of the tensor the root holds (B).
-        axis: the axis' link.
-    Returns:
-        Seconds; 0.0 for an axis of size 1.
-    Raises:
-        CostModelError: input_bytes is negative.
-    Source: Sanders et al. 2009.
-    """
-    if _nothing(input_bytes, axis):
-        return 0.0
-    depth = _log2(axis.nodes) * axis.latency_s + _log2(axis.local_size) * axis.local_latency_s
-    latency = depth if axis.is_two_level else _log2(axis.size) * axis.latency_s
-    return axis.start_s + latency + input_bytes / axis.ring_bytes_per_s
-
-
 def p2p_s(input_bytes: int, link: Link, backend: str = "cuda", level: str = "between_nodes") -> float:
     """Time of one message: t = start + latency + B / (bandwidth · share of the level).
 
@@ -329,25 +317,27 @@ def _log2(count: int) -> int:
     return max(0, math.ceil(math.log2(count))) if count > 0 else 0
 
 
-COLLECTIVES: dict[str, Callable[[int, AxisLink], float]] = {
-    "all_reduce": all_reduce_s,
-    "all_gather": all_gather_s,
-    "reduce_scatter": reduce_scatter_s,
-    "all_to_all": all_to_all_s,
-    "permute": permute_s,
-    "route": all_to_all_s,
-    "broadcast": broadcast_s,
+TIMES_S: dict[str, Callable[[int, AxisLink], float]] = {
+    ALL_REDUCE.name: all_reduce_s,
+    ALL_GATHER.name: all_gather_s,
+    REDUCE_SCATTER.name: reduce_scatter_s,
+    ALL_TO_ALL.name: all_to_all_s,
+    PERMUTE.name: permute_s,
+    ROUTE.name: all_to_all_s,
 }
+"""By the name of the collective, of `input_bytes` over an axis."""
 
 
 def input_bytes_of(target: str, args: tuple[Arg, ...], sent: TensorSpec | LocalValue) -> int:
-    """What one rank puts into a collective: its tensor; of a route the rows expected where routing is even.
+    """What one rank puts into a collective: its tensor; of an uneven one the rows that are priced.
 
     Args:
         target, args: of the instruction, or of an expansion's step.
         sent: the tensor.
     """
-    return sent.nbytes if target != "route" else sent.nbytes // max((*sent.shape, 1)[0], 1) * int(args[-1])
+    if not COLLECTIVES[target].uneven:
+        return sent.nbytes
+    return sent.nbytes // max((*sent.shape, 1)[0], 1) * int(args[-1])
 
 
 def collective_time_s(target: str, input_bytes: int, axis: AxisLink) -> float:
@@ -356,6 +346,6 @@ def collective_time_s(target: str, input_bytes: int, axis: AxisLink) -> float:
     Raises:
         CostModelError: no such collective, or negative bytes.
     """
-    if target not in COLLECTIVES:
-        raise CostModelError(f"no such collective: {target!r} ({', '.join(COLLECTIVES)})")
-    return COLLECTIVES[target](input_bytes, axis)
+    if target not in TIMES_S:
+        raise CostModelError(f"no such collective: {target!r} ({', '.join(TIMES_S)})")
+    return TIMES_S[target](input_bytes, axis)

@@ -17,7 +17,7 @@ from paraplan.ir.reserves import cuda_reserves
 from paraplan.ir.struct import Value
 
 _GIB = 1 << 30
-HOPPER_WATTS = 1090.0
+HOPPER_WATTS = 1108.0
 """What an H100 or H200 in SXM form would take to multiply at the clock its rates are quoted at; at its 700 W it runs at
 about 0.8 of that clock (boost is 1,830 MHz; large products are seen at 1,400 to 1,700 MHz). Set looking at published
 steps of boards of 500 and 700 W (docs/benchmarks.md)."""

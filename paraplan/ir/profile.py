@@ -90,7 +90,7 @@ class CollectiveTime(Value, frozen=True, kw_only=True):
     """The time of a collective of one size.
 
     Attributes:
-        target: "all_reduce", "all_gather", ...
+        target: its name (`ir.collectives`).
         size: ranks in the group.
         local_size: how many of them share a node.
         input_bytes: what one rank puts in (`cost_models.collectives`).

@@ -83,19 +83,15 @@ class Instr(Value, frozen=True, kw_only=True):
 
     Attributes:
         kind: see `InstrKind`.
-        target: an op ("aten.mm.default", "paraplan.linear"), or for collectives "all_reduce",
-            "all_gather", "reduce_scatter", "all_to_all", "permute" (each rank's tensor goes to the next rank
-            of the axis, the last one's to the first), "route" (an all-to-all of unequal parts into a buffer); for
+        target: an op ("aten.mm.default", "paraplan.linear"), or a collective's name (`ir.collectives`); for
             copies "offload" (makes a value on the tier), "prefetch" (makes one on the device), "bring" (the same while
             stores go the other way), "lift" (disk only: makes one in the host's memory), "store" (overwrites a value
             on the tier, what it issues is a view of that) and "keep" (the same while nothing comes the other way).
-        args, kwargs: as in `ir.graph`, names local to the block. Collectives: ("%input", reduce op or "");
-            gathers stack and scatters split along dim 0. "route" has four more: the rows sent to each rank, those
-            received from each, the rows of the result (zeros after what is received), and the rows sent that are
-            priced. Copies: ("%input", ":tier"), and of "store" and "keep" the value overwritten. WAIT: ("%issued",),
-            followed by the input of the collective or copy where that must live until then (all but all_reduce, which
-            works on a copy, or in place where what it issues is a view). What a block issued may be waited for in a
-            later one.
+        args, kwargs: as in `ir.graph`, names local to the block. Collectives: ("%input", reduce op or ""), and four
+            more where `Collective.uneven`. Copies: ("%input", ":tier"), and of "store" and "keep" the value
+            overwritten. WAIT: ("%issued",), followed by the input of the collective or copy where that must live until
+            then (not where `Collective.in_place`: it works on a copy, or on its input where what it issues is a view).
+            What a block issued may be waited for in a later one.
         outs: names made. A WAIT's output is a view of what was issued.
         axis: mesh axis a collective runs over, and its WAIT; -1 otherwise.
         frees: names dropped afterwards.

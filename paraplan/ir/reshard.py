@@ -27,6 +27,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from paraplan.ir.collectives import COLLECTIVES, Collective
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.mesh import Layout, P, Partial, Placement, R, S, Shard, layout_text, padded_dims, pads_little
 
@@ -35,6 +36,11 @@ MOVE_ELEMENTS, COPY_ELEMENTS = 2.0**16, 2.0**14
 
 OUTER_AXIS = 0.25
 """How much dearer an element is on an axis than on the next inner one."""
+
+SLICE, FIRST_ONLY = "slice", "first_only"
+"""Moves without communication."""
+
+_BY_CHANGE = {record.change: record for record in COLLECTIVES.values() if record.change is not None}
 
 Dims = tuple[int, ...]
 Ints = NDArray[np.int64]
@@ -45,10 +51,10 @@ class Move:
     """One change along one axis.
 
     Attributes:
-        kind: all_reduce, reduce_scatter, all_gather, all_to_all, slice or first_only.
+        kind: a collective's name, `SLICE` or `FIRST_ONLY`.
         axis: mesh axis.
-        dim: tensor dim gathered, scattered or sliced (all_to_all: the dim gathered); -1 where none.
-        to_dim: all_to_all: the dim split.
+        dim: the tensor dim joined, else the one split or sliced; -1 where none.
+        to_dim: the dim split where another is joined.
         before, after: layouts around it.
         reduction: "sum" or "max" where it reduces.
     """
@@ -60,6 +66,28 @@ class Move:
     before: Layout
     after: Layout
     reduction: str = ""
+
+    @property
+    def collective(self) -> Collective | None:
+        """What makes it; None where it is local."""
+        return COLLECTIVES.get(self.kind)
+
+    @property
+    def is_gather(self) -> bool:
+        """See `Collective.is_gather`."""
+        return self.collective is not None and self.collective.is_gather
+
+    @property
+    def in_place(self) -> bool:
+        """See `Collective.in_place`."""
+        return self.collective is not None and self.collective.in_place
+
+    @property
+    def split_dim(self) -> int:
+        """The tensor dim whose blocks are sent to different ranks; -1 where none."""
+        if self.collective is None or not self.collective.splits:
+            return -1
+        return self.to_dim if self.collective.joins else self.dim
 
 
 class NoPath(InvalidPlanError):
@@ -135,7 +163,7 @@ def reshard_path(shape: Dims, source: Layout, target: Layout, mesh_shape: Dims, 
 def only_gathers(shape: Dims, source: Layout, target: Layout, mesh_shape: Dims) -> bool:
     """Whether gathers, one at least, lead from one layout to the other and nothing else is needed."""
     path = reshard_path(shape, source, target, mesh_shape)
-    return bool(path) and all(move.kind == "all_gather" for move in path)
+    return bool(path) and all(move.is_gather for move in path)
 
 
 def reshard_table(shape: Dims, mesh_shape: Dims, frozen: int, ends: tuple[Layout, ...]) -> ReshardTable:
@@ -193,11 +221,9 @@ def _cost(shape: Dims, move: Move, mesh_shape: Dims, scale: float) -> float:
     parts = math.prod(size for place, size in zip(move.before, mesh_shape, strict=True) if isinstance(place, Shard))
     count = math.prod(shape) / parts * scale
     n = mesh_shape[move.axis]
-    if move.kind in ("slice", "first_only"):
-        return 0.02 * count / (n if move.kind == "slice" else 1) + COPY_ELEMENTS
-    sent = {
-        "all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": n - 1.0, "all_to_all": (n - 1) / n,
-    }[move.kind]  # fmt: skip
+    if move.collective is None:
+        return 0.02 * count / (n if move.kind == SLICE else 1) + COPY_ELEMENTS
+    sent = move.collective.sent_share(n)
     return (sent * count + MOVE_ELEMENTS) * (1 + OUTER_AXIS * (len(mesh_shape) - 1 - move.axis))
 
 
@@ -245,7 +271,7 @@ def _moves(layout: Layout, options: tuple[tuple[Placement, ...], ...], frozen: i
             if then == now or any(isinstance(p, Shard) and p.dim in inner for p in (now, then)):
                 continue
             move = _name(now, then, axis, layout, (*layout[:axis], then, *layout[axis + 1 :]))
-            if move is not None and (axis >= frozen or move.kind in ("slice", "first_only")):
+            if move is not None and (axis >= frozen or move.collective is None):
                 found.append(move)
     return found
 
@@ -258,19 +284,16 @@ def pads(shape: Dims, move: Move, mesh_shape: Dims) -> bool:
 
 
 def _name(now: Placement, then: Placement, axis: int, before: Layout, after: Layout) -> Move | None:
-    if isinstance(now, Partial):
-        if then == R:
-            return Move("all_reduce", axis, -1, -1, before, after, now.op)
-        if isinstance(then, Shard) and now.op == "sum":
-            return Move("reduce_scatter", axis, then.dim, -1, before, after, now.op)
-        return None
-    if isinstance(now, Shard):
-        if then == R:
-            return Move("all_gather", axis, now.dim, -1, before, after)
-        return Move("all_to_all", axis, now.dim, then.dim, before, after) if isinstance(then, Shard) else None
-    if isinstance(then, Shard):
-        return Move("slice", axis, then.dim, -1, before, after)
-    return Move("first_only", axis, -1, -1, before, after) if then == P else None
+    dims = [place.dim for place in (now, then) if isinstance(place, Shard)]
+    dim, to_dim = (*dims, -1, -1)[:2]
+    collective = _BY_CHANGE.get((type(now), type(then)))
+    if collective is not None:
+        reduction = now.op if isinstance(now, Partial) else ""
+        can = not reduction or reduction in collective.reductions
+        return Move(collective.name, axis, dim, to_dim, before, after, reduction) if can else None
+    if now == R and isinstance(then, Shard):
+        return Move(SLICE, axis, dim, -1, before, after)
+    return Move(FIRST_ONLY, axis, -1, -1, before, after) if now == R and then == P else None
 
 
 __all__ = ["Move", "NoPath", "ReshardTable", "S", "reshard_path", "reshard_table"]

@@ -16,15 +16,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.profile import CollectiveTime
 from paraplan.ir.struct import Value, to_json
-from paraplan.runtime import ops
+from paraplan.runtime.collectives import IMPLEMENTATIONS
 from paraplan.runtime.groups import make_group
 from paraplan.runtime.launch import init_distributed, leave_job
 
@@ -39,19 +41,11 @@ Call = Callable[[Tensor], Tensor]
 
 
 def calls(size: int, group: str) -> dict[str, Call]:
-    """Every collective of the runtime over a group, by the cost model's name."""
-    c10d = torch.ops._c10d_functional
-
-    def all_to_all(x: Tensor) -> Tensor:
-        rows = [x.shape[0] // size] * size
-        return c10d.all_to_all_single(x, rows, rows, group)  # type: ignore[no-any-return]
-
+    """Every even collective of the runtime over a group, by name."""
+    even = [record for record in COLLECTIVES.values() if not record.uneven]
     return {
-        "all_reduce": lambda x: c10d.all_reduce(x, "sum", group),
-        "all_gather": lambda x: ops.gather(x, size, group),
-        "reduce_scatter": lambda x: c10d.reduce_scatter_tensor(x, "sum", size, group),
-        "all_to_all": all_to_all,
-        "permute": lambda x: ops.permute(x, size, group),
+        record.name: partial(IMPLEMENTATIONS[record.name].start, reduction=record.reduction, n=size, group=group)
+        for record in even
     }
 
 

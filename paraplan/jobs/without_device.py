@@ -1,7 +1,8 @@
 """Tensors without data that claim to be on CUDA, in a torch that was built without it.
 
 Ops reach such tensors through the dispatcher. A few methods written by hand ask for the device's current stream first,
-which such a torch cannot answer; within `dispatched_methods` they are dispatched like all others.
+which such a torch cannot answer; within `dispatched_methods` they are dispatched like all others. So is a product that
+adds to what it writes in another dtype, which torch 2.11 cannot do without data: it takes the dtype for a factor.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -24,8 +26,15 @@ def dispatched_methods() -> Iterator[None]:
         "copy_": _copy, "contiguous": _contiguous, "__invert__": _invert, "__getitem__": _item,
         "__setitem__": _set_item,
     }  # fmt: skip
-    with patch.multiple(Tensor, **methods):
+    with patch.multiple(Tensor, **methods), _Products():
         yield
+
+
+class _Products(TorchDispatchMode):
+    """Answers such products by what they write."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return kwargs["out"] if func is aten.addmm.dtype_out else func(*args, **(kwargs or {}))
 
 
 def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

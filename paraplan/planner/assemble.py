@@ -15,7 +15,8 @@ from paraplan.ir.op_rule import DISCOVERED
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Split, Stage
 from paraplan.ir.profile import Profile
 from paraplan.ir.program import Program
-from paraplan.ir.rules.route import KEY, ROUTED
+from paraplan.ir.rules.dims import ROUTING
+from paraplan.ir.rules.route import ROUTED
 from paraplan.ir.rules.strategies import kept_whole
 from paraplan.ir.schedule import accumulate, split_classes
 from paraplan.planner.classes import param_classes
@@ -105,7 +106,7 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
 def _routing(program: Program, choices: tuple[KindChoice, ...]) -> tuple[str, ...]:
     """What is assumed of mixtures whose tokens go to the ranks of their experts."""
     pairs = (pair for c in choices for pair in zip(c.ops, program.kinds[c.kind].graph.ops, strict=True))
-    if not any(KEY in [part.split(">")[0] for part in key.split("|")] for key, op in pairs if op.target in ROUTED):
+    if not any(ROUTING in [part.split(">")[0] for part in key.split("|")] for key, op in pairs if op.target in ROUTED):
         return ()
     return ("tokens go to the ranks of their experts: time is that of even routing, memory that of the worst case",)
 

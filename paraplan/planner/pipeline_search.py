@@ -292,6 +292,11 @@ def _check_turns(program: Program, m: int, name: str, schedule: Schedule, num_st
             f"schedule {name}: buffer {rows[0]!r} has a row per sample, and several groups of ranks share the "
             "microbatches out; use schedule gpipe or 1f1b"
         )
+    if program.apart > 1 and program.buffer_updates and schedule.num_replicas > 1:
+        raise ConstraintError(
+            f"schedule {name}: buffer {next(iter(program.buffer_updates))!r} is written once a microbatch, in their "
+            "order, and several groups of ranks share the microbatches out; use schedule gpipe or 1f1b"
+        )
 
 
 def _step_s(plan: Plan) -> float:

@@ -51,7 +51,8 @@ def searched(named: Sequence[Plan], price: Callable[[Plan], Plan], budget: int) 
     for _ in range(ROUNDS):
         problem = PipelineProblem(
             stages=costs, num_positions=positions, num_microbatches=best.num_microbatches, memory_bytes=tuple(limit),
-            split_backward=any(_splits(plan) for plan in named), replicas=True,
+            split_backward=any(_splits(plan) for plan in named),
+            replicas=best.program.apart == 1 or not best.program.buffer_updates,  # written in microbatches' order
         )  # fmt: skip
         found = search(problem)
         schedule = complete(SEARCHED, found.orders, costs, found.num_replicas)

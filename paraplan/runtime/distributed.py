@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import Mesh
 from paraplan.runtime import ops
+from paraplan.runtime.collectives import IMPLEMENTATIONS, Route, as_sent
 from paraplan.runtime.groups import limit_group, make_group
 from paraplan.runtime.tracker import Ledger, Tracker
-from paraplan.runtime.transport import Handle, Route
+from paraplan.runtime.transport import Handle
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -116,26 +118,12 @@ class DistributedTransport:
         size, what = self.mesh.shape[axis], f"{kind} over axis {self.mesh.axes[axis]}"
         if size == 1:
             return Handle(x if in_place else ops.fresh(x), what, done=True)
-        shape = ops.collective_shape(kind, x.shape, size) if route is None else (route.rows, *x.shape[1:])
+        shape = COLLECTIVES[kind].result_shape(x.shape, size, 0 if route is None else route.rows)
         out = x if in_place else torch.empty(shape, dtype=x.dtype, device=x.device)
+        start = IMPLEMENTATIONS[kind].start
         with self.tracker.booking(None):
-            pending = (
-                self._start(kind, ops.fresh(x), reduction, size, self.groups[axis])
-                if route is None
-                else ops.route(ops.fresh(x), *route, self.groups[axis])
-            )
+            pending = start(ops.fresh(x), reduction, size, self.groups[axis], *(route or ()))
         return _Pending(out, what, pending=pending)
-
-    def _start(self, kind: str, x: Tensor, reduction: str, size: int, group: str) -> Tensor:
-        if kind == "all_reduce":
-            return ops.all_reduce(x, reduction, group)
-        if kind == "all_gather":
-            return ops.gather(x, size, group)
-        if kind == "reduce_scatter":
-            return ops.reduce_scatter(x, reduction, size, group)
-        if kind == "permute":
-            return ops.permute(x, size, group)
-        return ops.all_to_all(x, [x.shape[0] // size] * size, group)
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Make a group for every (source, target) pair of ranks, the same ones on all ranks of the job, and exchange a
@@ -157,14 +145,14 @@ class DistributedTransport:
         """Start to send, a private copy where an account is kept."""
         with self.tracker.booking(None):
             kept = ops.fresh(x) if self._is_recording else x
-            work = dist.isend(ops.as_sent(kept), peer, group=self._lanes[self.rank, peer])
+            work = dist.isend(as_sent(kept), peer, group=self._lanes[self.rank, peer])
         return _Message(kept, what, work=work)
 
     def receive(self, out: Tensor, peer: int, what: str) -> Handle:
         """Start to receive, into a private buffer where an account is kept."""
         with self.tracker.booking(None):
             buffer = torch.empty_like(out) if self._is_recording else out
-            work = dist.irecv(ops.as_sent(buffer), peer, group=self._lanes[peer, self.rank])
+            work = dist.irecv(as_sent(buffer), peer, group=self._lanes[peer, self.rank])
         return _Message(out, what, work=work, buffer=buffer)
 
     @property
@@ -192,13 +180,13 @@ class DistributedTransport:
     def reduce(self, x: Tensor, axis: int, reduction: str = "sum") -> Tensor:
         """x reduced over a mesh axis, at once and in place."""
         if self.mesh.shape[axis] > 1:
-            dist.all_reduce(ops.as_sent(x), _REDUCE[reduction], group=self._group(axis))
+            dist.all_reduce(as_sent(x), _REDUCE[reduction], group=self._group(axis))
         return x
 
     def agree(self, x: Tensor, reduction: str = "sum") -> Tensor:
         """x reduced over all ranks of all meshes, at once and in place."""
         if self.num_meshes > 1:
-            dist.all_reduce(ops.as_sent(x), _REDUCE[reduction])
+            dist.all_reduce(as_sent(x), _REDUCE[reduction])
             return x
         for axis in range(len(self.mesh.shape)):
             self.reduce(x, axis, reduction)
@@ -208,7 +196,7 @@ class DistributedTransport:
         """A rank's tensor on all ranks of all meshes."""
         if self.num_meshes > 1:
             x = ops.fresh(x)  # as in `gather`
-            dist.broadcast(ops.as_sent(x), source)
+            dist.broadcast(as_sent(x), source)
         return x
 
     def everyones(self, value: Any) -> list[Any]:
@@ -225,5 +213,5 @@ class DistributedTransport:
             return [x]
         x = ops.fresh(x)  # the backend's threads may hold what they are given a moment longer than the call
         parts = [torch.empty_like(x) for _ in range(self.mesh.shape[axis])]
-        dist.all_gather([*map(ops.as_sent, parts)], ops.as_sent(x), group=self._group(axis))
+        dist.all_gather([*map(as_sent, parts)], as_sent(x), group=self._group(axis))
         return parts

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
@@ -209,7 +210,7 @@ def refuse_host_decisions(program: RankProgram) -> None:
         found = "the host updates parameters while the device computes: plan without delayed_update"
     elif any(value.tier for value in program.outer.values()) or any(each.kind is InstrKind.COPY for each in instrs):
         found = "tensors wait on host or disk, whose copies the host begins: plan without offload and offload_states"
-    elif any(instr.target == "route" for instr in instrs):
+    elif any(instr.kind is InstrKind.COLLECTIVE and COLLECTIVES[instr.target].uneven for instr in instrs):
         found = "the host reads how many rows experts on several ranks exchange: plan with ep=1"
     if found:
         raise ConstraintError(f"the plan's steps cannot be CUDA graphs: {found}, or leave CUDA graphs out")

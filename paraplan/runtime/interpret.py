@@ -16,11 +16,13 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.rank_program import Block, InstrKind, in_place
-from paraplan.runtime.ops import COPIER, COPY_KERNELS, INSTR, LAYOUT_KERNELS, OFFSET, collective, wait_copy
+from paraplan.runtime.collectives import Route
+from paraplan.runtime.ops import COPIER, COPY_KERNELS, INSTR, LAYOUT_KERNELS, OFFSET, wait_copy
 from paraplan.runtime.torch_private import untracked
 from paraplan.runtime.tracker import Ledger, Tiers, changes, is_kernel
-from paraplan.runtime.transport import Handle, Port, Route
+from paraplan.runtime.transport import Handle, Port
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,8 @@ def _issue(
     reduction = instr.args[1]
     assert isinstance(reduction, str)
     overwrites = in_place(tape.block, instr)
-    how = head.args[4:7] if head.target is collective else head.args[1:4]  # unbound; bound to a process group
-    route = Route(*map_arg(how, env.__getitem__)) if instr.target == "route" else None
+    uneven = COLLECTIVES[instr.target].uneven
+    route = Route(*map_arg(head.args[4:], env.__getitem__)) if uneven else None
     handle = port.issue(instr.target, env[source], reduction.removeprefix(":"), instr.axis, overwrites, route)  # type: ignore[index]
     handles[head] = handle
     env[head] = handle.out

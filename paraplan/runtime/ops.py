@@ -7,8 +7,8 @@ All of ours return fresh contiguous storage, as lowering assumes; `write` and th
 nothing.
 
 Collectives appear twice: `collective` and `wait` are the abstract forms a graph holds until it is bound to
-process groups (an interpreter hands them to a transport); `gather`, `permute`, `wait_holding` and `copy_alone` are
-bound forms.
+process groups (an interpreter hands them to a transport); `wait_holding`, `copy_alone` and the starts of
+`runtime.collectives` are bound forms.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from paraplan.runtime import gpu
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.norms import magnitude
 from paraplan.runtime.pieces import linear_grad_weight_, linear_into_, linear_rows
-from paraplan.runtime.row_counts import row_counts
-from paraplan.runtime.torch_private import exchange_rows, rank_in_group
 
 # Keys of node.meta in emitted graphs, see `codegen.emit`.
 INSTR, LOCAL, OFFSET, COPIER = "instr", "local", "offset", "copier"
@@ -192,74 +190,6 @@ def wait_holding(issued: Tensor, *held: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(issued)  # type: ignore[no-any-return]
 
 
-def gather(x: Tensor, size: int, group: str) -> Tensor:
-    """Starts gathering x of every rank of a process group along dim 0.
-
-    Not by `all_gather_into_tensor`: over Gloo it is the one collective here whose name ("ALLGATHER_COALESCED") does not
-    fit into a string without memory of its own, and on torch 2.13 both threads of a group write the name of what they
-    completed last into one string, without a lock, so that memory is freed twice now and then.
-    """
-    out = x.new_empty(collective_shape("all_gather", x.shape, size))
-    issued = torch.ops._c10d_functional.all_gather_into_tensor_out(as_sent(x), size, group, out=as_sent(out))
-    return _as_meant(issued, x.dtype)
-
-
-def as_sent(x: Tensor) -> Tensor:
-    """x as backends know it: Gloo has no float8, whose bytes go as integers; complex numbers go as pairs of floats."""
-    if x.is_complex():
-        return torch.view_as_real(x)
-    return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
-
-
-def _as_meant(issued: Tensor, dtype: torch.dtype) -> Tensor:
-    if issued.dtype == dtype:
-        return issued
-    return torch.view_as_complex(issued) if dtype.is_complex else issued.view(dtype)
-
-
-def all_reduce(x: Tensor, reduction: str, group: str) -> Tensor:
-    """Starts reducing x over a process group."""
-    return _as_meant(torch.ops._c10d_functional.all_reduce(as_sent(x), reduction, group), x.dtype)
-
-
-def all_reduce_(x: Tensor, reduction: str, group: str) -> Tensor:
-    """Starts reducing x over a process group, in place."""
-    return _as_meant(torch.ops._c10d_functional.all_reduce_(as_sent(x), reduction, group), x.dtype)
-
-
-def reduce_scatter(x: Tensor, reduction: str, size: int, group: str) -> Tensor:
-    """Starts reducing x over a process group, each rank to have its part along dim 0."""
-    made = torch.ops._c10d_functional.reduce_scatter_tensor(as_sent(x), reduction, size, group)
-    return _as_meant(made, x.dtype)
-
-
-def all_to_all(x: Tensor, rows: Sequence[int], group: str) -> Tensor:
-    """Starts sending each rank of a process group its rows of x, as many as are received from it."""
-    issued = torch.ops._c10d_functional.all_to_all_single(as_sent(x), rows, rows, group)
-    return _as_meant(issued, x.dtype)
-
-
-def permute(x: Tensor, size: int, group: str) -> Tensor:
-    """Starts sending x to the next rank of a process group and receiving the previous one's: an uneven all-to-all."""
-    rank = rank_in_group(group)
-    sends, receives = [0] * size, [0] * size
-    sends[(rank + 1) % size] = receives[(rank - 1) % size] = x.shape[0]
-    issued = torch.ops._c10d_functional.all_to_all_single(as_sent(x), receives, sends, group)
-    return _as_meant(issued, x.dtype)
-
-
-def route(x: Tensor, sent: Tensor, received: Tensor, rows: int, group: str) -> Tensor:
-    """Starts sending each rank of a process group its rows of x, which lie one after another; they arrive likewise.
-
-    The result has `rows` rows, zeros after those received.
-    """
-    out = x.new_empty((rows, *x.shape[1:]))
-    sends, receives = row_counts(sent, received)
-    out[sum(receives) :].zero_()
-    exchange_rows(as_sent(out[: sum(receives)]), as_sent(x[: sum(sends)]), receives, sends, group)
-    return out
-
-
 def offload(x: Tensor, tier: str, copier: Copier) -> Away:
     """Begins to copy x to a tier."""
     return copier.offload(x, tier)
@@ -388,13 +318,3 @@ def decode_literal(arg: Arg) -> Any:
         return decode_number(arg)
     text = arg[1:]
     return getattr(torch, text) if text in DTYPE_BYTES else text
-
-
-def collective_shape(kind: str, shape: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Shape of a collective's result: gathers stack and scatters split along dim 0."""
-    first = shape[0] if shape else 1
-    if kind == "all_gather":
-        return (first * group_size, *shape[1:])
-    if kind == "reduce_scatter":
-        return (first // group_size, *shape[1:])
-    return tuple(shape)

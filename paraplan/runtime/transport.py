@@ -3,8 +3,8 @@
 A rank deals with a `Port`: it issues a collective or a message, goes on, and later asks whether it is done. The
 in-process transport matches the k-th collective every rank issues over an axis with the k-th of its peers on that axis,
 and computes it with plain tensor operations when the last of them arrives (sums in rank order), so results are
-the same on every run. `all_reduce` works on a copy made at issue, or on its input; the others read their input when
-the last peer issues, which is before any of them can be past its wait.
+the same on every run. One that works in its result has a copy made at issue, or its input; the others read their input
+when the last peer issues, which is before any of them can be past its wait.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import Mesh
 from paraplan.runtime import ops
+from paraplan.runtime.collectives import IMPLEMENTATIONS, Route
 from paraplan.runtime.torch_private import untracked
 from paraplan.runtime.tracker import Ledger, Tracker
 
@@ -39,21 +41,13 @@ class Handle:
     done: bool = False
 
 
-class Route(NamedTuple):
-    """How an all-to-all of unequal parts goes: rows sent to and received from each rank, and rows of the result."""
-
-    sent: Tensor
-    received: Tensor
-    rows: int
-
-
 class Port(Protocol):
     """A rank's way out."""
 
     def issue(
         self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: Route | None = None
     ) -> Handle:
-        """Start a collective over a mesh axis; `in_place`: an all-reduce whose result replaces x."""
+        """Start a collective over a mesh axis; `in_place`: its result replaces x."""
 
     def send(self, x: Tensor, peer: int, what: str) -> Handle:
         """Start to send a contiguous tensor to a rank; it is left alone until that is done."""
@@ -142,7 +136,7 @@ class InProcessTransport:
             raise RuntimeFailure(
                 f"{what}: rank {rank} issues {here}, its peer {next(iter(meeting.inputs))} issued {there}"
             )
-        meeting.inputs[rank] = handle.out if kind == "all_reduce" else x
+        meeting.inputs[rank] = handle.out if COLLECTIVES[kind].in_place else x
         meeting.handles[rank] = handle
         if route is not None:
             meeting.routes[rank] = route
@@ -174,9 +168,9 @@ class InProcessTransport:
 
     def _result(self, kind: str, x: Tensor, size: int, route: Route | None) -> Tensor:
         with untracked():
-            empty = kind != "all_reduce"
-            shape = ops.collective_shape(kind, x.shape, size) if route is None else (route.rows, *x.shape[1:])
-            result = torch.empty(shape, dtype=x.dtype, device=x.device) if empty else ops.fresh(x)
+            shape = COLLECTIVES[kind].result_shape(x.shape, size, 0 if route is None else route.rows)
+            copied = COLLECTIVES[kind].in_place
+            result = ops.fresh(x) if copied else torch.empty(shape, dtype=x.dtype, device=x.device)
         if self.tracker.current is not None:
             self.tracker.current.register(result)
         return result
@@ -214,44 +208,9 @@ class InProcessPort:
 
 def _complete(meeting: _Meeting, group: tuple[int, ...]) -> None:
     inputs = [meeting.inputs[rank] for rank in group]
-    outs = [meeting.handles[rank].out for rank in group]
-    if meeting.kind in ("all_reduce", "reduce_scatter"):
-        total = _reduce(inputs, meeting.reduction)
-        parts = [total] * len(outs) if meeting.kind == "all_reduce" else list(total.chunk(len(outs)))
-    elif meeting.kind == "all_gather":
-        parts = [torch.cat(inputs)] * len(outs)
-    elif meeting.kind == "permute":
-        parts = inputs[-1:] + inputs[:-1]
-    elif meeting.kind == "route":
-        parts = _routed(inputs, [meeting.routes[rank] for rank in group])
-    else:
-        parts = [torch.cat([x.chunk(len(group))[index] for x in inputs]) for index in range(len(group))]
-    for out, part in zip(outs, parts, strict=True):
-        out.copy_(part)
+    routes = [meeting.routes[rank] for rank in group if rank in meeting.routes]
+    parts = IMPLEMENTATIONS[meeting.kind].exchange(inputs, meeting.reduction, routes)
+    for rank, part in zip(group, parts, strict=True):
+        meeting.handles[rank].out.copy_(part)
     for handle in meeting.handles.values():
         handle.done = True
-
-
-def _routed(inputs: list[Tensor], routes: list[Route]) -> list[Tensor]:
-    """What each rank has after an all-to-all of unequal parts.
-
-    Raises:
-        RuntimeFailure: ranks disagree on what goes from one to another.
-    """
-    sent = [route.sent.tolist() for route in routes]
-    found = []
-    for index, route in enumerate(routes):
-        if route.received.tolist() != [row[index] for row in sent]:
-            raise RuntimeFailure(f"route: place {index} expects {route.received.tolist()} rows, its peers send {sent}")
-        places = [sum(row[:index]) for row in sent]
-        rows = [x[at : at + row[index]] for x, at, row in zip(inputs, places, sent, strict=True)]
-        short = route.rows - sum(row[index] for row in sent)
-        found.append(torch.cat([*rows, rows[0].new_zeros((short, *rows[0].shape[1:]))]))
-    return found
-
-
-def _reduce(inputs: list[Tensor], reduction: str) -> Tensor:
-    total = inputs[0].clone()
-    for x in inputs[1:]:
-        total = torch.maximum(total, x) if reduction == "max" else total.add_(x)
-    return total

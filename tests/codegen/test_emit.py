@@ -105,9 +105,9 @@ def test_collectives_bind_to_groups() -> None:
     targets = [
         str(getattr(node.target, "__name__", node.target)) for node in bound.graph.nodes if node.op == "call_function"
     ]
-    assert targets == ["gather", "wait_holding"]
+    assert targets == ["start_all_gather", "wait_holding"]
     gathered = next(node for node in bound.graph.nodes if node.op == "call_function")
-    assert gathered.args[1:] == (2, "7")
+    assert gathered.args[1:] == ("", 2, "7")
     alone = build_block(made, EmitContext(mesh_shape=(1,), groups=("",)))
     x = torch.arange(4.0)
     (out,) = alone([x])

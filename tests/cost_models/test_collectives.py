@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.collectives import (
-    COLLECTIVES,
+    TIMES_S,
     AxisLink,
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
     axis_link,
-    broadcast_s,
     collective_time_s,
     hierarchical_all_reduce_s,
     p2p_s,
@@ -27,6 +26,7 @@ from paraplan.cost_models.collectives import (
 from paraplan.cost_models.constants import GPU
 from paraplan.cost_models.costs import Costs
 from paraplan.ir.cluster import ClusterSpec, Link
+from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.mesh import Mesh, make_mesh
 
@@ -44,7 +44,15 @@ def test_flat_axis_by_hand() -> None:
     assert tree_all_reduce_s(8000, FLAT) == pytest.approx(2 * 3e-6 + 2 * 8000 / 1e9)
     assert all_to_all_s(8000, FLAT) == pytest.approx(7 * (1e-6 + 1000 / 1e9))
     assert permute_s(8000, FLAT) == pytest.approx(1e-6 + 8000 / 1e9)
-    assert broadcast_s(8000, FLAT) == pytest.approx(3e-6 + 8000 / 1e9)
+
+
+@pytest.mark.parametrize("target", sorted(TIMES_S))
+def test_a_record_and_its_time_agree_on_what_is_sent(target: str) -> None:
+    for n in (2, 3, 8):
+        axis = AxisLink(size=n, latency_s=0.0, bytes_per_s=1e9)
+        assert collective_time_s(target, 24 << 20, axis) * 1e9 / (24 << 20) == pytest.approx(
+            COLLECTIVES[target].sent_share(n)
+        )
 
 
 def test_two_levels_by_hand() -> None:
@@ -83,7 +91,7 @@ links = st.builds(
 )  # fmt: skip
 
 
-@given(st.sampled_from(sorted(COLLECTIVES)), links, st.integers(0, 1 << 34), st.integers(0, 1 << 34))
+@given(st.sampled_from(sorted(TIMES_S)), links, st.integers(0, 1 << 34), st.integers(0, 1 << 34))
 def test_times_are_monotone_in_bytes_and_zero_alone(target: str, axis: AxisLink, one: int, two: int) -> None:
     low, high = sorted((one, two))
     assert 0.0 <= collective_time_s(target, low, axis) <= collective_time_s(target, high, axis)
@@ -108,7 +116,7 @@ def test_no_all_gather_beats_the_wire(axis: AxisLink, part: int) -> None:
         assert all_gather_s(part, axis) >= missing / (axis.local_size * axis.bytes_per_s) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("target", sorted(COLLECTIVES))
+@pytest.mark.parametrize("target", sorted(TIMES_S))
 def test_negative_bytes_are_refused(target: str) -> None:
     with pytest.raises(CostModelError, match="negative"):
         collective_time_s(target, -1, FLAT)
@@ -173,7 +181,7 @@ def test_an_axis_across_groups_runs_at_the_slowest_link() -> None:
     assert axis_link(MIXED, only_h100, 1).bytes_per_s == pytest.approx(450e9 * GPU.in_node)
 
 
-@pytest.mark.parametrize("target", sorted(COLLECTIVES))
+@pytest.mark.parametrize("target", sorted(TIMES_S))
 def test_a_mixed_collective_is_never_faster_than_on_either_kind_alone(target: str) -> None:
     mesh = make_mesh((4, 8), ("dp", "tp"))
     for axis in (0, 1):

@@ -160,6 +160,15 @@ def test_the_choice_is_asked_for_by_name_and_said() -> None:
         trainer_of(plan, model).step({name: x[:6] for name, x in inputs.items()})
 
 
+@pytest.mark.parametrize("pins", [{"recompute": "full"}, {"pp": 2, "schedule": "searched"}])
+def test_layers_made_again_and_searched_schedules_write_buffers_once(pins: dict[str, object]) -> None:
+    made = compile_plan(
+        model_of(Standard), f"local:{pins.get('pp', 1)}", example_inputs=batch(), microbatches=MICROBATCHES,
+        per_microbatch=True, precision="fp64", **pins,
+    )  # fmt: skip
+    hold_to_eager(made.data, Standard)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_check_accumulates_too(dropout: float) -> None:
     plan, model = random_plan(job_of(program_of(Standard, dropout), 1), 3), model_of(Standard, dropout)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from benchmarks.zoo import build
 from paraplan.codegen import build_modules
 from paraplan.cost_models.catalog import parse_cluster
+from paraplan.ir.collectives import ROUTE
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.lower import lower
 from paraplan.ir.plan import OPTIMIZERS
@@ -22,7 +23,7 @@ from paraplan.ir.trace import capture
 from paraplan.ir.trace.torch_private import fake_mode
 from paraplan.jobs.local_ops import whole_plan
 from paraplan.jobs.without_device import dispatched_methods
-from paraplan.runtime import ops, row_counts
+from paraplan.runtime import collectives, row_counts
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.torch_private import TorchDispatchMode, tree_leaves
 from paraplan.runtime.trainer import Trainer
@@ -143,12 +144,13 @@ def test_an_exchange_of_rows_waits_once(monkeypatch: pytest.MonkeyPatch) -> None
     waits, read, exchanged = [], Tensor.tolist, []
     monkeypatch.setattr(Tensor, "tolist", lambda x: waits.append(x.shape) or read(x))
     monkeypatch.setattr(
-        ops, "exchange_rows", lambda out, x, receives, sends, group: exchanged.append((sends, receives))
+        collectives, "exchange_rows", lambda out, x, receives, sends, group: exchanged.append((sends, receives))
     )
+    start = collectives.IMPLEMENTATIONS[ROUTE.name].start
     for _ in range(2):
         sent, received = torch.tensor([1, 2]), torch.tensor([0, 3])
-        ops.route(torch.ones(4, 5), sent, received, 6, "axis")
-        ops.route(torch.ones(4, 2), sent, received, 6, "axis")
+        start(torch.ones(4, 5), "", 2, "axis", sent, received, 6)
+        start(torch.ones(4, 2), "", 2, "axis", sent, received, 6)
     assert waits == [(2, 2)] * 2
     assert exchanged == [([1, 2], [0, 3])] * 4
     del sent, received

@@ -12,6 +12,9 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paraplan.codegen import build_modules
+from paraplan.ir.collectives import COLLECTIVES
+from paraplan.runtime import ops
+from paraplan.runtime.collectives import IMPLEMENTATIONS
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.executor import Executor
 from paraplan.runtime.launch import init_distributed, leave_job
@@ -19,6 +22,7 @@ from paraplan.runtime.local import InProcessTrainer
 from paraplan.runtime.stepping import make_executors, step_together
 from paraplan.runtime.trainer import Trainer
 from runtime import plans
+from runtime.collective_cases import cases
 from runtime.programs import collectives_program, pair
 
 Tensors = dict[str, torch.Tensor]
@@ -60,6 +64,23 @@ def by_hand(transport: DistributedTransport) -> None:
         assert all(torch.equal(other.outer[name], wanted.outer[name]) for name in wanted.outer)
     assert [e.key for e in recorded.entries] == [e.key for e in wanted.entries]
     assert recorded.ledger.peak_bytes == wanted.ledger.peak_bytes
+
+
+def by_definition(transport: DistributedTransport) -> None:
+    """Every collective, started as emitted code does and as recordings do, equals its definition."""
+    rank, group = transport.rank, transport.groups[0]
+    for case in cases(2):
+        record, implementation, route = COLLECTIVES[case.name], IMPLEMENTATIONS[case.name], case.route(rank)
+        for start in (implementation.start, implementation.start_in_place):
+            if start is not None:
+                found = start(case.inputs[rank].clone(), case.reduction, 2, group, *(route or ()))
+                assert torch.equal(ops.wait_holding(found), case.wanted[rank]), case
+        for in_place in (False, record.in_place):
+            x = case.inputs[rank].clone()
+            handle = transport.issue(case.name, x, case.reduction, 0, in_place, route)
+            assert transport.ready(handle)
+            assert torch.equal(handle.out, case.wanted[rank]), case
+            assert (handle.out is x) == in_place
 
 
 def close(found: Tensors, wanted: Tensors) -> bool:
@@ -137,6 +158,7 @@ def main() -> None:
         read_nothing()
     transport = DistributedTransport(pair())
     by_hand(transport)
+    by_definition(transport)
     if mode == "all":
         for index, seed in enumerate(plans.SEEDS):
             train(seed, index == 0, folder)

@@ -285,7 +285,7 @@ def _param_grads(
                 continue
         if context.reduce_dtype and any(move.reduction for move in path):
             grad = _as_summed(backward, grad, context.reduce_dtype)
-        if path and path[0].kind != "all_gather" and travels_with(backward.specs[grad], path, backward.mesh_shape):
+        if path and not path[0].is_gather and travels_with(backward.specs[grad], path, backward.mesh_shape):
             found.append(backward.get(grad, backward.home(grad)))
             left.append(path)
             continue

@@ -36,7 +36,7 @@ def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
 
     Padding is neither added to a bundle nor dropped from one.
     """
-    layout = move.after if move.kind == "reduce_scatter" else move.before
+    layout = move.after if move.split_dim >= 0 else move.before
     nbytes = TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes
     return 0 < nbytes <= SMALL_BYTES and not pads(spec.shape, move, mesh_shape)
 
@@ -53,11 +53,12 @@ def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES, most_bytes: int = BUN
 def bundle_key(dtype: str, path: Sequence[Move]) -> Key | None:
     """What tensors that may share a bundle have in common; None where a change of layout cannot be bundled.
 
-    Sums over any number of axes can, and one gather or one scatter.
+    What is elementwise can, over any number of axes (sums), and one gather or one scatter.
     """
-    kinds = [move.kind for move in path]
-    alone = kinds in (["reduce_scatter"], ["all_gather"])
-    if not alone and (not kinds or set(kinds) != {"all_reduce"}):
+    found = [move.collective for move in path if move.collective is not None]
+    if not found or len(found) < len(path) or any(each.splits and each.joins for each in found):
+        return None
+    if len(found) > 1 and not all(each.is_elementwise for each in found):
         return None
     return dtype, tuple((move.kind, move.axis, move.reduction) for move in path)
 
@@ -81,16 +82,15 @@ def move_together(
     count = sum(value.nbytes for value in values) // TensorSpec(values[0].dtype, ()).nbytes
     dims = tuple(path[0].dim for path in paths)
     args = tuple("%" + local for local in locals_)
-    scatters = first.kind == "reduce_scatter"
+    scatters = first.split_dim >= 0
     packed = emitter.local(
         "paraplan.pack", (args, n if scatters else 1, dims if scatters else (0,) * len(dims)), f"{stem}^pack",
         values[0].dtype, (count,),
     )  # fmt: skip
     done = packed
     for move in paths[0]:
-        size = {"reduce_scatter": count // n, "all_gather": count * n}.get(move.kind, count)
-        done = emitter.exchange(move, done, f"{stem}^{move.kind}", (size,), in_place=True)
-    if first.kind == "all_gather":
+        done = emitter.exchange(move, done, f"{stem}^{move.kind}", in_place=True)
+    if first.is_gather:
         return _unstack(emitter, stem, done, values, n, dims)
     shapes = [value.shape for value in values]
     if scatters:

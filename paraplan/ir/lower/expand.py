@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.graph import Arg, Graph, map_refs
-from paraplan.ir.rules.ring import EXCHANGES
 from paraplan.ir.tensor import TensorSpec
 
 
@@ -50,7 +50,7 @@ def emit_expansion(
                 names.setdefault(made, f"{stem}/{made}")
         sources = [names[name] for name in op.tensors]
         made_names = tuple(None if made is None else names[made] for made in op.outs)
-        if op.target in EXCHANGES:
+        if op.target in COLLECTIVES:
             (out,), (made,) = made_names, op.outs
             assert out is not None and made is not None
             emitter.step(op.target, sources, op.args[len(sources) :], out, graph.values[made].shape, axis)

@@ -346,7 +346,7 @@ def early(
     for name, stored, away in zip(kind.params, context.params, fetched, strict=True):
         spec, layouts = kind.graph.values[name], tuple(wanted.get(name, ()))
         path = reshard_path(spec.shape, (R, *stored), layouts[0], extended, frozen=1) if len(layouts) == 1 else ()
-        gathers = bool(path) and path[0].kind == "all_gather" and travels_with(spec, path[:1], extended) is not None
+        gathers = bool(path) and path[0].is_gather and travels_with(spec, path[:1], extended) is not None
         found.append(path[0] if gathers and not away else None)
     return tuple(found)
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paraplan.ir.collectives import COLLECTIVES, Collective
 from paraplan.ir.mesh import layout_text, local_shape
 from paraplan.ir.rank_program import Instr, InstrKind, LocalValue
-from paraplan.ir.reshard import Move
+from paraplan.ir.reshard import FIRST_ONLY, SLICE, Move
 from paraplan.ir.rules.localise import axis_key
 from paraplan.ir.strides import contiguous_strides, is_contiguous
 from paraplan.ir.tensor import TensorSpec
@@ -62,7 +63,7 @@ class LayoutMoves:
         value = self.values[local]
         after = local_shape(self.specs[name].shape, move.after, self.mesh_shape)
         n = self.mesh_shape[move.axis]
-        if move.kind == "slice":
+        if move.kind == SLICE:
             start = f"#{axis_key(move.axis)}:{after[move.dim]}"
             return self.local(
                 "paraplan.shard",
@@ -71,7 +72,7 @@ class LayoutMoves:
                 value.dtype,
                 after,
             )
-        if move.kind == "first_only":
+        if move.kind == FIRST_ONLY:
             return self.local(
                 "paraplan.first_only",
                 ("%" + local, f"#{axis_key(move.axis)}:1"),
@@ -79,23 +80,17 @@ class LayoutMoves:
                 value.dtype,
                 after,
             )
-        split = {"reduce_scatter": move.dim, "all_to_all": move.to_dim}.get(move.kind, -1)
+        split = move.split_dim
         pads = split >= 0 and n * after[split] != value.shape[split]
         if not pads and not is_contiguous(value.shape, value.strides):
             local = self.local(
                 "paraplan.reshape_copy", ("%" + local, value.shape), self._unique(stem), value.dtype, value.shape
             )
-        if move.kind == "all_reduce":
-            return self.exchange(move, local, stem, value.shape, self.overwrites)
-        if move.kind == "all_gather":
-            stacked = self.exchange(move, local, stem, (n * value.shape[0], *value.shape[1:]))
-            return self._unstack(stacked, stem, n, move.dim, after)
-        local = self._stack(local, stem, n, split, after[split])
-        shape = self.values[local].shape
-        if move.kind == "reduce_scatter":
-            return self.exchange(move, local, stem, (shape[0] // n, *shape[1:]))
-        exchanged = self.exchange(move, local, stem, shape)
-        return self._unstack(exchanged, stem, n, move.dim, after)
+        if split >= 0:
+            local = self._stack(local, stem, n, split, after[split])
+        exchanged = self.exchange(move, local, stem, self.overwrites)
+        joins = move.collective is not None and move.collective.joins
+        return self._unstack(exchanged, stem, n, move.dim, after) if joins else exchanged
 
     def _stack(self, local: str, stem: str, n: int, dim: int, block: int) -> str:
         """Blocks along `dim` laid one after another along dim 0; a view where nothing but ones leads."""
@@ -132,14 +127,16 @@ class LayoutMoves:
             self.view("aten.slice.Tensor", ("%" + local, dim, 0, after[dim], 1), local, out, after, change=True)
         return out
 
-    def exchange(self, move: Move, local: str, stem: str, shape: Dims, in_place: bool = False) -> str:
+    def exchange(self, move: Move, local: str, stem: str, in_place: bool = False) -> str:
         """Emit a move's collective of a contiguous value; returns the local name of its result.
 
-        `in_place`: an all-reduce may overwrite the value.
+        `in_place`: one that can may overwrite the value.
         """
+        assert move.collective is not None, move
         done = self._unique(stem)
         issued = self._unique(stem + "!")
-        self._exchange(move.kind, move.axis - 1, local, issued, done, shape, move.reduction, True, in_place)
+        shape = move.collective.result_shape(self.values[local].shape, self.mesh_shape[move.axis])
+        self._exchange(move.collective, move.axis - 1, local, issued, done, shape, move.reduction, True, in_place)
         return done
 
     def step(self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: Dims,
@@ -150,26 +147,26 @@ class LayoutMoves:
             args = ("%" + local, value.shape)
             local = self.local("paraplan.reshape_copy", args, self._unique(out), value.dtype, value.shape)
         how = (*("%" + source for source in sources[1:]), *more)
-        reduction = "sum" if target == "reduce_scatter" else ""
-        self._exchange(target, axis, local, out + "!", out, shape, reduction, False, more=how)
+        collective = COLLECTIVES[target]
+        self._exchange(collective, axis, local, out + "!", out, shape, collective.reduction, False, more=how)
 
     def _exchange(
-        self, target: str, axis: int, local: str, issued: str, done: str, shape: Dims, reduction: str, change: bool,
-        in_place: bool = False, more: tuple[Arg, ...] = (),
+        self, collective: Collective, axis: int, local: str, issued: str, done: str, shape: Dims, reduction: str,
+        change: bool, in_place: bool = False, more: tuple[Arg, ...] = (),
     ) -> None:  # fmt: skip
-        """A collective of a contiguous value and its wait; all but all_reduce read their inputs until then."""
+        """A collective of a contiguous value and its wait, which holds its inputs where they are read until then."""
         dtype = self.values[local].dtype
         self.fresh(issued, dtype, shape)
         self.values[done] = LocalValue(
             dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=issued, storage_bytes=0
         )
-        if in_place and target == "all_reduce":
+        if in_place and collective.in_place:
             self.values[issued] = msgspec.structs.replace(
                 self.values[issued], base=self.values[local].base, storage_bytes=0
             )
-        held = () if target == "all_reduce" else ("%" + local, *(arg for arg in more if isinstance(arg, str)))
+        held = () if collective.in_place else ("%" + local, *(arg for arg in more if isinstance(arg, str)))
         for kind, name, args, out in (
-            (InstrKind.COLLECTIVE, target, ("%" + local, ":" + reduction, *more), issued),
+            (InstrKind.COLLECTIVE, collective.name, ("%" + local, ":" + reduction, *more), issued),
             (InstrKind.WAIT, "wait", ("%" + issued, *held), done),
         ):
             instr = Instr(kind=kind, target=name, args=args, outs=(out,), axis=axis, origin=self._origin)

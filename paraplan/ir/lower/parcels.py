@@ -60,7 +60,7 @@ class Parcels:
         mesh_shape: extended.
         calls: writes parted calls.
         arrived: told of every parcel once its result exists.
-        overwrites: whether an all-reduce may work in its input.
+        overwrites: whether a collective that can may work in its input.
         all_hold: count every flight among those of which few are under way.
         widest_bytes: the most that one segment sends.
         most_bytes: from how many bytes on parcels set out in any case.
@@ -121,7 +121,7 @@ class Parcels:
                 for parcel in parcels:
                     self.arrived(parcel)
 
-        holds = self.all_hold or any(move.kind != "all_reduce" for move in parcels[0].path)
+        holds = self.all_hold or any(not move.in_place for move in parcels[0].path)
         held = sum(local_bytes(each.spec, each.path[0].before, self.mesh_shape) for each in parcels) if holds else 0
         self._flying.append(_Flight(end, held))
         flying = [flight for flight in self._flying if flight.holds_bytes]

@@ -31,8 +31,9 @@ Letters = tuple[str, ...]
 Specs = tuple[TensorSpec, ...]
 
 
-RING, STRIPES = "ring", "stripes"
-"""Keys of what attention does over ranks that share a sequence, in several instructions."""
+RING, STRIPES, ROUTING = "ring", "stripes", "route"
+"""Keys of what attention does over ranks that share a sequence, and experts over those that share tokens, in several
+instructions."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class OpDef:
             decides first), "elementwise_second" (the second does), "joined" (channels last if all inputs are),
             "attention"; "view" for views.
         workspace: (input local specs, output local specs, args) -> bytes allocated and dropped inside.
-        expand: (op, context, axis of the extended mesh) -> the local ops and exchanges (`ring.EXCHANGES`) that
+        expand: (op, context, axis of the extended mesh) -> the local ops and collectives (`ir.collectives`) that
             its strategy of several instructions along that axis consists of, as a graph of local shapes: its inputs are
             the op's tensors in order (`ring_inputs`), its outputs the op's outputs.
     """

@@ -11,9 +11,20 @@ from __future__ import annotations
 from paraplan.ir.graph import Arg, Op
 from paraplan.ir.mesh import Shard
 from paraplan.ir.rules import expert_workspace as workspace
-from paraplan.ir.rules.dims import WHOLE, Letters, LocalContext, OpDims, Ring, Specs, letters, register, sizes_of
+from paraplan.ir.rules.dims import (
+    ROUTING,
+    WHOLE,
+    Letters,
+    LocalContext,
+    OpDims,
+    Ring,
+    Specs,
+    letters,
+    register,
+    sizes_of,
+)
 from paraplan.ir.rules.lookup import start_and_size
-from paraplan.ir.rules.route import KEY, route_experts, route_experts_grad
+from paraplan.ir.rules.route import route_experts, route_experts_grad
 
 _TOKENS: Letters = ("t", WHOLE)
 _IN: Letters = ("e", WHOLE, "f", WHOLE)
@@ -34,7 +45,7 @@ def _sizes(tokens: int, w_in: tuple[int, ...], w_out: tuple[int, ...]) -> dict[s
 def _route(outputs: tuple[str | None, ...], tokens: int, experts: int, before: int) -> Ring | None:
     """Tokens and experts sharded over one axis; `before`: inputs before the tokens, which lie as they do."""
     inputs = ("t",) * (before + 3) + ("e", "e")
-    return Ring(inputs, outputs, "e", (KEY,)) if min(tokens, experts) > 1 else None
+    return Ring(inputs, outputs, "e", (ROUTING,)) if min(tokens, experts) > 1 else None
 
 
 @register(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from paraplan.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from paraplan.ir.graph import Arg, Graph, Op
 from paraplan.ir.rank_program import ROOM
 from paraplan.ir.rules.dims import LocalContext, letters
@@ -37,7 +38,6 @@ def _gathered(steps: Steps, context: LocalContext, dim: int, count: int) -> Grap
     x, out = steps.values["in0"], _out(context)
     length = x.shape[dim] // count
     part = TensorSpec(x.dtype, _sized(x.shape, dim, length))
-    whole = TensorSpec(x.dtype, (steps.size * part.shape[0], *part.shape[1:]))
     arrived = []
     for index in range(count):
         if math.prod(x.shape[:dim]) == 1:
@@ -45,7 +45,7 @@ def _gathered(steps: Steps, context: LocalContext, dim: int, count: int) -> Grap
             piece = steps.add("aten.slice.Tensor", args, {f"piece{index}": part})
         else:
             piece = steps.add("paraplan.shard", ("%in0", dim, length, index * length), {f"piece{index}": part})
-        arrived.append(steps.add("all_gather", ("%" + piece,), {f"gathered{index}": whole}))
+        arrived.append(steps.exchange(ALL_GATHER, piece, f"gathered{index}"))
     steps.add(ROOM, (out.shape,), {"room": out}, dtype=":" + out.dtype)
     for index, gathered in enumerate(arrived):
         where = (steps.size, count, index, dim)
@@ -64,7 +64,7 @@ def _scattered(steps: Steps, context: LocalContext, dim: int, count: int) -> Gra
     for index in range(count):
         where = (steps.size, count, index, dim)
         made = steps.add("paraplan.linear_rows", ("%in0", *_weights(steps), *where), {f"partial{index}": stacked})
-        parts.append(steps.add("reduce_scatter", ("%" + made,), {f"part{index}": part}))
+        parts.append(steps.exchange(REDUCE_SCATTER, made, f"part{index}"))
     joined = steps.add("aten.cat.default", (tuple("%" + name for name in parts), dim), {"out": out})
     return steps.graph((joined,))
 

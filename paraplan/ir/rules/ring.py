@@ -17,14 +17,11 @@ Source: Liu, Zaharia, Abbeel 2023, Ring Attention with Blockwise Transformers (a
 
 from __future__ import annotations
 
+from paraplan.ir.collectives import PERMUTE, Collective
 from paraplan.ir.graph import Arg, Graph, Op, map_refs
 from paraplan.ir.rules.dims import LocalContext
 from paraplan.ir.rules.localise import axis_key, op_arguments
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
-
-PERMUTE = "permute"
-EXCHANGES = frozenset({PERMUTE, "all_gather", "reduce_scatter", "all_to_all", "route"})
-"""What in an expansion is communication, along the axis it runs over."""
 
 
 def ring_inputs(op: Op) -> tuple[str, ...]:
@@ -54,7 +51,13 @@ class Steps:
 
     def permute(self, name: str, to: str) -> str:
         """What the previous rank of the axis calls `name`."""
-        return self.add(PERMUTE, ("%" + name,), {to: self.values[name]})
+        return self.exchange(PERMUTE, name, to)
+
+    def exchange(self, collective: Collective, name: str, to: str, more: tuple[Arg, ...] = (), rows: int = 0) -> str:
+        """A collective of a value along the axis; `more`, `rows`: where `Collective.uneven`."""
+        spec = self.values[name]
+        made = TensorSpec(spec.dtype, collective.result_shape(spec.shape, self.size, rows))
+        return self.add(collective.name, ("%" + name, *more), {to: made})
 
     def cast(self, name: str, dtype: str, to: str) -> str:
         """A value in another dtype; itself where it is."""

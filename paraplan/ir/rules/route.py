@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 
-from paraplan.ir.graph import Arg, Graph, Op
+from paraplan.ir.collectives import ALL_GATHER, ROUTE
+from paraplan.ir.graph import Graph, Op
 from paraplan.ir.rules import expert_workspace as workspace
 from paraplan.ir.rules.dims import LocalContext, OpDims, Specs, register, replicated
 from paraplan.ir.rules.ring import Steps
 from paraplan.ir.tensor import TensorSpec
 
-KEY = "route"
 ROUTED = ("paraplan.experts", "paraplan.experts_grad")
 
 
@@ -51,11 +51,7 @@ class _Exchange:
             "paraplan.route_plan", ("%" + self.ids, n, held, total),
             {"tokens": TensorSpec("int64", (self.sent_rows,)), "sent": counts},
         )  # fmt: skip
-        every = {name: values[name].shape for name in (self.ids, weights)}
-        gathered = [
-            self.steps.add("all_gather", ("%" + name,), {f"{name}*": self._spec(name, (self.all_rows, *shape[1:]))})
-            for name, shape in every.items()
-        ]
+        gathered = [self.steps.exchange(ALL_GATHER, name, f"{name}*") for name in (self.ids, weights)]
         self.here = tuple(f"{name}.here" for name in gathered)
         self.steps.add(
             "paraplan.route_here", (*("%" + name for name in gathered), n, held, start),
@@ -66,8 +62,7 @@ class _Exchange:
         return TensorSpec(self.steps.values[like].dtype, shape)
 
     def _route(self, name: str, to: str, rows: int, ways: tuple[str, str]) -> str:
-        args: tuple[Arg, ...] = ("%" + name, "%" + ways[0], "%" + ways[1], rows, self.expected)
-        return self.steps.add(KEY, args, {to: self._spec(name, (rows, *self.steps.values[name].shape[1:]))})
+        return self.steps.exchange(ROUTE, name, to, ("%" + ways[0], "%" + ways[1], rows, self.expected), rows)
 
     def there(self, name: str) -> str:
         """A value's rows at the experts."""

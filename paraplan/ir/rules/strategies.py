@@ -24,11 +24,11 @@ from paraplan.ir.graph import Graph, Op, map_refs
 from paraplan.ir.mesh import Layout, Partial, Placement, R, S, is_shardable, padded_dims, pads_little
 from paraplan.ir.rules.carried import definition_of
 from paraplan.ir.rules.choices import AxisChoice, axis_choices, mesh_choices, ring_choices
-from paraplan.ir.rules.dims import RING, STRIPES, WHOLE, OpDims, replicated
+from paraplan.ir.rules.dims import RING, ROUTING, STRIPES, WHOLE, OpDims, replicated
 from paraplan.ir.rules.overlap import GATHER, SCATTER, parse_pieces, pieces_choice
 from paraplan.ir.tensor import TensorSpec
 
-EXPANDED = (RING, STRIPES, "route", GATHER, SCATTER)
+EXPANDED = (RING, STRIPES, ROUTING, GATHER, SCATTER)
 """What the keys of strategies of several instructions begin with."""
 
 AxisKeys = tuple[frozenset[str] | None, ...]

@@ -17,6 +17,7 @@ Llama Team 2024, arXiv 2407.21783, section 3.3.2: gathered keys, two chunks a ra
 
 from __future__ import annotations
 
+from paraplan.ir.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from paraplan.ir.graph import Arg, Graph, Op, map_refs
 from paraplan.ir.rank_program import GROW
 from paraplan.ir.rules.dims import LocalContext
@@ -54,16 +55,12 @@ class _Stripes(Steps):
 
     def gathered(self, name: str) -> str:
         """All ranks' keys."""
-        spec = self.values[name]
-        made = {f"{name}!": TensorSpec(spec.dtype, (self.size * spec.shape[0], *spec.shape[1:]))}
-        return self._side_by_side(self.add("all_gather", ("%" + name,), made), f"{name}^")
+        return self._side_by_side(self.exchange(ALL_GATHER, name, f"{name}!"), f"{name}^")
 
     def scattered(self, name: str, dtype: str) -> str:
         """This rank's part of a sum over ranks."""
         stacked = self._stacked(self.cast(name, dtype, f"{name}^"), f"{name}|")
-        spec = self.values[stacked]
-        made = TensorSpec(spec.dtype, (spec.shape[0] // self.size, *spec.shape[1:]))
-        return self.add("reduce_scatter", ("%" + stacked,), {f"{name}~": made})
+        return self.exchange(REDUCE_SCATTER, stacked, f"{name}~")
 
     def stripe(self, name: str, block: int) -> str:
         """A dealt value's part of one rank: a view."""
@@ -105,7 +102,7 @@ class _Stripes(Steps):
         return self.add("paraplan.unstack", ("%" + name, self.size, dim), {to: TensorSpec(spec.dtype, shape)})
 
     def _swapped(self, name: str, to: str) -> str:
-        return self.add("all_to_all", ("%" + name,), {to: self.values[name]})
+        return self.exchange(ALL_TO_ALL, name, to)
 
 
 def striped_attention(op: Op, context: LocalContext, axis: int) -> Graph:

@@ -18,7 +18,7 @@ from paraplan.ir.trace.rewrite import Rewriter, remove_dead
 from paraplan.ir.trace.source import line_of_stack
 from paraplan.ir.trace.substitute_attention import attention
 from paraplan.ir.trace.substitute_loss import LOSSES
-from paraplan.ir.trace.substitute_random import RANDOM_RULES, recognise_depth
+from paraplan.ir.trace.substitute_random import RANDOM_RULES, check_probability, recognise_depth
 from paraplan.ir.trace.substitute_tensor import TENSOR_RULES, join_selects
 from paraplan.ir.trace.torch_private import OpOverload
 
@@ -180,6 +180,7 @@ def _dropout(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
 def _dropped(rewriter: Rewriter, node: fx.Node, x: fx.Node, p: float, train: bool) -> fx.Node:
     if not train or p == 0.0:
         return x
+    check_probability(node, p)
     with rewriter.mode:
         value = torch.empty(value_of(x).shape, dtype=value_of(x).dtype)
     return rewriter.call(node, autograd.dropout, x, p, val=value)
@@ -187,9 +188,9 @@ def _dropped(rewriter: Rewriter, node: fx.Node, x: fx.Node, p: float, train: boo
 
 def _rms_norm(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     found = arguments(node)
-    eps = found["eps"]
-    tiny = torch.finfo(value_of(found["input"]).dtype).eps if eps is None else eps
-    return rewriter.call(node, autograd.rms_norm, found["input"], len(found["normalized_shape"]), found["weight"], tiny)
+    dtype = torch.promote_types(value_of(found["input"]).dtype, torch.float32)  # what torch computes it in
+    eps = torch.finfo(dtype).eps if found["eps"] is None else found["eps"]
+    return rewriter.call(node, autograd.rms_norm, found["input"], len(found["normalized_shape"]), found["weight"], eps)
 
 
 def _split(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:

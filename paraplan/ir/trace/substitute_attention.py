@@ -10,6 +10,7 @@ from torch import fx
 from paraplan.ir.trace import autograd
 from paraplan.ir.trace.flow import aten_name, value_of
 from paraplan.ir.trace.rewrite import Rewriter
+from paraplan.ir.trace.substitute_random import check_probability
 
 aten = torch.ops.aten
 _PASS = frozenset({"view", "_unsafe_view", "reshape", "clone", "contiguous", "alias"})
@@ -45,7 +46,8 @@ def attention(rewriter: Rewriter, node: fx.Node, found: dict[str, object]) -> fx
     factor = 1.0 / math.sqrt(value_of(q).shape[-1]) if scale is None else float(scale)
     p = float(found["dropout_p"])
     args = (q, k, v, mask, bool(found["is_causal"]), factor)
-    if p > 0:
+    if p != 0:
+        check_probability(node, p)
         shape = (*value_of(q).shape[:3], value_of(v).shape[3])
         with rewriter.mode:
             value = torch.empty(shape, dtype=value_of(q).dtype)

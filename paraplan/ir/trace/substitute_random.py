@@ -16,14 +16,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
+from paraplan.ir.errors import CaptureError
 from paraplan.ir.trace import autograd
 from paraplan.ir.trace.flow import aten_name, value_of
 from paraplan.ir.trace.rewrite import Rewriter
+from paraplan.ir.trace.source import line_of_stack
 
 aten = torch.ops.aten
 Found = dict[str, object]
 Draw = Callable[[Rewriter, fx.Node, Found], fx.Node | None]
 _BELOW_ONE = {torch.bfloat16: 1 - 2.0**-8, torch.float16: 1 - 2.0**-11}
+
+
+def check_probability(node: fx.Node, p: float) -> None:
+    """Dropout's, which eager kernels check and no canonical op does.
+
+    Raises:
+        CaptureError: it is none.
+    """
+    if not 0.0 <= p <= 1.0:
+        line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
+        raise CaptureError(f"{line}: dropout's probability is {p}; give one from 0 to 1")
 
 
 def _uniform(rewriter: Rewriter, node: fx.Node) -> fx.Node:

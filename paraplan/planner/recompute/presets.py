@@ -31,10 +31,11 @@ _DEAR = ("mm", "linear", "convolution", "attention", "einsum", "experts", "baddb
 
 
 def _full(kind: SegmentKind) -> Fates:
-    """All of it, to the end."""
+    """All of it, to the end; not what makes outputs alone that have no gradient, as new values of buffers."""
     fates: Fates = {}
+    flat = {out for out, tangent in zip(kind.outputs, kind.tangents, strict=True) if tangent is None}
     for op in kind.graph.ops:
-        if op.phase is not Phase.FORWARD or op.target == SCALE:
+        if op.phase is not Phase.FORWARD or op.target == SCALE or flat.issuperset(filter(None, op.outs)):
             continue
         ends = [out for out in op.outs if out in kind.outputs]
         fates |= dict.fromkeys(ends, RERUN) if ends else dict.fromkeys((out for out in op.outs if out), RECOMPUTE)

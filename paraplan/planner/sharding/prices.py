@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from paraplan.cost_models.collectives import input_bytes_of
 from paraplan.cost_models.costs import COMPUTE, Costs, update_stream
 from paraplan.cost_models.moves import IN, OUT, copy_stream
+from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.bundle import is_small
 from paraplan.ir.lower.whole_norms import vanishing
 from paraplan.ir.mesh import Layout, R, S, local_shape
 from paraplan.ir.plan import HERE, Place
-from paraplan.ir.reshard import Move, ReshardTable, reshard_table
+from paraplan.ir.reshard import SLICE, Move, ReshardTable, reshard_table
 from paraplan.ir.rules.carried import registered_work
 from paraplan.ir.rules.dims import op_def
 from paraplan.ir.rules.localise import expansion
-from paraplan.ir.rules.ring import EXCHANGES
 from paraplan.ir.rules.strategies import Strategy
 from paraplan.ir.tensor import TensorSpec
 
@@ -170,7 +170,7 @@ class Prices:
     def _step(self, step: Op, steps: Graph, axis: int) -> Price:
         """One op of a ring's expansion, whose values are local."""
         inputs = tuple(steps.values[name] for name in step.tensors)
-        if step.target in EXCHANGES:
+        if step.target in COLLECTIVES:
             size = input_bytes_of(step.target, step.args, inputs[0])
             return self._sent(step.target, axis, size)
         outputs = tuple(None if name is None else steps.values[name] for name in step.outs)
@@ -236,20 +236,20 @@ class Prices:
         n = self.extended[move.axis]
         if n == 1:
             return self.zero
-        if move.kind == "slice":
+        if move.kind == SLICE:
             return self._copy("paraplan.shard", before, after)
-        if move.kind == "first_only":
+        if move.collective is None:
             return self._copy("paraplan.first_only", before, after)
         axis = move.axis - 1
-        split = {"reduce_scatter": move.dim, "all_to_all": move.to_dim}.get(move.kind, -1)
+        split = move.split_dim
         sent = before if split < 0 else _resized(before, split, n * after.shape[split])
-        joined = _resized(sent, 0, n * sent.shape[0]) if move.kind == "all_gather" else sent
         if bundled and is_small(spec, move, self.extended):
             return self._sent(move.kind, axis, before.nbytes, bundled=True)
         total = self._sent(move.kind, axis, sent.nbytes)
         if split >= 0 and (sent != before or math.prod(before.shape[:split]) > 1):
             total = add(total, self._copy("paraplan.stack", before, sent))
-        if move.kind in ("all_gather", "all_to_all") and move.dim > 0 and math.prod(after.shape[: move.dim]) > 1:
+        if move.collective.joins and move.dim > 0 and math.prod(after.shape[: move.dim]) > 1:
+            joined = TensorSpec(sent.dtype, move.collective.result_shape(sent.shape, n))
             total = add(total, self._copy("paraplan.unstack", joined, after))
         return total
 

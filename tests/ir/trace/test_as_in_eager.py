@@ -96,3 +96,36 @@ def test_a_dtype_that_precision_brought_is_told_so(precision: str, linear: bool)
     with pytest.raises(CaptureError, match=rf"precision='{precision}'.*to\(x\.dtype\).*precision='fp32'"):
         capture(Rotary(linear), {"x": torch.randn(2, 4, 8)}, precision=precision)
     capture(Rotary(linear), {"x": torch.randn(2, 4, 8)}, precision="fp32")
+
+
+class Normed(nn.Module):
+    """A norm whose eps torch chooses, of what is small beside it."""
+
+    def __init__(self, eps: float | None) -> None:
+        super().__init__()
+        self.norm, self.proj = nn.RMSNorm(8, eps=eps), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.norm(x)).float().square().mean()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16", "fp16"])
+def test_the_eps_that_torch_chooses_is_that_of_what_it_computes_in(precision: str) -> None:
+    torch.manual_seed(0)
+    model, x = Normed(None), torch.randn(4, 8) * 1e-3
+    dtype = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    wanted = copy.deepcopy(model).to(dtype)(x.to(dtype))
+    plan = pp.compile(model, "local:1", example_inputs={"x": x}, precision=precision)
+    loss = plan.executable(model).step({"x": x})
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-2 if dtype.itemsize == 2 else 1e-6)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5])
+def test_a_probability_that_is_none_is_refused(p: float) -> None:
+    class Attention(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=p).sum()
+
+    with pytest.raises(CaptureError, match=rf"test_as_in_eager.py:\d+, .*dropout's probability is {p}"):
+        capture(Attention(8, 8), {"x": torch.randn(2, 2, 4, 8)})
