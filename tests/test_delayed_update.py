@@ -20,6 +20,7 @@ from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, PlanMismatchError, RuntimeFailure
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.late import Phase, flush_steps, in_phase
+from paraplan.ir.names import Role
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, StepKind
 from paraplan.ir.trace import capture
@@ -374,7 +375,9 @@ def test_phases_are_the_same_blocks_with_fewer_steps() -> None:
     warm, first = (in_phase(program, phase) for phase in (Phase.WARM, Phase.FIRST))
     assert in_phase(program, Phase.STEADY) == program and in_phase(timely, Phase.FIRST) == timely
     assert not flush_steps(timely)
-    assert {value.role for value in program.outer.values()} - {value.role for value in warm.outer.values()} == {"late"}
+    assert {value.role for value in program.outer.values()} - {value.role for value in warm.outer.values()} == {
+        Role.LATE
+    }
     without = [step for step in warm.steps if step.kind is not StepKind.DROP]
     assert [step.kind for step in without] == [step.kind for step in timely.steps if step.kind is not StepKind.DROP]
     flush = flush_steps(program)

@@ -17,6 +17,7 @@ from functools import cache
 from paraplan.cost_models.blocks import Issue, Run, TimeBlock
 from paraplan.cost_models.costs import COMPUTE, UPDATE
 from paraplan.cost_models.moves import COPY
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import Step
 from paraplan.ir.struct import Value
 
@@ -57,7 +58,7 @@ class TimeWalk:
         self.bubble_s = 0.0
         self.spans: list[Span] = []
         self._late: tuple[Step, str, float] | None = None
-        self._unfinished: dict[str, tuple[float, str]] = {}
+        self._unfinished: dict[Name, tuple[float, str]] = {}
 
     @property
     def end_s(self) -> float:

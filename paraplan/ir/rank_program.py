@@ -23,6 +23,7 @@ from __future__ import annotations
 from enum import Enum
 
 from paraplan.ir.graph import Arg
+from paraplan.ir.names import Name, Role
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
@@ -225,9 +226,9 @@ class Step(Value, frozen=True, kw_only=True):
     kind: StepKind
     action: str
     block: str = ""
-    args: tuple[str, ...] = ()
-    outs: tuple[str | None, ...] = ()
-    drops: tuple[str, ...] = ()
+    args: tuple[Name, ...] = ()
+    outs: tuple[Name | None, ...] = ()
+    drops: tuple[Name, ...] = ()
     microbatch: int = -1
     segment: int = -1
     transfer: str = ""
@@ -265,10 +266,7 @@ class OuterValue(Value, frozen=True, kw_only=True):
     """A value of the outer namespace that exists before the step begins, or that UPDATE works on.
 
     Attributes:
-        role: "param" (stored copy), "state" (optimizer's view or copy of a parameter), "slots" (its other states, one
-            after another, where they are brought elsewhere to be updated), "grad" (its gradient, where that waits
-            beside them), "late" (its gradient, held since the step before), "batch", "buffer", "seed", "scale" (what
-            gradients are multiplied by, under fp16).
+        role: what it is.
         source: the parameter's, input's or buffer's name in the program; a seed's segment number as text.
         dtype, shape: local.
         layout: text form, on the stage's mesh.
@@ -276,7 +274,7 @@ class OuterValue(Value, frozen=True, kw_only=True):
         tier: where those are (see `LocalValue`).
     """
 
-    role: str
+    role: Role
     source: str
     dtype: str
     shape: tuple[int, ...]
@@ -294,7 +292,7 @@ class OutputPlace(Value, frozen=True, kw_only=True):
         layout: of those values, text form; the first placement is that along the microbatches.
     """
 
-    names: tuple[str, ...]
+    names: tuple[Name, ...]
     spec: TensorSpec
     layout: str
 
@@ -322,12 +320,12 @@ class RankProgram(Value, frozen=True, kw_only=True):
     mesh_shape: tuple[int, ...]
     num_microbatches: int
     blocks: dict[str, Block]
-    outer: dict[str, OuterValue]
+    outer: dict[Name, OuterValue]
     steps: tuple[Step, ...]
-    loss: str
-    metrics: dict[str, str] = {}
+    loss: Name
+    metrics: dict[str, Name] = {}
     outputs: dict[str, OutputPlace] = {}
-    grads: dict[str, str]
+    grads: dict[str, Name]
     optimizer_bytes: int
     update_workspace_bytes: int
     update_tiers: dict[str, tuple[int, int]] = {}

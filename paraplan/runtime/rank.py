@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.holding import Holding, holding_of, holdings
-from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.late import Phase, flush_steps, in_phase
 from paraplan.ir.mesh import Layout, parse_layout
+from paraplan.ir.names import Name, Role
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.seeds import segment_seed
@@ -105,11 +106,11 @@ class Rank:
         self.clock = Clock(seed) if shared is None else shared.clock
         source: Values = Nothing() if isinstance(values, Rank) else values
         held = {} if shared is None else {name: x for name, x in shared.tensors.items() if name in self.program.outer}
-        self.tensors: dict[str, Tensor] = local_tensors(
+        self.tensors: dict[Name, Tensor] = local_tensors(
             self.program, source, executor.coordinates, device, executor.copier.homes, held
         )
         executor.bind(self.tensors)
-        states = {value.source: name for name, value in self.program.outer.items() if value.role == "state"}
+        states = {value.source: name for name, value in self.program.outer.items() if value.role is Role.STATE}
         self.layouts: dict[str, Layout] = {
             name: parse_layout(self.program.outer[outer].layout) for name, outer in states.items()
         }
@@ -120,14 +121,14 @@ class Rank:
         params = {name: nn.Parameter(self._optimized(name, self.tensors[outer])) for name, outer in states.items()}
         self.params: dict[str, nn.Parameter] = params if shared is None else shared.params
         homes = {
-            name: self.without_padding(name, self.tensors[home_name(name)], layout)
+            name: self.without_padding(name, self.tensors[home], layout)
             for name, layout in self.layouts.items()
-            if home_name(name) in self.tensors
+            if (home := outer_names.waiting(name)) in self.tensors
         }
         self.waiting = WaitingGrads(self.params, homes) if shared is None else shared.waiting
         self._own_shapes = {name: tuple(param.shape) for name, param in self.params.items()}
-        self._seeds = [(name, int(each.source)) for name, each in self.program.outer.items() if each.role == "seed"]
-        self._late_names = {name for name, each in self.program.outer.items() if each.role == "late"}
+        self._seeds = [(name, int(each.source)) for name, each in self.program.outer.items() if each.role is Role.SEED]
+        self._late_names = {name for name, each in self.program.outer.items() if each.role is Role.LATE}
         if shared is None:
             self.settled()
 
@@ -191,7 +192,7 @@ class Rank:
 
     def _staged_versions(self) -> list[int]:
         """How often what is brought to updates was written."""
-        slots = [self.tensors[f"slots:{name}"] for name in self.staged if f"slots:{name}" in self.tensors]
+        slots = [self.tensors[x] for x in map(outer_names.slots, self.staged) if x in self.tensors]
         return [x._version for x in (*(self.params[name] for name in self.staged), *slots)]
 
     def _versions(self) -> list[int]:
@@ -213,7 +214,7 @@ class Rank:
         """Whether one is due, or under way."""
         return self.updates is not None and (self.updates.is_due or self.updates.is_begun)
 
-    def start(self, batch: ShardedBatch, homes: Mapping[str, Tensor] | None = None) -> None:
+    def start(self, batch: ShardedBatch, homes: Mapping[Name, Tensor] | None = None) -> None:
         """Bind a batch, copied to its homes where it has any, and fresh seeds.
 
         What the last step left behind is dropped, but for gradients that are due.
@@ -312,14 +313,17 @@ class Rank:
         with torch.no_grad():
             self.executor.copier.settle()
             for name, value in self.program.outer.items():
-                source = full.get(f"{'buffer' if value.role == 'buffer' else 'param'}:{value.source}")
-                if value.role in ("param", "state", "buffer") and source is not None:
+                if value.role not in (Role.PARAMETER, Role.STATE, Role.BUFFER):
+                    continue
+                stored = name if value.role is Role.BUFFER else outer_names.param(value.source)
+                source = full.get(str(stored))
+                if source is not None:
                     part = cut(source, parse_layout(value.layout), self.program.mesh_shape, self.executor.coordinates)
                     inside(self.tensors[name], part.shape).copy_(part)
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers by name, whole; what the model writes (running statistics) is as the last step left it."""
-        named = {value.source: name for name, value in self.program.outer.items() if value.role == "buffer"}
+        named = {value.source: name for name, value in self.program.outer.items() if value.role is Role.BUFFER}
         return {name: self.tensors[outer].clone() for name, outer in named.items()}
 
     def held(self, name: str) -> tuple[Tensor, Layout]:
@@ -327,7 +331,8 @@ class Rank:
         layout."""
         self.executor.copier.settle()
         written = name in self.plan.program.buffer_updates
-        outer = f"buffer:{name}" if written else f"state:{name}" if name in self.params else f"param:{name}"
+        trained = outer_names.state if name in self.params else outer_names.param
+        outer = outer_names.buffer(name) if written else trained(name)
         return self.tensors[outer], parse_layout(self.program.outer[outer].layout)
 
     def held_part(self, name: str) -> tuple[Tensor, Layout]:
@@ -352,7 +357,7 @@ class Rank:
     def grad(self, name: str) -> Tensor:
         """A gradient of the step, padding included."""
         if name in self.waiting.names:
-            return self.tensors[home_name(name)]
+            return self.tensors[outer_names.waiting(name)]
         return tensor_of(self.executor.outer[self.program.grads[name]])
 
 

@@ -18,6 +18,7 @@ from tests.cost_models.rank_programs import (
     view,
     wait,
 )  # fmt: skip
+from tests.named import all_named
 
 
 @settings(max_examples=100, deadline=None)
@@ -50,8 +51,8 @@ def forward_and_back() -> RankProgram:
     steps = [
         call("k0.0.F", "x0", "o0 s0 h0"),
         call("k0.0.B", "s0 x0", "g0", "s0", action="0B0"),
-        Step(kind=StepKind.ACCUMULATE, action="0B0", args=("acc", "g0")),
-        Step(kind=StepKind.UPDATE, action="0UPDATE", args=("x0",), drops=("o0",)),
+        Step(kind=StepKind.ACCUMULATE, action="0B0", args=all_named("acc g0")),
+        Step(kind=StepKind.UPDATE, action="0UPDATE", args=all_named("x0"), drops=all_named("o0")),
     ]
     return program([code, back], {"x0": 4, "idle": 7}, steps, {"x0": "acc"}, 9, 11)
 

@@ -6,7 +6,7 @@ is under way when an action is over. The copy back is begun one segment ahead: b
 it in the backward; the backward block waits for it just before the value is first read. At most two segments' values
 are on the device for this, either way.
 
-Names: of a value `x`, `x^host!` is its copy under way, `x^host` that copy, `x^host?` the way back under way.
+In the blocks, of a value `x`, `x^host!` is its copy under way, `x^host` that copy, `x^host?` the way back under way.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.names import Name, saved
 from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
 from paraplan.ir.strides import contiguous_strides, is_dense
 
@@ -64,7 +65,7 @@ class Call(Protocol):
     """Writes a step that calls a block for a segment in a microbatch."""
 
     def __call__(
-        self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...], microbatch: int, segment: int
+        self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...], microbatch: int, segment: int
     ) -> None:
         """Write it."""
 
@@ -119,8 +120,8 @@ class Copies:
         if block is None:
             number = sum(1 for other, _ in self._blocks if other == stem)
             block = self._blocks[key] = make(f"{stem}.{number}", visit.values)
-        args = tuple(at(visit.segment, local, m) for local in block.inputs)
-        outs = tuple(None if local is None else at(visit.segment, local, m) for local in block.outputs)
+        args = tuple(saved(visit.segment, local, m) for local in block.inputs)
+        outs = tuple(None if local is None else saved(visit.segment, local, m) for local in block.outputs)
         self.call(block, args, outs, m, visit.segment)
 
 
@@ -149,8 +150,3 @@ def back_block(name: str, values: tuple[AwayValue, ...]) -> Block:
         for value, there, back in zip(values, given, made, strict=True)
     ]
     return finish_block(name, given, made, (), known, instrs)
-
-
-def at(segment: int, local: str, m: int) -> str:
-    """The outer name of a segment's saved value."""
-    return f"{segment}/{local}@{m}"

@@ -8,8 +8,6 @@ update with the states (`staged.py`).
 Nobody needs to read it in between: what clipping and the check of a loss scale ask for, the sum of its squares and its
 largest absolute value, is taken while it is still on the device, and what they multiply gradients by is multiplied in
 the update (`runtime.grads`). Padding of an uneven shard is made zero for that.
-
-Names: `home:x` is a parameter's gradient where it waits, `home:x^!` its way there, `magnitude:x` the two numbers.
 """
 
 from __future__ import annotations
@@ -26,16 +24,6 @@ Dims = tuple[int, ...]
 
 CHUNK = 1 << 16
 """Elements of which a norm is taken at a time."""
-
-
-def home_name(param: str) -> str:
-    """The outer name of a parameter's gradient where it waits."""
-    return f"home:{param}"
-
-
-def magnitude_name(param: str) -> str:
-    """The outer name of the sum of its squares and its largest absolute value."""
-    return f"magnitude:{param}"
 
 
 def keep_block(name: str, value: LocalValue, tier: str, spec: TensorSpec, layout: Layout, mesh_shape: Dims) -> Block:

@@ -26,6 +26,7 @@ from itertools import takewhile
 
 import msgspec
 
+from paraplan.ir.names import Role
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 
 
@@ -54,7 +55,7 @@ def in_phase(program: RankProgram, phase: Phase) -> RankProgram:
         elif phase is Phase.WARM and _holds(program, step):
             step = msgspec.structs.replace(step, kind=StepKind.DROP, args=(), drops=step.args[1:])
         steps.append(step)
-    outer = {name: value for name, value in program.outer.items() if value.role != "late"}
+    outer = {name: value for name, value in program.outer.items() if value.role is not Role.LATE}
     return msgspec.structs.replace(program, steps=tuple(steps), outer=outer)
 
 

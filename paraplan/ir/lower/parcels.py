@@ -15,6 +15,7 @@ from paraplan.ir.lower.bundle import BUNDLE_BYTES, Key, bundle_key, is_full, is_
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.parted import Parted, PartedCalls
 from paraplan.ir.mesh import local_shape
+from paraplan.ir.names import Name
 from paraplan.ir.reshard import Move
 from paraplan.ir.tensor import TensorSpec
 
@@ -35,8 +36,8 @@ class Parcel:
         given: the dtype it is cast from before; "" where it has that it travels in.
     """
 
-    source: str
-    result: str
+    source: Name
+    result: Name
     spec: TensorSpec
     path: tuple[Move, ...]
     dtype: str = ""

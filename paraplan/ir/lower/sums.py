@@ -18,6 +18,7 @@ import msgspec
 
 from paraplan.ir.graph import refs
 from paraplan.ir.memo import Lately, Same
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import SUM, SUMMED, Block, LocalValue, RankProgram, Step, StepKind
 
 _ADDING = Lately[Block](1 << 16, lambda made: len(made.instrs))
@@ -36,7 +37,7 @@ def sum_products(program: RankProgram, backend: str, done: dict[tuple[int, Sums]
     """
     blocks, steps = dict(program.blocks), list(program.steps)
     ends = _added(program.steps)
-    held: dict[str, LocalValue] = {}
+    held: dict[Name, LocalValue] = {}
     dropped: set[int] = set()
     for at, step in enumerate(program.steps):
         if step.kind is StepKind.CALL:
@@ -77,10 +78,10 @@ def sum_products(program: RankProgram, backend: str, done: dict[tuple[int, Sums]
     )
 
 
-def _added(steps: Sequence[Step]) -> dict[tuple[int, str], int]:
+def _added(steps: Sequence[Step]) -> dict[tuple[int, Name], int]:
     """What a call makes for an ACCUMULATE alone, by the call's place and its name, and which that is."""
-    found: dict[tuple[int, str], int] = {}
-    readers: dict[str, list[int]] = {}
+    found: dict[tuple[int, Name], int] = {}
+    readers: dict[Name, list[int]] = {}
     for at in range(len(steps) - 1, -1, -1):
         step = steps[at]
         for out in step.outs:

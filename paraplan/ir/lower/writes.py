@@ -13,6 +13,7 @@ import msgspec
 
 from paraplan.ir.graph import Arg
 from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import WRITE_MANY, Block, Instr, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.strides import is_dense
 
@@ -59,7 +60,7 @@ def _pair(program: RankProgram, step: Step) -> Pair | None:
     return (over, value) if alike and not over.tier and is_dense(over.shape, over.strides) else None
 
 
-def _written(blocks: Mapping[str, Block], step: Step) -> tuple[str, str]:
+def _written(blocks: Mapping[str, Block], step: Step) -> tuple[Name, Name]:
     """Outer names of what a write overwrites and of its value."""
     block = blocks[step.block]
     given = dict(zip(block.inputs, step.args, strict=True))
@@ -74,7 +75,7 @@ def _follows(blocks: Mapping[str, Block], run: Sequence[Step], step: Step) -> bo
         return False
     over, value = _written(blocks, step)
     before = [_written(blocks, each) for each in run]
-    if over.partition(":")[0] != before[0][0].partition(":")[0]:  # a fitted step tells buffers from parameters
+    if over.role is not before[0][0].role:  # a fitted step tells buffers from parameters
         return False
     return all(over not in each and value != each[0] for each in before)
 
