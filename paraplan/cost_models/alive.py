@@ -16,7 +16,7 @@ from paraplan.cost_models.blocks import MemoryBlock
 from paraplan.cost_models.memory import Held, MemoryWalk, StepMemory, Storage
 from paraplan.ir.graph import refs
 from paraplan.ir.names import Name
-from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.rank_program import BACKWARDS, RankProgram, Step, StepKind
 
 Place = tuple[int, int]
 """(step, instruction of its block); -1 for a step that is no call, and for before the step."""
@@ -190,7 +190,7 @@ def _running(
     for index, storage in enumerate(given):
         if storage in found:
             _read(found[storage], uses, block.block.inputs[index], at, inside)
-            found[storage].backward = found[storage].backward or is_backward(step)
+            found[storage].backward = found[storage].backward or census.program.role_of(step) in BACKWARDS
     left = {made_by[0]: storage for storage, made_by in census.made.items() if made_by[1][0] == at}
     holders = census.holders()
     inner: list[Alive] = []
@@ -238,7 +238,7 @@ def _find_readers(census: _Census, begin: int, found: dict[Storage, Alive]) -> N
         step = program.steps[index]
         outer = census.walk.outer
         if step.kind is StepKind.CALL:
-            uses, back = census.used(step.block), is_backward(step)
+            uses, back = census.used(step.block), program.role_of(step) in BACKWARDS
             inputs = census.walk.blocks[step.block].block.inputs
             for name, local in zip(step.args, inputs, strict=True):
                 each = found.get(outer[name].storage)
@@ -248,9 +248,3 @@ def _find_readers(census: _Census, begin: int, found: dict[Storage, Alive]) -> N
         else:
             _read_by_step(step, index, found, _given(census, step))
         census.advance(index)
-
-
-def is_backward(step: Step) -> bool:
-    """Whether a call runs a block of the backward."""
-    parts = step.block.split(".")
-    return len(parts) > 2 and parts[2][:1] in ("B", "I", "W")

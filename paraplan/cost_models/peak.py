@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from enum import Enum
 
-from paraplan.cost_models.alive import STATES, WORKSPACE, Alive, Place, alive_at, is_backward
+from paraplan.cost_models.alive import STATES, WORKSPACE, Alive, Place, alive_at
 from paraplan.cost_models.constants import CUDA_BLOCK_BYTES
 from paraplan.cost_models.simulate import RankTrace
 from paraplan.ir import names as outer_names
 from paraplan.ir.graph import Op, Phase, refs
 from paraplan.ir.names import Name, Transit
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import MESSAGES, Instr, InstrKind, RankProgram, Step
+from paraplan.ir.rank_program import BACKWARDS, MESSAGES, BlockRole, Instr, InstrKind, RankProgram, Step
 from paraplan.ir.sources import graph_of_block
 from paraplan.ir.struct import Value
 
@@ -218,8 +218,9 @@ class _Roles:
 
     def _made(self, each: Alive, step: Step, instr: Instr, held: Role | None) -> Role:
         """What its maker says, where its holders leave it open."""
-        backward = is_backward(step)
-        if instr.kind is InstrKind.COPY and (step.segment < 0 or step.block.startswith("fetch")):
+        does = self.program.role_of(step)
+        backward = does in BACKWARDS
+        if instr.kind is InstrKind.COPY and (step.segment < 0 or does is BlockRole.FETCH):
             return Role.MASTERS if step.segment < 0 else Role.GATHERED
         if instr.kind is InstrKind.COPY:
             return Role.SAVED if each.tier else Role.FETCHED
@@ -240,7 +241,7 @@ class _Roles:
 
     def _op(self, step: Step, instr: Instr) -> Op | None:
         """The joint graph's op an instruction serves."""
-        graph = self.graphs(step.block)
+        graph = self.graphs(self.program.blocks[step.block])
         return graph.ops[instr.origin] if graph is not None and 0 <= instr.origin < len(graph.ops) else None
 
     def _moves_parameter(self, step: Step, instr: Instr) -> bool:

@@ -17,7 +17,7 @@ from paraplan.ir.names import Name
 from paraplan.ir.names import Role as OuterRole
 from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Instr, InstrKind, RankProgram, StepKind
+from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
 from paraplan.ir.sources import UNKNOWN, graph_of_block, source_lines
 from paraplan.ir.struct import Value
 from paraplan.report.layouts import generic_name, kind_rows, layout_words, made_layouts
@@ -223,11 +223,12 @@ class _Words:
         step = self.program.steps[at]
         if step.kind is not StepKind.CALL or index < 0:
             return _STEPS.get(step.kind, ""), ""
-        instr = self.program.blocks[step.block].instrs[index]
-        line = self.locate(step.block, instr.origin)
-        return self._op(step.block, instr), "" if line == UNKNOWN else line
+        block = self.program.blocks[step.block]
+        instr = block.instrs[index]
+        line = self.locate(block, instr.origin)
+        return self._op(block, instr), "" if line == UNKNOWN else line
 
-    def _op(self, block: str, instr: Instr) -> str:
+    def _op(self, block: Block, instr: Instr) -> str:
         """`linear`; of what moves an op's value, `all_gather over tp, of linear`."""
         name = _short(instr.target)
         if instr.kind is InstrKind.COPY:
@@ -287,7 +288,8 @@ class _Words:
         step = self.program.steps[at]
         if index < 0 or step.segment < 0 or each.others:
             return ""
-        instr, graph = self.program.blocks[step.block].instrs[index], self.graphs(step.block)
+        block = self.program.blocks[step.block]
+        instr, graph = block.instrs[index], self.graphs(block)
         if graph is None or not 0 <= instr.origin < len(graph.ops) or instr.layout_change:
             return ""
         op = graph.ops[instr.origin]

@@ -19,16 +19,8 @@ from paraplan.ir import names as outer_names
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import ParaplanError, RuntimeFailure
 from paraplan.ir.names import Name, Role
-from paraplan.ir.rank_program import (
-    MESSAGES,
-    Block,
-    InstrKind,
-    RankProgram,
-    Step,
-    StepKind,
-    offset_value,
-    place_of,
-)
+from paraplan.ir.offsets import offset_value, place_of
+from paraplan.ir.rank_program import MESSAGES, Block, InstrKind, RankProgram, Step, StepKind
 from paraplan.ir.sources import Locate, no_source
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.interpret import Tape, make_tape, play
@@ -350,7 +342,7 @@ def describe(block: Block, index: int, locate: Locate) -> str:
     if not 0 <= index < len(block.instrs):
         return block.name
     instr = block.instrs[index]
-    source = f" ({locate(block.name, instr.origin)})" if instr.origin >= 0 else ""
+    source = f" ({locate(block, instr.origin)})" if instr.origin >= 0 else ""
     return f"{block.name}[{index}] {instr.target}{source}"
 
 

@@ -19,6 +19,7 @@ from paraplan.ir.names import Name, Role
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import given_inputs
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.schedule import ActionKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.sources import source_lines
 from paraplan.ir.trace.fake import overrides_functions, own_functions
@@ -216,8 +217,8 @@ def _halves(program: RankProgram) -> tuple[tuple[Step, ...], tuple[Step, ...], t
     """The steps up to the loss, with the writes into buffers that the program has there; its writes after the backward
     of what the forward made, and the backward, which gives up what both read."""
     before, _ = split_steps(program.steps)
-    early = (i for i, step in enumerate(before) if program.loss in step.outs or (_writes(step) and "F" in step.action))
-    ends = max(early) + 1
+    writes = [_writes(step) and step.phase is ActionKind.F for step in before]
+    ends = max(i for i, step in enumerate(before) if program.loss in step.outs or writes[i]) + 1
     forward, rest = before[:ends], before[ends:]
     made = {name for step in forward for name in step.outs} - {name for step in forward for name in step.drops}
     writes, backward = [], []
@@ -248,7 +249,9 @@ class _Step(torch.autograd.Function):
     """The planned step, as one differentiable function of the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, runs: FittedStep, executor: Executor, bound: Mapping[str, Tensor], *params: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, runs: FittedStep, executor: Executor, bound: Mapping[Name, Tensor], *params: Tensor
+    ) -> Tensor:
         ctx.versions = runs.versions(bound)
         loss = runs.take_forward(executor)
         ctx.runs, ctx.executor = runs, executor

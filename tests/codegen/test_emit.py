@@ -35,7 +35,7 @@ def chain() -> Block:
 
 
 def test_generated_code_frees_where_the_instructions_do() -> None:
-    made = Block(**{f: getattr(chain(), f) for f in ("name", "inputs", "outputs", "saved", "values")}, instrs=(
+    made = Block(**{f: getattr(chain(), f) for f in ("name", "role", "inputs", "outputs", "saved", "values")}, instrs=(
         *chain().instrs[:3], wait("i", "y", "w", "i y w"), chain().instrs[4],
     ))  # fmt: skip
     lines = [

@@ -13,6 +13,7 @@ from paraplan.ir.names import Role
 from paraplan.ir.rank_program import (
     TIERS,
     Block,
+    BlockRole,
     Instr,
     InstrKind,
     LocalValue,
@@ -71,11 +72,12 @@ def wait(out: str, issued: str, frees: str = "") -> Instr:
 
 
 def block(
-    name: str, inputs: str, outputs: str, values: dict[str, LocalValue], *instrs: Instr, saved: str = ""
+    name: str, inputs: str, outputs: str, values: dict[str, LocalValue], *instrs: Instr, saved: str = "",
+    role: BlockRole = BlockRole.FORWARD,
 ) -> Block:  # fmt: skip
     """A block; names separated by blanks."""
     return Block(
-        name=name, inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), saved=tuple(saved.split()),
+        name=name, role=role, inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), saved=tuple(saved.split()),
         values=values, instrs=instrs,
     )  # fmt: skip
 
@@ -252,8 +254,8 @@ def random_blocks(draw: st.DrawFn, name: str) -> Block:
     outputs = draw(st.lists(st.sampled_from(names), max_size=3))
     saved = draw(st.lists(st.sampled_from(names), max_size=3))
     return Block(
-        name=name, inputs=tuple(inputs), outputs=tuple(outputs), saved=tuple(saved), values=values,
-        instrs=with_frees(steps, {*outputs, *saved}),
+        name=name, role=BlockRole.FORWARD, inputs=tuple(inputs), outputs=tuple(outputs), saved=tuple(saved),
+        values=values, instrs=with_frees(steps, {*outputs, *saved}),
     )  # fmt: skip
 
 

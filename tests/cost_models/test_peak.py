@@ -150,7 +150,7 @@ def test_recomputed_activations_are_the_forward_s_ops_in_the_backward() -> None:
         if not step.block.endswith(".B"):
             continue
         block = made.blocks[step.block]
-        graph = graphs(block.name)
+        graph = graphs(block)
         assert graph is not None
         again = [
             i for i, instr in enumerate(block.instrs)

@@ -17,8 +17,9 @@ from paraplan.ir.graph import Arg, decode_number
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Layout, Partial, Replicate, Shard, parse_layout
 from paraplan.ir.names import Name, Role
+from paraplan.ir.offsets import offset_value
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import Block, InstrKind, Step, StepKind, offset_value
+from paraplan.ir.rank_program import Block, InstrKind, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.trace import kernels

@@ -5,7 +5,17 @@ from __future__ import annotations
 from paraplan.ir.graph import Arg
 from paraplan.ir.mesh import Mesh, make_mesh
 from paraplan.ir.names import Role
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, OuterValue, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import (
+    Block,
+    BlockRole,
+    Instr,
+    InstrKind,
+    LocalValue,
+    OuterValue,
+    RankProgram,
+    Step,
+    StepKind,
+)
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import DTYPE_BYTES
 from tests.named import all_named, named, some_named
@@ -84,6 +94,7 @@ def collectives_block() -> Block:
     values.pop("top")
     return Block(
         name="k0.0.F",
+        role=BlockRole.FORWARD,
         inputs=("x", "idle"),
         outputs=("r", "g", None, "z", "t", "n"),
         saved=("at",),

@@ -20,7 +20,17 @@ from paraplan.cost_models.simulate import simulate_rank
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import make_mesh
 from paraplan.ir.names import Role
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, OuterValue, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import (
+    Block,
+    BlockRole,
+    Instr,
+    InstrKind,
+    LocalValue,
+    OuterValue,
+    RankProgram,
+    Step,
+    StepKind,
+)
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor
 from paraplan.runtime.folders import TensorFolder, sweep
@@ -50,18 +60,18 @@ def wait(issued: str, held: str, out: str) -> Instr:
 def there_and_back(tier: str, strides: Dims = (6, 1)) -> RankProgram:
     """x + x and x · x, x being on a tier between; the copy back is waited for in another block."""
     out = Block(
-        name="k.0.F", inputs=("x",), outputs=("y",), saved=("h'",), values={
+        name="k.0.F", role=BlockRole.FORWARD, inputs=("x",), outputs=("y",), saved=("h'",), values={
             "x": value("x", strides), "y": value("y", strides), "h": value("h", strides, tier),
             "h'": value("h", strides, tier, owns=False),
         },
         instrs=(copy("offload", "x", "h", tier), op("aten.add.Tensor", "x", "y"), wait("h", "x", "h'")),
     )  # fmt: skip
     ahead = Block(
-        name="k.1.P", inputs=("h",), outputs=("p",), saved=(),
+        name="k.1.P", role=BlockRole.PREFETCH, inputs=("h",), outputs=("p",), saved=(),
         values={"h": value("h", strides, tier), "p": value("p", strides)}, instrs=(copy("prefetch", "h", "p", tier),),
     )  # fmt: skip
     back = Block(
-        name="k.0.B", inputs=("p", "h"), outputs=("z",), saved=(), values={
+        name="k.0.B", role=BlockRole.BACKWARD, inputs=("p", "h"), outputs=("z",), saved=(), values={
             "h": value("h", strides, tier), "p": value("p", strides), "x": value("p", strides, owns=False),
             "z": value("z", strides),
         },

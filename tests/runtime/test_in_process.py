@@ -9,7 +9,7 @@ import torch
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import MemoryWalk, entries
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.ir.rank_program import Block, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import Block, BlockRole, RankProgram, Step, StepKind
 from paraplan.ir.struct import Value
 from paraplan.runtime.executor import Executor
 from paraplan.runtime.stepping import make_executors, step_together
@@ -108,6 +108,7 @@ def _one_block(*instrs: object, names: str, inputs: str = "x", outputs: str = ""
     }
     block = Block(
         name="k0.0.F",
+        role=BlockRole.FORWARD,
         inputs=tuple(inputs.split()),
         outputs=tuple(outputs.split()),
         saved=(),

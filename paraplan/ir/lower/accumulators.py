@@ -15,7 +15,7 @@ from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.mesh import R
 from paraplan.ir.names import Name
 from paraplan.ir.plan import ParamLayouts
-from paraplan.ir.rank_program import Block, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, LocalValue
 from paraplan.ir.reshard import Move
 from paraplan.ir.strides import is_contiguous
 from paraplan.ir.tensor import TensorSpec
@@ -80,7 +80,7 @@ class Accumulators:
 
 def _begin_block(name: str, value: LocalValue, dtype: str, rows: bool, extended: Dims) -> Block:
     """A rank's part of a gradient in another dtype, in the order it has or (`rows`) row by row."""
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.CAST)
     whole = (R,) * len(extended)
     emitter.give("x", TensorSpec(value.dtype, value.shape), whole, value.strides)
     made = emitter.get("x", whole)

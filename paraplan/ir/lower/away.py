@@ -19,7 +19,7 @@ import msgspec
 
 from paraplan.ir.lower.finish import finish_block
 from paraplan.ir.names import Name, saved
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.strides import contiguous_strides, is_dense
 
 
@@ -138,10 +138,10 @@ def away_block(name: str, values: tuple[AwayValue, ...]) -> Block:
             Instr(kind=InstrKind.WAIT, target="wait", args=("%" + issued.base, "%" + value.local), outs=(there,))
         )
     made = tuple(value.there.base for value in values)
-    return finish_block(name, tuple(n for n in known if n not in made), made, (), known, instrs)
+    return finish_block(name, tuple(n for n in known if n not in made), made, (), known, instrs, BlockRole.OFFLOAD)
 
 
-def back_block(name: str, values: tuple[AwayValue, ...]) -> Block:
+def back_block(name: str, values: tuple[AwayValue, ...], role: BlockRole = BlockRole.PREFETCH) -> Block:
     """Begins copies back."""
     known = {each.base: each for value in values for each in (value.there, value.back)}
     given, made = tuple(value.there.base for value in values), tuple(value.back.base for value in values)
@@ -149,4 +149,4 @@ def back_block(name: str, values: tuple[AwayValue, ...]) -> Block:
         Instr(kind=InstrKind.COPY, target="prefetch", args=("%" + there, ":" + value.issued.tier), outs=(back,))
         for value, there, back in zip(values, given, made, strict=True)
     ]
-    return finish_block(name, given, made, (), known, instrs)
+    return finish_block(name, given, made, (), known, instrs, role)

@@ -27,7 +27,7 @@ from paraplan.ir.micro import KindMicro, graph_micro
 from paraplan.ir.names import LOSS, Name
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Output, Source, source_of
-from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, StepKind
+from paraplan.ir.rank_program import Block, BlockRole, OutputPlace, RankProgram, StepKind
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
 from paraplan.ir.schedule import Action, ActionKind
 
@@ -189,7 +189,7 @@ def _output_block(
 ) -> tuple[Block | None, Given]:
     """What computes an output, summed up over the mesh where it is partial; None where a value is it already."""
     graph = output.graph
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.OUTPUT)
     for given_name, source in zip(graph.inputs, given, strict=True):
         emitter.give(given_name, graph.values[given_name], source.layout, source.strides)
     legal = graph_strategies(GraphKey(graph, extended[1:], micro.choices, extended[0]))

@@ -21,7 +21,7 @@ from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.names import fetched, param
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import ParamSpec
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
@@ -55,7 +55,7 @@ class Fetches:
     call: Call
     _ahead: list[FetchVisit] = field(default_factory=list)
     _action: str = ""
-    _blocks: dict[object, Block] = field(default_factory=dict)
+    _blocks: dict[tuple[str, tuple[AwayValue, ...], tuple[str, ...]], Block] = field(default_factory=dict)
 
     def is_away(self, name: str) -> bool:
         """Whether a parameter is not on the device."""
@@ -95,8 +95,11 @@ class Fetches:
         read = tuple(self.params[name].spec.dtype for _, name in visit.params)
         key = (stem, values, read)
         if key not in self._blocks:
-            name = f"{stem}.p{sum(1 for block in self._blocks.values() if block.name.startswith(f'{stem}.'))}"
-            self._blocks[key] = back_block(name, values) if stem == "fetch" else came_block(name, values, read)
+            name = f"{stem}.p{sum(other == stem for other, *_ in self._blocks)}"
+            if stem == "fetch":
+                self._blocks[key] = back_block(name, values, BlockRole.FETCH)
+            else:
+                self._blocks[key] = came_block(name, values, read, BlockRole.FETCH)
         return self._blocks[key]
 
     def _value(self, position: int, name: str) -> AwayValue:
@@ -110,7 +113,9 @@ class Fetches:
         return AwayValue(local, value.strides, away_value(local, value, layouts.stored_tier))
 
 
-def came_block(name: str, values: tuple[AwayValue, ...], read: tuple[str, ...] = ()) -> Block:
+def came_block(
+    name: str, values: tuple[AwayValue, ...], read: tuple[str, ...] = (), role: BlockRole = BlockRole.PREFETCH
+) -> Block:
     """Waits for copies to the device, and casts those that are `read` in another dtype."""
     known: dict[str, LocalValue] = {}
     instrs, made = [], []
@@ -134,4 +139,4 @@ def came_block(name: str, values: tuple[AwayValue, ...], read: tuple[str, ...] =
             )  # fmt: skip
             made[-1] = cast
     given = tuple(base for value in values for base in (value.back.base, value.there.base))
-    return finish_block(name, given, tuple(made), (), known, instrs)
+    return finish_block(name, given, tuple(made), (), known, instrs, role)

@@ -20,6 +20,7 @@ from paraplan.ir.graph import refs
 from paraplan.ir.memory_actions import Actions, MemAction, free, run
 from paraplan.ir.names import Name, Role, inside, saved
 from paraplan.ir.rank_program import MESSAGES, Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
+from paraplan.ir.schedule import ActionKind
 from paraplan.ir.storages import BEGIN, BlockStorages
 
 GIVEN = -1
@@ -195,7 +196,7 @@ class _Walk:
             self.actions.append(free(storage.number))
 
     def _op(self, name: str, instr: int, reads: list[int], makes: list[int], writes: list[int], workspace: int) -> None:
-        backward = "B" in self.program.steps[self.index].action
+        backward = self.program.steps[self.index].phase is ActionKind.B
         there = tuple(sorted(set(reads) - set(makes)))
         self.ops.append(
             FlatOp(name, self.index, instr, there, tuple(makes), tuple(writes), workspace, True, backward)

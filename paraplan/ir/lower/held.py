@@ -25,7 +25,7 @@ from paraplan.ir.mesh import Layout, Partial, Placement, R, Shard, layout_text, 
 from paraplan.ir.names import held
 from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Stage
 from paraplan.ir.program import ParamSpec, Program, Segment, SegmentKind
-from paraplan.ir.rank_program import Block
+from paraplan.ir.rank_program import Block, BlockRole
 from paraplan.ir.rules.strategies import Strategy
 from paraplan.ir.tensor import TensorSpec
 
@@ -202,7 +202,7 @@ def cast_graph(spec: TensorSpec, dtype: str) -> Graph:
 
 def _cast_block(name: str, spec: TensorSpec, stored: Layout, dtype: str, extended: Dims) -> Block:
     """A weight's shard scaled by the whole weight's maximum, cast, and cast to its transpose."""
-    emitter, graph = BlockEmitter(name, extended), cast_graph(spec, dtype)
+    emitter, graph = BlockEmitter(name, extended, BlockRole.HOLD_CAST), cast_graph(spec, dtype)
     lies, turned, whole = (R, *stored), (R, *_layout(TURNED, stored)), (R,) * len(extended)
     emitter.give("w", spec, lies, zeros=True)
     partial = tuple(Partial(op="max") if isinstance(place, Shard) else R for place in lies)

@@ -40,7 +40,7 @@ class LossSteps(TailSteps):
                 continue
             given = tuple(batch[name].layout for name in denominator.inputs)
             block, layout = count_block(
-                f"den{index}.count", denominator, self.lowered.micro.denominators[index], given, self.extended
+                f"den{index}", denominator, self.lowered.micro.denominators[index], given, self.extended
             )
             layouts[index] = layout
             named = dict(zip(denominator.graph.inputs, denominator.inputs, strict=True))
@@ -99,7 +99,8 @@ class LossSteps(TailSteps):
             for i, term in self.terms.items()
         )
         block = loss_block("loss", terms, specs, layouts, self.extended, 1.0 / self.program.apart)
-        while waits and block[0] is not None and any(name.startswith("denominator") for name in block[0].inputs):
+        divides = {f"denominator{at}" for at in range(len(indices))}
+        while waits and block[0] is not None and not divides.isdisjoint(block[0].inputs):
             waits.pop(0)()
         made = [outer_names.numerator(i) for i in indices]
         names = {f"numerator{at}": came.get(each, each) for at, each in enumerate(made)}

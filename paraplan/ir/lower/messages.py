@@ -22,7 +22,7 @@ from paraplan.ir.lower.stage import Crossing, PlanBlocks
 from paraplan.ir.lower.transfers import Ends, Message, ends_of
 from paraplan.ir.mesh import R
 from paraplan.ir.names import Name
-from paraplan.ir.rank_program import Block, RankProgram, Step, StepKind, Transfer
+from paraplan.ir.rank_program import Block, BlockRole, RankProgram, Step, StepKind, Transfer
 from paraplan.ir.strides import is_contiguous
 from paraplan.ir.tensor import TensorSpec
 
@@ -164,7 +164,7 @@ class Messages:
         """What brings a value to the layout it travels in, contiguous; None where it is so already."""
         key = (message.spec, given, message.sent, message.of_microbatch)
         if key not in self._made:
-            emitter = BlockEmitter(f"send.{len(self._made)}", self._extended(message))
+            emitter = BlockEmitter(f"send.{len(self._made)}", self._extended(message), BlockRole.SEND)
             emitter.give("value", message.spec, given.layout, given.strides)
             local = emitter.get("value", message.sent)
             value = emitter.values[local]
@@ -179,7 +179,7 @@ class Messages:
         key = (message.spec, message.received, message.wanted, message.source, message.of_microbatch)
         if key in self._made:
             return self._made[key]
-        emitter = BlockEmitter(f"receive.{len(self._made)}", self._extended(message))
+        emitter = BlockEmitter(f"receive.{len(self._made)}", self._extended(message), BlockRole.RECEIVE)
         ends = self._ends(message)
         if len(ends.receives) == 1:
             emitter.give("part0", message.spec, message.received, known_as="value")

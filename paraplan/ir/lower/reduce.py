@@ -18,6 +18,7 @@ from paraplan.ir.lower.parted import PartedCalls
 from paraplan.ir.mesh import Layout, R, parse_layout
 from paraplan.ir.names import Name, accumulator, grad
 from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.rank_program import BlockRole
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.tensor import TensorSpec
 
@@ -54,7 +55,7 @@ class Reductions:
 
     def __post_init__(self) -> None:
         self._parcels = Parcels(
-            "reduce", self._extended, self.calls, self._arrived, most_bytes=self.most_bytes,
+            "reduce", BlockRole.REDUCE, self._extended, self.calls, self._arrived, most_bytes=self.most_bytes,
             holding_bytes=self.holding_bytes,
         )  # fmt: skip
         self._names: dict[Name, str] = {}
@@ -126,8 +127,9 @@ class Partials:
         final: Callable[[Iterable[str]], None], most_bytes: int, holding_bytes: int = 0,
     ) -> None:  # fmt: skip
         self._parcels = Parcels(
-            "sums", mesh_shape, calls, self._arrived, all_hold=True, most_bytes=most_bytes, holding_bytes=holding_bytes
-        )
+            "sums", BlockRole.REDUCE, mesh_shape, calls, self._arrived, all_hold=True, most_bytes=most_bytes,
+            holding_bytes=holding_bytes,
+        )  # fmt: skip
         self._add, self._final = add, final
         self._under_way: Counter[str] = Counter()
         self._passed: set[str] = set()

@@ -31,7 +31,7 @@ from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.names import Name
 from paraplan.ir.plan import Optimizer, ParamLayouts
 from paraplan.ir.program import ParamSpec
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, StagedUpdate
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue, StagedUpdate
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
@@ -77,7 +77,12 @@ class Visitor:
         return msgspec.structs.replace(self.at_home, base=self.local, storage_bytes=0)
 
 
-MakeBlock = Callable[[str, tuple[Visitor, ...]], Block]
+MakeBlock = Callable[[str, tuple[Visitor, ...], BlockRole], Block]
+
+_DOES = {
+    "bring": BlockRole.BRING, "came": BlockRole.BRING, "recall": BlockRole.RECALL, "recalled": BlockRole.RECALL,
+    "store": BlockRole.STORE, "stored": BlockRole.STORE,
+}  # fmt: skip
 
 
 @dataclass
@@ -195,7 +200,8 @@ class StagedUpdates:
         """A step that calls a block for visitors, of which `values` are the outer names."""
         key = (stem, tuple(visitors))
         if key not in self._blocks:
-            self._blocks[key] = make(f"{stem}.{sum(1 for other in self._blocks if other[0] == stem)}", tuple(visitors))
+            name = f"{stem}.{sum(1 for other in self._blocks if other[0] == stem)}"
+            self._blocks[key] = make(name, tuple(visitors), _DOES[stem])
         block = self._blocks[key]
         outer = {
             local: name
@@ -214,7 +220,7 @@ def _way(layouts: ParamLayouts) -> tuple[str, str]:
     return layouts.state_tier, layouts.update_tier
 
 
-def bring_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+def bring_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
     """Begins copies to where the update is."""
     known = {value.base: value for each in visitors for value in (each.at_home, each.coming)}
     instrs = [
@@ -225,19 +231,19 @@ def bring_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
         for each in visitors
     ]  # fmt: skip
     given, made = tuple(each.local for each in visitors), tuple(each.coming.base for each in visitors)
-    return finish_block(name, given, made, (), known, instrs)
+    return finish_block(name, given, made, (), known, instrs, role)
 
 
-def came_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+def came_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
     """Waits for them."""
     known = {value.base: value for each in visitors for value in (each.coming, each.at_home)}
     known |= {each.up.base: msgspec.structs.replace(each.coming, storage_bytes=0) for each in visitors}
     instrs = [_wait(each.coming.base, each.local, each.up.base) for each in visitors]
     given = tuple(base for each in visitors for base in (each.coming.base, each.local))
-    return finish_block(name, given, tuple(each.up.base for each in visitors), (), known, instrs)
+    return finish_block(name, given, tuple(each.up.base for each in visitors), (), known, instrs, role)
 
 
-def store_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+def store_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
     """Begins copies to where the states live."""
     known = {value.base: value for each in visitors for value in (each.up, each.at_home)}
     known |= {f"{each.local}^!": each.leaving for each in visitors}
@@ -249,10 +255,10 @@ def store_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
         for each in visitors
     ]  # fmt: skip
     given = tuple(base for each in visitors for base in (each.up.base, each.local))
-    return finish_block(name, given, tuple(f"{each.local}^!" for each in visitors), (), known, instrs)
+    return finish_block(name, given, tuple(f"{each.local}^!" for each in visitors), (), known, instrs, role)
 
 
-def stored_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+def stored_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
     """Waits for them."""
     known: dict[str, LocalValue] = {}
     for each in visitors:
@@ -261,7 +267,7 @@ def stored_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
         known[f"{each.local}^."] = msgspec.structs.replace(issued, storage_bytes=0)
     instrs = [_wait(f"{each.local}^!", each.up.base, f"{each.local}^.") for each in visitors]
     given = tuple(base for each in visitors for base in (f"{each.local}^!", each.up.base))
-    return finish_block(name, given, tuple(f"{each.local}^." for each in visitors), (), known, instrs)
+    return finish_block(name, given, tuple(f"{each.local}^." for each in visitors), (), known, instrs, role)
 
 
 def _wait(issued: str, held: str, out: str) -> Instr:

@@ -25,7 +25,7 @@ from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.names import Name
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import ParamSpec
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
@@ -207,4 +207,4 @@ def leave_block(name: str, values: tuple[AwayValue, ...]) -> Block:
             )
         )
     given, made = tuple(value.local for value in values), tuple(value.issued.base for value in values)
-    return finish_block(name, given, made, (), known, instrs)
+    return finish_block(name, given, made, (), known, instrs, BlockRole.OFFLOAD)

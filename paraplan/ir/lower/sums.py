@@ -26,14 +26,17 @@ _ADDING = Lately[Block](1 << 16, lambda made: len(made.instrs))
 Sums = tuple[tuple[int, LocalValue], ...]
 """Outputs of a block, by position, that grow accumulators like these."""
 
+Done = dict[str, dict[tuple[int, Sums], Block]]
+"""By the label that blocks have in common, they by the id of what they were made from and what they add to."""
 
-def sum_products(program: RankProgram, backend: str, done: dict[tuple[int, Sums], Block]) -> RankProgram:
+
+def sum_products(program: RankProgram, backend: str, done: Done) -> RankProgram:
     """The program with gradients added by the products that make them.
 
     Args:
         program: as lowered.
         backend: of its devices, "cpu" or "cuda".
-        done: blocks by the id of what they were made from and what they add to, shared by a plan's programs; added to.
+        done: shared by a plan's programs; added to.
     """
     blocks, steps = dict(program.blocks), list(program.steps)
     ends = _added(program.steps)
@@ -110,15 +113,15 @@ def _may_add(block: Block, place: int, total: LocalValue, backend: str) -> bool:
     return not reads and alike and (total.shape, total.strides) == (value.shape, value.strides) and not total.tier
 
 
-def _adding(block: Block, sums: Sums, done: dict[tuple[int, Sums], Block]) -> Block:
+def _adding(block: Block, sums: Sums, done: Done) -> Block:
     """The block with accumulators among its inputs, that grow by these outputs."""
-    key = (id(block), sums)
-    if key not in done:
-        stem, _, phase = block.name.rpartition(".")
-        number = sum(made.name.startswith(f"{stem}+") for made in done.values())
-        name = f"{stem}+{number}.{phase}"
-        done[key] = _ADDING.get((name, Same(block), sums), lambda: _made(name, block, sums))
-    return done[key]
+    phase, key = f".{block.role.value}", (id(block), sums)
+    stem = block.name[: -len(phase)]
+    alike = done.setdefault(stem, {})
+    if key not in alike:
+        name = f"{stem}+{len(alike)}{phase}"
+        alike[key] = _ADDING.get((name, Same(block), sums), lambda: _made(name, block, sums))
+    return alike[key]
 
 
 def _made(name: str, block: Block, sums: Sums) -> Block:

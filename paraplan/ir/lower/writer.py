@@ -17,7 +17,8 @@ from paraplan.ir.graph import Arg, map_refs, refs
 from paraplan.ir.lower.finish import with_frees
 from paraplan.ir.lower.flat import FlatProgram
 from paraplan.ir.names import Name
-from paraplan.ir.rank_program import Block, Instr, LocalValue, RankProgram, Step, StepKind, offset_value
+from paraplan.ir.offsets import offset_value
+from paraplan.ir.rank_program import Block, BlockRole, Instr, LocalValue, RankProgram, Step, StepKind
 
 
 class Held(NamedTuple):
@@ -107,13 +108,17 @@ class Writer:
         for local in refs((instr.args, tuple(instr.kwargs.values()))):
             self.open.touched[self.flat.values[names[local]].storage] = index
         outs = tuple(None if out is None else self._make(names[out], index) for out in instr.outs)
-        kind = self.program.steps[step].block.split(".")[0]
-        own = kind == self.program.steps[self.open.step].block.split(".")[0]
+        own = self._kind(step) == self._kind(self.open.step)
         self.open.instrs.append(
             msgspec.structs.replace(
                 instr, args=args, kwargs=kwargs, outs=outs, frees=(), origin=instr.origin if own else -1
             )
         )
+
+    def _kind(self, step: int) -> str:
+        """The kind whose ops a step's block serves."""
+        name = self.program.steps[step].block
+        return self.program.blocks[name].kind if name else ""
 
     def _read(self, value: int, local: LocalValue) -> None:
         name = self._name(value)
@@ -164,8 +169,11 @@ class Writer:
                 outs.append(name)
                 self.loose[name] = True
         step, results = self.program.steps[done.step], tuple(map(str, outs))
+        like = self.program.blocks.get(step.block)
         block = Block(
             name=self._block_name(step.block or step.kind.value, done.step),
+            role=BlockRole.REORDERED if like is None else like.role,
+            kind="" if like is None else like.kind,
             inputs=tuple(map(str, done.inputs)),
             outputs=results,
             saved=(),

@@ -14,7 +14,7 @@ import msgspec
 from paraplan.ir.graph import Arg
 from paraplan.ir.lower.finish import finish_block
 from paraplan.ir.names import Name
-from paraplan.ir.rank_program import WRITE_MANY, Block, Instr, LocalValue, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import WRITE_MANY, Block, BlockRole, Instr, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.strides import is_dense
 
 _WRITE = "paraplan.write"
@@ -92,7 +92,7 @@ def _joined(run: Sequence[Step], blocks: dict[str, Block]) -> list[Step]:
         if len(steps) == 1:
             found += steps
             continue
-        name = f"writes.{sum(each.startswith('writes.') for each in blocks)}"
+        name = f"writes.{sum(each.role is BlockRole.WRITES for each in blocks.values())}"
         blocks[name] = _block(name, [blocks[step.block] for step in steps])
         args = tuple(arg for step in steps for arg in step.args)
         drops = tuple(dict.fromkeys(drop for step in steps for drop in step.drops))
@@ -114,4 +114,4 @@ def _block(name: str, blocks: Sequence[Block]) -> Block:
         for found, arg in zip((over, value), block.instrs[0].args, strict=True):
             found.append(f"{arg}.{index}")
     instr = Instr(target=WRITE_MANY, args=(tuple(over), tuple(value)), outs=(), origin=-1, layout_change=True)
-    return finish_block(name, tuple(inputs), (), (), values, [instr])
+    return finish_block(name, tuple(inputs), (), (), values, [instr], BlockRole.WRITES)
