@@ -47,7 +47,7 @@ class Checkpointing:
         no gradient waiting, here as in a run that goes on from the checkpoint. To be called when training has ended.
         """
         if self.state.is_due:
-            self.state.executor.run(self.state.flushing())
+            self.state.executor.run(self.state.lists.flush)
 
     @property
     def steps_done(self) -> int:
@@ -298,7 +298,7 @@ class Checkpointing:
 
     def _refresh(self) -> None:
         self.state.executor.copier.forget()
-        self.state.executor.run(self.state.restoring)
+        self.state.executor.run(self.state.lists.restoring)
         self.state.settled()
 
     def _forget(self) -> None:

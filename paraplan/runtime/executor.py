@@ -190,8 +190,6 @@ class Executor:
             grow_(self.outer[total], value)
         else:
             self.outer[total] = value
-        for name in step.drops:
-            self.outer.pop(name, None)
         return self.outer[total]
 
     def record(self, steps: Iterable[Step]) -> Recording:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paraplan.ir import names as outer_names
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
+from paraplan.ir.lower.phases import split_steps
 from paraplan.ir.names import Name, Role
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import given_inputs
@@ -27,7 +28,6 @@ from paraplan.runtime import ragged
 from paraplan.runtime.batch import refuse_dtype, refuse_not_dense
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor, Modules, make_tapes
-from paraplan.runtime.rank import split_steps
 from paraplan.runtime.transport import InProcessTransport
 
 _SEEDS = (1 << 63) - 1

@@ -117,7 +117,7 @@ class InProcessTrainer:
         if any(rank.has_begun for rank in self.ranks):  # the optimizer's step was skipped
             self.flush()
         if any(rank.is_stale for rank in self.ranks):
-            self._together(lambda rank: rank.restoring)
+            self._together(lambda rank: rank.lists.restoring)
             for rank in self.ranks:
                 rank.settled()
         self.attributes.check()
@@ -133,7 +133,7 @@ class InProcessTrainer:
     def flush(self) -> None:
         """As `Trainer.flush`."""
         if any(rank.is_due for rank in self.ranks):
-            self._together(lambda rank: rank.flushing() if rank.is_due else ())
+            self._together(lambda rank: rank.lists.flush if rank.is_due else ())
 
     def _together(self, steps: Callable[[Rank], Sequence[Step]]) -> None:
         """Steps of every rank beside a training step, of which no account is kept."""

@@ -209,7 +209,7 @@ class Trainer(TrainingStates):
     def _restore(self) -> None:
         """Bring to stored parameters what was written into the optimizer's since its step (clamped weights, say)."""
         if self.state.is_stale:
-            self.state.executor.run(self.state.restoring)
+            self.state.executor.run(self.state.lists.restoring)
             self.state.settled()
 
     def _take_part(self, part: str, steps: tuple[Step, ...]) -> None:

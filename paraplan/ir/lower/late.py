@@ -16,7 +16,7 @@ meanwhile, are updated in their own step as ever.
 
 That is the program of a step in full swing. Before it there are `delayed_update` steps without delay, then one that
 finds no gradient held: the same blocks, fewer steps (`in_phase`). What is held can be applied at any time between two
-steps (`flush_steps`), and the step after that is again one that finds none.
+steps (`flush_steps`), and the step after that is again one that finds none. A runtime takes the lists of `phases`.
 """
 
 from __future__ import annotations
