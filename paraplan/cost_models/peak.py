@@ -95,7 +95,7 @@ class Tensor(Value, frozen=True, kw_only=True):
 
     Attributes:
         name: what holds it; of activations, and of what no outer name holds, what the block that made it calls it.
-        holder: that, where it is an outer name.
+        holder: that, where it is an outer name, as blocks of a memory schedule have them.
         others: how many more outer names hold it, a bundle's parts for example.
         role, kind, tier, nbytes: as in `RoleBytes`.
         dtype, shape: local.
@@ -174,8 +174,9 @@ def peak_of(program: RankProgram, trace: RankTrace, model: Program, backend: str
 
 def _tensor(role: Role, kind: int, each: Alive) -> Tensor:
     held = bool(each.names) and role not in _ACTIVATIONS
+    holder = next((name for name in each.names if held or str(name) == each.name), None)
     return Tensor(
-        name=str(each.names[0]) if held else each.name, holder=each.names[0] if held else None,
+        name=each.name if holder is None else str(holder), holder=holder,
         others=len(each.names) - 1 if held else 0, role=role, kind=kind, tier=each.tier, nbytes=each.nbytes,
         dtype=each.dtype, shape=each.shape, maker=each.maker, reader=each.reader, out=each.out,
     )  # fmt: skip
