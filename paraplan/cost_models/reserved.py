@@ -157,6 +157,6 @@ class _Replay:
         for block in self.blocks.values():
             if id(block) not in held:
                 self.allocator.release(block)
-        for name in self.given.keys() - kept.keys():  # the batch of the next step comes anew
+        for name in [name for name in self.given if name not in kept]:  # the batch of the next step comes anew
             kept[name] = self.allocator.allocate(self.program.outer[name].nbytes)
         return kept

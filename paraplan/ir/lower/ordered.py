@@ -247,7 +247,7 @@ class _Order(Writer):
         """The new program."""
         for storage in tuple(self.leaving):
             self._leave(storage)
-        ends = {self.program.loss, *self.program.metrics.values()}
+        ends = dict.fromkeys((self.program.loss, *self.program.metrics.values()))
         results = [self.flat.results[name] for name in ends]
         self._to_outer(results)
         if self.loose:
