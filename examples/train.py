@@ -67,7 +67,7 @@ def warm_up_then_cosine(step: int) -> float:
 
 
 def accuracy(trainer: paraplan.Trainer, data: TensorDataset) -> float:
-    """The share of held-out points that are told right."""
+    """The share of held-out points that are classified right."""
     right = 0
     for batch in batches(data):
         found = trainer.eval_step(batch, outputs="global").outputs["logits"]
@@ -76,7 +76,7 @@ def accuracy(trainer: paraplan.Trainer, data: TensorDataset) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the script is told."""
+    """The script's options."""
     found = argparse.ArgumentParser()
     found.add_argument("plan", help="A plan file.")
     found.add_argument("--epochs", type=int, default=2)

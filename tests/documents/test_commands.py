@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+import paraplan
 from paraplan import cli
 
 from .fences import DOCUMENTS, ROOT, Fence, fences
@@ -112,8 +115,27 @@ def folder_has(folder: str, name: str) -> bool:
     return any(path.as_posix().endswith(full) for path in (ROOT / folder).rglob(Path(name).name))
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if "benchmarks" not in d.name], ids=lambda d: d.name)
-def test_options_in_the_text_are_options(document: Path) -> None:
+def test_the_readme_calls_what_there_is() -> None:
+    """Its Python: functions of paraplan with their keywords, methods of a trainer."""
+    calls = [
+        (ast.unparse(node.func), {str(keyword.arg) for keyword in node.keywords})
+        for fence in fences(ROOT / "README.md")
+        if fence.language == "python"
+        for node in ast.walk(ast.parse(fence.text))
+        if isinstance(node, ast.Call)
+    ]
+    known: dict[str, Any] = {"pp.compile": paraplan.compile, "pp.fit": paraplan.fit, "pp.Plan.load": paraplan.Plan.load}
+    known |= {f"trainer.{name}": getattr(paraplan.Trainer, name) for name in dir(paraplan.Trainer)}
+    ours = [(name, keywords) for name, keywords in calls if name.startswith(("pp.", "trainer.")) and "(" not in name]
+    assert {"pp.compile", "pp.fit", "trainer.step"} <= {name for name, _ in ours}
+    for name, keywords in ours:
+        parameters = inspect.signature(known[name]).parameters
+        taken = any(each.kind is each.VAR_KEYWORD for each in parameters.values()) or keywords <= set(parameters)
+        assert taken, f"{name} does not take all of {keywords}"
+
+
+@pytest.mark.parametrize("name", [name for name in IDS if "benchmarks" not in name])
+def test_options_in_the_text_are_options(name: str) -> None:
     def options(command: Any) -> Iterator[str]:
         for param in command.params:
             yield from (*param.opts, *param.secondary_opts)
@@ -121,7 +143,7 @@ def test_options_in_the_text_are_options(document: Path) -> None:
             yield from options(each)
 
     known = {*options(get_command(cli.app)), "--help", "--nproc-per-node"}
-    for span in SPAN.findall(prose(document)):
+    for span in SPAN.findall(prose(ROOT / name)):
         if span.startswith(("--", "paraplan ")):
             unknown = [word for word in re.findall(r"(?<!\w)--[a-z][a-z-]*", span) if word not in known]
-            assert not unknown, f"{document.name}: `{span}` has {unknown}"
+            assert not unknown, f"{name}: `{span}` has {unknown}"
