@@ -331,6 +331,8 @@ class Plan(Value, frozen=True, kw_only=True):
             step's work, and so are one step late (see `ir.lower.late`); None: never.
         states_ahead: whether the first states that come to their update set out before the last segment's backward, and
             not after it (see `ir.lower.staged`).
+        parted_messages: whether, of what a stage sends, ranks that hold the same send a part each, which the next stage
+            gathers where it is read (Narayanan et al. 2021, section 4.1).
         stages, schedule: the plan proper.
         memory_actions: on one device, the order in which the step's ops run, are run again, and tensors are freed and
             copied to a tier and back (`ir.memory_actions`); None: as lowered.
@@ -355,6 +357,7 @@ class Plan(Value, frozen=True, kw_only=True):
     hold_casts: bool = False
     delayed_update: int | None = None
     states_ahead: bool = False
+    parted_messages: bool = False
     stages: tuple[Stage, ...]
     schedule: Schedule
     memory_actions: str | None = None

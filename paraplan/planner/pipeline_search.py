@@ -37,6 +37,7 @@ from paraplan.planner.casting import cast_once
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.delaying import choose_ahead, choose_delay, delay_note
 from paraplan.planner.overlap import overlapped
+from paraplan.planner.parting import parted
 from paraplan.planner.pipeline import pipelined
 from paraplan.planner.pipeline_memory import Activations, in_flight, recomputing
 from paraplan.planner.realise import realised
@@ -129,14 +130,15 @@ def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
 
 
 def _quickened(best: Plan, constraints: Constraints, budget: int) -> Plan:
-    """The plan with what makes its step shorter in the same layouts: more under way, products in pieces, the host's
-    updates one step late, and states that come to theirs ahead."""
+    """The plan with what makes its step shorter in the same layouts: messages in parts, more under way, products in
+    pieces, the host's updates one step late, and states that come to theirs ahead."""
 
     def step_s(tried: Plan) -> float:
         made = realised(tried)
         return made.simulation.step_s if made.peak_bytes <= budget and not made.over_bytes else math.inf
 
-    plan = overlapped(reducing(cast_once(realised(best), budget), budget), constraints.overlap, budget).plan
+    made = parted(cast_once(realised(best), budget), budget)
+    plan = overlapped(reducing(made, budget), constraints.overlap, budget).plan
     plan = choose_ahead(choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
     if plan == best:
         return best

@@ -33,15 +33,16 @@ def legal(layout: Layout, mesh: Mesh) -> bool:
     return True
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("source", MESHES)
 @pytest.mark.parametrize("other", MESHES)
-def test_every_rank_gets_its_block(source: Mesh, other: Mesh) -> None:
+def test_every_rank_gets_its_block(source: Mesh, other: Mesh, in_parts: bool) -> None:
     target = moved(other, source.size)
     value = torch.arange(8.0 * 12 * 4, dtype=torch.float64).reshape(SPEC.shape)
     for layout in itertools.product(PLACES, repeat=len(source.shape)):
         if not legal(layout, source):
             continue
-        sent, received = crossing_layouts(SPEC, (R, *layout), source, target, 1)
+        sent, received = crossing_layouts(SPEC, (R, *layout), source, target, 1, in_parts)
         assert source.shape == target.shape or P not in sent
         if P in sent:
             continue
@@ -62,6 +63,11 @@ def test_every_rank_gets_its_block(source: Mesh, other: Mesh) -> None:
                 parts = [torch.cat(parts[at : at + n], dim) for at in range(0, len(parts), n)]
             assert torch.equal(parts[0], cut(value, received[1:], target.shape, target.coordinates(rank)))
         assert not letters, "what is sent is received"
+        if in_parts and source.shape == target.shape and R in received:  # nothing is sent twice that could be cut
+            sizes = local_shape(SPEC.shape, received[1:], target.shape)
+            free = [size for dim, size in enumerate(sizes) if S(dim) not in received]
+            left = [n for place, n in zip(received[1:], target.shape, strict=True) if place == R]
+            assert all(n == 1 or size % n for n in left for size in free)
 
 
 def test_shards_are_cut_and_joined_without_being_gathered() -> None:

@@ -109,11 +109,25 @@ def test_uneven_stages_equal_one_device(positions: int) -> None:
     assert run(pipeline_of(one, "1f1b", positions, stages), web().double(), batch()) <= 1e-9
 
 
+@pytest.mark.parametrize("parted", [False, True])
 @pytest.mark.parametrize("seed", [0, 40, 80])
-def test_sharded_stages_equal_one_device(seed: int) -> None:
+def test_sharded_stages_equal_one_device(seed: int, parted: bool) -> None:
     one = one_stage(2, 2, seed)
     stages = cut(len(one.program.segments), 2)
-    assert run(pipeline_of(one, "1f1b", 2, stages), web().double(), batch()) <= 1e-9
+    plan = msgspec.structs.replace(pipeline_of(one, "1f1b", 2, stages), parted_messages=parted)
+    assert run(plan, web().double(), batch()) <= 1e-9
+
+
+def test_messages_in_parts_are_smaller_and_give_the_same() -> None:
+    one = search(job_of(program(), 2), Constraints(tp=2, microbatches=2, recompute="full"), certify=False).plan
+    whole = pipeline_of(one, "interleaved", 2, cut(len(program().segments), stages_of("interleaved", 2)))
+    parted = msgspec.structs.replace(whole, parted_messages=True)
+    assert run(parted, web().double(), batch()) <= 1e-9
+
+    def sent(plan: Plan) -> int:
+        return sum(each.nbytes for rank in lower(plan) for each in rank.transfers.values() if each.sends)
+
+    assert sent(parted) < sent(whole)
 
 
 def test_losses_are_begun_together_where_one_is_summed_by_itself() -> None:

@@ -239,8 +239,9 @@ class PlanBlocks:
                 which are taken as they arrive.
         """
         meshes, m = (self.held[source].mesh, self.held[target].mesh), self.plan.num_shares
-        sent, received = crossing_layouts(spec, layout, *meshes, m if wanted is None else 1)
         of_microbatch = wanted is None
+        in_parts = of_microbatch and self.plan.parted_messages
+        sent, received = crossing_layouts(spec, layout, *meshes, m if of_microbatch else 1, in_parts)
         return Message(name, source, target, spec, sent, received, wanted or received, of_microbatch)
 
     def _choice(self, stage: int, index: int) -> int:

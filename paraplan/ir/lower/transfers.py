@@ -58,10 +58,19 @@ class Ends:
     pieces: Dims
 
 
-def crossing_layouts(spec: TensorSpec, layout: Layout, source: Mesh, target: Mesh, m: int) -> tuple[Layout, Layout]:
-    """How a value that lies in some (extended) layout is sent, and how it arrives."""
+def crossing_layouts(
+    spec: TensorSpec, layout: Layout, source: Mesh, target: Mesh, m: int, in_parts: bool = False
+) -> tuple[Layout, Layout]:
+    """How a value that lies in some (extended) layout is sent, and how it arrives.
+
+    Args:
+        spec, layout: of the value on the source.
+        source, target: meshes.
+        m: microbatches.
+        in_parts: whether, on equal meshes, ranks that hold the same send a part of it each (`Plan.parted_messages`).
+    """
     if source.shape == target.shape:
-        return layout, layout
+        return layout, _in_parts(spec, layout, (m, *target.shape)) if in_parts else layout
     padded = {dim for dim, _ in padded_dims(spec.shape, layout, (m, *source.shape))}
     sent: list[Placement] = [
         R if isinstance(place, Partial) or (isinstance(place, Shard) and place.dim in padded) else place
@@ -79,6 +88,19 @@ def crossing_layouts(spec: TensorSpec, layout: Layout, source: Mesh, target: Mes
     return (layout[0], *sent), (layout[0], *received)
 
 
+def _in_parts(spec: TensorSpec, layout: Layout, extended: Dims) -> Layout:
+    """A layout sharded over the axes on which it is replicated, along dims that nothing else shards."""
+    if any(isinstance(place, Partial) for place in layout) or padded_dims(spec.shape, layout, extended):
+        return layout
+    found, shape = list(layout), local_shape(spec.shape, layout, extended)
+    for axis, n in enumerate(extended):
+        taken = {place.dim for place in found if isinstance(place, Shard)}
+        dims = (dim for dim, size in enumerate(shape) if dim not in taken and size % n == 0)
+        if found[axis] == R and n > 1 and axis and (dim := next(dims, None)) is not None:
+            found[axis] = Shard(dim=dim)
+    return tuple(found)
+
+
 def _count(layout: list[Placement], shape: Dims, dim: int) -> int:
     return math.prod(n for place, n in zip(layout, shape, strict=True) if isinstance(place, Shard) and place.dim == dim)
 
@@ -94,7 +116,7 @@ def ends_of(message: Message, source: Mesh, target: Mesh, m: int) -> Ends:
             message=name, dtype=spec.dtype, shape=shape, peers=peers, starts=starts, channel=channel, sends=sends
         )
 
-    if source.shape == target.shape:
+    if source.shape == target.shape and message.sent == message.received:
         shape = local_shape(spec.shape, message.sent, (m, *source.shape))
         sent, received = transfer(shape, target.devices, True), transfer(shape, source.devices, False)
         return Ends((sent,), (received,), (1,) * len(shape))
