@@ -38,7 +38,7 @@ class Tiny:
         return Job(self.program, cluster, OPTIMIZERS[optimizer], ModelRef(display="tiny"), {"paraplan": "test"})
 
     def worst_error(self, losses: list[float], grads: dict[str, Tensor]) -> float:
-        """As DESIGN.md, section 8, measures it."""
+        """As docs/design/numerics.md, measures it."""
         assert set(grads) == set(self.grads)
         largest = max(float(grad.abs().max()) for grad in self.grads.values())
         errors = [

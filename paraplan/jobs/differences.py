@@ -1,4 +1,4 @@
-"""How far two sets of tensors are apart, by docs/design.md section 10: max|a − b| / max(max|b|, floor · peers').
+"""How far two sets of tensors are apart, by docs/design/numerics.md: max|a − b| / max(max|b|, floor · peers').
 
 Floor and peers: no tensor counts as smaller than some share of the largest of them.
 """
