@@ -8,60 +8,20 @@ It is data: loading one never imports or executes anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.mesh import Mesh
+from paraplan.ir.placement import DEVICE, HOST, TierPlacement
 from paraplan.ir.profile import Profile
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.ir.struct import Value
+from paraplan.ir.tiers import TIERS
 
 PLAN_VERSION = 3
-
-STATE_TIERS = ("", "host", "disk")
-"""Where an optimizer's states may be; "" is the device."""
-
-
-class Place(NamedTuple):
-    """Where a parameter and what belongs to it are; "" is the device.
-
-    Attributes:
-        states: tier of the optimizer's states.
-        stored: tier of the stored copy.
-        fetched: whether states that are away are fetched to be updated on the device.
-        grads: tier of the gradient until its update; "" is where that is done.
-    """
-
-    states: str = ""
-    stored: str = ""
-    fetched: bool = False
-    grads: str = ""
-
-    @property
-    def frozen(self) -> Place:
-        """Of a parameter that is not trained."""
-        return Place(self.stored, self.stored)
-
-
-HERE = Place()
-"""All on the device."""
-
-ON_HOST = Place("host")
-"""States on the host, updated there, beside a copy on the device that ops read: what may be updated late."""
-
-_STAGED = {
-    Place("host", "", True): "@fetched", Place("host", "host", True): "@all-fetched",
-    Place("disk"): "@disk", Place("disk", "disk"): "@disk-all",
-    Place("disk", "", True): "@disk-fetched", Place("disk", "disk", True): "@disk-all-fetched",
-}  # fmt: skip
-"""Those whose states come to their update."""
-
-PLACES: dict[Place, str] = {
-    HERE: "", ON_HOST: "@host", Place("host", "host"): "@all", **_STAGED,
-    **{place._replace(grads=place.states): f"{words}-grads" for place, words in _STAGED.items()},
-}  # fmt: skip
-"""How pins say where state, stored copy and gradient of a parameter are, and where it is updated."""
 
 AHEAD = "+ahead"
 """How pins say that a stored copy is gathered once a step."""
@@ -171,13 +131,14 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """As a pin says it: "stored/grad/state", then "+ahead", or "@host" where the state is, "@all" where all is."""
-        place = PLACES[self.place._replace(states=self.state_tier or self.stored_tier)]
-        return f"{self.stored}/{self.grad}/{self.state}{AHEAD if self.ahead else place}"
+        place = self.place if self.state_tier else self.place.frozen
+        at = AHEAD if self.ahead else f"@{place.text}" if place.states else ""
+        return f"{self.stored}/{self.grad}/{self.state}{at}"
 
     @property
     def update_tier(self) -> str:
         """Where the optimizer updates: "" for the device, or "host"."""
-        return "host" if self.state_tier and not self.fetched else ""
+        return TIERS[self.state_tier].updated_in if self.state_tier and not self.fetched else ""
 
     @property
     def staged(self) -> bool:
@@ -185,9 +146,17 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
         return self.update_tier != self.state_tier
 
     @property
-    def place(self) -> Place:
-        """Where a trained parameter, its states and its gradient are."""
-        return Place(self.state_tier, self.stored_tier, self.fetched, self.grad_tier)
+    def place(self) -> TierPlacement:
+        """Where a trained parameter, its states and its gradient are, and who updates it."""
+        update = HOST if self.state_tier and not self.fetched else DEVICE
+        return TierPlacement(self.stored_tier, self.state_tier, self.grad_tier or self.update_tier, update)
+
+    def placed(self, place: TierPlacement, ahead: bool = False) -> ParamLayouts:
+        """The same layouts elsewhere, gathered ahead or not."""
+        return msgspec.structs.replace(
+            self, state_tier=place.states, stored_tier=place.params, ahead=ahead,
+            fetched=bool(place.states) and place.update == DEVICE, grad_tier=place.grads if place.grads_wait else "",
+        )  # fmt: skip
 
 
 class Split(Value, frozen=True, kw_only=True):
@@ -380,4 +349,4 @@ class Plan(Value, frozen=True, kw_only=True):
 
     def is_late(self, layouts: ParamLayouts) -> bool:
         """Whether a trained parameter that lies so is updated one step late."""
-        return self.delayed_update is not None and layouts.place == ON_HOST
+        return self.delayed_update is not None and layouts.place.can_be_late

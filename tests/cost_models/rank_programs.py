@@ -10,7 +10,6 @@ from paraplan.ir.entry import Entry
 from paraplan.ir.graph import refs
 from paraplan.ir.mesh import make_mesh
 from paraplan.ir.rank_program import (
-    TIERS,
     Block,
     Instr,
     InstrKind,
@@ -20,6 +19,7 @@ from paraplan.ir.rank_program import (
     Step,
     StepKind,
 )  # fmt: skip
+from paraplan.ir.tiers import TIERS
 
 ADD = "aten.add.Tensor"
 

@@ -21,8 +21,9 @@ from paraplan.ir.micro import ProgramMicro, program_micro, smallest_divisor
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, dims_of, mesh_choices
 from paraplan.planner.classes import ParamClass
-from paraplan.planner.constraints import Constraints, parse_param_pin
+from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_param_names
+from paraplan.planner.param_pins import parse_param_pin
 from paraplan.planner.sharding.experts import ExpertAxis, expert_axis
 from paraplan.planner.sharding.options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
