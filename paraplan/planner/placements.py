@@ -37,12 +37,12 @@ class PlacementChoice(NamedTuple):
     def rungs(self, tiers: Sequence[str]) -> tuple[PlacementChoice, ...]:
         """Choices to be searched one after another, each with more than the one before.
 
-        Where parameters may leave the device as the planner chooses: states alone, to the nearest tier; all that is
+        Where parameters may leave the device as the planner chooses: states alone, to the first tier; all that is
         allowed; at last, where nothing is said of gradients, those that wait elsewhere than at their update too.
         """
         if self.params != ANY or self.grads is not None:
             return (self,)
-        states = f"{DEVICE},{NEAREST}" if self.states == ANY else self.states
+        states = f"{DEVICE},{(*tiers, NEAREST)[0]}" if self.states == ANY else self.states
         every = (self._replace(states=states, params=DEVICE), self, self._replace(grads=ANY))
         by_places = {each.allowed(tiers): each for each in reversed(every)}
         return tuple(each for places, each in reversed(by_places.items()) if places)
