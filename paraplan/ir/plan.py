@@ -19,7 +19,6 @@ from paraplan.ir.profile import Profile
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.ir.struct import Value
-from paraplan.ir.tiers import TIERS
 
 PLAN_VERSION = 3
 
@@ -111,7 +110,7 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     tier, in the same storage, and where that has another dtype (float32, under bf16) what comes is cast on arrival.
 
     `grad_tier` is where the gradient waits for its update: "" for where that is done, or the tier of states that come
-    to it, to which it is written as it is made and with which it comes.
+    to it, to which it is written as it is made and with which it comes. All of it as one value is `place`.
     """
 
     stored: str
@@ -137,19 +136,20 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
 
     @property
     def update_tier(self) -> str:
-        """Where the optimizer updates: "" for the device, or "host"."""
-        return TIERS[self.state_tier].updated_in if self.state_tier and not self.fetched else ""
+        """Where the optimizer updates: "" for the device, or a memory of the host."""
+        return self.place.update_tier
 
     @property
     def staged(self) -> bool:
         """Whether states are brought to where they are updated, and back."""
-        return self.update_tier != self.state_tier
+        return self.place.is_staged
 
     @property
     def place(self) -> TierPlacement:
         """Where a trained parameter, its states and its gradient are, and who updates it."""
         update = HOST if self.state_tier and not self.fetched else DEVICE
-        return TierPlacement(self.stored_tier, self.state_tier, self.grad_tier or self.update_tier, update)
+        place = TierPlacement(self.stored_tier, self.state_tier, self.grad_tier, update)
+        return place if self.grad_tier else place._replace(grads=place.update_tier)
 
     def placed(self, place: TierPlacement, ahead: bool = False) -> ParamLayouts:
         """The same layouts elsewhere, gathered ahead or not."""
@@ -183,8 +183,8 @@ class KindChoice(Value, frozen=True, kw_only=True):
         kind: index into the program's kinds.
         ops: per op of the joint graph, the key of its strategy (see `ir.rules.strategies`).
         input_grads: per boundary input, the layout its gradient is handed over in, or None.
-        activations: per value of the forward not simply kept for the backward: "recompute", or the tier it waits on,
-            "host" or "disk" (see `ir.lower.remat`).
+        activations: per value of the forward not simply kept for the backward: "recompute", or the tier it waits on
+            (see `ir.lower.remat`).
         split: what runs in chunks, or None.
     """
 
@@ -232,7 +232,7 @@ class Prediction(Value, frozen=True, kw_only=True):
         peak_bytes: per rank class, the most bytes alive on the device at once.
         reserved_bytes: per rank class, the most that torch's caching allocator reserves for it; () where devices have
             none.
-        tier_peak_bytes: per tier in use ("host", "disk"), the most bytes any rank has there.
+        tier_peak_bytes: per tier in use (`ir.tiers`), the most bytes any rank has there.
         compute_s, exposed_comm_s, exposed_copy_s: of the busiest rank.
         tokens_per_s: elements of the first batch input's leading two dims per second.
         mfu: model flops per second over the cluster's peak for the dtypes that they are in.
