@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import msgspec
 
-from paraplan.ir.rank_program import Block, RankProgram, StepKind
+from paraplan.ir.names import saved
+from paraplan.ir.rank_program import Block, BlockRole, RankProgram, StepKind
+from paraplan.ir.schedule import ActionKind
 
 
 def with_logits_kept(program: RankProgram, vocab: int) -> RankProgram:
@@ -27,7 +29,7 @@ def with_logits_kept(program: RankProgram, vocab: int) -> RankProgram:
         vocab: global size of the vocabulary.
     """
     widths = [vocab // size for size in (1, *program.mesh_shape)]
-    logits = {name: found for name, block in program.blocks.items() if (found := _logits(name, block, widths))}
+    logits = {name: found for name, block in program.blocks.items() if (found := _logits(block, widths))}
     return _keeping(program, logits, {})
 
 
@@ -37,7 +39,7 @@ def with_messages_kept(program: RankProgram) -> RankProgram:
     received = {step.outs[0] for step in program.steps if step.kind is StepKind.RECV}
     sent = {
         step.args[0]: step.action.replace("F", "B") for step in program.steps
-        if step.kind is StepKind.SEND and "F" in step.action
+        if step.kind is StepKind.SEND and step.phase in (ActionKind.F, ActionKind.SEND_F)
     }  # fmt: skip
     steps = [
         msgspec.structs.replace(step, drops=tuple(name for name in step.drops if name not in received | sent.keys()))
@@ -55,11 +57,11 @@ def with_last_products_kept(program: RankProgram) -> RankProgram:
     """The program with the last product of every layer that makes some again alive to the layer's backward."""
     last = {
         name: next((out for instr in reversed(block.instrs) if instr.target == LINEAR for out in instr.outs if out), "")
-        for name, block in program.blocks.items() if name.endswith(".F") and not _is_loss(block)
+        for name, block in program.blocks.items() if block.role is BlockRole.FORWARD and not _is_loss(block)
     }  # fmt: skip
     backwards = {
         (step.segment, step.microbatch): place for place, step in enumerate(program.steps)
-        if step.kind is StepKind.CALL and step.segment >= 0 and step.block.endswith(".B")
+        if step.segment >= 0 and program.role_of(step) is BlockRole.BACKWARD
     }  # fmt: skip
     return _keeping(program, {name: value for name, value in last.items() if value}, backwards)
 
@@ -76,17 +78,18 @@ def _keeping(program: RankProgram, kept: dict[str, str], until: dict[tuple[int, 
     steps = list(program.steps)
     for place, step in enumerate(program.steps):
         if step.block in kept:
-            name, ends = f"kept:{step.segment}@{step.microbatch}", until.get((step.segment, step.microbatch))
+            name = saved(step.segment, "kept", step.microbatch)
+            ends = until.get((step.segment, step.microbatch))
             steps[place] = msgspec.structs.replace(steps[place], outs=(*step.outs, name))
             if ends is not None:
                 steps[ends] = msgspec.structs.replace(steps[ends], drops=(*steps[ends].drops, name))
     return msgspec.structs.replace(program, blocks=blocks, steps=tuple(steps))
 
 
-def _logits(name: str, block: Block, widths: list[int]) -> str:
+def _logits(block: Block, widths: list[int]) -> str:
     """What a forward block that makes a loss makes with a matrix as wide as the vocabulary; "" for none."""
     values = block.values
-    if not name.endswith(".F") or not _is_loss(block):
+    if block.role is not BlockRole.FORWARD or not _is_loss(block):
         return ""
     made = [out for instr in block.instrs if "linear" in instr.target for out in instr.outs if out]
     return next((out for out in made if values[out].shape[-1] in widths), "")

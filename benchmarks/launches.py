@@ -26,7 +26,7 @@ from examples.models.resnet import ResNet
 from paraplan.cost_models.catalog import parse_cluster
 from paraplan.ir.lower import lower
 from paraplan.ir.plan import OPTIMIZERS
-from paraplan.ir.rank_program import StepKind
+from paraplan.ir.rank_program import BlockRole
 from paraplan.ir.trace import capture
 from paraplan.jobs.dry_run import dry_run
 from paraplan.jobs.local_ops import whole_plan
@@ -55,15 +55,16 @@ def ours(made: Made, precision: str = "bf16") -> Count:
     plan = whole_plan(program, parse_cluster("1xH100"), OPTIMIZERS["adamw"])
     (rank,) = lower(msgspec.structs.replace(plan, hold_casts=precision == "fp8"))
     runs = dry_run(rank, "cuda")
-    found = {"F": [0, 0], "B": [0, 0]}
+    found = {BlockRole.FORWARD: [0, 0], BlockRole.BACKWARD: [0, 0]}
     for step in rank.steps:
-        name = step.block or ""
-        phase = "F" if name.startswith("held.") else name.rpartition(".")[2]  # casts of weights, once a step
-        if step.kind is StepKind.CALL and phase in found:
+        role = rank.role_of(step)
+        role = BlockRole.FORWARD if role is BlockRole.HOLD_CAST else role  # casts of weights, once a step
+        if role in found:
             launches = [launch for instr in runs[step.block] for launch in instr.launches]
-            found[phase][0] += len(launches)
-            found[phase][1] += sum(each.nbytes for each in launches)
-    return Count(found["F"][0], found["B"][0], found["F"][1] + found["B"][1])
+            found[role][0] += len(launches)
+            found[role][1] += sum(each.nbytes for each in launches)
+    forward, backward = found.values()
+    return Count(forward[0], backward[0], forward[1] + backward[1])
 
 
 def eager(made: Made, precision: str = "bf16") -> Count:

@@ -31,9 +31,10 @@ from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.holding import holding_of, holdings
 from paraplan.ir.mesh import Layout
+from paraplan.ir.offsets import place_of
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, Step, Transfer, place_of
+from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, Step, Transfer
 from paraplan.ir.tensor import TensorSpec
 from paraplan.runtime.batch import shard_batch
 from paraplan.runtime.executor import Executor, make_tapes

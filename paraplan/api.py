@@ -21,7 +21,7 @@ from paraplan.cost_models.predict import predict, priced_on, simulate_plan
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec, check_cluster
-from paraplan.ir.errors import ConstraintError
+from paraplan.ir.errors import ClusterError, ConstraintError
 from paraplan.ir.lazy import lazy
 from paraplan.ir.options import check_fields, check_keywords, from_keywords, takes_options, with_keywords
 from paraplan.ir.profile import Profile
@@ -305,7 +305,7 @@ def _captured(model: nn.Module, asked: JobOptions, apart: int) -> tuple[Program,
     given = asked.example_inputs
     inputs = given if given is not None else _part("hf_batch")(model, asked.batch, asked.seq)
     program, reads = _part("capture_with_reads")(
-        model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), loss_fn=asked.loss_fn,
+        model, dict(inputs) if isinstance(inputs, Mapping) else inputs, loss_fn=asked.loss_fn,
         precision=asked.precision, loss=asked.loss, batch_dims=asked.batch_dims, dynamic=asked.dynamic,
         per_microbatch=apart,
     )  # fmt: skip
@@ -324,7 +324,11 @@ def as_cluster(cluster: ClusterSpec | str) -> ClusterSpec:
     Raises:
         ClusterError: it describes no machine.
     """
-    return check_cluster(cluster) if isinstance(cluster, ClusterSpec) else parse_cluster(cluster)
+    if isinstance(cluster, ClusterSpec):
+        return check_cluster(cluster)
+    if not isinstance(cluster, str):
+        raise ClusterError(f"cluster is a {type(cluster).__name__}: give a ClusterSpec, a file's name or '8xH100:4'")
+    return parse_cluster(cluster)
 
 
 def versions() -> dict[str, str]:

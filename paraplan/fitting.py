@@ -20,6 +20,7 @@ from paraplan.api import Plan, as_cluster
 from paraplan.api import compile as compile_plan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import predict
+from paraplan.ir import names as outer_names
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, NoPlanError
@@ -116,7 +117,7 @@ def fit(
             microbatches=asked.microbatches, **captured,
         )  # fmt: skip
     whole = _unfused(whole)
-    sizes = {name: whole.programs[0].outer[f"param:{name}"].nbytes for name in whole.programs[0].grads}
+    sizes = {name: whole.programs[0].outer[outer_names.param(name)].nbytes for name in whole.programs[0].grads}
     beside = sum(sizes.values()) * asked.accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
     plan = _scheduled(whole, budget, beside, asked.time_limit_s, memory_tiers(spec) if asked.offload else ())
     plan = replace(plan, data=msgspec.structs.replace(plan.data, cluster=spec), total_s=time.perf_counter() - started)

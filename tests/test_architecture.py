@@ -57,6 +57,8 @@ OTHER_MEANINGS = {
 }
 """Where the name of a collective stands for something else."""
 
+LABELLED = ("cost_models/", "planner/", "runtime/", "codegen/", "report/", "jobs/", "ir/lower/", "ir/sources", "api")
+TEXT_METHODS = ("startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split", "rsplit")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 PUBLIC = {
@@ -213,6 +215,21 @@ def function_is_too_long(module: Module) -> Iterator[str]:
             yield f"{module.path}:{function.lineno} {function.name}() has {lines} lines, over {MAX_FUNCTION_LINES}"
 
 
+def reads_labels(module: Module) -> Iterator[str]:
+    """Labels of blocks and actions are for people; what a block or a step is, it says in fields."""
+    if not module.path.startswith(LABELLED):
+        return
+    for node in module.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TEXT_METHODS:
+            read = node.func.value
+        elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant | ast.JoinedStr):
+            read = node.comparators[0] if isinstance(node.ops[0], ast.In | ast.NotIn) else node.left
+        else:
+            continue
+        if (name := dotted(read)) and name.endswith((".block", "block.name", ".action")):
+            yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, Block.kind or Step.phase"
+
+
 RULES: dict[Callable[[Module], Iterator[str]], Module] = {
     breaks_floors: Module("planner/x.py", "from ..runtime import trainer"),
     imports_torch_where_it_may_not: Module("ir/x.py", "import torch.nn as nn"),
@@ -223,6 +240,7 @@ RULES: dict[Callable[[Module], Iterator[str]], Module] = {
     ),
     uses_private_torch: Module("runtime/x.py", "import torch\ntorch._dynamo.reset(); torch.ops._c10d_functional.wait"),
     file_is_too_long: Module("ir/x.py", "x = 1\n" * (MAX_FILE_LINES + 1)),
+    reads_labels: Module("report/x.py", "step.block.split('.')[0]\nstep.block in program.blocks"),
     function_is_too_long: Module("ir/x.py", 'def f():\n    """D."""\n' + "    x = 1\n" * MAX_FUNCTION_LINES),
 }
 """Each rule with a module that breaks it exactly once."""

@@ -15,6 +15,7 @@ import paraplan
 from paraplan.api import Plan
 from paraplan.ir.errors import (
     CaptureError,
+    ClusterError,
     ConstraintError,
     InvalidPlanError,
     ParaplanError,
@@ -171,3 +172,24 @@ def test_a_plan_file_of_deep_nesting_is_no_plan(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text('{"a":' * 50_000)
     with pytest.raises(InvalidPlanError, match=r"deep.json is truncated or no JSON"):
         read_plan(tmp_path / "deep.json")
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault", "said"),
+    [
+        ({"cluster": None}, ClusterError, "cluster is a NoneType: give a ClusterSpec"),
+        ({"model": len}, CaptureError, "model is a builtin_function_or_method: give an nn.Module"),
+        ({"model": Net}, CaptureError, "model is the class Net: give an nn.Module"),
+        ({"example_inputs": {"x": BATCH["x"]}}, CaptureError, r"forward of Net takes 'y'.*they are 'x'"),
+        ({"example_inputs": BATCH["x"]}, CaptureError, r"forward of Net takes 'y'.*they are 'x'"),
+        (
+            {"example_inputs": {name: x[:0] for name, x in BATCH.items()}}, CaptureError,
+            r"input 'x' has no rows: its shape is \(0, 4\)",
+        ),
+        ({"dp": True}, ConstraintError, "dp=True: give a whole number"),
+    ],
+)  # fmt: skip
+def test_what_is_planned_is_checked_first(changed: dict[str, Any], fault: type[Exception], said: str) -> None:
+    given: dict[str, Any] = {"model": Net(), "cluster": "local:1", "example_inputs": BATCH, **changed}
+    with pytest.raises(fault, match=said):
+        paraplan.compile(given.pop("model"), given.pop("cluster"), **given)

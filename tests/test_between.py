@@ -12,9 +12,11 @@ from torch import nn
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.peak import peak_of
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir import names
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.remat import boundary_values, recomputable
+from paraplan.ir.names import Name, Role, Transit
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.rank_program import StepKind
 from paraplan.ir.trace import capture
@@ -91,17 +93,17 @@ def test_a_value_leaves_after_its_last_reader_and_is_back_a_segment_ahead() -> N
     plan = away(kept("gpt2", "tp"), "host")
     (program,) = verify_plan(plan)
     calls = [step for step in program.steps if step.kind is StepKind.CALL]
-    where: dict[str, list[int]] = {}
+    where: dict[Name, list[int]] = {}
     for index, step in enumerate(calls):
         for name in (*step.args, *filter(None, step.outs)):
             where.setdefault(name, []).append(index)
-    left = {name: at for name, at in where.items() if "/host!@" in name}
+    left = {name: at for name, at in where.items() if (name.role, name.transit) == (Role.VALUE, Transit.LEAVING)}
     assert left
     for name, (issued, waited) in left.items():
-        value = name.replace("/host!", "")
+        value = names.value(name.source, name.microbatch)
         passed = [step for step in calls[issued:waited] if step.block.endswith(".F")]
         assert len(passed) <= 1, "a segment later, or at the end"
-        back = where[name.replace("!", "?")][0]
+        back = where[value.coming("host")][0]
         readers = [i for i in where[value] if i > back and calls[i].block.endswith(".B")]
         assert not [i for i in where[value] if waited < i < back], "nobody reads it meanwhile"
         assert len([step for step in calls[back : readers[0]] if step.block.endswith(".B")]) <= 1, "a segment ahead"

@@ -20,6 +20,8 @@ from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, PlanMismatchError, RuntimeFailure
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.late import Phase, flush_steps, in_phase
+from paraplan.ir.lower.phases import step_lists
+from paraplan.ir.names import Role
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, StepKind
 from paraplan.ir.trace import capture
@@ -375,10 +377,26 @@ def test_phases_are_the_same_blocks_with_fewer_steps() -> None:
     warm, first = (in_phase(program, phase) for phase in (Phase.WARM, Phase.FIRST))
     assert in_phase(program, Phase.STEADY) == program and in_phase(timely, Phase.FIRST) == timely
     assert not flush_steps(timely)
-    assert {value.role for value in program.outer.values()} - {value.role for value in warm.outer.values()} == {"late"}
+    assert {name.role for name in program.outer} - {name.role for name in warm.outer} == {Role.LATE}
     without = [step for step in warm.steps if step.kind is not StepKind.DROP]
     assert [step.kind for step in without] == [step.kind for step in timely.steps if step.kind is not StepKind.DROP]
     flush = flush_steps(program)
     assert [step.kind for step in flush[:2]] == [StepKind.UPDATE, StepKind.UPDATED] and len(flush) > 2
     assert len(first.steps) == len(program.steps) - len(flush) + 1
     assert program.steps[0] == flush[0], "before all else"
+
+
+def test_the_lists_of_steps_are_parts_of_the_program() -> None:
+    plan = planned("gpt2", "zero1", "host")
+    for program in (verify_plan(plan)[0], verify_plan(late(plan, 1))[0]):
+        lists = step_lists(program)
+        for phase, steps in lists.phases.items():
+            assert (*steps.before, *steps.after) == in_phase(program, phase).steps
+            assert steps.brought == (*lists.ahead, *steps.after)
+            left_out = [step for step in steps.after if step not in steps.again]
+            assert {step.kind for step in left_out} <= {StepKind.DROP, StepKind.ACCUMULATE}
+            assert {*steps.grads} == {n for step in left_out for n in (*step.drops, *step.args[1:])} >= {
+                name for name in program.grads.values() if name not in program.outer
+            }  # fmt: skip
+        assert lists.flush == flush_steps(program)
+        assert all(step.kind is StepKind.CALL for step in lists.restoring)

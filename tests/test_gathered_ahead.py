@@ -14,6 +14,7 @@ from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulate import Simulation
+from paraplan.ir import names
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InvalidPlanError
 from paraplan.ir.lower import lower
@@ -97,7 +98,7 @@ def test_masters_and_evaluations() -> None:
     outer = programs[0].outer
     for name, layouts in plan.stages[0].params.items():
         assert layouts.ahead == (layouts.stored != layouts.state)
-        assert outer[f"param:{name}"].layout == layouts.state and outer[f"state:{name}"].nbytes
+        assert outer[names.param(name)].layout == layouts.state and outer[names.state(name)].nbytes
     modules = [build_modules(each) for each in programs]
     trainer = InProcessTrainer(plan, programs, modules, model, build=build_modules)
     first = float(trainer.step(batch))

@@ -17,9 +17,11 @@ from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.peak import Role, peak_of
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir import names
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
 from paraplan.ir.lower import lower
+from paraplan.ir.names import Role as OuterRole
 from paraplan.ir.placement import HERE, PLACEMENTS
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
@@ -168,7 +170,7 @@ def test_gradients_leave_during_the_backward_and_parameters_come_back_ahead() ->
     assert out[0] < backward < update < back[0], "the first gradients go while later ones are made"
     written = [index for index, step in enumerate(steps) if step.block.startswith("restore")]
     assert all(issued < done for issued, done in zip(back[1:], written, strict=False)), "one ahead of the one written"
-    assert all(program.outer[f"state:{name}"].tier == "host" for name in program.grads)
+    assert all(program.outer[names.state(name)].tier == "host" for name in program.grads)
 
 
 def test_parameters_come_a_segment_ahead_and_two_segments_are_here_at_most() -> None:
@@ -237,7 +239,7 @@ def test_parameters_in_halves_leave_where_nothing_else_fits() -> None:
         dtypes = {value.dtype for value in (block.values[name] for name in block.outputs if name is not None)}
         waits, casts = ([each for each in block.instrs if each.kind is kind] for kind in (InstrKind.WAIT, InstrKind.OP))
         assert dtypes == {"bfloat16"} and len(casts) == len(waits) == len(block.outputs)
-    held = [value for value in program.outer.values() if value.role == "param"]
+    held = [value for value in program.outer.values() if value.role is OuterRole.PARAMETER]
     assert comes and {(value.dtype, value.tier) for value in held} == {("float32", "host")}
     limit = (peaks[1] + peaks[2]) // 2
     pins = Constraints(offload="host", memory_bytes=limit, recompute="none", microbatches=1)

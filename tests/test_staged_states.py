@@ -22,8 +22,10 @@ from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.peak import Role, peak_of
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir import names
 from paraplan.ir.errors import InfeasibleError, PlanMismatchError, RuntimeFailure
 from paraplan.ir.lower import lower
+from paraplan.ir.names import Role as OuterRole
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import InstrKind, RankProgram, StepKind
 from paraplan.ir.trace import capture
@@ -93,14 +95,15 @@ def test_staging_changes_nothing(states: str, precision: str) -> None:
 @pytest.mark.parametrize("states", ["disk", "fetched"])
 def test_two_runs_are_there_at_most_and_copies_go_beside_the_update(states: str) -> None:
     (program,) = verify_plan(in_runs(planned("gpt2", "one", states)))
-    there: set[str] = set()
+    there: set[tuple[OuterRole, str]] = set()
     most = 0
     under_way = updates = 0
     for step in program.steps:
         block = program.blocks.get(step.block)
         for instr, name in zip(block.instrs if block else (), step.outs, strict=False):
             if instr.kind is InstrKind.COPY and step.block.startswith("bring"):
-                there.add((name or "").partition("^")[0])
+                assert name is not None
+                there.add((name.role, name.source))
                 under_way += 1
         most = max(most, len(there))
         if step.block.startswith("came"):
@@ -108,7 +111,7 @@ def test_two_runs_are_there_at_most_and_copies_go_beside_the_update(states: str)
         if step.kind is StepKind.UPDATE and step.staged is not None:
             updates += bool(under_way)
         if step.block.startswith("stored"):
-            there -= {name.partition("^")[0] for name in step.args}
+            there -= {(name.role, name.source) for name in step.args}
     runs = [step for step in program.steps if step.staged is not None]
     assert not there and updates >= len(runs) - 1, "while one is updated the next one comes"
     assert most <= 2 * 2 * max(len(step.args) for step in runs)
@@ -180,7 +183,7 @@ def test_a_write_that_fails_leaves_every_parameter_with_its_states(
 
     def held(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
         tensors = trainer.state.tensors
-        return {n: [tensors[f"state:{n}"].clone(), tensors[f"slots:{n}"].clone()] for n in trainer.state.params}
+        return {n: [tensors[names.state(n)].clone(), tensors[names.slots(n)].clone()] for n in trainer.state.params}
 
     twin, other = made()
     trainer, optimizer = made()
@@ -216,7 +219,7 @@ def test_a_write_that_fails_leaves_every_parameter_with_its_states(
     trainer.zero_grad()
     trainer.step(batch)
     for name in trainer.state.params:
-        assert torch.equal(trainer.state.tensors[f"param:{name}"], trainer.state.tensors[f"state:{name}"])
+        assert torch.equal(trainer.state.tensors[names.param(name)], trainer.state.tensors[names.state(name)])
     optimizer.step()
     optimizer.zero_grad()
     assert step(trainer, optimizer) > 0.0

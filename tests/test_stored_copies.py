@@ -13,6 +13,7 @@ import paraplan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir import names
 from paraplan.ir.rank_program import InstrKind
 from paraplan.runtime.local import InProcessTrainer
 
@@ -58,10 +59,10 @@ def test_a_stored_copy_is_written_by_one_copy_that_casts(how: str) -> None:
         assert trainer.peak_bytes(index) == trace.peak_bytes
         assert [entry.key for entry in trainer.entries(index)] == [entry.key for entry in entries(rank.program)]
         for name, layouts in rank.stage.params.items():
-            stored, master = rank.tensors[f"param:{name}"], rank.tensors[f"state:{name}"]
+            stored, master = rank.tensors[names.param(name)], rank.tensors[names.state(name)]
             assert stored.dtype == torch.bfloat16
             assert master.dtype == torch.float32
-            whole = torch.cat([each.tensors[f"state:{name}"] for each in trainer.ranks])
+            whole = torch.cat([each.tensors[names.state(name)] for each in trainer.ranks])
             alike = layouts.resting == layouts.state or len(trainer.ranks) == 1
             assert torch.equal(stored, (master if alike else whole).bfloat16())
             assert not torch.equal(stored.float(), master if alike else whole)

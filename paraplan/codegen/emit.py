@@ -16,7 +16,8 @@ from torch import fx
 
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.graph import Arg
-from paraplan.ir.rank_program import Block, Instr, InstrKind, parse_offset
+from paraplan.ir.offsets import parse_offset
+from paraplan.ir.rank_program import Block, Instr, InstrKind
 from paraplan.ir.trace.torch_private import lazy_module
 from paraplan.runtime import ops
 from paraplan.runtime.ops import COPIER, INSTR, LOCAL, OFFSET

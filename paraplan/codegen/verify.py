@@ -11,6 +11,7 @@ from torch import fx
 
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.graph import refs
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import Block, InstrKind, RankProgram, StepKind
 from paraplan.runtime.ops import INSTR, LOCAL
 
@@ -32,7 +33,7 @@ def verify_program(program: RankProgram) -> None:
     Raises:
         CodegenError: names the step.
     """
-    unfinished: set[str] = set()
+    unfinished: set[Name] = set()
     for index, step in enumerate(program.steps):
         if step.kind is not StepKind.CALL:
             found = unfinished & {*step.args, *step.drops}
@@ -49,9 +50,9 @@ def verify_program(program: RankProgram) -> None:
                 raise CodegenError(f"step {index} ({step.block}): a collective or copy it leaves unfinished is dropped")
             unfinished |= {outer for outer in left.values() if outer is not None}
         if found:
-            raise CodegenError(f"step {index} ({step.action}): reads {sorted(found)} before waiting for it")
+            raise CodegenError(f"step {index} ({step.action}): reads {sorted(found, key=str)} before waiting for it")
     if unfinished:
-        raise CodegenError(f"nothing waits for {sorted(unfinished)}")
+        raise CodegenError(f"nothing waits for {sorted(unfinished, key=str)}")
 
 
 def _check_waits(graph: fx.Graph, block: Block) -> None:

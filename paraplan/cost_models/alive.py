@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from paraplan.cost_models.blocks import MemoryBlock
 from paraplan.cost_models.memory import Held, MemoryWalk, StepMemory, Storage
 from paraplan.ir.graph import refs
-from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.names import Name
+from paraplan.ir.rank_program import BACKWARDS, RankProgram, Step, StepKind
 
 Place = tuple[int, int]
 """(step, instruction of its block); -1 for a step that is no call, and for before the step."""
@@ -30,7 +31,7 @@ class Alive:
     """A storage that is alive.
 
     Attributes:
-        name: what the program calls its owner: an outer name, or that of the block under way.
+        name: what its owner is called by the block that makes it; the text of an outer name where none does.
         nbytes, tier: of the storage.
         dtype, shape: of the tensor that owns it; "" for bytes without one.
         names: outer names that hold it, or will after the running call.
@@ -45,7 +46,7 @@ class Alive:
     tier: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    names: tuple[str, ...] = ()
+    names: tuple[Name, ...] = ()
     maker: Place = BEFORE
     out: int = 0
     reader: Place | None = None
@@ -64,9 +65,9 @@ class _Census:
     def __post_init__(self) -> None:
         self.walk = MemoryWalk(self.program)
 
-    def holders(self) -> dict[Storage, list[str]]:
+    def holders(self) -> dict[Storage, list[Name]]:
         """Outer names of every storage."""
-        found: dict[Storage, list[str]] = {}
+        found: dict[Storage, list[Name]] = {}
         for name, held in self.walk.outer.items():
             found.setdefault(held.storage, []).append(name)
         return found
@@ -86,7 +87,7 @@ class _Census:
         elif memory.made:
             for name in step.outs:
                 if name is not None:
-                    self.made.setdefault(self.walk.outer[name].storage, (name, (index, -1), 0))
+                    self.made.setdefault(self.walk.outer[name].storage, (str(name), (index, -1), 0))
         return memory
 
     def used(self, block: str) -> _Uses:
@@ -95,9 +96,9 @@ class _Census:
             self.uses[block] = _Uses.of(self.walk.blocks[block])
         return self.uses[block]
 
-    def alive(self, storage: Storage, names: list[str], held: Held) -> Alive:
+    def alive(self, storage: Storage, names: list[Name], held: Held) -> Alive:
         """A storage of the outer namespace."""
-        name, place, out = self.made.get(storage, (names[0], BEFORE, 0))
+        name, place, out = self.made.get(storage, (str(names[0]), BEFORE, 0))
         if place[1] >= 0:
             value = self.walk.blocks[self.program.steps[place[0]].block].block.values[name]
             dtype, shape = value.dtype, value.shape
@@ -189,7 +190,7 @@ def _running(
     for index, storage in enumerate(given):
         if storage in found:
             _read(found[storage], uses, block.block.inputs[index], at, inside)
-            found[storage].backward = found[storage].backward or is_backward(step)
+            found[storage].backward = found[storage].backward or census.program.role_of(step) in BACKWARDS
     left = {made_by[0]: storage for storage, made_by in census.made.items() if made_by[1][0] == at}
     holders = census.holders()
     inner: list[Alive] = []
@@ -237,7 +238,7 @@ def _find_readers(census: _Census, begin: int, found: dict[Storage, Alive]) -> N
         step = program.steps[index]
         outer = census.walk.outer
         if step.kind is StepKind.CALL:
-            uses, back = census.used(step.block), is_backward(step)
+            uses, back = census.used(step.block), program.role_of(step) in BACKWARDS
             inputs = census.walk.blocks[step.block].block.inputs
             for name, local in zip(step.args, inputs, strict=True):
                 each = found.get(outer[name].storage)
@@ -247,9 +248,3 @@ def _find_readers(census: _Census, begin: int, found: dict[Storage, Alive]) -> N
         else:
             _read_by_step(step, index, found, _given(census, step))
         census.advance(index)
-
-
-def is_backward(step: Step) -> bool:
-    """Whether a call runs a block of the backward."""
-    parts = step.block.split(".")
-    return len(parts) > 2 and parts[2][:1] in ("B", "I", "W")

@@ -16,6 +16,7 @@ from paraplan.cost_models.blocks import NO_EFFECT, ArgState, MemoryBlock, Profil
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.memo import Lately, Same
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
 from paraplan.ir.tensor import DTYPE_BYTES
 
@@ -96,7 +97,7 @@ class MemoryWalk:
         self.blocks = {
             name: _BLOCKS.get(Same(block), partial(MemoryBlock, block)) for name, block in program.blocks.items()
         }
-        self.outer: dict[str, Held] = {}
+        self.outer: dict[Name, Held] = {}
         self.levels = Bytes({tier: program.update_bytes(tier)[0] for tier in ("", *program.update_tiers)})
         for name, value in program.outer.items():
             self._bind(name, Held(Storage(value.nbytes, value.tier), value.dtype, value.shape), Bytes())
@@ -136,14 +137,14 @@ class MemoryWalk:
         tiers = {tier: part._replace(peak=part.peak + self._beside[tier]) for tier, part in result.tiers.items()}
         return result._replace(tiers=tiers)
 
-    def _bind(self, name: str, held: Held, died: Bytes) -> None:
+    def _bind(self, name: Name, held: Held, died: Bytes) -> None:
         """Give a name to a value; what dies because the name meant something else is added to `died`."""
         held.storage.names += 1
         if name in self.outer:
             self._give_up(name, died)
         self.outer[name] = held
 
-    def _give_up(self, name: str, died: Bytes) -> None:
+    def _give_up(self, name: Name, died: Bytes) -> None:
         """Take a name away; what dies if nothing else holds it is added to `died`."""
         storage = self.outer.pop(name).storage
         storage.names -= 1
@@ -200,7 +201,7 @@ class MemoryWalk:
     def _take_results(self, step: Step, block: MemoryBlock, held: list[Held]) -> Bytes:
         inputs = dict(zip(block.block.inputs, held, strict=True))
         made: dict[str, Storage] = {}
-        results: list[tuple[str, Held]] = []
+        results: list[tuple[Name, Held]] = []
         for name, local in zip(step.outs, block.results, strict=True):
             if name is None or local is None:
                 continue
@@ -216,8 +217,8 @@ class MemoryWalk:
         for _, value_held in results:
             value_held.storage.names += 1
         died = Bytes()
-        for name, value_held in results:
-            self._bind(name, value_held, died)
+        for outer, value_held in results:
+            self._bind(outer, value_held, died)
         for _, value_held in results:
             value_held.storage.names -= 1
             died[value_held.storage.tier] += 0 if value_held.storage.names else value_held.storage.nbytes

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from enum import Enum
 
-from paraplan.cost_models.alive import STATES, WORKSPACE, Alive, Place, alive_at, is_backward
+from paraplan.cost_models.alive import STATES, WORKSPACE, Alive, Place, alive_at
 from paraplan.cost_models.constants import CUDA_BLOCK_BYTES
 from paraplan.cost_models.simulate import RankTrace
+from paraplan.ir import names as outer_names
 from paraplan.ir.graph import Op, Phase, refs
+from paraplan.ir.names import Name, Transit
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import MESSAGES, Instr, InstrKind, RankProgram, Step
+from paraplan.ir.rank_program import BACKWARDS, MESSAGES, BlockRole, Instr, InstrKind, RankProgram, Step
 from paraplan.ir.sources import graph_of_block
 from paraplan.ir.struct import Value
 
@@ -47,17 +49,22 @@ class Role(Enum):
     OTHER = "other values"
 
 
-_OUTER = {
-    "param": Role.PARAMETERS, "state": Role.MASTERS, "slots": Role.STATES, "late": Role.GRADIENTS,
-    "grad": Role.GRADIENTS, "batch": Role.BATCH,
+_Outer = outer_names.Role
+_BEFORE = {
+    _Outer.PARAMETER: Role.PARAMETERS, _Outer.STATE: Role.MASTERS, _Outer.SLOTS: Role.STATES,
+    _Outer.LATE: Role.GRADIENTS, _Outer.WAITING: Role.GRADIENTS, _Outer.BATCH: Role.BATCH, _Outer.BUFFER: Role.BUFFERS,
+    _Outer.SEED: Role.BUFFERS, _Outer.LOSS_SCALE: Role.BUFFERS,
 }  # fmt: skip
-_PREFIXES = {
-    "acc": Role.GRADIENTS, "grad": Role.GRADIENTS, "tied": Role.GRADIENTS, "whole": Role.GATHERED,
-    "here": Role.GATHERED, "held": Role.GATHERED,
-    "sum": Role.COMMUNICATION, "d": Role.BOUNDARY_GRADIENTS, "param": Role.PARAMETERS, "state": Role.MASTERS,
-    "buffer": Role.BUFFERS, "slots": Role.STATES, "late": Role.GRADIENTS, "home": Role.GRADIENTS,
-    "magnitude": Role.GRADIENTS,
+"""Of what is there before the step."""
+_MADE = {
+    _Outer.ACCUMULATOR: Role.GRADIENTS, _Outer.GRADIENT: Role.GRADIENTS, _Outer.TIED: Role.GRADIENTS,
+    _Outer.GATHERED: Role.GATHERED, _Outer.FETCHED: Role.GATHERED, _Outer.HELD: Role.GATHERED,
+    _Outer.UNDER_WAY: Role.COMMUNICATION, _Outer.VALUE_GRADIENT: Role.BOUNDARY_GRADIENTS,
+    _Outer.PARAMETER: Role.PARAMETERS, _Outer.STATE: Role.MASTERS, _Outer.BUFFER: Role.BUFFERS,
+    _Outer.SLOTS: Role.STATES, _Outer.LATE: Role.GRADIENTS, _Outer.WAITING: Role.GRADIENTS,
+    _Outer.MAGNITUDE: Role.GRADIENTS, _Outer.HALF: Role.HALVES,
 }  # fmt: skip
+"""Of what the step makes."""
 _HELD = frozenset({
     Role.GRADIENTS, Role.GATHERED, Role.COMMUNICATION, Role.PARAMETERS, Role.MASTERS, Role.STATES, Role.BUFFERS,
 })  # fmt: skip
@@ -87,7 +94,8 @@ class Tensor(Value, frozen=True, kw_only=True):
     """A storage alive at the peak.
 
     Attributes:
-        name: what holds it; of activations, what the block that made it calls it.
+        name: what holds it; of activations, and of what no outer name holds, what the block that made it calls it.
+        holder: that, where it is an outer name, as blocks of a memory schedule have them.
         others: how many more outer names hold it, a bundle's parts for example.
         role, kind, tier, nbytes: as in `RoleBytes`.
         dtype, shape: local.
@@ -96,6 +104,7 @@ class Tensor(Value, frozen=True, kw_only=True):
     """
 
     name: str
+    holder: Name | None
     others: int
     role: Role
     kind: int
@@ -165,10 +174,11 @@ def peak_of(program: RankProgram, trace: RankTrace, model: Program, backend: str
 
 def _tensor(role: Role, kind: int, each: Alive) -> Tensor:
     held = bool(each.names) and role not in _ACTIVATIONS
+    holder = next((name for name in each.names if held or str(name) == each.name), None)
     return Tensor(
-        name=each.names[0] if held else each.name, others=len(each.names) - 1 if held else 0, role=role, kind=kind,
-        tier=each.tier, nbytes=each.nbytes, dtype=each.dtype, shape=each.shape, maker=each.maker,
-        reader=each.reader, out=each.out,
+        name=each.name if holder is None else str(holder), holder=holder,
+        others=len(each.names) - 1 if held else 0, role=role, kind=kind, tier=each.tier, nbytes=each.nbytes,
+        dtype=each.dtype, shape=each.shape, maker=each.maker, reader=each.reader, out=each.out,
     )  # fmt: skip
 
 
@@ -184,7 +194,7 @@ class _Roles:
             return {STATES: Role.STATES, WORKSPACE: Role.WORKSPACE}[each.name], -1
         for name in each.names:
             if name in self.program.outer:
-                return _OUTER.get(self.program.outer[name].role, Role.BUFFERS), -1
+                return _BEFORE[name.role], -1
         at, instr = each.maker
         step = self.program.steps[at] if at >= 0 else None
         if step is None:
@@ -201,19 +211,17 @@ class _Roles:
     def _held(self, each: Alive) -> Role | None:
         """What the names that hold it say; a plain one is a value that a segment hands on."""
         for name in each.names:
-            head, colon, rest = name.partition(":")
-            if colon and head in _PREFIXES and not (head == "whole" and not rest[:1].isdigit()):
-                return _PREFIXES[head]
-            if not colon and "/" not in name and "^" not in name and "@" in name:
+            if name.role in _MADE:
+                return _MADE[name.role]
+            if name.role is _Outer.VALUE and name.transit is Transit.NONE:
                 return Role.BOUNDARY
-            if not colon and "^" in name and "/" not in name:
-                return Role.HALVES
         return None
 
     def _made(self, each: Alive, step: Step, instr: Instr, held: Role | None) -> Role:
         """What its maker says, where its holders leave it open."""
-        backward = is_backward(step)
-        if instr.kind is InstrKind.COPY and (step.segment < 0 or step.block.startswith("fetch")):
+        does = self.program.role_of(step)
+        backward = does in BACKWARDS
+        if instr.kind is InstrKind.COPY and (step.segment < 0 or does is BlockRole.FETCH):
             return Role.MASTERS if step.segment < 0 else Role.GATHERED
         if instr.kind is InstrKind.COPY:
             return Role.SAVED if each.tier else Role.FETCHED
@@ -234,12 +242,12 @@ class _Roles:
 
     def _op(self, step: Step, instr: Instr) -> Op | None:
         """The joint graph's op an instruction serves."""
-        graph = self.graphs(step.block)
+        graph = self.graphs(self.program.blocks[step.block])
         return graph.ops[instr.origin] if graph is not None and 0 <= instr.origin < len(graph.ops) else None
 
     def _moves_parameter(self, step: Step, instr: Instr) -> bool:
         """Whether a collective is given a parameter as it is stored."""
         inputs = self.program.blocks[step.block].inputs
         given = dict(zip(inputs, step.args, strict=True))
-        names = [given.get(name, "") for name in refs(instr.args)]
-        return any(name in self.program.outer and self.program.outer[name].role == "param" for name in names)
+        names = [given[name] for name in refs(instr.args) if name in given]
+        return any(name in self.program.outer and name.role is _Outer.PARAMETER for name in names)

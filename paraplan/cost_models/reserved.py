@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from paraplan.cost_models.allocator import AllocatedBlock, CachingAllocator
 from paraplan.cost_models.memory import MemoryWalk, StepMemory, Storage
+from paraplan.ir.names import Name, Role
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 
 
@@ -43,7 +44,7 @@ def reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
 
 def _states(program: RankProgram, allocator: CachingAllocator, total: int) -> None:
     """The optimizer's states on the device, as tensors of the sizes of what it updates."""
-    sizes = [value.nbytes for value in program.outer.values() if value.role == "state" and not value.tier]
+    sizes = [value.nbytes for value in program.outer.values() if value.role is Role.STATE and not value.tier]
     whole = sum(sizes)
     slots = total // whole if whole else 0
     for size in sizes * slots:
@@ -63,7 +64,7 @@ class _Replay:
 
     program: RankProgram
     allocator: CachingAllocator
-    given: dict[str, AllocatedBlock]
+    given: dict[Name, AllocatedBlock]
     blocks: dict[Storage, AllocatedBlock] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ class _Replay:
             if storage.names == 0 and (block := self.blocks.pop(storage, None)) is not None:
                 self.allocator.release(block)
 
-    def leave(self) -> dict[str, AllocatedBlock]:
+    def leave(self) -> dict[Name, AllocatedBlock]:
         """End the step: blocks of what stays, by outer name; the rest is freed."""
         stays = {name: self.walk.outer[name].storage for name in self.given if name in self.walk.outer}
         sizes = {name: value.nbytes for name, value in self.program.outer.items()}
@@ -156,6 +157,6 @@ class _Replay:
         for block in self.blocks.values():
             if id(block) not in held:
                 self.allocator.release(block)
-        for name in self.given.keys() - kept.keys():  # the batch of the next step comes anew
+        for name in [name for name in self.given if name not in kept]:  # the batch of the next step comes anew
             kept[name] = self.allocator.allocate(self.program.outer[name].nbytes)
         return kept

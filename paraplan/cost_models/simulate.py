@@ -23,6 +23,7 @@ from paraplan.cost_models.moves import COPY
 from paraplan.cost_models.timeline import Span, TimeWalk
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.memo import Lately, Same
+from paraplan.ir.names import Role
 from paraplan.ir.rank_program import MESSAGES, RankProgram, Step, StepKind
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
@@ -265,15 +266,13 @@ class RankEngine:
     def _update(self, step: Step) -> None:
         """Parameters and states read and written, gradients read, by the device or where they are."""
         held = self.memory.outer
-        roles = ("param", "state")
+        roles = (Role.PARAMETER, Role.STATE)
         by_source = {value.source: name for name, value in self.program.outer.items() if value.role in roles}
         sizes: list[int] = []
         grads = 0
         for name in step.args:
-            outer = self.program.outer.get(name if step.staged is None else name.removesuffix("^up"))
-            source = outer.source if outer is not None else name
-            stored = held.get(name) or held.get(by_source.get(source, ""))
-            grad = held.get(self.program.grads.get(source, ""))
+            stored = held.get(name) or held.get(by_source.get(name.source, name))
+            grad = held.get(self.program.grads.get(name.source, name))
             size = stored.nbytes if stored is not None else 0
             sizes.append(size)
             grads += grad.nbytes if grad is not None else size

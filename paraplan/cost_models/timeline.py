@@ -11,16 +11,12 @@ that begins beside an update on the host takes from it the host's memory for its
 
 from __future__ import annotations
 
-import re
-from functools import cache
-
 from paraplan.cost_models.blocks import Issue, Run, TimeBlock
 from paraplan.cost_models.costs import COMPUTE, UPDATE
 from paraplan.cost_models.moves import COPY
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import Step
 from paraplan.ir.struct import Value
-
-_PHASE = re.compile(r"\d*([A-Z_]*)")
 
 
 class Span(Value, frozen=True, kw_only=True):
@@ -57,7 +53,7 @@ class TimeWalk:
         self.bubble_s = 0.0
         self.spans: list[Span] = []
         self._late: tuple[Step, str, float] | None = None
-        self._unfinished: dict[str, tuple[float, str]] = {}
+        self._unfinished: dict[Name, tuple[float, str]] = {}
 
     @property
     def end_s(self) -> float:
@@ -160,13 +156,6 @@ class TimeWalk:
         if end > start:
             span = Span(
                 stream=stream, start_s=start, end_s=end, label=label, action=step.action, segment=step.segment,
-                microbatch=step.microbatch, phase=phase_of(step.action), busy_s=busy,
+                microbatch=step.microbatch, phase=step.phase.value, busy_s=busy,
             )  # fmt: skip
             self.spans.append(span)
-
-
-@cache
-def phase_of(action: str) -> str:
-    """The kind in an action's text: "F" of "0F1"."""
-    match = _PHASE.match(action)
-    return match[1] if match else ""

@@ -163,7 +163,7 @@ def check_whole(keyword: str, value: Any) -> None:
     Raises:
         ConstraintError: it is of another type.
     """
-    if not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int):
         raise ConstraintError(f"{keyword}={value!r}: give a whole number, not a {type(value).__name__}")
 
 

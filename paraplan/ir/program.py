@@ -7,9 +7,30 @@ transformer has about five kinds and everything expensive is done once per kind.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from paraplan.ir.graph import Graph
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
+
+
+class Source(StrEnum):
+    """Where a value of a program comes from: all but those that segments make begin so, as "batch:x"."""
+
+    PARAMETER = "param"
+    BATCH = "batch"
+    BUFFER = "buffer"
+    SEGMENT = ""
+
+
+_SOURCES = {source.value: source for source in Source if source is not Source.SEGMENT}
+
+
+def source_of(value: str) -> tuple[Source, str]:
+    """Where a value comes from, and the name of the parameter, input or buffer; of a segment's value, its own."""
+    head, colon, name = value.partition(":")
+    source = _SOURCES.get(head) if colon else None
+    return (Source.SEGMENT, value) if source is None else (source, name)
 
 
 class SegmentKind(Value, frozen=True, kw_only=True):

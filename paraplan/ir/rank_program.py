@@ -6,9 +6,7 @@ exactly this; codegen emits exactly this; the recorder of a run is compared with
 A `Block` is the forward or the backward of one kind under one choice, lowered once however many segments
 call it: instructions over named local values. `Step`s call blocks on values of an outer namespace.
 
-Rank-dependent numbers (shard offsets) are strings in instruction arguments: "#0:256,m:1024" means
-256 * coordinate on mesh axis 0 + 1024 * microbatch index. "#" alone is 0. "#0+3%4:256" is
-256 * ((coordinate + 3) mod 4): where a block that goes round a ring of 4 came from. "+" is always 1: "#0:256,+:64".
+Rank-dependent numbers (shard offsets) are strings in instruction arguments (see `ir.offsets`).
 
 Memory semantics, the same in simulator and runtime: a value holds its storage (`LocalValue.base` names the
 value that owns it, views share it); a storage lives while any name in a block or in the outer namespace, or
@@ -22,8 +20,11 @@ own.
 from __future__ import annotations
 
 from enum import Enum
+from functools import cache
 
 from paraplan.ir.graph import Arg
+from paraplan.ir.names import Name, Role
+from paraplan.ir.schedule import ActionKind, parse_action
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
@@ -124,11 +125,47 @@ class Instr(Value, frozen=True, kw_only=True):
         return str(self.args[1])[1:] if self.kind is InstrKind.COPY else ""
 
 
+class BlockRole(Enum):
+    """What a block does: the phases of a segment kind, and what is done around segments."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUTS = "Bi"  # the first half of a backward: gradients of boundary inputs
+    BACKWARD_WEIGHTS = "Bw"  # the second: gradients of parameters
+    EVALUATION = "E"
+    GATHER = "gather"  # parameters, and what the tail reads
+    REDUCE = "reduce"  # gradients
+    CAST = "cast"  # a gradient for its accumulator
+    HOLD_CAST = "hold cast"  # a weight, once a step
+    COUNT = "count"  # a denominator
+    LOSS = "loss"  # and its gradient
+    OUTPUT = "output"
+    ZERO = "zero"  # a gradient nobody makes
+    CUT = "cut"  # a microbatch's part of the tail's gradient
+    SEND = "send"
+    RECEIVE = "receive"
+    BUFFER = "buffer"  # the new value of one
+    WRITES = "writes"  # several parameters or buffers at once
+    RESTORE = "restore"  # a stored copy from its updated state
+    OFFLOAD = "offload"  # copies to a tier, and waits for them
+    PREFETCH = "prefetch"  # copies back, and waits for them
+    FETCH = "fetch"  # copies of parameters to the device, and waits for them
+    BRING = "bring"  # copies of states to their update, and waits for them
+    RECALL = "recall"  # copies of gradients to their update, and waits for them
+    REORDERED = "reordered"  # what a memory schedule does beside a step that calls none
+    STORE = "store"  # copies of states and gradients to where they live, and waits for them
+
+
+BACKWARDS = frozenset({BlockRole.BACKWARD, BlockRole.BACKWARD_INPUTS, BlockRole.BACKWARD_WEIGHTS})
+
+
 class Block(Value, frozen=True, kw_only=True):
     """Straight-line local code.
 
     Attributes:
-        name: e.g. "k2.0.F".
+        name: a label, e.g. "k2.0.F".
+        role: what it does.
+        kind: the segment kind, or denominator ("den0"), whose ops its instructions serve; "" for none.
         inputs: names bound by the caller, in order.
         outputs: names returned, in order (None: absent).
         saved: names kept for the block's backward; a backward block takes them first among its inputs.
@@ -137,6 +174,8 @@ class Block(Value, frozen=True, kw_only=True):
     """
 
     name: str
+    role: BlockRole
+    kind: str = ""
     inputs: tuple[str, ...]
     outputs: tuple[str | None, ...]
     saved: tuple[str, ...]
@@ -154,7 +193,7 @@ def is_compiled(block: Block) -> bool:
     """Whether a block is one of those given to torch.compile: a segment's forward or backward, whole, without copies to
     or from a tier and waits for them (no compiler sees threads and files)."""
     copies = any(i.kind is InstrKind.COPY or (i.kind is InstrKind.WAIT and i.axis < 0) for i in block.instrs)
-    return block.name.rsplit(".", 1)[-1] in ("F", "B") and not copies
+    return block.role in (BlockRole.FORWARD, BlockRole.BACKWARD) and not copies
 
 
 class StepKind(Enum):
@@ -177,7 +216,7 @@ class StagedUpdate(Value, frozen=True, kw_only=True):
     """An update of states that were brought there for it.
 
     Attributes:
-        tier: where it is done: "" for the device, or "host".
+        tier: where it is done: "" for the device, or a memory of the host.
         state_bytes: of the optimizer's states that it reads and writes, parameters apart.
         workspace_bytes: the most it allocates and drops inside.
     """
@@ -219,14 +258,24 @@ class Step(Value, frozen=True, kw_only=True):
     kind: StepKind
     action: str
     block: str = ""
-    args: tuple[str, ...] = ()
-    outs: tuple[str | None, ...] = ()
-    drops: tuple[str, ...] = ()
+    args: tuple[Name, ...] = ()
+    outs: tuple[Name | None, ...] = ()
+    drops: tuple[Name, ...] = ()
     microbatch: int = -1
     segment: int = -1
     transfer: str = ""
     staged: StagedUpdate | None = None
     late: bool = False
+
+    @property
+    def phase(self) -> ActionKind:
+        """The kind of its action."""
+        return _phase(self.action)
+
+
+@cache
+def _phase(action: str) -> ActionKind:
+    return parse_action(action).kind
 
 
 class Transfer(Value, frozen=True, kw_only=True):
@@ -259,10 +308,7 @@ class OuterValue(Value, frozen=True, kw_only=True):
     """A value of the outer namespace that exists before the step begins, or that UPDATE works on.
 
     Attributes:
-        role: "param" (stored copy), "state" (optimizer's view or copy of a parameter), "slots" (its other states, one
-            after another, where they are brought elsewhere to be updated), "grad" (its gradient, where that waits
-            beside them), "late" (its gradient, held since the step before), "batch", "buffer", "seed", "scale" (what
-            gradients are multiplied by, under fp16).
+        role: what it is.
         source: the parameter's, input's or buffer's name in the program; a seed's segment number as text.
         dtype, shape: local.
         layout: text form, on the stage's mesh.
@@ -270,7 +316,7 @@ class OuterValue(Value, frozen=True, kw_only=True):
         tier: where those are (see `LocalValue`).
     """
 
-    role: str
+    role: Role
     source: str
     dtype: str
     shape: tuple[int, ...]
@@ -288,7 +334,7 @@ class OutputPlace(Value, frozen=True, kw_only=True):
         layout: of those values, text form; the first placement is that along the microbatches.
     """
 
-    names: tuple[str, ...]
+    names: tuple[Name, ...]
     spec: TensorSpec
     layout: str
 
@@ -316,16 +362,20 @@ class RankProgram(Value, frozen=True, kw_only=True):
     mesh_shape: tuple[int, ...]
     num_microbatches: int
     blocks: dict[str, Block]
-    outer: dict[str, OuterValue]
+    outer: dict[Name, OuterValue]
     steps: tuple[Step, ...]
-    loss: str
-    metrics: dict[str, str] = {}
+    loss: Name
+    metrics: dict[str, Name] = {}
     outputs: dict[str, OutputPlace] = {}
-    grads: dict[str, str]
+    grads: dict[str, Name]
     optimizer_bytes: int
     update_workspace_bytes: int
     update_tiers: dict[str, tuple[int, int]] = {}
     transfers: dict[str, Transfer] = {}
+
+    def role_of(self, step: Step) -> BlockRole | None:
+        """What the block of a CALL does; None for other steps."""
+        return self.blocks[step.block].role if step.kind is StepKind.CALL else None
 
     def update_tier(self, step: Step) -> str:
         """Where an UPDATE is done."""
@@ -340,36 +390,3 @@ class RankProgram(Value, frozen=True, kw_only=True):
     def update_bytes(self, tier: str) -> tuple[int, int]:
         """Bytes of optimizer state kept on a tier, and of the update's workspace there."""
         return self.update_tiers.get(tier, (0, 0)) if tier else (self.optimizer_bytes, self.update_workspace_bytes)
-
-
-def place_of(coordinates: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
-    """The place of a rank among its mesh's devices, which are row-major."""
-    place = 0
-    for coordinate, size in zip(coordinates, mesh_shape, strict=True):
-        place = place * size + coordinate
-    return place
-
-
-def parse_offset(text: str) -> tuple[tuple[str, int], ...]:
-    """`"#0:256,m:1024"` to (("0", 256), ("m", 1024)).
-
-    A key is a mesh axis number, "m", either turned ("0+3%4"), or "+".
-    """
-    body = text[1:]
-    if not body:
-        return ()
-    return tuple((key, int(step)) for key, step in (term.split(":") for term in body.split(",")))
-
-
-def offset_value(text: str, coordinates: tuple[int, ...], microbatch: int) -> int:
-    """The number an offset stands for on a rank, in a microbatch."""
-
-    def place(key: str) -> int:
-        if key == "+":
-            return 1
-        turned, _, size = key.partition("%")
-        name, _, by = turned.partition("+")
-        index = microbatch if name == "m" else coordinates[int(name)]
-        return (index + int(by)) % int(size) if size else index
-
-    return sum(step * place(key) for key, step in parse_offset(text))

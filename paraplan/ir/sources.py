@@ -6,30 +6,31 @@ from collections.abc import Callable
 
 from paraplan.ir.graph import Graph
 from paraplan.ir.program import Program
+from paraplan.ir.rank_program import Block
 
-Locate = Callable[[str, int], str]
+Locate = Callable[[Block, int], str]
 """(block, op of its joint graph) -> the user's source line."""
 
 UNKNOWN = "unknown line"
 
 
-def no_source(block: str, origin: int) -> str:
+def no_source(block: Block, origin: int) -> str:
     """Where an op comes from, when nobody knows."""
     return UNKNOWN
 
 
-def graph_of_block(program: Program) -> Callable[[str], Graph | None]:
+def graph_of_block(program: Program) -> Callable[[Block], Graph | None]:
     """(block) -> the joint graph it comes from; None for what is no kind's."""
     graphs = {kind.name: kind.graph for kind in program.kinds}
     graphs |= {f"den{index}": entry.graph for index, entry in enumerate(program.denominators)}
-    return lambda block: graphs.get(block.split(".")[0])
+    return lambda block: graphs.get(block.kind)
 
 
 def source_lines(program: Program) -> Locate:
     """The lines of a program's ops."""
     graphs = graph_of_block(program)
 
-    def locate(block: str, origin: int) -> str:
+    def locate(block: Block, origin: int) -> str:
         graph = graphs(block)
         if graph is None or not 0 <= origin < len(graph.ops):
             return UNKNOWN

@@ -18,7 +18,8 @@ from torch.fx.node import map_arg
 from paraplan.codegen.emit import emit_block
 from paraplan.codegen.passes import EmitContext, place_factories
 from paraplan.ir.errors import CodegenError, ParaplanError
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, RankProgram, offset_value
+from paraplan.ir.offsets import offset_value
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, RankProgram
 from paraplan.ir.trace.torch_private import OpOverload, fake_mode, has_kernel
 from paraplan.jobs.without_device import dispatched_methods
 from paraplan.runtime.interpret import Line, make_tape

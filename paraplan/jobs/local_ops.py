@@ -28,7 +28,7 @@ from paraplan.ir.mesh import Layout, R, layout_text, local_shape, make_mesh
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
 from paraplan.ir.profile import Measured, detail_of, full_key, odd_strides, shape_key
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
 from paraplan.ir.rules.strategies import Strategy, op_signature, op_strategies
 from paraplan.ir.schedule import accumulate
@@ -173,7 +173,7 @@ def _plans(plan: Plan) -> Iterator[Plan]:
 
 def _strides_of(graph: Graph, blocks: Mapping[str, Block], kind: str) -> dict[str, Dims]:
     """How every value of a kind lies on one device; nothing for row-major."""
-    own = [block for name, block in blocks.items() if name.startswith(f"{kind}.")]
+    own = [block for block in blocks.values() if block.kind == kind]
     found: dict[str, Dims] = dict.fromkeys(graph.values, ())
     for block in own:
         for name, value in block.values.items():
@@ -280,7 +280,7 @@ def _emit(
         return tuple(None if layout is None else (R, *layout) for layout in layouts)
 
     values: dict[str, TensorSpec] = {}
-    emitter = BlockEmitter("op", (1, *mesh_shape))
+    emitter = BlockEmitter("op", (1, *mesh_shape), BlockRole.FORWARD)
     places = iter(range(len(op.tensors)))
     given: dict[tuple[str, Layout], str] = {}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir import names as outer_names
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.late import in_phase
@@ -277,7 +278,7 @@ def full_grads(trainer: Trainer) -> dict[str, Tensor]:
     state, program = trainer.state, trainer.plan.program
 
     def held(name: str) -> tuple[Tensor, Layout]:
-        outer, grad = state.program.outer[f"state:{name}"], state.params[name].grad
+        outer, grad = state.program.outer[outer_names.state(name)], state.params[name].grad
         assert grad is not None, "a trained parameter has a gradient"
         return pad(state.waiting.value(name, grad), outer.shape), parse_layout(outer.layout)
 

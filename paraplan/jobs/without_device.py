@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from paraplan.runtime.torch_private import TorchDispatchMode
 
 aten = torch.ops.aten
 

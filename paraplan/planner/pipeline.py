@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import msgspec
 
 from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.errors import MixedSamples
 from paraplan.ir.mesh import Mesh
+from paraplan.ir.micro import program_micro, smallest_divisor
 from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule, split_classes, spread
@@ -95,3 +97,14 @@ def rescheduled(plan: Plan, schedule: Schedule, holders: Sequence[Sequence[int]]
         plan, stages=stages, schedule=split_classes(placed, plan.cluster.device_kinds()), prediction=None,
         certificate=None,
     )  # fmt: skip
+
+
+def alone_note(plan: Plan) -> tuple[str, ...]:
+    """Why a pipeline has one microbatch, where an op that mixes samples is why."""
+    if len(plan.stages) == 1 or plan.num_microbatches > 1:
+        return ()
+    try:
+        program_micro(plan.program, smallest_divisor(plan.program.batch_size))
+    except MixedSamples as fault:
+        return (f"stages wait for each other, for there is one microbatch: {fault}",)
+    return ()

@@ -22,7 +22,7 @@ from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.errors import ConstraintError, MixedSamples, NoPlanError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.holding import group_of_class, holdings
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.whole import takes_turns
@@ -260,17 +260,6 @@ def _case(job: Job, constraints: Constraints) -> _Case:
     )  # fmt: skip
 
 
-def alone_note(plan: Plan) -> tuple[str, ...]:
-    """Why a pipeline has one microbatch, where an op that mixes samples is why."""
-    if len(plan.stages) == 1 or plan.num_microbatches > 1:
-        return ()
-    try:
-        program_micro(plan.program, smallest_divisor(plan.program.batch_size))
-    except MixedSamples as fault:
-        return (f"stages wait for each other, for there is one microbatch: {fault}",)
-    return ()
-
-
 def _usual_schedule(program: Program, constraints: Constraints) -> str:
     """1f1b, or gpipe where a loss reads all microbatches."""
     m = constraints.microbatches or smallest_divisor(program.batch_size)
@@ -286,15 +275,13 @@ def _check_turns(program: Program, m: int, name: str, schedule: Schedule, num_st
             "before its first backward; use schedule gpipe, or one microbatch"
         )
     rows = [name for name, value in program.buffer_updates.items() if isinstance(micro.values[value], Shard)]
-    if rows and schedule.num_replicas > 1:
+    alone, why = rows, "has a row per sample"
+    if program.apart > 1:
+        alone, why = [*program.buffer_updates], "is written once a microbatch, in their order"
+    if alone and schedule.num_replicas > 1:
         raise ConstraintError(
-            f"schedule {name}: buffer {rows[0]!r} has a row per sample, and several groups of ranks share the "
-            "microbatches out; use schedule gpipe or 1f1b"
-        )
-    if program.apart > 1 and program.buffer_updates and schedule.num_replicas > 1:
-        raise ConstraintError(
-            f"schedule {name}: buffer {next(iter(program.buffer_updates))!r} is written once a microbatch, in their "
-            "order, and several groups of ranks share the microbatches out; use schedule gpipe or 1f1b"
+            f"schedule {name}: buffer {alone[0]!r} {why}, and several groups of ranks share the microbatches out; use "
+            "schedule gpipe or 1f1b"
         )
 
 

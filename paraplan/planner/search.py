@@ -33,8 +33,9 @@ from paraplan.planner.leanest import what_would_do
 from paraplan.planner.meshes import candidate_meshes
 from paraplan.planner.microbatches import MOST_ORDERED, most_first, other_counts, pipeline_counts, usual_counts
 from paraplan.planner.op_by_op import solve_op_by_op
+from paraplan.planner.pipeline import alone_note
 from paraplan.planner.pipeline_degrees import search_degrees
-from paraplan.planner.pipeline_search import alone_note, search_pipeline
+from paraplan.planner.pipeline_search import search_pipeline
 from paraplan.planner.placements import ANY, ON_DEVICE
 from paraplan.planner.placing_note import places_note
 from paraplan.planner.quickened import by_places, placed, quickened

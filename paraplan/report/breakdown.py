@@ -12,9 +12,9 @@ from paraplan.cost_models.collectives import input_bytes_of
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.ops import is_free, op_name, work_of
 from paraplan.cost_models.simulate import RankTrace
-from paraplan.cost_models.timeline import phase_of
 from paraplan.ir.graph import refs
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
+from paraplan.ir.schedule import ActionKind
 from paraplan.ir.struct import Value
 
 _CLASS_WORDS = {
@@ -24,7 +24,7 @@ _CLASS_WORDS = {
     "view": "layout copies",
 }
 
-_PURPOSES = {"F": "forward", "B": "backward"}
+_PURPOSES = {ActionKind.F: "forward", ActionKind.B: "backward"}
 _AROUND = "gradients, update, loss"
 
 
@@ -70,7 +70,7 @@ def time_breakdown(
     calls: Counter[tuple[str, str]] = Counter()
     for step in program.steps:
         if step.kind is StepKind.CALL:
-            calls[step.block, _PURPOSES.get(phase_of(step.action) if step.segment >= 0 else "", _AROUND)] += 1
+            calls[step.block, _PURPOSES.get(step.phase, _AROUND) if step.segment >= 0 else _AROUND] += 1
     tally = _Tally()
     for (name, purpose), times in calls.items():
         block = program.blocks[name]

@@ -13,9 +13,11 @@ from paraplan.cost_models.alive import Place
 from paraplan.cost_models.peak import Peak, Role, RoleBytes, Tensor, peak_of
 from paraplan.cost_models.simulate import RankTrace, Simulation
 from paraplan.ir.mesh import Layout, parse_layout
+from paraplan.ir.names import Name
+from paraplan.ir.names import Role as OuterRole
 from paraplan.ir.plan import Plan, Stage
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Instr, InstrKind, RankProgram, StepKind
+from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
 from paraplan.ir.sources import UNKNOWN, graph_of_block, source_lines
 from paraplan.ir.struct import Value
 from paraplan.report.layouts import generic_name, kind_rows, layout_words, made_layouts
@@ -221,11 +223,12 @@ class _Words:
         step = self.program.steps[at]
         if step.kind is not StepKind.CALL or index < 0:
             return _STEPS.get(step.kind, ""), ""
-        instr = self.program.blocks[step.block].instrs[index]
-        line = self.locate(step.block, instr.origin)
-        return self._op(step.block, instr), "" if line == UNKNOWN else line
+        block = self.program.blocks[step.block]
+        instr = block.instrs[index]
+        line = self.locate(block, instr.origin)
+        return self._op(block, instr), "" if line == UNKNOWN else line
 
-    def _op(self, block: str, instr: Instr) -> str:
+    def _op(self, block: Block, instr: Instr) -> str:
         """`linear`; of what moves an op's value, `all_gather over tp, of linear`."""
         name = _short(instr.target)
         if instr.kind is InstrKind.COPY:
@@ -240,28 +243,27 @@ class _Words:
 
     def _name(self, each: Tensor) -> str:
         """The parameter's or input's name; else what the program calls the value."""
-        outer = self.program.outer.get(each.name)
-        name = outer.source if outer is not None else each.name
         if each.role in _OUTPUTS:
             return _OUTPUTS[each.role]
-        head, colon, rest = name.partition(":")
-        if colon and head in ("acc", "grad", "tied"):
-            name = f"gradient of {rest.partition('+')[0].partition('<')[0]}"
-        elif colon and head == "sum":
-            name = "a bundle under way"
-        elif colon and head == "whole" and (slot := self._whole(rest)):
-            name = f"{slot}, gathered"
-        elif "/" in name and "@" in name:
-            name = name.partition("/")[2].rpartition("@")[0]
+        name = each.name if each.holder is None else self._held(each.holder)
         return f"{name} and {each.others} more in one buffer" if each.others and each.shape else name
 
-    def _whole(self, text: str) -> str:
-        """The parameter behind `<segment>/<slot>@<action>`."""
-        segment, _, rest = text.partition("/")
-        slot = rest.partition("@")[0]
-        if not segment.isdigit() or not slot.isdigit():
-            return ""
-        return self.model.segments[int(segment)].params[int(slot)]
+    def _held(self, name: Name) -> str:
+        """What people call a value of the outer namespace."""
+        if name in self.program.outer:
+            return self.program.outer[name].source
+        match name.role:
+            case OuterRole.ACCUMULATOR | OuterRole.GRADIENT | OuterRole.TIED:
+                return f"gradient of {name.source}"
+            case OuterRole.UNDER_WAY:
+                return "a bundle under way"
+            case OuterRole.GATHERED:
+                return f"{self.model.segments[name.segment].params[name.number]}, gathered"
+            case OuterRole.FETCHED:
+                return f"{self.model.segments[name.segment].params[name.number]}, fetched"
+            case OuterRole.SAVED:
+                return name.source
+        return str(name)
 
     def _of(self, group: list[Tensor]) -> str:
         """`segments 1, 3 (h.*: mlp), microbatch 0`."""
@@ -280,14 +282,14 @@ class _Words:
         """How it lies, where that is known: values there before the step, gradients, and what ops made."""
         if self.mesh.size == 1:
             return ""
-        outer = self.program.outer.get(each.name)
-        if outer is not None:
-            return layout_words(parse_layout(outer.layout), self.mesh)
+        if each.holder is not None and each.holder in self.program.outer:
+            return layout_words(parse_layout(self.program.outer[each.holder].layout), self.mesh)
         at, index = each.maker
         step = self.program.steps[at]
         if index < 0 or step.segment < 0 or each.others:
             return ""
-        instr, graph = self.program.blocks[step.block].instrs[index], self.graphs(step.block)
+        block = self.program.blocks[step.block]
+        instr, graph = block.instrs[index], self.graphs(block)
         if graph is None or not 0 <= instr.origin < len(graph.ops) or instr.layout_change:
             return ""
         op = graph.ops[instr.origin]

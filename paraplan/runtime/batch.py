@@ -11,9 +11,11 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.holding import Holding
 from paraplan.ir.mesh import Layout, R, S, local_shape, parse_layout
+from paraplan.ir.names import Name
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import given_inputs
 from paraplan.ir.trace.fake import not_dense, overrides_functions, own_functions
@@ -137,10 +139,10 @@ def _check_shapes(plan: Plan, batch: Mapping[str, Tensor]) -> None:
 
 
 def microbatches(
-    plan: Plan, stage: Holding, batch: ShardedBatch, outer: Container[str], device: str = "cpu",
-    homes: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Outer values "batch:<name>@<m>", each with storage of its own on the device, of those a program reads (`outer`).
+    plan: Plan, stage: Holding, batch: ShardedBatch, outer: Container[Name], device: str = "cpu",
+    homes: Mapping[Name, Tensor] | None = None,
+) -> dict[Name, Tensor]:  # fmt: skip
+    """Microbatches by outer name, each with storage of its own on the device, of those a program reads (`outer`).
 
     Those with a home are copied there. Copies to CUDA are begun and not waited for.
 
@@ -155,7 +157,7 @@ def microbatches(
                 f"batch input {name} was cut into {parts.shape[0]} microbatches, the plan has {plan.num_microbatches}"
             )
         for m in range(plan.num_microbatches):
-            value = f"batch:{name}@{m}"
+            value = outer_names.batch(name, m)
             if homes and value in homes:
                 found[value] = homes[value].copy_(parts[m], non_blocking=device == "cuda")
             elif value in outer:

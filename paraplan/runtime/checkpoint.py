@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from paraplan.ir import mesh as ir_mesh
+from paraplan.ir import names as outer_names
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
 from paraplan.ir.holding import Holding, counted_here
 from paraplan.ir.mesh import Layout, parse_layout
@@ -46,7 +47,7 @@ class Checkpointing:
         no gradient waiting, here as in a run that goes on from the checkpoint. To be called when training has ended.
         """
         if self.state.is_due:
-            self.state.executor.run(self.state.flushing())
+            self.state.executor.run(self.state.lists.flush)
 
     @property
     def steps_done(self) -> int:
@@ -61,8 +62,9 @@ class Checkpointing:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The stored copies ops read, as DTensors that share their storage."""
         for name in self.state.stage.params:
-            layout = parse_layout(self.state.program.outer[f"param:{name}"].layout)
-            stored = self.state.without_padding(name, self.state.tensors[f"param:{name}"], layout)
+            outer = outer_names.param(name)
+            layout = parse_layout(self.state.program.outer[outer].layout)
+            stored = self.state.without_padding(name, self.state.tensors[outer], layout)
             yield name, self._dtensor(name, stored, layout)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -254,7 +256,7 @@ class Checkpointing:
 
     def slots_device(self, name: str) -> torch.device:
         """Where a parameter's optimizer states are kept: where they live if they come to their update, or beside it."""
-        return self.state.tensors.get(f"slots:{name}", self.state.params[name]).device
+        return self.state.tensors.get(outer_names.slots(name), self.state.params[name]).device
 
     def _create_slots(self, optimizer: torch.optim.Optimizer) -> None:
         """One step of learning rate zero on zero gradients, for parameters without state; values and options stay."""
@@ -296,7 +298,7 @@ class Checkpointing:
 
     def _refresh(self) -> None:
         self.state.executor.copier.forget()
-        self.state.executor.run(self.state.restoring)
+        self.state.executor.run(self.state.lists.restoring)
         self.state.settled()
 
     def _forget(self) -> None:

@@ -21,7 +21,8 @@ from torch import Tensor, fx
 
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.graph import refs
-from paraplan.ir.rank_program import Block, InstrKind, StepKind, in_place, is_compiled, offset_value
+from paraplan.ir.offsets import offset_value
+from paraplan.ir.rank_program import Block, InstrKind, StepKind, in_place, is_compiled
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.executor import Executor
 from paraplan.runtime.opaque import compilable
@@ -234,7 +235,7 @@ class CompiledPhases:
         self._is_due = bool(phases)
         for name, module in executor.modules.items():
             block = executor.program.blocks[name]
-            if name.rsplit(".", 1)[-1] in phases and is_compiled(block) and isinstance(module, fx.GraphModule):
+            if block.role.value in phases and is_compiled(block) and isinstance(module, fx.GraphModule):
                 self.blocks[name] = CheckedBlock(block, module, transport, backend, strict)
 
     def prepare(self) -> None:

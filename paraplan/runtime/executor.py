@@ -15,18 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import ParaplanError, RuntimeFailure
-from paraplan.ir.rank_program import (
-    MESSAGES,
-    Block,
-    InstrKind,
-    RankProgram,
-    Step,
-    StepKind,
-    offset_value,
-    place_of,
-)
+from paraplan.ir.names import Name, Role
+from paraplan.ir.offsets import offset_value, place_of
+from paraplan.ir.rank_program import MESSAGES, Block, InstrKind, RankProgram, Step, StepKind
 from paraplan.ir.sources import Locate, no_source
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.interpret import Tape, make_tape, play
@@ -78,13 +72,13 @@ class Executor:
         self.program, self.coordinates, self.port, self.rank = program, coordinates, port, rank
         self.modules: dict[str, Callable[[list[Any]], Any]] = dict(modules)
         self.tapes = make_tapes(program, modules) if tapes is None else tapes
-        self.outer: dict[str, Any] = {}
+        self.outer: dict[Name, Any] = {}
         self.copier = Copier(rank=rank) if copier is None else copier
         self.ledger = Ledger()
         self.entries: list[Entry] = []
         self.workspaces: dict[tuple[str, int], int] = {}
         self.noting = True
-        self.updater: Callable[[Step, Mapping[str, Any]], None] | None = None
+        self.updater: Callable[[Step, Mapping[Name, Any]], None] | None = None
         self.late: Late | None = None
         self.seconds: dict[tuple[str, int], list[float]] | None = None
         self._locate = locate
@@ -92,7 +86,7 @@ class Executor:
         self._place = place_of(coordinates, program.mesh_shape)
         self._messages: dict[tuple[str, int], Handle] = {}
 
-    def bind(self, values: Mapping[str, Tensor]) -> None:
+    def bind(self, values: Mapping[Name, Tensor]) -> None:
         """Put tensors into the outer namespace.
 
         Raises:
@@ -107,8 +101,8 @@ class Executor:
                     f"the program expects {said.dtype}{said.shape}"
                 )
             if said.tier:
-                shared = said.role == "state" and not said.nbytes  # the parameter's own storage
-                away = self.outer[f"param:{said.source}"] if shared else self.copier.kept(tensor, said.tier)
+                shared = said.role is Role.STATE and not said.nbytes  # the parameter's own storage
+                away = self.outer[outer_names.param(said.source)] if shared else self.copier.kept(tensor, said.tier)
                 self.outer[name] = away
             else:
                 self.outer[name] = tensor
@@ -196,8 +190,6 @@ class Executor:
             grow_(self.outer[total], value)
         else:
             self.outer[total] = value
-        for name in step.drops:
-            self.outer.pop(name, None)
         return self.outer[total]
 
     def record(self, steps: Iterable[Step]) -> Recording:
@@ -329,7 +321,7 @@ class Executor:
         if step.kind is StepKind.CALL:
             where += f", segment {step.segment}, {describe(self.program.blocks[step.block], index, self._locate)}"
         else:
-            where += f", {step.kind.value} of {', '.join(step.args or step.drops)}"
+            where += f", {step.kind.value} of {', '.join(map(str, step.args or step.drops))}"
         return RuntimeFailure(f"{where}: {type(fault).__name__}: {fault}")
 
 
@@ -348,7 +340,7 @@ def describe(block: Block, index: int, locate: Locate) -> str:
     if not 0 <= index < len(block.instrs):
         return block.name
     instr = block.instrs[index]
-    source = f" ({locate(block.name, instr.origin)})" if instr.origin >= 0 else ""
+    source = f" ({locate(block, instr.origin)})" if instr.origin >= 0 else ""
     return f"{block.name}[{index}] {instr.target}{source}"
 
 

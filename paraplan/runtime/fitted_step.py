@@ -13,10 +13,14 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
+from paraplan.ir.lower.phases import split_steps
+from paraplan.ir.names import Name, Role
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import given_inputs
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.schedule import ActionKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.sources import source_lines
 from paraplan.ir.trace.fake import overrides_functions, own_functions
@@ -24,11 +28,10 @@ from paraplan.runtime import ragged
 from paraplan.runtime.batch import refuse_dtype, refuse_not_dense
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor, Modules, make_tapes
-from paraplan.runtime.rank import split_steps
 from paraplan.runtime.transport import InProcessTransport
 
 _SEEDS = (1 << 63) - 1
-_READ = ("param:", "batch:", "buffer:")
+_READ = frozenset({Role.PARAMETER, Role.BATCH, Role.BUFFER})
 
 
 class FittedStep:
@@ -54,8 +57,8 @@ class FittedStep:
         self.tapes, self.locate = make_tapes(program, modules), source_lines(plan.program)
         self.port = InProcessTransport(plan.stages[0].mesh).port(plan.stages[0].mesh.devices[0])
         self.forward, self.writes, self.backward = _halves(program)
-        self.read_later = tuple(dict.fromkeys(n for s in self.backward for n in s.args if n.startswith(_READ)))
-        written = {name for step in self.writes for name in step.args if name.startswith("buffer:")}
+        self.read_later = tuple(dict.fromkeys(n for s in self.backward for n in s.args if n.role in _READ))
+        written = {name for step in self.writes for name in step.args if name.role is Role.BUFFER}
         self.held = tuple(name for name in self.read_later if name in written)
         self.names = tuple(program.grads)
         self.device = plan.cluster.backend
@@ -83,7 +86,7 @@ class FittedStep:
             executor.outer.update(held)
         return executor.outer[self.program.loss]  # type: ignore[no-any-return]
 
-    def take_backward(self, executor: Executor, versions: Mapping[str, tuple[Tensor, int]]) -> None:
+    def take_backward(self, executor: Executor, versions: Mapping[Name, tuple[Tensor, int]]) -> None:
         """The steps from the loss to the gradients.
 
         Raises:
@@ -91,15 +94,15 @@ class FittedStep:
         """
         changed = [name for name, (tensor, version) in versions.items() if _version(tensor) != version]
         if changed:
-            role, _, name = changed[0].partition(":")
+            role, name = changed[0].role, changed[0].source
             raise RuntimeFailure(
-                f"{'input' if role == 'batch' else role} {name.partition('@')[0]!r} was changed in place between a "
+                f"{'input' if role is Role.BATCH else role} {name!r} was changed in place between a "
                 "forward and its backward, which needs it as it was; call backward before an optimizer's step, and "
                 "clone what is written over"
             )
         self._take(executor, self.backward)
 
-    def versions(self, bound: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    def versions(self, bound: Mapping[Name, Tensor]) -> dict[Name, tuple[Tensor, int]]:
         """What the backward reads of what is not its own, and how often it was written in place until now."""
         names = [name for name in self.read_later if name in bound and name not in self.held]
         return {name: (bound[name], _version(bound[name])) for name in names}
@@ -116,14 +119,14 @@ class FittedStep:
                     f"parameter {name!r} requires a gradient now and was frozen when fit was called; call fit again"
                 )
 
-    def _state(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _state(self, params: Mapping[str, Tensor]) -> dict[Name, Tensor]:
         buffers = dict(self.model.named_buffers())
         found = {}
         for name, value in self.program.outer.items():
-            source = params if value.role == "param" else buffers if value.role == "buffer" else None
+            source = {Role.PARAMETER: params, Role.BUFFER: buffers}.get(value.role)
             if source is None:
                 continue
-            what = f"{'parameter' if value.role == 'param' else value.role} {value.source!r}"
+            what = f"{'parameter' if value.role is Role.PARAMETER else value.role} {value.source!r}"
             if value.source not in source:
                 raise PlanMismatchError(f"the model has no {what} any more; call fit again")
             tensor = source[value.source].detach()
@@ -138,7 +141,7 @@ class FittedStep:
             found[name] = tensor
         return found
 
-    def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _inputs(self, batch: Mapping[str, Tensor]) -> dict[Name, Tensor]:
         """The batch by outer name: cut into microbatches where the plan has several, else itself."""
         program, count = self.plan.program, self.plan.num_microbatches
         missing = [name for name in program.batch if name not in batch]
@@ -171,7 +174,7 @@ class FittedStep:
             x = given.detach().to(dtype)
             cut = count > 1 and entry.batch_dim is not None
             parts = x.chunk(count, entry.batch_dim) if cut else (x,) * count  # type: ignore[arg-type]
-            found |= {f"batch:{name}@{m}": part.contiguous() for m, part in enumerate(parts)}
+            found |= {outer_names.batch(name, m): part.contiguous() for m, part in enumerate(parts)}
         return {name: x for name, x in found.items() if name in self.program.outer}
 
     def draw(self) -> tuple[int, int]:
@@ -182,7 +185,7 @@ class FittedStep:
     def _seed(self, executor: Executor) -> None:
         base, step = self.draw()
         for name, value in self.program.outer.items():
-            if value.role == "seed":
+            if value.role is Role.SEED:
                 seed = segment_seed(base, step, int(value.source))
                 executor.outer[name] = torch.full((), seed, dtype=torch.int64, device=self.device)
         self.steps_done += 1
@@ -214,13 +217,13 @@ def _halves(program: RankProgram) -> tuple[tuple[Step, ...], tuple[Step, ...], t
     """The steps up to the loss, with the writes into buffers that the program has there; its writes after the backward
     of what the forward made, and the backward, which gives up what both read."""
     before, _ = split_steps(program.steps)
-    early = (i for i, step in enumerate(before) if program.loss in step.outs or (_writes(step) and "F" in step.action))
-    ends = max(early) + 1
+    writes = [_writes(step) and step.phase is ActionKind.F for step in before]
+    ends = max(i for i, step in enumerate(before) if program.loss in step.outs or writes[i]) + 1
     forward, rest = before[:ends], before[ends:]
     made = {name for step in forward for name in step.outs} - {name for step in forward for name in step.drops}
     writes, backward = [], []
     for step in rest:
-        if not _writes(step) or not made.issuperset(name for name in step.args if not name.startswith("buffer:")):
+        if not _writes(step) or not made.issuperset(name for name in step.args if name.role is not Role.BUFFER):
             backward.append(step)
             continue
         others = {name for other in rest if other is not step for name in other.args}
@@ -233,12 +236,12 @@ def _halves(program: RankProgram) -> tuple[tuple[Step, ...], tuple[Step, ...], t
 
 def _writes(step: Step) -> bool:
     """Whether a step overwrites a buffer."""
-    return step.kind is StepKind.CALL and not step.outs and any(name.startswith("buffer:") for name in step.args)
+    return step.kind is StepKind.CALL and not step.outs and any(name.role is Role.BUFFER for name in step.args)
 
 
 def held_bytes(program: RankProgram) -> int:
     """Bytes of the buffers that a step may need as they were after it has written them: it copies them."""
-    written = {name for step in _halves(program)[1] for name in step.args if name.startswith("buffer:")}
+    written = {name for step in _halves(program)[1] for name in step.args if name.role is Role.BUFFER}
     return sum(program.outer[name].nbytes for name in written)
 
 
@@ -246,7 +249,9 @@ class _Step(torch.autograd.Function):
     """The planned step, as one differentiable function of the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, runs: FittedStep, executor: Executor, bound: Mapping[str, Tensor], *params: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, runs: FittedStep, executor: Executor, bound: Mapping[Name, Tensor], *params: Tensor
+    ) -> Tensor:
         ctx.versions = runs.versions(bound)
         loss = runs.take_forward(executor)
         ctx.runs, ctx.executor = runs, executor

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.lower.grads import home_name, magnitude_name
+from paraplan.ir.names import Name, magnitude, waiting
 
 
 class WaitingGrads:
@@ -34,7 +34,7 @@ class WaitingGrads:
         self._params, self._homes = params, dict(homes)
         self._given: dict[str, tuple[Tensor, int]] = {}
         self._read: set[str] = set()
-        self._outer: Mapping[str, Any] = {}
+        self._outer: Mapping[Name, Any] = {}
         self._factors: dict[str, list[Tensor]] = {}
 
     @property
@@ -42,13 +42,13 @@ class WaitingGrads:
         """Of their parameters."""
         return frozenset(self._homes)
 
-    def start(self, outer: Mapping[str, Any]) -> None:
+    def start(self, outer: Mapping[Name, Any]) -> None:
         """A step begins, with these outer values: its gradients replace those that wait, or are added to those that
         parameters still have."""
         for name, home in self._homes.items():
             param = self._params[name]
             grad, param.grad = param.grad, None
-            outer[home_name(name)].adds = grad is not None
+            outer[waiting(name)].adds = grad is not None
             if grad is not None and not self._is_given(name, grad):
                 home.copy_(grad)
             elif grad is not None and not self._is_written(name):
@@ -60,7 +60,7 @@ class WaitingGrads:
         if name not in self._given:
             view = self._homes[name].data  # writes to it are told apart from those to what else is in its file
             self._given[name] = view, view._version
-            if self._outer[home_name(name)].adds:
+            if self._outer[waiting(name)].adds:
                 self._read.add(name)
         return self._given[name][0]
 
@@ -70,7 +70,7 @@ class WaitingGrads:
 
     def _sizes(self, name: str) -> Tensor | None:
         """What was measured, unless that is not all of it."""
-        return None if name in self._read else self._outer.get(magnitude_name(name))
+        return None if name in self._read else self._outer.get(magnitude(name))
 
     def _is_given(self, name: str, grad: Tensor) -> bool:
         return name in self._given and grad is self._given[name][0]

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.names import Name, Role
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
 from paraplan.runtime.rank import Rank
@@ -82,17 +83,17 @@ class _Captured(NamedTuple):
     """
 
     steps: tuple[Step, ...]
-    inputs: Mapping[str, Any]
-    gone: tuple[str, ...]
-    made: Mapping[str, Tensor]
+    inputs: Mapping[Name, Any]
+    gone: tuple[Name, ...]
+    made: Mapping[Name, Tensor]
     replay: Callable[[], None]
 
-    def fits(self, steps: Sequence[Step], outer: Mapping[str, Any]) -> bool:
+    def fits(self, steps: Sequence[Step], outer: Mapping[Name, Any]) -> bool:
         """Whether these steps on these values are those."""
         alike = len(steps) == len(self.steps) and all(a is b for a, b in zip(steps, self.steps, strict=True))
         return alike and all(_lies_at(outer.get(name), value) for name, value in self.inputs.items())
 
-    def leave(self, outer: dict[str, Any]) -> None:
+    def leave(self, outer: dict[Name, Any]) -> None:
         """What it did to outer names. Values are new tensors in its memory, so that it shows who holds them."""
         for name in self.gone:
             outer.pop(name, None)
@@ -118,7 +119,7 @@ class ReplayedSteps:
 
     def __init__(self, rank: Rank, graphs: Graphs) -> None:
         self.rank, self.graphs, self.reason = rank, graphs, ""
-        self.homes: dict[str, Tensor] = {}
+        self.homes: dict[Name, Tensor] = {}
         self.replays = {BEFORE: 0, AFTER: 0}
         self._begun = 0
         self._captured: dict[str, _Captured] = {}
@@ -163,7 +164,7 @@ class ReplayedSteps:
         made = {name for step in steps for name in step.outs}
         inputs = {name: outer[name] for step in steps for name in step.args if name not in made and name in outer}
         if part == BEFORE:
-            self.homes = {name: outer[name] for name, x in self.rank.program.outer.items() if x.role == "batch"}
+            self.homes = {name: outer[name] for name, x in self.rank.program.outer.items() if x.role is Role.BATCH}
 
         def run() -> list[Tensor]:
             executor.run(steps)

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.entry import Entry
 from paraplan.ir.holding import counted_here, holdings
+from paraplan.ir.names import LOSS_SCALE
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
@@ -34,7 +36,7 @@ from paraplan.runtime.late import LateUpdates
 from paraplan.runtime.optim import GroupMaker, check_norm, clip, norm_of, norm_share
 from paraplan.runtime.params import join
 from paraplan.runtime.rank import Rank
-from paraplan.runtime.scaling import SCALE, Scaler
+from paraplan.runtime.scaling import Scaler
 from paraplan.runtime.staged import Staging
 from paraplan.runtime.stepping import make_executors, step_together
 from paraplan.runtime.updates import make_optimizer
@@ -115,7 +117,7 @@ class InProcessTrainer:
         if any(rank.has_begun for rank in self.ranks):  # the optimizer's step was skipped
             self.flush()
         if any(rank.is_stale for rank in self.ranks):
-            self._together(lambda rank: rank.restoring)
+            self._together(lambda rank: rank.lists.restoring)
             for rank in self.ranks:
                 rank.settled()
         self.attributes.check()
@@ -131,7 +133,7 @@ class InProcessTrainer:
     def flush(self) -> None:
         """As `Trainer.flush`."""
         if any(rank.is_due for rank in self.ranks):
-            self._together(lambda rank: rank.flushing() if rank.is_due else ())
+            self._together(lambda rank: rank.lists.flush if rank.is_due else ())
 
     def _together(self, steps: Callable[[Rank], Sequence[Step]]) -> None:
         """Steps of every rank beside a training step, of which no account is kept."""
@@ -163,7 +165,7 @@ class InProcessTrainer:
     def stored_params(self, rank: int) -> dict[str, Tensor]:
         """The shards a rank computes with."""
         tensors = self.ranks[rank].tensors
-        return {name: tensors[f"param:{name}"] for name in self.ranks[rank].stage.params}
+        return {name: tensors[outer_names.param(name)] for name in self.ranks[rank].stage.params}
 
     def buffers(self, rank: int | None = None) -> dict[str, Tensor]:
         """The buffers as a rank has them, or (None) as those that write them have; ranks of a mesh hold them whole."""
@@ -265,6 +267,6 @@ class InProcessTrainer:
 
     def scaler(self, **options: Any) -> Scaler:
         """As `Trainer.scaler`, one for all ranks: give it to `apply_optimizer`."""
-        scales = [rank.tensors[SCALE] for rank in self.ranks if SCALE in rank.tensors]
+        scales = [rank.tensors[LOSS_SCALE] for rank in self.ranks if LOSS_SCALE in rank.tensors]
         waiting = [rank.waiting for rank in self.ranks]
         return Scaler(self.plan, lambda found: found, scales, self.device, waiting, **options)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from paraplan.ir.graph import Arg
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, parse_offset
+from paraplan.ir.offsets import parse_offset
+from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
 from paraplan.ir.struct import Value
 from paraplan.runtime import ops
 from paraplan.runtime.ops import INSTR, LOCAL, OFFSET

@@ -23,7 +23,7 @@ from paraplan.ir.errors import ParaplanError
 from paraplan.ir.graph import Graph, Op, Phase
 from paraplan.ir.mesh import Placement, R, Shard
 from paraplan.ir.micro import ProgramMicro
-from paraplan.ir.program import Program
+from paraplan.ir.program import Program, Source, source_of
 from paraplan.ir.trace.reference import run_op
 
 Fills = Mapping[str, float]
@@ -127,8 +127,8 @@ class Rows:
                 found = self.concrete(self._given[outer])
                 self._filled |= {value} if self._given[outer] in self._filled else set()
                 return found
-            filled = outer.removeprefix("batch:")
-            if not outer.startswith("batch:") or filled not in self.fills:
+            source, filled = source_of(outer)
+            if source is not Source.BATCH or filled not in self.fills:
                 return None
             self._filled.add(value)
             return torch.full(spec.shape, self.fills[filled], dtype=getattr(torch, spec.dtype))

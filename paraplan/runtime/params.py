@@ -14,8 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
 from paraplan.ir.mesh import Layout, Replicate, Shard, is_shardable, layout_text, parse_layout
+from paraplan.ir.names import Name, Role
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import OuterValue, RankProgram
 from paraplan.ir.tiers import is_in_files
@@ -195,8 +197,8 @@ class Nothing:
 
 def local_tensors(
     program: RankProgram, values: Values, coordinates: Dims, device: str, homes: Homes,
-    held: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    held: Mapping[Name, Tensor] | None = None,
+) -> dict[Name, Tensor]:  # fmt: skip
     """A rank's parameters, optimizer views and states, buffers and seeds, by outer name, each with storage of its own
     but for states that are views of a stored copy. A parameter and its state are asked for one after the other. What
     is on disk lies in `homes`. Those `held` already are taken as they are.
@@ -204,7 +206,7 @@ def local_tensors(
     Raises:
         RuntimeFailure: the disk has no room for what is to live there.
     """
-    found: dict[str, Tensor] = {name: x for name, x in (held or {}).items() if program.outer[name].role != "seed"}
+    found: dict[Name, Tensor] = {name: x for name, x in (held or {}).items() if name.role is not Role.SEED}
     homes.reserve([x.nbytes for name, x in program.outer.items() if is_in_files(x.tier) and name not in found])
 
     def blank(value: OuterValue, padded: bool) -> Tensor:
@@ -215,30 +217,30 @@ def local_tensors(
         place = {"device": "cpu", "pin_memory": device == "cuda"} if value.tier else {"device": device}
         return made(value.shape, dtype=dtype, **place)  # type: ignore[no-any-return]
 
-    def fill(name: str, source: str) -> None:
+    def fill(name: Name, source: Name) -> None:
         value = program.outer[name]
         layout = parse_layout(value.layout)
-        part = values.shard(source, layout, program.mesh_shape, coordinates)
+        part = values.shard(str(source), layout, program.mesh_shape, coordinates)
         found[name] = blank(value, tuple(part.shape) != value.shape)
         inside(found[name], part.shape).copy_(part)
 
     for name, value in program.outer.items():
         if name in found:
             continue
-        if value.role in ("param", "buffer"):
+        if value.role in (Role.PARAMETER, Role.BUFFER):
             fill(name, name)
-            state = f"state:{value.source}"
-            if value.role == "buffer" or state not in program.outer:
+            state = outer_names.state(value.source)
+            if value.role is Role.BUFFER or state not in program.outer:
                 continue
             if program.outer[state].nbytes:
                 fill(state, name)
             else:
                 layouts = parse_layout(value.layout), parse_layout(program.outer[state].layout)
                 found[state] = narrow_state(found[name], *layouts, program.mesh_shape, coordinates)
-        elif value.role in ("slots", "grad"):
+        elif value.role in (Role.SLOTS, Role.WAITING):
             found[name] = blank(value, padded=True)
-        elif value.role == "seed":
+        elif value.role is Role.SEED:
             found[name] = torch.zeros((), dtype=torch.int64, device=device)
-        elif value.role == "scale":
+        elif value.role is Role.LOSS_SCALE:
             found[name] = torch.ones((), dtype=torch.float32, device=device)
     return found

@@ -1,7 +1,8 @@
 """One rank of a plan: its tensors, its optimizer parameters, and the two halves of its step.
 
 A step runs everything up to UPDATE (gradients then lie in the state layout), the user's optimizer updates the
-state tensors, and the rest (copies back into the stored parameters, drops) follows it.
+state tensors, and the rest (copies back into the stored parameters, drops) follows it. Lowering gives the lists of
+steps (`ir.lower.phases`); here is decided which of them is due.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.holding import Holding, holding_of, holdings
-from paraplan.ir.lower.grads import home_name
-from paraplan.ir.lower.late import Phase, flush_steps, in_phase
+from paraplan.ir.lower.late import Phase
+from paraplan.ir.lower.phases import step_lists
 from paraplan.ir.mesh import Layout, parse_layout
+from paraplan.ir.names import Name, Role
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.copies import tensor_of
@@ -86,7 +89,7 @@ class Rank:
         late: names of those that the host updates one step late.
         updates: does so; None where there is no optimizer yet.
         phase: of the step, see `ir.lower.late`.
-        flush: the steps that apply what is due.
+        lists: of steps.
         waiting: the gradients that wait beside states.
         torn: whether an update failed on its way, so that stored copies are to be written from their states again.
         has_optimizer: whether one was made over its parameters.
@@ -96,38 +99,36 @@ class Rank:
         self.plan, self.executor, self.device = plan, executor, device
         self.stage: Holding = holding_of(holdings(plan), executor.rank)
         self.program: RankProgram = executor.program
-        self._early = tuple(step for step in split_steps(self.program.steps)[0] if step.block.startswith("bring."))
-        self._steps = {phase: split_steps(in_phase(self.program, phase).steps) for phase in Phase}
-        self.phase, self.flush = Phase.STEADY, flush_steps(self.program)
+        self.lists, self.phase = step_lists(self.program), Phase.STEADY
         self.updates: Updates | None = None
         self.torn = self.has_optimizer = False
         shared = values if isinstance(values, Rank) else None
         self.clock = Clock(seed) if shared is None else shared.clock
         source: Values = Nothing() if isinstance(values, Rank) else values
         held = {} if shared is None else {name: x for name, x in shared.tensors.items() if name in self.program.outer}
-        self.tensors: dict[str, Tensor] = local_tensors(
+        self.tensors: dict[Name, Tensor] = local_tensors(
             self.program, source, executor.coordinates, device, executor.copier.homes, held
         )
         executor.bind(self.tensors)
-        states = {value.source: name for name, value in self.program.outer.items() if value.role == "state"}
+        states = {value.source: name for name, value in self.program.outer.items() if value.role is Role.STATE}
         self.layouts: dict[str, Layout] = {
             name: parse_layout(self.program.outer[outer].layout) for name, outer in states.items()
         }
         self.tiers: dict[str, str] = {name: self.stage.params[name].update_tier for name in states}
         self.staged = frozenset(name for name in states if self.stage.params[name].staged)
-        late = {arg for step in self.flush if step.late for arg in step.args}
+        late = {arg for step in self.lists.flush if step.late for arg in step.args}
         self.late = frozenset(name for name, outer in states.items() if outer in late)
         params = {name: nn.Parameter(self._optimized(name, self.tensors[outer])) for name, outer in states.items()}
         self.params: dict[str, nn.Parameter] = params if shared is None else shared.params
         homes = {
-            name: self.without_padding(name, self.tensors[home_name(name)], layout)
+            name: self.without_padding(name, self.tensors[home], layout)
             for name, layout in self.layouts.items()
-            if home_name(name) in self.tensors
+            if (home := outer_names.waiting(name)) in self.tensors
         }
         self.waiting = WaitingGrads(self.params, homes) if shared is None else shared.waiting
         self._own_shapes = {name: tuple(param.shape) for name, param in self.params.items()}
-        self._seeds = [(name, int(each.source)) for name, each in self.program.outer.items() if each.role == "seed"]
-        self._late_names = {name for name, each in self.program.outer.items() if each.role == "late"}
+        self._seeds = [(name, int(each.source)) for name, each in self.program.outer.items() if each.role is Role.SEED]
+        self._late_names = {name for name, each in self.program.outer.items() if each.role is Role.LATE}
         if shared is None:
             self.settled()
 
@@ -167,18 +168,7 @@ class Rank:
     @property
     def before(self) -> tuple[Step, ...]:
         """The steps before the optimizer."""
-        return self._steps[self.phase][0]
-
-    @property
-    def after(self) -> tuple[Step, ...]:
-        """The steps from it on."""
-        return self._steps[self.phase][1]
-
-    @property
-    def restoring(self) -> tuple[Step, ...]:
-        """The calls that write states into stored copies."""
-        calls = (step for step in self._steps[Phase.STEADY][1] if step.kind is StepKind.CALL)
-        return *self._early, *(step for step in calls if not step.block.startswith("recall"))
+        return self.lists.phases[self.phase].before
 
     @property
     def is_stale(self) -> bool:
@@ -191,7 +181,7 @@ class Rank:
 
     def _staged_versions(self) -> list[int]:
         """How often what is brought to updates was written."""
-        slots = [self.tensors[f"slots:{name}"] for name in self.staged if f"slots:{name}" in self.tensors]
+        slots = [self.tensors[x] for x in map(outer_names.slots, self.staged) if x in self.tensors]
         return [x._version for x in (*(self.params[name] for name in self.staged), *slots)]
 
     def _versions(self) -> list[int]:
@@ -201,7 +191,7 @@ class Rank:
     @property
     def delays(self) -> bool:
         """Whether what this step's optimizer would update late is to wait."""
-        return bool(self.flush) and self.phase is not Phase.WARM
+        return bool(self.lists.flush) and self.phase is not Phase.WARM
 
     @property
     def has_begun(self) -> bool:
@@ -213,7 +203,7 @@ class Rank:
         """Whether one is due, or under way."""
         return self.updates is not None and (self.updates.is_due or self.updates.is_begun)
 
-    def start(self, batch: ShardedBatch, homes: Mapping[str, Tensor] | None = None) -> None:
+    def start(self, batch: ShardedBatch, homes: Mapping[Name, Tensor] | None = None) -> None:
         """Bind a batch, copied to its homes where it has any, and fresh seeds.
 
         What the last step left behind is dropped, but for gradients that are due.
@@ -225,7 +215,7 @@ class Rank:
         self.executor.copier.forget()  # states that set out for an update that was skipped
         self.waiting.start(outer)
         warm = self.plan.delayed_update is not None and self.steps_done < self.plan.delayed_update
-        self.phase = Phase.STEADY if due or not self.flush else Phase.WARM if warm else Phase.FIRST
+        self.phase = Phase.STEADY if due or not self.lists.flush else Phase.WARM if warm else Phase.FIRST
         self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer, self.device, homes))
         for name, segment in self._seeds:
             outer[name].fill_(segment_seed(self.seed, self.steps_done, segment))
@@ -286,40 +276,33 @@ class Rank:
         return self.executor.outer[self.program.loss].clone()
 
     def tail(self) -> tuple[Step, ...]:
-        """The steps after the optimizer; what works on gradients that are gone already is left out.
-
-        What was brought for its update is brought again where it was written since.
-        """
-        if self.clock.brought != self._staged_versions():
-            for name in [name for step in self._early for name in step.outs if name in self.executor.outer]:
-                self.executor.copier.wait(self.executor.outer.pop(name))
-        early = tuple(step for step in self._early if not all(name in self.executor.outer for name in step.outs))
-        return *early, *self._possible(self.after)
-
-    def flushing(self) -> tuple[Step, ...]:
-        """The steps that apply what is due, or end what has begun."""
-        return self._possible(self.flush)
-
-    def _possible(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        outer = self.executor.outer
-        needs = {StepKind.DROP: lambda step: step.drops, StepKind.ACCUMULATE: lambda step: step.args[1:]}
-        return tuple(
-            step for step in steps if step.kind not in needs or all(name in outer for name in needs[step.kind](step))
-        )
+        """The steps after the optimizer: those that are possible with what is there."""
+        steps, outer = self.lists.phases[self.phase], self.executor.outer
+        ahead = [name for step in self.lists.ahead for name in step.outs]
+        has_grads, is_there = (all(name in outer for name in names) for names in (steps.grads, ahead))
+        if has_grads and is_there and self.clock.brought == self._staged_versions():
+            return steps.after
+        for name in ahead:
+            if name in outer:
+                self.executor.copier.wait(outer.pop(name))
+        return steps.brought if has_grads else steps.again
 
     def load(self, full: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers from full tensors, "param:<name>" and "buffer:<name>"."""
         with torch.no_grad():
             self.executor.copier.settle()
             for name, value in self.program.outer.items():
-                source = full.get(f"{'buffer' if value.role == 'buffer' else 'param'}:{value.source}")
-                if value.role in ("param", "state", "buffer") and source is not None:
+                if value.role not in (Role.PARAMETER, Role.STATE, Role.BUFFER):
+                    continue
+                stored = name if value.role is Role.BUFFER else outer_names.param(value.source)
+                source = full.get(str(stored))
+                if source is not None:
                     part = cut(source, parse_layout(value.layout), self.program.mesh_shape, self.executor.coordinates)
                     inside(self.tensors[name], part.shape).copy_(part)
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers by name, whole; what the model writes (running statistics) is as the last step left it."""
-        named = {value.source: name for name, value in self.program.outer.items() if value.role == "buffer"}
+        named = {value.source: name for name, value in self.program.outer.items() if value.role is Role.BUFFER}
         return {name: self.tensors[outer].clone() for name, outer in named.items()}
 
     def held(self, name: str) -> tuple[Tensor, Layout]:
@@ -327,7 +310,8 @@ class Rank:
         layout."""
         self.executor.copier.settle()
         written = name in self.plan.program.buffer_updates
-        outer = f"buffer:{name}" if written else f"state:{name}" if name in self.params else f"param:{name}"
+        trained = outer_names.state if name in self.params else outer_names.param
+        outer = outer_names.buffer(name) if written else trained(name)
         return self.tensors[outer], parse_layout(self.program.outer[outer].layout)
 
     def held_part(self, name: str) -> tuple[Tensor, Layout]:
@@ -352,15 +336,8 @@ class Rank:
     def grad(self, name: str) -> Tensor:
         """A gradient of the step, padding included."""
         if name in self.waiting.names:
-            return self.tensors[home_name(name)]
+            return self.tensors[outer_names.waiting(name)]
         return tensor_of(self.executor.outer[self.program.grads[name]])
-
-
-def split_steps(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """The steps before the update, and those from it on."""
-    ends = [index for index, step in enumerate(steps) if step.kind in (StepKind.UPDATE, StepKind.UPDATED)]
-    position = next((index for index in ends if not steps[index].late), len(steps))
-    return steps[:position], steps[position:]
 
 
 def message_pairs(plan: Plan, programs: Sequence[RankProgram]) -> list[tuple[int, int]]:

@@ -22,9 +22,6 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.plan import Plan
 from paraplan.runtime.grads import WaitingGrads
 
-SCALE = "loss_scale"
-"""Outer name of the scale in programs that compute in fp16."""
-
 
 class Scaler(GradScaler):
     """torch's scaler for the shards of a plan.

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.lower.grads import home_name
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import Step
 from paraplan.runtime.copies import tensor_of
 from paraplan.runtime.params import travels
@@ -43,7 +44,7 @@ class Staging:
         self.inside = False
         self._groups: list[dict[str, Any]] = []
         self._params: list[list[nn.Parameter]] = []
-        self._outer: Mapping[str, Any] = {}
+        self._outer: Mapping[Name, Any] = {}
         optimizer.register_step_pre_hook(lambda _, args, kwargs: self._leave_out(args, kwargs))
         self._ended = optimizer.register_step_post_hook(lambda *_: self._end())
         self._depth = 0
@@ -144,7 +145,7 @@ class Staging:
         self.optimizer.param_groups[:] = self._groups
         self._groups = []
 
-    def update(self, step: Step, outer: Mapping[str, Any]) -> None:
+    def update(self, step: Step, outer: Mapping[Name, Any]) -> None:
         """An UPDATE of a run that was brought, among an executor's outer values.
 
         Raises:
@@ -152,7 +153,7 @@ class Staging:
         """
         assert step.staged is not None
         self._outer = outer
-        names = [self.rank.program.outer[arg.removesuffix("^up")].source for arg in step.args]
+        names = [arg.source for arg in step.args]
         params = {name: self.rank.params[name] for name in names}
         with self.tracker.booking(None):  # all it makes are views
             homes = {name: (param.data, param.grad) for name, param in params.items()}
@@ -195,18 +196,18 @@ class Staging:
 
     def _recalled(self, name: str) -> Tensor | None:
         """The gradient an update takes, where it is: as it came from where it waits, or as it is."""
-        came = self._outer.get(f"{home_name(name)}^up")
+        came = self._outer.get(outer_names.waiting(name).up)
         if came is None:
             return self.rank.params[name].grad
         grad = self.rank.without_padding(name, tensor_of(came), self.rank.layouts[name])
-        copy = tensor_of(self._outer[f"state:{name}^up"])
+        copy = tensor_of(self._outer[outer_names.state(name).up])
         return self.rank.waiting.recalled(name, grad, copy.device)
 
     def _up(self, name: str) -> tuple[Tensor, Tensor | None]:
         """What was brought of a parameter, without padding: its copy and its other states, stacked."""
         outer, layout = self._outer, self.rank.layouts[name]
-        copy = self.rank.without_padding(name, tensor_of(outer[f"state:{name}^up"]), layout)
-        slots = outer.get(f"slots:{name}^up")
+        copy = self.rank.without_padding(name, tensor_of(outer[outer_names.state(name).up]), layout)
+        slots = outer.get(outer_names.slots(name).up)
         return copy, None if slots is None else tensor_of(slots)
 
     def _slot(self, name: str, slots: Tensor | None, index: int) -> Tensor:
@@ -245,7 +246,7 @@ class Staging:
             self.optimizer.state[param][key] = self._home(name, index)
 
     def _home(self, name: str, index: int) -> Tensor:
-        return self._slot(name, self.rank.tensors.get(f"slots:{name}"), index)
+        return self._slot(name, self.rank.tensors.get(outer_names.slots(name)), index)
 
     def _tensors(self, name: str) -> list[Tensor]:
         copy, slots = self._up(name)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from paraplan.ir.entry import Entry
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.holding import counted_here, holding_of, holdings
+from paraplan.ir.names import LOSS_SCALE
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import trained_params
 from paraplan.ir.rank_program import RankProgram, Step
@@ -52,7 +53,7 @@ from paraplan.runtime.late import LateUpdates
 from paraplan.runtime.optim import GroupMaker, check_norm, clip, norm_of, norm_share
 from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, message_pairs
-from paraplan.runtime.scaling import SCALE, Scaler
+from paraplan.runtime.scaling import Scaler
 from paraplan.runtime.staged import Staging
 from paraplan.runtime.training_state import TrainingStates
 from paraplan.runtime.updates import make_optimizer
@@ -208,7 +209,7 @@ class Trainer(TrainingStates):
     def _restore(self) -> None:
         """Bring to stored parameters what was written into the optimizer's since its step (clamped weights, say)."""
         if self.state.is_stale:
-            self.state.executor.run(self.state.restoring)
+            self.state.executor.run(self.state.lists.restoring)
             self.state.settled()
 
     def _take_part(self, part: str, steps: tuple[Step, ...]) -> None:
@@ -326,7 +327,7 @@ class Trainer(TrainingStates):
             self.transport.agree(found, "max")
             self.state.note_grads()
 
-        scales = [self.state.tensors[name] for name in (SCALE,) if name in self.state.tensors]
+        scales = [self.state.tensors[LOSS_SCALE]] if LOSS_SCALE in self.state.tensors else []
         return Scaler(self.plan, agree, scales, self.transport.device, [self.state.waiting], **options)
 
     def finish_update(self) -> None:

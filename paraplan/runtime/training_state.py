@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
 from paraplan.ir.program import Program
 from paraplan.runtime import progress
@@ -197,7 +198,7 @@ class TrainingStates(Checkpointing):
         spec = type(spec)(told.removeprefix("torch."), spec.shape)
 
         def held(of: str) -> Any:
-            outer = self.state.program.outer[f"state:{of}"]
+            outer = self.state.program.outer[outer_names.state(of)]
             return pad(optimizer.state[self.state.params[of]][key].detach(), outer.shape), self.state.layouts[of]
 
         return self.whole(name, spec, held).cpu().clone()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.mesh import Layout
-from paraplan.ir.program import Program
+from paraplan.ir.program import Program, Source, source_of
 from paraplan.runtime.params import Dims, Values, Whole, cut, full_tensors, slices
 
 
@@ -128,7 +128,7 @@ class SeededValues:
 
     def shard(self, name: str, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
         """Part of a tensor; its module's tensors are held until another module is asked for."""
-        module, _, key = name.split(":", 1)[1].rpartition(".")
+        module, _, key = source_of(name)[1].rpartition(".")
         if not self._held[1] or self._held[0] != module:
             self._held = ("", {})
             self._held = (module, module_values(self.model, module, self.seed))
@@ -214,7 +214,8 @@ class FileValues:
         self.shapes = {f"param:{name}": spec.spec.shape for name, spec in program.params.items()}
         self.shapes |= {f"buffer:{name}": spec.shape for name, spec in program.buffers.items()}
         self.found = _match(where, wanted) or _match(where, wanted, inner=True)
-        missing = [name[6:] for name in wanted if name.startswith("param:") and name not in self.found]
+        sources = [source_of(name) for name in wanted if name not in self.found]
+        missing = [name for source, name in sources if source is Source.PARAMETER]
         if missing:
             raise PlanMismatchError(
                 f"{self.path} lacks {', '.join(missing[:5])} ({len(missing)} of {len(program.params)} parameters); its "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paraplan.ir.graph import Arg
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 
 
 def vector(name: str, base: str = "") -> LocalValue:
@@ -46,6 +46,7 @@ def block(inputs: str, outputs: str, names: str, *instrs: Instr, views: dict[str
     values |= {name: vector(name, base) for name, base in (views or {}).items()}
     return Block(
         name="b.0.F",
+        role=BlockRole.FORWARD,
         inputs=tuple(inputs.split()),
         outputs=tuple(outputs.split()),
         saved=(),

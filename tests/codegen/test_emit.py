@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paraplan.codegen import EmitContext, build_block, build_modules
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.rank_program import Block, Instr, RankProgram, Step, StepKind
+from tests.named import all_named, named
 
 from .blocks import block, issue, op, wait
 
@@ -34,7 +35,7 @@ def chain() -> Block:
 
 
 def test_generated_code_frees_where_the_instructions_do() -> None:
-    made = Block(**{f: getattr(chain(), f) for f in ("name", "inputs", "outputs", "saved", "values")}, instrs=(
+    made = Block(**{f: getattr(chain(), f) for f in ("name", "role", "inputs", "outputs", "saved", "values")}, instrs=(
         *chain().instrs[:3], wait("i", "y", "w", "i y w"), chain().instrs[4],
     ))  # fmt: skip
     lines = [
@@ -142,14 +143,14 @@ def test_illegal_blocks_are_refused(broken: Block, says: str) -> None:
 
 def program_of(*calls: tuple[Block, str, str]) -> RankProgram:
     """Steps that call blocks on outer names, separated by blanks."""
-    named = [msgspec.structs.replace(each, name=f"b{index}") for index, (each, _, _) in enumerate(calls)]
+    blocks = [msgspec.structs.replace(each, name=f"b{index}") for index, (each, _, _) in enumerate(calls)]
     steps = tuple(
-        Step(kind=StepKind.CALL, action="0F0", block=each.name, args=tuple(args.split()), outs=tuple(outs.split()))
-        for each, (_, args, outs) in zip(named, calls, strict=True)
+        Step(kind=StepKind.CALL, action="0F0", block=each.name, args=all_named(args), outs=all_named(outs))
+        for each, (_, args, outs) in zip(blocks, calls, strict=True)
     )
     return RankProgram(
-        mesh_axes=("d",), mesh_shape=(2,), num_microbatches=1, blocks={each.name: each for each in named}, outer={},
-        steps=steps, loss="", grads={}, optimizer_bytes=0, update_workspace_bytes=0,
+        mesh_axes=("d",), mesh_shape=(2,), num_microbatches=1, blocks={each.name: each for each in blocks}, outer={},
+        steps=steps, loss=named("loss"), grads={}, optimizer_bytes=0, update_workspace_bytes=0,
     )  # fmt: skip
 
 

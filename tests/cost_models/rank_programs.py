@@ -9,8 +9,10 @@ from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup
 from paraplan.ir.entry import Entry
 from paraplan.ir.graph import refs
 from paraplan.ir.mesh import make_mesh
+from paraplan.ir.names import Role
 from paraplan.ir.rank_program import (
     Block,
+    BlockRole,
     Instr,
     InstrKind,
     LocalValue,
@@ -20,6 +22,7 @@ from paraplan.ir.rank_program import (
     StepKind,
 )  # fmt: skip
 from paraplan.ir.tiers import TIERS
+from tests.named import all_named, named, some_named
 
 ADD = "aten.add.Tensor"
 
@@ -69,11 +72,12 @@ def wait(out: str, issued: str, frees: str = "") -> Instr:
 
 
 def block(
-    name: str, inputs: str, outputs: str, values: dict[str, LocalValue], *instrs: Instr, saved: str = ""
+    name: str, inputs: str, outputs: str, values: dict[str, LocalValue], *instrs: Instr, saved: str = "",
+    role: BlockRole = BlockRole.FORWARD,
 ) -> Block:  # fmt: skip
     """A block; names separated by blanks."""
     return Block(
-        name=name, inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), saved=tuple(saved.split()),
+        name=name, role=role, inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), saved=tuple(saved.split()),
         values=values, instrs=instrs,
     )  # fmt: skip
 
@@ -81,8 +85,8 @@ def block(
 def call(name: str, args: str, outs: str, drops: str = "", action: str = "0F0", microbatch: int = 0) -> Step:
     """A CALL; "-" among the outs is None."""
     return Step(
-        kind=StepKind.CALL, action=action, block=name, args=tuple(args.split()), drops=tuple(drops.split()),
-        outs=tuple(None if out == "-" else out for out in outs.split()), microbatch=microbatch, segment=0,
+        kind=StepKind.CALL, action=action, block=name, args=all_named(args), drops=all_named(drops),
+        outs=some_named(outs), microbatch=microbatch, segment=0,
     )  # fmt: skip
 
 
@@ -94,12 +98,14 @@ def program(
     return RankProgram(
         mesh_axes=("dp",), mesh_shape=(2,), num_microbatches=1, blocks={b.name: b for b in blocks},
         outer={
-            name: OuterValue(
-                role="param", source=name, dtype="uint8", shape=(nbytes,), layout="R", nbytes=nbytes, tier=tier_of(name)
+            named(name): OuterValue(
+                role=Role.PARAMETER, source=name, dtype="uint8", shape=(nbytes,), layout="R", nbytes=nbytes,
+                tier=tier_of(name),
             )
             for name, nbytes in outer.items()
         },
-        steps=tuple(steps), loss=(), grads=grads or {}, optimizer_bytes=optimizer_bytes,
+        steps=tuple(steps), loss=named("loss"), grads={name: named(grad) for name, grad in (grads or {}).items()},
+        optimizer_bytes=optimizer_bytes,
         update_workspace_bytes=update_workspace_bytes,
     )  # fmt: skip
 
@@ -248,8 +254,8 @@ def random_blocks(draw: st.DrawFn, name: str) -> Block:
     outputs = draw(st.lists(st.sampled_from(names), max_size=3))
     saved = draw(st.lists(st.sampled_from(names), max_size=3))
     return Block(
-        name=name, inputs=tuple(inputs), outputs=tuple(outputs), saved=tuple(saved), values=values,
-        instrs=with_frees(steps, {*outputs, *saved}),
+        name=name, role=BlockRole.FORWARD, inputs=tuple(inputs), outputs=tuple(outputs), saved=tuple(saved),
+        values=values, instrs=with_frees(steps, {*outputs, *saved}),
     )  # fmt: skip
 
 
@@ -304,9 +310,9 @@ def random_programs(draw: st.DrawFn) -> RankProgram:
                     kind=StepKind.CALL,
                     action="0F0",
                     block=code.name,
-                    args=tuple(args),
-                    outs=tuple(outs),
-                    drops=tuple(drops),
+                    args=tuple(map(named, args)),
+                    outs=tuple(None if out is None else named(out) for out in outs),
+                    drops=tuple(map(named, drops)),
                 )
             )
         elif kind == "accumulate":
@@ -316,11 +322,11 @@ def random_programs(draw: st.DrawFn) -> RankProgram:
                 continue
             tier = where.pop(addend)
             where.setdefault(total, tier)
-            steps.append(Step(kind=StepKind.ACCUMULATE, action="0B0", args=(total, addend)))
+            steps.append(Step(kind=StepKind.ACCUMULATE, action="0B0", args=(named(total), named(addend))))
         elif kind == "drop":
             drops = draw(st.lists(known, unique=True, max_size=2))
             where = {name: tier for name, tier in where.items() if name not in drops}
-            steps.append(Step(kind=StepKind.DROP, action="0B0", drops=tuple(drops)))
+            steps.append(Step(kind=StepKind.DROP, action="0B0", drops=tuple(map(named, drops))))
         else:
             steps.append(Step(kind=StepKind.UPDATE, action="0UPDATE"))
     return program(blocks, outer, steps, optimizer_bytes=draw(st.integers(0, 9)), update_workspace_bytes=5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from paraplan.cost_models.alive import BEFORE, STATES, WORKSPACE, alive_at
-from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.rank_program import BlockRole, RankProgram, Step, StepKind
 from paraplan.ir.tiers import TIERS
 from tests.cost_models.rank_programs import (
     NaiveReplay,
@@ -19,6 +19,7 @@ from tests.cost_models.rank_programs import (
     view,
     wait,
 )  # fmt: skip
+from tests.named import all_named
 
 
 @settings(max_examples=100, deadline=None)
@@ -47,12 +48,13 @@ def forward_and_back() -> RankProgram:
         },
         op("t", "x"), op("y s", "t", workspace_bytes=100), op("o", "y", "t"), copy("h!", "s"), wait("h", "h!", "h! y"),
     )  # fmt: skip
-    back = block("k0.0.B", "s x", "g", {"s": own("s", 6), "x": own("x", 4), "g": own("g", 4)}, op("g", "s x", "s"))
+    back = block("k0.0.B", "s x", "g", {"s": own("s", 6), "x": own("x", 4), "g": own("g", 4)}, op("g", "s x", "s"),
+                 role=BlockRole.BACKWARD)  # fmt: skip
     steps = [
         call("k0.0.F", "x0", "o0 s0 h0"),
         call("k0.0.B", "s0 x0", "g0", "s0", action="0B0"),
-        Step(kind=StepKind.ACCUMULATE, action="0B0", args=("acc", "g0")),
-        Step(kind=StepKind.UPDATE, action="0UPDATE", args=("x0",), drops=("o0",)),
+        Step(kind=StepKind.ACCUMULATE, action="0B0", args=all_named("acc g0")),
+        Step(kind=StepKind.UPDATE, action="0UPDATE", args=all_named("x0"), drops=all_named("o0")),
     ]
     return program([code, back], {"x0": 4, "idle": 7}, steps, {"x0": "acc"}, 9, 11)
 

@@ -11,7 +11,7 @@ import pytest
 from paraplan.cost_models.blocks import compile_time
 from paraplan.cost_models.fusion import Fused, fused_kernels
 from paraplan.ir.graph import Arg
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 
 from .rank_programs import toy_costs
 
@@ -27,7 +27,8 @@ def value(name: str, shape: tuple[int, ...], base: str = "") -> LocalValue:
 
 
 def made(
-    name: str, inputs: dict[str, tuple[int, ...]], outputs: str, *ops: tuple[str, str, str, tuple[int, ...]]
+    name: str, inputs: dict[str, tuple[int, ...]], outputs: str, *ops: tuple[str, str, str, tuple[int, ...]],
+    role: BlockRole = BlockRole.FORWARD,
 ) -> Block:  # fmt: skip
     """A block of ops (target, inputs, output, shape); a reduction is along the last dim."""
     values = {each: value(each, shape) for each, shape in inputs.items()}
@@ -44,8 +45,9 @@ def made(
         args = (*names, (-1,), True) if target.startswith("aten.sum") else names
         instrs.append(Instr(target=target, args=args, outs=(out,)))
     return Block(
-        name=name, inputs=tuple(inputs), outputs=tuple(outputs.split()), saved=(), values=values, instrs=tuple(instrs)
-    )
+        name=name, role=role, inputs=tuple(inputs), outputs=tuple(outputs.split()), saved=(),
+        values=values, instrs=tuple(instrs),
+    )  # fmt: skip
 
 
 MUL, ADD, SUM, VIEW = "aten.mul.Tensor", "aten.add.Tensor", "aten.sum.dim_IntList", "aten.view.default"
@@ -90,9 +92,11 @@ def test_reductions_over_other_dims_are_apart() -> None:
     assert fused_kernels(block) == (Fused((0, 1), 512, 512 + 32),)
 
 
-@pytest.mark.parametrize(("name", "fused"), [("k.0.F", True), ("k.0.Bw", False), ("reduce.0", False)])
-def test_only_compiled_blocks_are_priced_as_fused(name: str, fused: bool) -> None:
-    block = made(name, {"x": WIDE, "y": WIDE}, "c", (MUL, "x y", "a", WIDE), (ADD, "a x", "c", WIDE))
+@pytest.mark.parametrize(
+    ("role", "fused"), [(BlockRole.FORWARD, True), (BlockRole.BACKWARD_WEIGHTS, False), (BlockRole.REDUCE, False)]
+)
+def test_only_compiled_blocks_are_priced_as_fused(role: BlockRole, fused: bool) -> None:
+    block = made("b", {"x": WIDE, "y": WIDE}, "c", (MUL, "x y", "a", WIDE), (ADD, "a x", "c", WIDE), role=role)
     apart, costs = compile_time(block, toy_costs()).work["compute"], toy_costs()
     assert apart == 6 * 512
     whole = compile_time(block, replace(costs, compiled=True)).work["compute"]

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from paraplan.cost_models.memory import MemoryWalk, entries, live_bytes
 from paraplan.cost_models.simulate import simulate_rank
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from tests.named import all_named
 
 from .rank_programs import (
     ADD,
@@ -44,9 +45,9 @@ def test_entries_in_order_with_shapes_bytes_and_collectives() -> None:
     )  # fmt: skip
     steps = [
         call("F", "x0 u0", "g0", "x0 u0", action="0B1", microbatch=1),
-        Step(kind=StepKind.ACCUMULATE, action="0B1", args=("acc", "g0"), microbatch=1),
-        Step(kind=StepKind.UPDATE, action="0UPDATE", args=("p0",)),
-        Step(kind=StepKind.DROP, action="0UPDATE", drops=("acc",)),
+        Step(kind=StepKind.ACCUMULATE, action="0B1", args=all_named("acc g0"), microbatch=1),
+        Step(kind=StepKind.UPDATE, action="0UPDATE", args=all_named("p0")),
+        Step(kind=StepKind.DROP, action="0UPDATE", drops=all_named("acc")),
         Step(kind=StepKind.DROP, action="0UPDATE", drops=()),
     ]
     found = list(entries(program([code], {"x0": 4, "u0": 3, "p0": 2}, steps)))

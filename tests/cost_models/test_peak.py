@@ -18,6 +18,7 @@ from paraplan.cost_models.simulate import RankTrace
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.graph import Phase
 from paraplan.ir.lower.remat import RECOMPUTE, recomputable
+from paraplan.ir.names import Role as OuterRole
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import RankProgram, StepKind
@@ -98,7 +99,7 @@ def test_the_parts_are_the_peak(name: str) -> None:
         found = by_role(peak)
         assert found.total() == peak.nbytes == trace.peak_bytes
         assert found[Role.STATES] == made.optimizer_bytes
-        params = sum(value.nbytes for value in made.outer.values() if value.role == "param")
+        params = sum(value.nbytes for value in made.outer.values() if value.role is OuterRole.PARAMETER)
         assert found[Role.PARAMETERS] == params
         assert sum(each.nbytes for each in peak.tensors if not each.tier) == (
             trace.peak_bytes - made.optimizer_bytes - found[Role.WORKSPACE]
@@ -131,8 +132,9 @@ def test_saved_activations_are_those_the_blocks_save() -> None:
     walk = MemoryWalk(made)
     for step in made.steps[:first]:
         walk.advance(step)
-    saved = {name: held.storage for name, held in walk.outer.items() if "/" in name}
-    boundary = {id(held.storage) for name, held in walk.outer.items() if "@" in name and "/" not in name}
+    saved = {name: held.storage for name, held in walk.outer.items() if name.role is OuterRole.SAVED}
+    handed_on = (OuterRole.VALUE, OuterRole.BATCH)
+    boundary = {id(held.storage) for name, held in walk.outer.items() if name.role in handed_on}
     wanted = {id(storage): storage.nbytes for storage in saved.values() if id(storage) not in boundary}
     assert by_role(peak)[Role.SAVED] == sum(wanted.values()) > 0
     assert {row.kind for row in peak.roles if row.role is Role.SAVED} == {
@@ -148,7 +150,7 @@ def test_recomputed_activations_are_the_forward_s_ops_in_the_backward() -> None:
         if not step.block.endswith(".B"):
             continue
         block = made.blocks[step.block]
-        graph = graphs(block.name)
+        graph = graphs(block)
         assert graph is not None
         again = [
             i for i, instr in enumerate(block.instrs)

@@ -10,6 +10,7 @@ from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.simulate import simulate, simulate_rank
 from paraplan.ir.errors import ClusterError, CostModelError
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from tests.named import all_named
 
 from .rank_programs import block, call, copy, issue, op, own, program, random_programs, toy_costs, view, wait
 
@@ -117,10 +118,10 @@ def test_a_collective_nobody_waits_for_still_ends() -> None:
 def test_accumulate_moves_then_adds_and_update_streams_everything() -> None:
     code = block("B", "p", "g", {"p": own("p", 4), "g": own("g", 4)}, op("g", "p", "p"))
     steps = [
-        call("B", "p0", "g0"), Step(kind=StepKind.ACCUMULATE, action="0B0", args=("acc", "g0")),
-        call("B", "p0", "g0"), Step(kind=StepKind.ACCUMULATE, action="0B1", args=("acc", "g0")),
-        Step(kind=StepKind.UPDATE, action="0UPDATE", args=("p0",)),
-        Step(kind=StepKind.DROP, action="0UPDATE", drops=("acc",)),
+        call("B", "p0", "g0"), Step(kind=StepKind.ACCUMULATE, action="0B0", args=all_named("acc g0")),
+        call("B", "p0", "g0"), Step(kind=StepKind.ACCUMULATE, action="0B1", args=all_named("acc g0")),
+        Step(kind=StepKind.UPDATE, action="0UPDATE", args=all_named("p0")),
+        Step(kind=StepKind.DROP, action="0UPDATE", drops=all_named("acc")),
     ]  # fmt: skip
     made = program([code], {"p0": 4}, steps, grads={"p0": "acc"}, optimizer_bytes=8, update_workspace_bytes=3)
     trace = simulate_rank(made, toy_costs())
@@ -190,7 +191,7 @@ def test_several_classes_end_with_the_last() -> None:
         ([call("F", "gone", "y")], r"step 0 \(0F0, call\): nothing is called 'gone'"),
         ([call("G", "x0", "y")], "nothing is called 'G'"),
         ([call("F", "x0", "y"), call("F", "x0 x0", "y")], r"step 1 \(0F0\): block F takes 1 values and gives 1, but 2"),
-        ([Step(kind=StepKind.DROP, action="0F0", drops=("gone",))], "gone"),
+        ([Step(kind=StepKind.DROP, action="0F0", drops=all_named("gone"))], "gone"),
     ],
 )
 def test_programs_that_name_nothing_are_refused_with_their_place(steps: list[Step], said: str) -> None:

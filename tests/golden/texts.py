@@ -11,8 +11,9 @@ from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.lower.evaluate import lower_evaluation
+from paraplan.ir.names import Name, Role
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import Block, RankProgram, Step
+from paraplan.ir.rank_program import Block, OuterValue, RankProgram, Step
 from paraplan.ir.struct import to_json
 from paraplan.ir.verify import verify_plan
 
@@ -61,12 +62,17 @@ def _program(program: RankProgram) -> Iterator[str]:
     for key, transfer in program.transfers.items():
         yield f"transfer {key}: {_fields(transfer)}"
     for name, outer in program.outer.items():
-        yield f"outer {name}: {_fields(outer)}"
+        yield f"outer {name}: {_outer(outer)}"
     for name, block in program.blocks.items():
         yield f"block {name}"
         yield from _block(block)
     for step in program.steps:
         yield _step(step)
+
+
+def _outer(value: OuterValue) -> str:
+    role = "grad" if value.role is Role.WAITING else value.role.value
+    return f"role={role} {_fields(value, 'role')}"
 
 
 def _block(block: Block) -> Iterator[str]:
@@ -90,13 +96,13 @@ def _names(names: Sequence[object]) -> str:
     return " ".join("-" if name is None else str(name) for name in names)
 
 
-def _named(names: dict[str, str]) -> str:
+def _named(names: dict[str, Name]) -> str:
     return " ".join(f"{key}={name}" for key, name in names.items())
 
 
-def _fields(value: object) -> str:
+def _fields(value: object, but: str = "") -> str:
     names = value.__struct_fields__  # type: ignore[attr-defined]
-    return " ".join(f"{name}={getattr(value, name)}" for name in names)
+    return " ".join(f"{name}={getattr(value, name)}" for name in names if name != but)
 
 
 def _code(program: RankProgram) -> Iterator[str]:

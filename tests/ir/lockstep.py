@@ -16,8 +16,10 @@ from torch import Tensor
 from paraplan.ir.graph import Arg, decode_number
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Layout, Partial, Replicate, Shard, parse_layout
+from paraplan.ir.names import Name, Role
+from paraplan.ir.offsets import offset_value
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import Block, InstrKind, Step, StepKind, offset_value
+from paraplan.ir.rank_program import Block, InstrKind, Step, StepKind
 from paraplan.ir.seeds import segment_seed
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.trace import kernels
@@ -325,19 +327,19 @@ def run_plan(
     """One step of a plan up to the update: the loss as every rank has it, and full gradients."""
     program, stage = lower(plan)[0], plan.stages[0]
     shape = stage.mesh.shape
-    outer: dict[Dims, dict[str, Tensor]] = {coords: {} for coords in everywhere(shape)}
+    outer: dict[Dims, dict[Name, Tensor]] = {coords: {} for coords in everywhere(shape)}
     for name, value in program.outer.items():
         layout = parse_layout(value.layout)
-        if value.role in ("param", "state"):
+        if value.role in (Role.PARAMETER, Role.STATE):
             full = params[value.source].to(getattr(torch, value.dtype))
-        elif value.role == "buffer":
+        elif value.role is Role.BUFFER:
             full = buffers[value.source]
-        elif value.role == "seed":
+        elif value.role is Role.SEED:
             full = torch.tensor(segment_seed(seed, 0, int(value.source)))
         else:
             full, dim = batch[value.source], plan.program.batch[value.source].batch_dim
             if dim is not None and plan.num_microbatches > 1:
-                full = full.chunk(plan.num_microbatches, dim)[int(name.split("@")[1])]
+                full = full.chunk(plan.num_microbatches, dim)[name.microbatch]
         for coords, piece in scatter(full, layout, shape, padding=0).items():
             assert tuple(piece.shape) == value.shape, name
             outer[coords][name] = piece
@@ -354,7 +356,7 @@ def run_plan(
     return [env[program.loss].item() for env in outer.values()], grads
 
 
-def _run_step(step: Step, blocks: Mapping[str, Block], outer: dict[Dims, dict[str, Tensor]], shape: Dims) -> None:
+def _run_step(step: Step, blocks: Mapping[str, Block], outer: dict[Dims, dict[Name, Tensor]], shape: Dims) -> None:
     if step.kind is StepKind.CALL:
         block = blocks[step.block]
         given = {

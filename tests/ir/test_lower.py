@@ -11,6 +11,7 @@ import torch
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.graph import refs
 from paraplan.ir.lower import lower
+from paraplan.ir.names import LOSS, Name, Role
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
 from paraplan.ir.trace import run_program
@@ -103,10 +104,10 @@ def test_ops_keep_the_order_of_the_graph(tiny_mlp, tiny_gpt2) -> None:  # type: 
         assert all(a <= b for a, b in pairwise(order))
 
 
-def alive_at(program: RankProgram) -> list[tuple[str, set[str]]]:
+def alive_at(program: RankProgram) -> list[tuple[str, set[Name]]]:
     """(action, outer names alive as it starts), one entry per action."""
     alive = set(program.outer)
-    found: list[tuple[str, set[str]]] = []
+    found: list[tuple[str, set[Name]]] = []
     for step in program.steps:
         if not found or found[-1][0] != step.action:
             found.append((step.action, set(alive)))
@@ -130,10 +131,11 @@ def test_what_microbatches_leave_behind(tiny_gpt2) -> None:  # type: ignore[no-u
     for plan in plans:
         program = lower(plan)[0]
         found = alive_at(program)
-        assert found[-1][1] == set(program.outer) | {"loss"}
+        assert found[-1][1] == set(program.outer) | {LOSS}
         for action, alive in found:
             if action.startswith("0F") and action != "0F0":
-                left = {name for name in alive - set(program.outer) if "@" in name and not name.startswith("part:")}
+                of_microbatch = {name for name in alive - set(program.outer) if "@" in str(name)}
+                left = {name for name in of_microbatch if name.role is not Role.GROUPED}
                 assert not left, (action, left)
 
 

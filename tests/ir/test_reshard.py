@@ -24,6 +24,7 @@ from paraplan.ir.mesh import (
     local_shape,
     padded_dims,
 )
+from paraplan.ir.rank_program import BlockRole
 from paraplan.ir.reshard import NoPath, reshard_path
 from paraplan.ir.tensor import TensorSpec
 
@@ -61,7 +62,7 @@ def layouts(mesh: Dims, shape: Dims, extra: tuple[Placement, ...] = (P,)) -> lis
 def run(mesh: Dims, shape: Dims, source: Layout, target: Layout, order: Dims | None = None) -> None:
     torch.manual_seed(0)
     full = torch.randn(shape, dtype=torch.float64)
-    emitter = BlockEmitter("move", (1, *mesh))
+    emitter = BlockEmitter("move", (1, *mesh), BlockRole.FORWARD)
     strides = local_strides(local_shape(shape, source, mesh), order)
     emitter.give("x", TensorSpec("float64", shape), (R, *source), strides)
     out = emitter.get("x", (R, *target))
@@ -93,7 +94,7 @@ def test_padding_is_added_and_dropped(mesh: Dims, shape: Dims) -> None:
 def test_a_move_pads_with_zeros() -> None:
     full = torch.ones(9, 4, dtype=torch.float64)
     for source in ((R,), (P,), (S(1),)):
-        emitter = BlockEmitter("move", (1, 2))
+        emitter = BlockEmitter("move", (1, 2), BlockRole.FORWARD)
         emitter.give("x", TensorSpec("float64", (9, 4)), (R, *source))
         out = emitter.get("x", (R, S(0)))
         assert (out, 0) in emitter.zeroed

@@ -10,7 +10,8 @@ from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import extend
 from paraplan.ir.mesh import R, layout_text, make_mesh
-from paraplan.ir.rank_program import Block, InstrKind, offset_value, parse_offset
+from paraplan.ir.offsets import offset_value, parse_offset
+from paraplan.ir.rank_program import Block, BlockRole, InstrKind
 from paraplan.ir.rules.strategies import AxisChoice, Strategy, op_strategies
 from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.sharding.prices import Prices
@@ -40,7 +41,7 @@ def strategy(graph: Graph, key: str, mesh: tuple[int, ...]) -> Strategy:
 
 def lowered(graph: Graph, key: str, mesh: tuple[int, ...]) -> Block:
     chosen = strategy(graph, key, mesh)
-    emitter = BlockEmitter("block", (1, *mesh))
+    emitter = BlockEmitter("block", (1, *mesh), BlockRole.FORWARD)
     for name, layout in zip(graph.ops[0].tensors, chosen.inputs, strict=True):
         emitter.give(name, graph.values[name], layout)
     emitter.op(graph.ops[0], graph, chosen, 0)

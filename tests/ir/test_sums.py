@@ -11,6 +11,7 @@ from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.lower import lower
+from paraplan.ir.names import Role
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.rank_program import SUM, SUMMED, RankProgram, StepKind
 from paraplan.ir.trace import capture
@@ -47,7 +48,7 @@ def sums(program: RankProgram) -> list[tuple[str, str]]:
 
 
 def additions(program: RankProgram) -> int:
-    return sum(step.kind is StepKind.ACCUMULATE and step.args[0].startswith("acc:") for step in program.steps)
+    return sum(step.kind is StepKind.ACCUMULATE and step.args[0].role is Role.ACCUMULATOR for step in program.steps)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import pytest
 import torch
@@ -11,9 +13,11 @@ from paraplan.codegen.emit import emit_block
 from paraplan.codegen.verify import verify, verify_program
 from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir import names
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.lower import implement, lower
 from paraplan.ir.lower.writes import write_together
+from paraplan.ir.names import Role
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.rank_program import WRITE_MANY, RankProgram, Step, StepKind
 from paraplan.ir.trace import capture
@@ -72,9 +76,8 @@ def test_one_launch_for_parameters_and_one_for_each_dtype_of_buffers() -> None:
         verify(emit_block(block), block)
     steps = [step for step in _writes(rank) if step.block.startswith("writes.")]
     assert sorted(len(step.args) // 2 for step in steps) == [2, 4, 5]
-    assert sorted(arg for step in _writes(rank) for arg in step.args) == sorted(
-        arg for step in _writes(apart) for arg in step.args
-    )
+    written = (Counter(arg for step in _writes(each) for arg in step.args) for each in (rank, apart))
+    assert next(written) == next(written)
     ran = [run for step in steps for run in dry_run(rank, "cuda")[step.block]]
     assert {(run.target, len(run.launches), run.workspace_bytes) for run in ran} == {(WRITE_MANY, 1, 0)}
 
@@ -83,7 +86,7 @@ def test_stages_write_their_own() -> None:
     """Of unlike many parameters: what is made of one stage's block is not taken for another's."""
     plan = _planned("2xH100", Deep, pp=2, microbatches=2)
     for rank in lower(plan):
-        (step,) = [step for step in _writes(rank) if any(arg.startswith("param:") for arg in step.args)]
+        (step,) = [step for step in _writes(rank) if any(arg.role is Role.PARAMETER for arg in step.args)]
         assert len(rank.blocks[step.block].inputs) == len(step.args) == 2 * len(rank.grads)
     assert len({len(rank.grads) for rank in lower(plan)}) == 2
 
@@ -97,7 +100,7 @@ def test_less_time_and_as_much_memory() -> None:
 
 def test_everything_is_written_and_cast() -> None:
     rank = lower(_planned("1xH100"))[0]
-    (step,) = [step for step in _writes(rank) if any(arg.startswith("param:") for arg in step.args)]
+    (step,) = [step for step in _writes(rank) if any(arg.role is Role.PARAMETER for arg in step.args)]
     block = rank.blocks[step.block]
     values = [block.values[name] for name in block.inputs]
     inputs = [torch.randn(value.shape).to(getattr(torch, value.dtype)) for value in values]
@@ -105,8 +108,8 @@ def test_everything_is_written_and_cast() -> None:
     given = dict(zip(step.args, inputs, strict=True))
     assert {x.dtype for x in inputs} == {torch.bfloat16, torch.float32}
     for name, tensor in given.items():
-        if name.startswith("param:"):
-            assert torch.equal(tensor, given["state:" + name.partition(":")[2]].bfloat16())
+        if name.role is Role.PARAMETER:
+            assert torch.equal(tensor, given[names.state(name.source)].bfloat16())
 
 
 def test_a_write_that_touches_what_another_overwrites_is_no_part_of_its_run() -> None:
@@ -114,9 +117,11 @@ def test_a_write_that_touches_what_another_overwrites_is_no_part_of_its_run() ->
     assert not any(step.block.startswith("restore") for step in write_together(apart).steps)
     at = [index for index, step in enumerate(apart.steps) if step.block.startswith("restore")]
     state, param = apart.steps[at[0]].args
+    others = other, other_state, other_buffer = (make("other") for make in (names.param, names.state, names.buffer))
+    assert not {*others} & {*apart.outer}
     for args, joined in (
-        (("state:other", "param:other"), [10]), (("state:other", param), [2, 8]), ((param, "param:other"), [2, 8]),
-        (("param:other", state), [2, 2, 6]), (("state:other", "buffer:other"), [2, 2, 6]),
+        ((other_state, other), [10]), ((other_state, param), [2, 8]), ((param, other), [2, 8]),
+        ((other, state), [2, 2, 6]), ((other_state, other_buffer), [2, 2, 6]),
     ):  # fmt: skip
         steps = [*apart.steps]
         steps[at[1]] = msgspec.structs.replace(steps[at[1]], args=args)

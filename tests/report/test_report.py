@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import paraplan as pp
 from paraplan.ir.mesh import make_mesh, parse_layout
+from paraplan.ir.names import Role
 from paraplan.ir.plan import ParamLayouts
 from paraplan.report.html import html_page
 from paraplan.report.layouts import generic_name, layout_words, param_words
@@ -81,7 +82,7 @@ def test_time_adds_up_to_the_streams(plan: pp.Plan) -> None:
 def test_every_parameter_is_told_once(plan: pp.Plan) -> None:
     rows = [row for kind in plan.explain().kinds[0] for row in kind.params]
     assert sum(row.count for row in rows) == len(plan.data.program.params)
-    stored = sum(value.nbytes for value in plan.programs[0].outer.values() if value.role == "param")
+    stored = sum(value.nbytes for value in plan.programs[0].outer.values() if value.role is Role.PARAMETER)
     assert sum(row.nbytes for row in rows) == stored
 
 

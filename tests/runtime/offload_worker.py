@@ -17,6 +17,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.lower.remat import recomputable
+from paraplan.ir.names import Role
 from paraplan.ir.verify import verify_plan
 from paraplan.runtime.launch import init_distributed, leave_job
 from paraplan.runtime.local import InProcessTrainer
@@ -66,7 +67,7 @@ def main() -> None:
     assert all(torch.allclose(named[name], held[name], rtol=1e-10) for name in named)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8, most))  # every rank's disk is full
-    before = {name: x.clone() for name, x in trainer.state.tensors.items() if name.startswith("param")}
+    before = {name: x.clone() for name, x in trainer.state.tensors.items() if name.role is Role.PARAMETER}
     try:
         trainer.step(plans.batch(4))
     except RuntimeFailure as fault:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from paraplan.ir.graph import Arg
 from paraplan.ir.mesh import Mesh, make_mesh
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, OuterValue, RankProgram, Step, StepKind
+from paraplan.ir.names import Role
+from paraplan.ir.rank_program import (
+    Block,
+    BlockRole,
+    Instr,
+    InstrKind,
+    LocalValue,
+    OuterValue,
+    RankProgram,
+    Step,
+    StepKind,
+)
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import DTYPE_BYTES
+from tests.named import all_named, named, some_named
 
 Dims = tuple[int, ...]
 
@@ -82,6 +94,7 @@ def collectives_block() -> Block:
     values.pop("top")
     return Block(
         name="k0.0.F",
+        role=BlockRole.FORWARD,
         inputs=("x", "idle"),
         outputs=("r", "g", None, "z", "t", "n"),
         saved=("at",),
@@ -94,22 +107,25 @@ def collectives_program() -> RankProgram:
     """Two microbatches of `collectives_block`, accumulating its sum; on a mesh of two."""
     steps = []
     for m in range(2):
-        outs = (f"r@{m}", f"g@{m}", None, f"z@{m}", f"t@{m}", f"n@{m}", f"at@{m}")
+        given, outs = all_named(f"x@{m} idle@{m}"), some_named(f"r@{m} g@{m} - z@{m} t@{m} n@{m} at@{m}")
         steps += [
-            Step(kind=StepKind.CALL, action=f"0F{m}", block="k0.0.F", args=(f"x@{m}", f"idle@{m}"),
-                 outs=outs,
-                 drops=(f"x@{m}", f"idle@{m}"), microbatch=m, segment=0),
-            Step(kind=StepKind.ACCUMULATE, action=f"0F{m}", args=("total", f"r@{m}"), microbatch=m, segment=0),
-            Step(kind=StepKind.DROP, action=f"0F{m}", drops=(f"g@{m}", f"at@{m}"), microbatch=m, segment=0),
+            Step(kind=StepKind.CALL, action=f"0F{m}", block="k0.0.F", args=given, outs=outs, drops=given, microbatch=m,
+                 segment=0),
+            Step(kind=StepKind.ACCUMULATE, action=f"0F{m}", args=all_named(f"total r@{m}"), microbatch=m, segment=0),
+            Step(kind=StepKind.DROP, action=f"0F{m}", drops=all_named(f"g@{m} at@{m}"), microbatch=m, segment=0),
         ]  # fmt: skip
     outer = {}
     for m in range(2):
-        outer[f"x@{m}"] = OuterValue(role="batch", source="x", dtype="float64", shape=(4, 3), layout="S0", nbytes=96)
-        outer[f"idle@{m}"] = OuterValue(role="batch", source="idle", dtype="float64", shape=(5,), layout="R", nbytes=40)
+        outer[named(f"x@{m}")] = OuterValue(
+            role=Role.BATCH, source="x", dtype="float64", shape=(4, 3), layout="S0", nbytes=96
+        )
+        outer[named(f"idle@{m}")] = OuterValue(
+            role=Role.BATCH, source="idle", dtype="float64", shape=(5,), layout="R", nbytes=40
+        )
     return RankProgram(
         mesh_axes=("dp",), mesh_shape=(2,), num_microbatches=2, blocks={"k0.0.F": collectives_block()}, outer=outer,
         steps=tuple(steps),
-        loss="total", grads={}, optimizer_bytes=0, update_workspace_bytes=0,
+        loss=named("total"), grads={}, optimizer_bytes=0, update_workspace_bytes=0,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import paraplan as pp
 from paraplan.codegen import EmitContext, build_block
 from paraplan.ir.errors import CodegenError, ConstraintError
 from paraplan.ir.mesh import make_mesh
-from paraplan.ir.rank_program import Block, Instr
+from paraplan.ir.rank_program import Block, BlockRole, Instr
 from paraplan.runtime.compiled import CheckedBlock, _on_host, written_inputs
 from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.launch import spawn_local
@@ -34,7 +34,9 @@ AFFINE = (
 def checked(backend: Any, instrs: tuple[Instr, ...] = AFFINE, strict: bool = False) -> CheckedBlock:
     """2x + 1, compiled."""
     values = {name: own(name, (4,)) for name in ("x", "y", "z")}
-    made = Block(name="k0.0.F", inputs=("x",), outputs=("z",), saved=(), values=values, instrs=instrs)
+    made = Block(
+        name="k0.0.F", role=BlockRole.FORWARD, inputs=("x",), outputs=("z",), saved=(), values=values, instrs=instrs
+    )
     transport = DistributedTransport(make_mesh((1,), ("dp",)))
     block = CheckedBlock(made, build_block(made, EmitContext(mesh_shape=(1,))), transport, backend, strict)
     assert block.compile(iter([[torch.empty(4, dtype=torch.float64)]])) == ""

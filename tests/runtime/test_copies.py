@@ -19,15 +19,28 @@ from paraplan.cost_models.memory import entries
 from paraplan.cost_models.simulate import simulate_rank
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.mesh import make_mesh
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, OuterValue, RankProgram, Step, StepKind
+from paraplan.ir.names import Role
+from paraplan.ir.rank_program import (
+    Block,
+    BlockRole,
+    Instr,
+    InstrKind,
+    LocalValue,
+    OuterValue,
+    RankProgram,
+    Step,
+    StepKind,
+)
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor
 from paraplan.runtime.folders import TensorFolder, sweep
 from paraplan.runtime.stepping import step_together
 from paraplan.runtime.transport import InProcessTransport
 from tests.cost_models.rank_programs import toy_costs
+from tests.named import all_named
 
 Dims = tuple[int, ...]
+X, H, Y, Z = all_named("x@0 h@0 y@0 z@0")
 
 
 def value(base: str, strides: Dims, tier: str = "", owns: bool = True) -> LocalValue:
@@ -47,18 +60,18 @@ def wait(issued: str, held: str, out: str) -> Instr:
 def there_and_back(tier: str, strides: Dims = (6, 1)) -> RankProgram:
     """x + x and x · x, x being on a tier between; the copy back is waited for in another block."""
     out = Block(
-        name="k.0.F", inputs=("x",), outputs=("y",), saved=("h'",), values={
+        name="k.0.F", role=BlockRole.FORWARD, inputs=("x",), outputs=("y",), saved=("h'",), values={
             "x": value("x", strides), "y": value("y", strides), "h": value("h", strides, tier),
             "h'": value("h", strides, tier, owns=False),
         },
         instrs=(copy("offload", "x", "h", tier), op("aten.add.Tensor", "x", "y"), wait("h", "x", "h'")),
     )  # fmt: skip
     ahead = Block(
-        name="k.1.P", inputs=("h",), outputs=("p",), saved=(),
+        name="k.1.P", role=BlockRole.PREFETCH, inputs=("h",), outputs=("p",), saved=(),
         values={"h": value("h", strides, tier), "p": value("p", strides)}, instrs=(copy("prefetch", "h", "p", tier),),
     )  # fmt: skip
     back = Block(
-        name="k.0.B", inputs=("p", "h"), outputs=("z",), saved=(), values={
+        name="k.0.B", role=BlockRole.BACKWARD, inputs=("p", "h"), outputs=("z",), saved=(), values={
             "h": value("h", strides, tier), "p": value("p", strides), "x": value("p", strides, owns=False),
             "z": value("z", strides),
         },
@@ -67,15 +80,17 @@ def there_and_back(tier: str, strides: Dims = (6, 1)) -> RankProgram:
 
     def call(block: Block, args: str, outs: str, drops: str = "") -> Step:
         return Step(
-            kind=StepKind.CALL, action="0F0", block=block.name, args=tuple(args.split()), outs=tuple(outs.split()),
-            drops=tuple(drops.split()), microbatch=0, segment=0,
+            kind=StepKind.CALL, action="0F0", block=block.name, args=all_named(args), outs=all_named(outs),
+            drops=all_named(drops), microbatch=0, segment=0,
         )  # fmt: skip
 
     return RankProgram(
         mesh_axes=("dp",), mesh_shape=(1,), num_microbatches=1, blocks={b.name: b for b in (out, ahead, back)},
-        outer={"x@0": OuterValue(role="batch", source="x", dtype="float64", shape=(4, 6), layout="R", nbytes=192)},
+        outer={
+            X: OuterValue(role=Role.BATCH, source="x", dtype="float64", shape=(4, 6), layout="R", nbytes=192)
+        },
         steps=(call(out, "x@0", "y@0 h@0", "x@0"), call(ahead, "h@0", "p@0"), call(back, "p@0 h@0", "z@0", "p@0 h@0")),
-        loss="z@0", grads={}, optimizer_bytes=0, update_workspace_bytes=0,
+        loss=Z, grads={}, optimizer_bytes=0, update_workspace_bytes=0,
     )  # fmt: skip
 
 
@@ -103,21 +118,21 @@ def test_values_return_and_the_account_is_the_predicted_one(
     executor, transport = executor_of(program, Copier(beside=beside, folder=tmp_path))
     for _ in range(3):  # a file and a stream are used again and again
         executor.outer.clear()
-        executor.bind({"x@0": x_of(strides)})
-        executor.ledger.register(executor.outer["x@0"])
+        executor.bind({X: x_of(strides)})
+        executor.ledger.register(executor.outer[X])
         executor.ledger.reset_peak()
         executor.entries.clear()
         step_together(transport, [executor], [program.steps])
-        assert torch.equal(executor.outer["z@0"], x_of(strides) ** 2)
-        assert torch.equal(executor.outer["y@0"], x_of(strides) * 2)
+        assert torch.equal(executor.outer[Z], x_of(strides) ** 2)
+        assert torch.equal(executor.outer[Y], x_of(strides) * 2)
         assert [entry.key for entry in executor.entries] == [entry.key for entry in entries(program)]
         trace = simulate_rank(program, toy_costs(1))
         assert executor.ledger.tier_peak_bytes == trace.tier_peak_bytes == {tier: 192}
         assert executor.copier.files == []
         executor.outer.clear()
-        executor.bind({"x@0": x_of(strides)})
+        executor.bind({X: x_of(strides)})
         executor.run(program.steps)
-        assert torch.equal(executor.outer["z@0"], x_of(strides) ** 2)
+        assert torch.equal(executor.outer[Z], x_of(strides) ** 2)
 
 
 def test_copies_run_beside_the_program_at_their_pace() -> None:
@@ -200,7 +215,7 @@ def test_what_a_killed_rank_left_is_swept_and_what_a_live_one_has_is_not(tmp_pat
 def test_a_full_disk_fails_the_step_and_leaves_nothing(beside: bool, tmp_path: Path) -> None:
     program = there_and_back("disk")
     executor, _ = executor_of(program, Copier(beside=beside, folder=tmp_path))
-    executor.bind({"x@0": x_of((6, 1))})
+    executor.bind({X: x_of((6, 1))})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # a file of 192 bytes does not fit
     try:
@@ -209,10 +224,10 @@ def test_a_full_disk_fails_the_step_and_leaves_nothing(beside: bool, tmp_path: P
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not any(tmp_path.rglob("*"))
-    assert "h@0" not in executor.outer
-    executor.bind({"x@0": x_of((6, 1))})
+    assert H not in executor.outer
+    executor.bind({X: x_of((6, 1))})
     executor.run(program.steps)
-    assert torch.equal(executor.outer["z@0"], x_of((6, 1)) ** 2), "the next step has room"
+    assert torch.equal(executor.outer[Z], x_of((6, 1)) ** 2), "the next step has room"
 
 
 def test_a_folder_that_another_rank_sweeps_before_it_is_held_is_made_again(

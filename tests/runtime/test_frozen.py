@@ -15,6 +15,7 @@ from benchmarks.zoo.small import Small
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import entries
 from paraplan.ir.graph import Phase
+from paraplan.ir.names import Role
 from paraplan.ir.program import trained_params
 from paraplan.ir.rank_program import StepKind
 from paraplan.runtime.local import InProcessTrainer
@@ -42,7 +43,7 @@ def test_the_backward_stops_at_the_lowest_adapter(small: Small) -> None:
     trained = trained_params(program)
     assert trained
     assert all("lora_" in name for name in trained)
-    assert set(rank.grads) == set(trained) == {v.source for v in rank.outer.values() if v.role == "state"}
+    assert set(rank.grads) == set(trained) == {v.source for v in rank.outer.values() if v.role is Role.STATE}
     assert rank.optimizer_bytes == sum(2 * program.params[name].spec.nbytes + 4 for name in trained)
     first = next(index for index, s in enumerate(program.segments) if any("h.1." in name for name in s.params))
     below = set(range(first))

@@ -14,9 +14,11 @@ from torch import nn
 import paraplan as pp
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import MemoryWalk, entries
+from paraplan.ir import names
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.lower.late import in_phase
+from paraplan.ir.names import Role
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program, trained_params
 from paraplan.ir.rank_program import StepKind
@@ -62,7 +64,7 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 def test_masters_are_float32() -> None:
     for rank in trainer_of(plan_of(0)).ranks:
         assert all(p.dtype == torch.float32 for p in rank.params.values())
-        assert all(rank.tensors[f"param:{name}"].dtype == torch.float16 for name in rank.stage.params)
+        assert all(rank.tensors[names.param(name)].dtype == torch.float16 for name in rank.stage.params)
 
 
 def test_float_inputs_are_taken_in_the_precision_computed_in() -> None:
@@ -119,7 +121,7 @@ def test_of_several_microbatches_the_first_gradient_alone_is_cast() -> None:
     walk, added = MemoryWalk(program_), []
     for step in program_.steps:
         memory = walk.advance(step)
-        if step.kind is StepKind.ACCUMULATE and step.args[0].startswith("acc:"):
+        if step.kind is StepKind.ACCUMULATE and step.args[0].role is Role.ACCUMULATOR:
             assert memory.held is not None and memory.held.dtype == "float32"
             if memory.moved:
                 assert memory.added == "float32"
@@ -272,7 +274,7 @@ def test_what_is_added_to_a_gradient_is_not_cast_first(pins: dict[str, int]) -> 
     walk, added = MemoryWalk(plan.programs[0]), []
     for step in plan.programs[0].steps:
         memory = walk.advance(step)
-        if step.kind is StepKind.ACCUMULATE and step.args[0].startswith("acc:"):
+        if step.kind is StepKind.ACCUMULATE and step.args[0].role is Role.ACCUMULATOR:
             assert memory.held is not None and memory.held.dtype == "float32"
             added.append((memory.moved, memory.added))
     assert added == [(True, "float32")] * 5 + [(False, "bfloat16")] * 9

@@ -9,10 +9,11 @@ import torch
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import MemoryWalk, entries
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.ir.rank_program import Block, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import Block, BlockRole, RankProgram, Step, StepKind
 from paraplan.ir.struct import Value
 from paraplan.runtime.executor import Executor
 from paraplan.runtime.stepping import make_executors, step_together
+from tests.named import all_named, named
 
 from .programs import collectives_program, issue, op, own, pair, view, wait
 
@@ -20,8 +21,8 @@ from .programs import collectives_program, issue, op, own, pair, view, wait
 def values_of(rank: int) -> dict[str, torch.Tensor]:
     found = {}
     for m in range(2):
-        found[f"x@{m}"] = torch.arange(12, dtype=torch.float64).reshape(4, 3).flip(0) * (1 - 2 * rank) + 100 * m
-        found[f"idle@{m}"] = torch.zeros(5, dtype=torch.float64)
+        found[named(f"x@{m}")] = torch.arange(12, dtype=torch.float64).reshape(4, 3).flip(0) * (1 - 2 * rank) + 100 * m
+        found[named(f"idle@{m}")] = torch.zeros(5, dtype=torch.float64)
     return found
 
 
@@ -44,27 +45,27 @@ def replace(value: Value, **fields: object) -> Value:
 
 def test_collectives_equal_numpy() -> None:
     executors = run(collectives_program())
-    x = [[values_of(rank)[f"x@{m}"].numpy() for rank in range(2)] for m in range(2)]
+    x = [[values_of(rank)[named(f"x@{m}")].numpy() for rank in range(2)] for m in range(2)]
     total = sum(x[0]) + sum(x[1])
     for rank, executor in enumerate(executors):
-        assert np.array_equal(executor.outer["total"], total)
+        assert np.array_equal(executor.outer[named("total")], total)
         for m in range(2):
             both = sum(x[m])
-            assert np.array_equal(executor.outer[f"z@{m}"], 2 * both[2 * rank : 2 * rank + 2])
+            assert np.array_equal(executor.outer[named(f"z@{m}")], 2 * both[2 * rank : 2 * rank + 2])
             blocks = np.concatenate([2 * x[m][peer][2 * rank : 2 * rank + 2] for peer in range(2)])
-            assert np.array_equal(executor.outer[f"t@{m}"], blocks)
-            assert np.array_equal(executor.outer[f"n@{m}"], executors[rank - 1].outer[f"t@{m}"])
+            assert np.array_equal(executor.outer[named(f"t@{m}")], blocks)
+            assert np.array_equal(executor.outer[named(f"n@{m}")], executors[rank - 1].outer[named(f"t@{m}")])
 
 
 def test_gathered_rows_and_maximum() -> None:
     program = collectives_program()
     kept = tuple(step for step in program.steps if step.kind is not StepKind.DROP)
     executors = run(replace(program, steps=kept))
-    x = [[values_of(rank)[f"x@{m}"].numpy() for rank in range(2)] for m in range(2)]
+    x = [[values_of(rank)[named(f"x@{m}")].numpy() for rank in range(2)] for m in range(2)]
     for executor in executors:
         for m in range(2):
-            assert np.array_equal(executor.outer[f"g@{m}"], np.concatenate(x[m]))
-            assert np.array_equal(executor.outer[f"at@{m}"], np.maximum(*x[m]).argmax(1))
+            assert np.array_equal(executor.outer[named(f"g@{m}")], np.concatenate(x[m]))
+            assert np.array_equal(executor.outer[named(f"at@{m}")], np.maximum(*x[m]).argmax(1))
 
 
 def test_entries_and_peak_are_exact() -> None:
@@ -107,6 +108,7 @@ def _one_block(*instrs: object, names: str, inputs: str = "x", outputs: str = ""
     }
     block = Block(
         name="k0.0.F",
+        role=BlockRole.FORWARD,
         inputs=tuple(inputs.split()),
         outputs=tuple(outputs.split()),
         saved=(),
@@ -117,7 +119,7 @@ def _one_block(*instrs: object, names: str, inputs: str = "x", outputs: str = ""
         kind=StepKind.CALL,
         action="0F0",
         block="k0.0.F",
-        args=("x@0",),
+        args=all_named("x@0"),
         outs=(None,) * len(block.outputs),
         microbatch=0,
         segment=4,
@@ -168,4 +170,4 @@ def test_shapes_are_checked_when_bound() -> None:
     program = collectives_program()
     executor = Executor(program, build_modules(program), (0,), None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeFailure, match=r"x@0 is float64\(3, 4\), the program expects float64\(4, 3\)"):
-        executor.bind({"x@0": torch.zeros(3, 4, dtype=torch.float64)})
+        executor.bind({named("x@0"): torch.zeros(3, 4, dtype=torch.float64)})

@@ -14,6 +14,7 @@ import paraplan as pp
 from paraplan.api import Buckets
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.names import Role
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.trace import capture
@@ -133,7 +134,7 @@ def test_buckets_share_parameters_and_states() -> None:
     with torch.no_grad():
         torch.testing.assert_close(trainer.eval_step(ids(4, 10)).loss, model(**ids(4, 10)), rtol=1e-10, atol=0)
     first, second = (each.state.tensors for each in trainer.trainers)
-    assert all(first[name] is second[name] for name in first if name.startswith(("param:", "state:")))
+    assert all(first[name] is second[name] for name in first if name.role in (Role.PARAMETER, Role.STATE))
 
 
 def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import paraplan as pp
 from paraplan.codegen import build_modules
 from paraplan.cost_models.memory import MemoryWalk, entries
+from paraplan.ir import names
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InvalidPlanError
+from paraplan.ir.names import Role
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.ir.program import Program, trained_params
 from paraplan.ir.rank_program import RankProgram, StepKind
@@ -125,10 +127,10 @@ def test_a_gradient_that_is_all_of_the_sum_is_reduced_as_it_was_made() -> None:
         walk, dtypes = MemoryWalk(program), {}
         for step in program.steps:
             memory = walk.advance(step)
-            if step.kind is StepKind.ACCUMULATE and step.args[0].startswith("acc:"):
+            if step.kind is StepKind.ACCUMULATE and step.args[0].role is Role.ACCUMULATOR:
                 assert memory.held is not None
                 dtypes[step.args[0]] = memory.held.dtype
-        assert set(dtypes.values()) == held and dtypes["acc:norm.weight"] == FP32
+        assert set(dtypes.values()) == held and dtypes[names.accumulator("norm.weight")] == FP32
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from benchmarks.replaying import NotedGraphs
 from paraplan.api import Buckets, Plan, compile
 from paraplan.codegen import build_modules
 from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.names import LOSS_SCALE
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.ir.trace import capture
 from paraplan.ir.verify import verify_plan
@@ -93,7 +94,7 @@ def resumed(trainer: Trainer, tools: tuple, folder: Path) -> None:  # type: igno
     mine, planner, twin = prepared(other)
     other.resume(folder / "c", mine, planner, twin)
     assert other.steps_done == trainer.steps_done
-    assert other.state.tensors["loss_scale"].item() == scaler.get_scale()
+    assert other.state.tensors[LOSS_SCALE].item() == scaler.get_scale()
     same = other.full_state_dict()
     assert all(torch.equal(value, same[name]) for name, value in trainer.full_state_dict().items())
     for each, parts in ((trainer, tools), (other, (mine, planner, twin))):

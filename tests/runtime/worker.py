@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paraplan.codegen import build_modules
 from paraplan.ir.collectives import COLLECTIVES
+from paraplan.ir.names import Name
 from paraplan.runtime import ops
 from paraplan.runtime.collectives import IMPLEMENTATIONS
 from paraplan.runtime.distributed import DistributedTransport
@@ -24,15 +26,16 @@ from paraplan.runtime.trainer import Trainer
 from runtime import plans
 from runtime.collective_cases import cases
 from runtime.programs import collectives_program, pair
+from tests.named import named
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[Name, torch.Tensor]
 
 
 def values_of(rank: int) -> Tensors:
     found: Tensors = {}
     for m in range(2):
-        found[f"x@{m}"] = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3).pow(rank + 1) + m
-        found[f"idle@{m}"] = torch.zeros(5, dtype=torch.float64)
+        found[named(f"x@{m}")] = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3).pow(rank + 1) + m
+        found[named(f"idle@{m}")] = torch.zeros(5, dtype=torch.float64)
     return found
 
 

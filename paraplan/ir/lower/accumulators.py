@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from paraplan.ir.lower.away import Call
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.mesh import R
+from paraplan.ir.names import Name
 from paraplan.ir.plan import ParamLayouts
-from paraplan.ir.rank_program import Block, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, LocalValue
 from paraplan.ir.reshard import Move
 from paraplan.ir.strides import is_contiguous
 from paraplan.ir.tensor import TensorSpec
@@ -47,7 +48,7 @@ class Accumulators:
         """A parameter has an accumulator."""
         self._begun.add(name)
 
-    def begin(self, name: str, out: str, value: LocalValue, m: int, index: int) -> tuple[str, LocalValue]:
+    def begin(self, name: str, out: Name, value: LocalValue, m: int, index: int) -> tuple[Name, LocalValue]:
         """A gradient that its accumulator begins with, as that is to be; others as they are."""
         if name in self._begun:
             return out, value
@@ -55,8 +56,8 @@ class Accumulators:
         return self.laid_out(name, out, value, self.dtypes[name], m, index)
 
     def laid_out(
-        self, name: str, out: str, value: LocalValue, dtype: str, m: int, index: int
-    ) -> tuple[str, LocalValue]:
+        self, name: str, out: Name, value: LocalValue, dtype: str, m: int, index: int
+    ) -> tuple[Name, LocalValue]:
         """A gradient in a dtype and, where a fused kernel is to read it as it was made, row by row."""
         layouts = self.layouts[name]
         rows = layouts.update_tier in self.fused and not layouts.grad_tier
@@ -66,7 +67,7 @@ class Accumulators:
         key = (value.dtype, dtype, value.shape, value.strides, rows)
         if key not in self._blocks:
             self._blocks[key] = _begin_block(f"cast.{len(self._blocks)}", value, dtype, rows, self.extended)
-        block, made = self._blocks[key], f"{out}^{dtype}"
+        block, made = self._blocks[key], out.cast(dtype)
         self.call(block, (out,), (made,), m, index)
         return made, block.values[str(block.outputs[0])]
 
@@ -79,7 +80,7 @@ class Accumulators:
 
 def _begin_block(name: str, value: LocalValue, dtype: str, rows: bool, extended: Dims) -> Block:
     """A rank's part of a gradient in another dtype, in the order it has or (`rows`) row by row."""
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.CAST)
     whole = (R,) * len(extended)
     emitter.give("x", TensorSpec(value.dtype, value.shape), whole, value.strides)
     made = emitter.get("x", whole)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from paraplan.ir.lower.bundle import is_full
 from paraplan.ir.lower.parcels import Parcel, Parcels, local_bytes, travels_with
 from paraplan.ir.lower.parted import PartedCalls
+from paraplan.ir.rank_program import BlockRole
 
 Dims = tuple[int, ...]
 
@@ -45,7 +46,7 @@ class Gathers:
         self, mesh_shape: Dims, calls: PartedCalls, most_bytes: int, stem: str = "gather", under_way: int = 1
     ) -> None:
         self._mesh_shape, self._most_bytes, self._under_way = mesh_shape, most_bytes, under_way
-        self._parcels = Parcels(stem, mesh_shape, calls, overwrites=False)
+        self._parcels = Parcels(stem, BlockRole.GATHER, mesh_shape, calls, overwrites=False)
         self._groups: list[tuple[Visit, ...]] = []
         self._begun: list[list[Callable[[], None]]] = []
 

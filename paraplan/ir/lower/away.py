@@ -6,7 +6,7 @@ is under way when an action is over. The copy back is begun one segment ahead: b
 it in the backward; the backward block waits for it just before the value is first read. At most two segments' values
 are on the device for this, either way.
 
-Names: of a value `x`, `x^host!` is its copy under way, `x^host` that copy, `x^host?` the way back under way.
+In the blocks, of a value `x`, `x^host!` is its copy under way, `x^host` that copy, `x^host?` the way back under way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Protocol
 import msgspec
 
 from paraplan.ir.lower.finish import finish_block
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.names import Name, saved
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.strides import contiguous_strides, is_dense
 
 
@@ -64,7 +65,7 @@ class Call(Protocol):
     """Writes a step that calls a block for a segment in a microbatch."""
 
     def __call__(
-        self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...], microbatch: int, segment: int
+        self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...], microbatch: int, segment: int
     ) -> None:
         """Write it."""
 
@@ -119,8 +120,8 @@ class Copies:
         if block is None:
             number = sum(1 for other, _ in self._blocks if other == stem)
             block = self._blocks[key] = make(f"{stem}.{number}", visit.values)
-        args = tuple(at(visit.segment, local, m) for local in block.inputs)
-        outs = tuple(None if local is None else at(visit.segment, local, m) for local in block.outputs)
+        args = tuple(saved(visit.segment, local, m) for local in block.inputs)
+        outs = tuple(None if local is None else saved(visit.segment, local, m) for local in block.outputs)
         self.call(block, args, outs, m, visit.segment)
 
 
@@ -137,10 +138,10 @@ def away_block(name: str, values: tuple[AwayValue, ...]) -> Block:
             Instr(kind=InstrKind.WAIT, target="wait", args=("%" + issued.base, "%" + value.local), outs=(there,))
         )
     made = tuple(value.there.base for value in values)
-    return finish_block(name, tuple(n for n in known if n not in made), made, (), known, instrs)
+    return finish_block(name, tuple(n for n in known if n not in made), made, (), known, instrs, BlockRole.OFFLOAD)
 
 
-def back_block(name: str, values: tuple[AwayValue, ...]) -> Block:
+def back_block(name: str, values: tuple[AwayValue, ...], role: BlockRole = BlockRole.PREFETCH) -> Block:
     """Begins copies back."""
     known = {each.base: each for value in values for each in (value.there, value.back)}
     given, made = tuple(value.there.base for value in values), tuple(value.back.base for value in values)
@@ -148,9 +149,4 @@ def back_block(name: str, values: tuple[AwayValue, ...]) -> Block:
         Instr(kind=InstrKind.COPY, target="prefetch", args=("%" + there, ":" + value.issued.tier), outs=(back,))
         for value, there, back in zip(values, given, made, strict=True)
     ]
-    return finish_block(name, given, made, (), known, instrs)
-
-
-def at(segment: int, local: str, m: int) -> str:
-    """The outer name of a segment's saved value."""
-    return f"{segment}/{local}@{m}"
+    return finish_block(name, given, made, (), known, instrs, role)

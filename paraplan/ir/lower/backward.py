@@ -37,7 +37,7 @@ from paraplan.ir.mesh import Layout, P, R, layout_text, parse_layout, without
 from paraplan.ir.micro import KindMicro, dual
 from paraplan.ir.plan import KindChoice
 from paraplan.ir.program import SegmentKind
-from paraplan.ir.rank_program import Block
+from paraplan.ir.rank_program import Block, BlockRole
 from paraplan.ir.reshard import Move
 from paraplan.ir.tensor import TensorSpec
 
@@ -133,7 +133,9 @@ def _lower_part(
         The block and what it keeps for the later part.
     """
     kind, context, forward = task.kind, task.context, task.forward
-    emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape))
+    halves = BlockRole.BACKWARD_INPUTS if inputs else BlockRole.BACKWARD_WEIGHTS
+    role = BlockRole.BACKWARD if inputs and weights else halves
+    emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape), role, kind.name)
     gathered = early(kind, forward.strategies, sorted(ops), context)
     give_sources(emitter, kind, context, gathered)
     for value, (local, lies) in (forward.saved | given.values).items():

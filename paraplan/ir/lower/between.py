@@ -5,8 +5,6 @@ block, so its copies are steps of their own: away once the last segment that rea
 for a segment later or at the end of the action, when its memory is given back; back a segment ahead of the first
 backward that reads it, under the name it had. So recomputing all that segments keep need not keep their inputs either.
 
-Names: of a value `x` in microbatch m, `x/host!@m` is its copy under way, `x/host@m` that copy, `x/host?@m` the copy
-back.
 Limits: of values made and read within one stage, that lie dense.
 """
 
@@ -21,6 +19,7 @@ from paraplan.ir.lower.fetch import came_block
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.states import leave_block
 from paraplan.ir.mesh import local_shape
+from paraplan.ir.names import Name, value
 from paraplan.ir.plan import Stage
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import Block, LocalValue
@@ -85,8 +84,8 @@ class Boundaries:
         if not is_dense(shape, strides):
             raise InvalidPlanError(f"{name} is to wait on the {self.tiers[name]}, but does not lie dense; keep it here")
         nbytes = TensorSpec(spec.dtype, shape).nbytes
-        value = LocalValue(dtype=spec.dtype, shape=shape, strides=strides, base="x", storage_bytes=nbytes)
-        self._lies[name] = AwayValue("x", strides, away_value("x", value, self.tiers[name]))
+        here = LocalValue(dtype=spec.dtype, shape=shape, strides=strides, base="x", storage_bytes=nbytes)
+        self._lies[name] = AwayValue("x", strides, away_value("x", here, self.tiers[name]))
 
     def passed(self, segment: int, names: Names, m: int) -> None:
         """A segment's forward was called, after which nothing of it reads these: the copies begun before are ended."""
@@ -131,12 +130,12 @@ class Boundaries:
         if key not in self._blocks:
             self._blocks[key] = make(f"{stem}.b{sum(1 for other, _ in self._blocks if other == stem)}", values)
         block = self._blocks[key]
-        outer: dict[str, str] = {}
-        for name, value in zip(names, values, strict=True):
-            tier = self.tiers[name]
+        outer: dict[str, Name] = {}
+        for name, each in zip(names, values, strict=True):
+            tier, here = self.tiers[name], value(name, m)
             outer |= {
-                value.local: f"{name}@{m}", value.issued.base: f"{name}/{tier}!@{m}",
-                value.there.base: f"{name}/{tier}@{m}", value.back.base: f"{name}/{tier}?@{m}",
+                each.local: here, each.issued.base: here.leaving(tier), each.there.base: here.on(tier),
+                each.back.base: here.coming(tier),
             }  # fmt: skip
         outs = tuple(None if local is None else outer[local] for local in block.outputs)
         self.call(block, tuple(outer[local] for local in block.inputs), outs, m, segment)
@@ -144,8 +143,8 @@ class Boundaries:
     def _numbered(self, name: str, position: int) -> AwayValue:
         """The value as a block of several calls it."""
         lies, local = self._lies[name], f"x{position}"
-        value = LocalValue(
+        here = LocalValue(
             dtype=lies.issued.dtype, shape=lies.issued.shape, strides=lies.strides, base=local,
             storage_bytes=lies.issued.storage_bytes,
         )  # fmt: skip
-        return AwayValue(local, lies.strides, away_value(local, value, lies.issued.tier))
+        return AwayValue(local, lies.strides, away_value(local, here, lies.issued.tier))

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.transfers import Message
 from paraplan.ir.lower.updates import buffer_block, share_block
 from paraplan.ir.lower.whole import whole_of
 from paraplan.ir.mesh import Layout, Partial, R, Shard
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import Block, StepKind
 from paraplan.ir.schedule import ActionKind, parse_action
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from paraplan.ir.lower.program import RankSteps
 
 
-def send_buffers(steps: RankSteps) -> list[tuple[Message, str]]:
+def send_buffers(steps: RankSteps) -> list[tuple[Message, Name]]:
     """Write this group's shares of what others need a share of, and their sending.
 
     Returns:
@@ -37,14 +39,15 @@ def send_buffers(steps: RankSteps) -> list[tuple[Message, str]]:
             spec, (names, given) = steps.program.buffers[name], _news(steps, value)
             block = share_block(f"share.{name}", spec, given.layout, given.strides, len(names), steps.extended)
             new = {f"new{i}": each for i, each in enumerate(names)}
-            share = f"new:{name}<{steps.group}"
+            share = outer_names.new_buffer(name).of_group(steps.group)
             steps.add(StepKind.CALL, block, args=tuple(new[local] for local in block.inputs), outs=(share,))
             for other in targets:
                 if other != steps.group:
                     steps.messages.send_now(_message(steps, name, steps.group, other), share, Given(_whole(steps)))
         if steps.group in targets:
             others = [group for group in sources if group != steps.group]
-            coming += [(_message(steps, name, other, steps.group), f"new:{name}<{other}") for other in others]
+            new_value = outer_names.new_buffer(name)
+            coming += [(_message(steps, name, other, steps.group), new_value.of_group(other)) for other in others]
     return coming
 
 
@@ -59,18 +62,19 @@ def write_buffers(steps: RankSteps, after: tuple[int, int] | None = None) -> Non
             continue
         sources, targets = _exchanged(steps, name, value)
         shared = sources if steps.group in targets else ()
+        new_value = outer_names.new_buffer(name)
         for group in shared:
-            steps.add(StepKind.ACCUMULATE, args=(f"new:{name}", f"new:{name}<{group}"))
-        names, given = ([f"new:{name}"], Given(_whole(steps))) if shared else _news(steps, value)
+            steps.add(StepKind.ACCUMULATE, args=(new_value, new_value.of_group(group)))
+        names, given = ([new_value], Given(_whole(steps))) if shared else _news(steps, value)
         if after is not None:
-            names = [f"{value}@{after[1]}"]
+            names = [outer_names.value(value, after[1])]
         spec = steps.program.buffers[name]
         key = (spec, given, len(names))
         if key not in made:
             made[key] = buffer_block(
                 f"buffer.{len(made)}", spec, given.layout, given.strides, len(names), steps.extended
             )  # fmt: skip
-        new = {"stored": f"buffer:{name}"} | {f"new{i}": each for i, each in enumerate(names)}
+        new = {"stored": outer_names.buffer(name)} | {f"new{i}": each for i, each in enumerate(names)}
         steps.add(StepKind.CALL, made[key], args=tuple(new[local] for local in made[key].inputs), outs=())
 
 
@@ -80,7 +84,7 @@ def check_apart(steps: RankSteps) -> None:
     Raises:
         InvalidPlanError: a backward reads what one held, or several groups of ranks read and write it.
     """
-    written = {f"buffer:{name}" for name in steps.holding.written}
+    written = {outer_names.buffer(name) for name in steps.holding.written}
     for name, value in steps.program.buffer_updates.items():
         groups = {*steps.lowered.groups_of(steps.lowered.maker[value])}
         groups |= {group for group, each in enumerate(steps.lowered.held) if name in each.buffers}
@@ -90,9 +94,10 @@ def check_apart(steps: RankSteps) -> None:
                 "a schedule that keeps a stage in one group (gpipe, 1f1b), and stages that keep the buffer in one"
             )
     for step in steps.steps:
-        if step.action and parse_action(step.action).kind is not ActionKind.F and not written.isdisjoint(step.args):
+        read = sorted(map(str, written & set(step.args)))
+        if read and step.action and parse_action(step.action).kind is not ActionKind.F:
             raise InvalidPlanError(
-                f"segment {step.segment}: the backward of a microbatch reads {min(written & set(step.args))} as it was "
+                f"segment {step.segment}: the backward of a microbatch reads {read[0]} as it was "
                 "before later microbatches wrote it; plan without per_microbatch"
             )
 
@@ -109,12 +114,12 @@ def _exchanged(steps: RankSteps, name: str, value: str) -> tuple[tuple[int, ...]
     return (sources, targets) if len(targets) > 1 else ((), ())
 
 
-def _news(steps: RankSteps, value: str) -> tuple[list[str], Given]:
+def _news(steps: RankSteps, value: str) -> tuple[list[Name], Given]:
     """The outer names of what a buffer becomes the sum of, as this group makes it, and their layout and strides."""
     given = steps.made(value)
     if isinstance(given.layout[0], Shard):  # a row per sample
         return [_gathered(steps, value)], whole_of(given)
-    return [f"{value}@{m}" for m in _micros(steps, value)], given
+    return [outer_names.value(value, m) for m in _micros(steps, value)], given
 
 
 def _micros(steps: RankSteps, value: str) -> tuple[int, ...]:
@@ -125,7 +130,7 @@ def _micros(steps: RankSteps, value: str) -> tuple[int, ...]:
     return micros if isinstance(steps.made(value).layout[0], Partial) else micros[-1:]
 
 
-def _gathered(steps: RankSteps, value: str) -> str:
+def _gathered(steps: RankSteps, value: str) -> Name:
     """The rows of all microbatches; its outer name."""
     if len(steps.lowered.routes) > 1:
         raise InvalidPlanError(

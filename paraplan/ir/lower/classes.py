@@ -10,10 +10,10 @@ from paraplan.ir.lower.messages import in_order
 from paraplan.ir.lower.ordered import order_program
 from paraplan.ir.lower.program import RankSteps
 from paraplan.ir.lower.stage import PlanBlocks
-from paraplan.ir.lower.sums import Sums, sum_products
+from paraplan.ir.lower.sums import Done, sum_products
 from paraplan.ir.memory_actions import parse_actions
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import Block, RankProgram
+from paraplan.ir.rank_program import RankProgram
 
 
 def lower(plan: Plan) -> tuple[RankProgram, ...]:
@@ -29,7 +29,7 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
         actions: RankSteps(blocks, group_of_class(plan, blocks.held, actions), actions).build()
         for actions in dict.fromkeys(plan.schedule.classes)
     }
-    done: dict[tuple[int, Sums], Block] = {}
+    done: Done = {}
     if plan.sum_products:
         built = {actions: sum_products(program, plan.cluster.backend, done) for actions, program in built.items()}
     ordered = in_order(built)

@@ -20,7 +20,7 @@ from paraplan.ir.lower.finish import finish_block, split_block
 from paraplan.ir.lower.moves import LayoutMoves
 from paraplan.ir.lower.padding import fill_padding, keep_zeros
 from paraplan.ir.mesh import Layout, layout_text, local_shape, padded_dims
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.rules.carried import local_args
 from paraplan.ir.rules.dims import op_def
@@ -39,8 +39,8 @@ class BlockEmitter(LayoutMoves):
     dim) where padding is zero, `filled` the values whose padding was set.
     """
 
-    def __init__(self, name: str, mesh_shape: Dims, overwrites: bool = False) -> None:
-        self.name = name
+    def __init__(self, name: str, mesh_shape: Dims, role: BlockRole, kind: str = "", overwrites: bool = False) -> None:
+        self.name, self.role, self.kind = name, role, kind
         self.mesh_shape = mesh_shape
         self.overwrites = overwrites
         self.values: dict[str, LocalValue] = {}
@@ -342,11 +342,13 @@ class BlockEmitter(LayoutMoves):
 
     def finish(self, outputs: Sequence[str | None], saved: Sequence[str]) -> Block:
         """The block: collectives issued early and waited late, values freed at their last use."""
-        return finish_block(self.name, tuple(self.inputs), tuple(outputs), tuple(saved), self.values, self._instrs)
+        return finish_block(
+            self.name, tuple(self.inputs), tuple(outputs), tuple(saved), self.values, self._instrs, self.role, self.kind
+        )
 
     def parted(self, outputs: Sequence[str | None]) -> tuple[Block | None, Block]:
         """The block in two, before its first wait (see `finish.split_block`)."""
-        return split_block(self.name, tuple(self.inputs), tuple(outputs), self.values, self._instrs)
+        return split_block(self.name, tuple(self.inputs), tuple(outputs), self.values, self._instrs, self.role)
 
 
 def _fresh_strides(how: str, index: int, shape: Dims, inputs: list[LocalValue]) -> Dims:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.errors import ConstraintError, MixedSamples
 from paraplan.ir.holding import group_of_class
 from paraplan.ir.lower.emit import BlockEmitter
@@ -23,9 +24,10 @@ from paraplan.ir.lower.updates import nearest, total_block
 from paraplan.ir.lower.whole import whole_of
 from paraplan.ir.mesh import Layout, P, Partial, R, Shard, layout_text, parse_layout
 from paraplan.ir.micro import KindMicro, graph_micro
+from paraplan.ir.names import LOSS, Name
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Output
-from paraplan.ir.rank_program import Block, OutputPlace, RankProgram, StepKind
+from paraplan.ir.program import Output, Source, source_of
+from paraplan.ir.rank_program import Block, BlockRole, OutputPlace, RankProgram, StepKind
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
 from paraplan.ir.schedule import Action, ActionKind
 
@@ -80,7 +82,8 @@ class _Evaluation(RankSteps):
             if term.denominator is not None:
                 spec = self.lowered.spec_of(term.numerator)
                 block = total_block(f"total{index}", spec, layouts[term.denominator], self.extended)
-                self.add(StepKind.CALL, block, args=(f"den{term.denominator}",), outs=(f"total{index}",))
+                count = outer_names.denominator(term.denominator)
+                self.add(StepKind.CALL, block, args=(count,), outs=(outer_names.total(index),))
         for text, action in zip(self.texts, self.actions, strict=True):
             self.action = text
             if action.kind is ActionKind.F:
@@ -96,7 +99,7 @@ class _Evaluation(RankSteps):
         self.begin_loss((), [])()
         exchange_loss(self)
         names = [name for place in self.places.values() for name in place.names]
-        return self.ended({"loss", *self.metrics.values(), *names}, {}, self.places)
+        return self.ended({LOSS, *self.metrics.values(), *names}, {}, self.places)
 
     def _is_last(self, action: Action) -> bool:
         """Whether a forward is the last one."""
@@ -130,14 +133,14 @@ class _Evaluation(RankSteps):
         )
 
     def _write(
-        self, name: str, output: Output, given: tuple[Given, ...], named: Sequence[str], micro: KindMicro, m: int
+        self, name: str, output: Output, given: tuple[Given, ...], named: Sequence[Name], micro: KindMicro, m: int
     ) -> None:
         graph = output.graph
         block, result = _output_block(f"output.{name}", output, given, micro, self.extended)
         spec = graph.values[str(graph.outputs[0])]
         sources = dict(zip(graph.inputs, named, strict=True))
-        outer = f"output:{name}@{m}"
-        away = [n for n in output.inputs if n.startswith("param:") and self.fetches.is_away(n.removeprefix("param:"))]
+        outer, whole = outer_names.output(name, m), outer_names.output(name)
+        away = [n for n in output.inputs if (of := self._param_of(n)) is not None and self.fetches.is_away(of)]
         if away:
             raise ConstraintError(
                 f"output {name} reads {away[0]} outside of every segment, and the plan keeps that on the host; leave "
@@ -150,8 +153,8 @@ class _Evaluation(RankSteps):
             self.add(StepKind.CALL, block, args=args, outs=(outer,), microbatch=m)
         along = result.layout[0]
         if isinstance(along, Partial):
-            self.add(StepKind.ACCUMULATE, args=(f"output:{name}", outer), microbatch=m)
-            names: tuple[str, ...] = (f"output:{name}",)
+            self.add(StepKind.ACCUMULATE, args=(whole, outer), microbatch=m)
+            names: tuple[Name, ...] = (whole,)
         elif isinstance(along, Shard) or m in (0, self.m):
             names = (*(self.places[name].names if 0 < m < self.m else ()), outer)
         else:
@@ -159,12 +162,19 @@ class _Evaluation(RankSteps):
         self.places[name] = OutputPlace(names=names, spec=spec, layout=layout_text(result.layout))
 
     def _given(self, source: str) -> Given:
-        if source.startswith("param:"):
-            return Given((R, *parse_layout(self.holding.params[source.removeprefix("param:")].stored)))
+        param = self._param_of(source)
+        if param is not None:
+            return Given((R, *parse_layout(self.holding.params[param].stored)))
         return self.parts(0).given[source]
 
-    def _at(self, value: str, m: int) -> str:
-        return self.stored(value.removeprefix("param:")) if value.startswith("param:") else super()._at(value, m)
+    def _param_of(self, value: str) -> str | None:
+        """The parameter that a value is, if it is one."""
+        source, name = source_of(value)
+        return name if source is Source.PARAMETER else None
+
+    def _at(self, value: str, m: int) -> Name:
+        param = self._param_of(value)
+        return super()._at(value, m) if param is None else self.stored(param)
 
     def _micro(self, name: str, output: Output) -> KindMicro:
         graph = output.graph
@@ -179,7 +189,7 @@ def _output_block(
 ) -> tuple[Block | None, Given]:
     """What computes an output, summed up over the mesh where it is partial; None where a value is it already."""
     graph = output.graph
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.OUTPUT)
     for given_name, source in zip(graph.inputs, given, strict=True):
         emitter.give(given_name, graph.values[given_name], source.layout, source.strides)
     legal = graph_strategies(GraphKey(graph, extended[1:], micro.choices, extended[0]))

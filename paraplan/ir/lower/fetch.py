@@ -6,8 +6,6 @@ and those of the next segment in line are begun; so they have this segment's tim
 are on the device. What is sharded is copied as it is stored and gathered by the block. As the optimizer's copy lies in
 the same storage (the verifier sees to it), an update is seen by the next step's copies without more. Where that storage
 has the optimizer's dtype and ops read another (bf16), what has come is cast, and what came given up.
-
-Names: `here:<segment>/<slot>@<action>` is a parameter that has come, with "?" behind it one under way.
 """
 
 from __future__ import annotations
@@ -20,9 +18,10 @@ import msgspec
 from paraplan.ir.lower.away import AwayValue, Call, away_value, back_block
 from paraplan.ir.lower.finish import finish_block
 from paraplan.ir.mesh import local_shape, parse_layout
+from paraplan.ir.names import fetched, param
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import ParamSpec
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
@@ -56,15 +55,11 @@ class Fetches:
     call: Call
     _ahead: list[FetchVisit] = field(default_factory=list)
     _action: str = ""
-    _blocks: dict[object, Block] = field(default_factory=dict)
+    _blocks: dict[tuple[str, tuple[AwayValue, ...], tuple[str, ...]], Block] = field(default_factory=dict)
 
     def is_away(self, name: str) -> bool:
         """Whether a parameter is not on the device."""
         return bool(self.layouts[name].stored_tier)
-
-    def here(self, segment: int, slot: int, action: str) -> str:
-        """The outer name of a parameter that has come."""
-        return f"here:{segment}/{slot}@{action}"
 
     def start(self, visits: Sequence[FetchVisit], action: str) -> None:
         """An action begins that runs these segments."""
@@ -83,15 +78,15 @@ class Fetches:
     def _begin(self, visit: FetchVisit) -> None:
         if visit.params:
             block = self._block("fetch", visit)
-            args = tuple(f"param:{name}" for _, name in visit.params)
-            outs = tuple(f"{self.here(visit.segment, slot, self._action)}?" for slot, _ in visit.params)
+            args = tuple(param(name) for _, name in visit.params)
+            outs = tuple(fetched(visit.segment, slot, self._action).coming() for slot, _ in visit.params)
             self.call(block, args, outs, visit.microbatch, visit.segment)
 
     def _end(self, visit: FetchVisit) -> None:
         if visit.params:
             block = self._block("came", visit)
-            here = tuple(self.here(visit.segment, slot, self._action) for slot, _ in visit.params)
-            given = [(f"{name}?", f"param:{param}") for name, (_, param) in zip(here, visit.params, strict=True)]
+            here = tuple(fetched(visit.segment, slot, self._action) for slot, _ in visit.params)
+            given = [(come.coming(), param(name)) for come, (_, name) in zip(here, visit.params, strict=True)]
             args = tuple(name for pair in given for name in pair)
             self.call(block, args, here, visit.microbatch, visit.segment)
 
@@ -100,8 +95,11 @@ class Fetches:
         read = tuple(self.params[name].spec.dtype for _, name in visit.params)
         key = (stem, values, read)
         if key not in self._blocks:
-            name = f"{stem}.p{sum(1 for block in self._blocks.values() if block.name.startswith(f'{stem}.'))}"
-            self._blocks[key] = back_block(name, values) if stem == "fetch" else came_block(name, values, read)
+            name = f"{stem}.p{sum(other == stem for other, *_ in self._blocks)}"
+            if stem == "fetch":
+                self._blocks[key] = back_block(name, values, BlockRole.FETCH)
+            else:
+                self._blocks[key] = came_block(name, values, read, BlockRole.FETCH)
         return self._blocks[key]
 
     def _value(self, position: int, name: str) -> AwayValue:
@@ -115,7 +113,9 @@ class Fetches:
         return AwayValue(local, value.strides, away_value(local, value, layouts.stored_tier))
 
 
-def came_block(name: str, values: tuple[AwayValue, ...], read: tuple[str, ...] = ()) -> Block:
+def came_block(
+    name: str, values: tuple[AwayValue, ...], read: tuple[str, ...] = (), role: BlockRole = BlockRole.PREFETCH
+) -> Block:
     """Waits for copies to the device, and casts those that are `read` in another dtype."""
     known: dict[str, LocalValue] = {}
     instrs, made = [], []
@@ -139,4 +139,4 @@ def came_block(name: str, values: tuple[AwayValue, ...], read: tuple[str, ...] =
             )  # fmt: skip
             made[-1] = cast
     given = tuple(base for value in values for base in (value.back.base, value.there.base))
-    return finish_block(name, given, tuple(made), (), known, instrs)
+    return finish_block(name, given, tuple(made), (), known, instrs, role)

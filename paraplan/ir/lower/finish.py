@@ -11,24 +11,25 @@ from collections.abc import Iterable
 import msgspec
 
 from paraplan.ir.graph import refs
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 
 
 def finish_block(
     name: str, inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...],
-    values: dict[str, LocalValue], instrs: list[Instr],
+    values: dict[str, LocalValue], instrs: list[Instr], role: BlockRole, kind: str = "",
 ) -> Block:  # fmt: skip
     """The block of these instructions, ordered and with frees."""
     ordered = _overlap(inputs, outputs, saved, instrs)
     kept = {out for out in outputs if out is not None} | set(saved)
     return Block(
-        name=name, inputs=inputs, outputs=outputs, saved=saved, values=values, instrs=with_frees(kept, ordered)
-    )
+        name=name, role=role, kind=kind, inputs=inputs, outputs=outputs, saved=saved, values=values,
+        instrs=with_frees(kept, ordered),
+    )  # fmt: skip
 
 
 def split_block(
     name: str, inputs: tuple[str, ...], outputs: tuple[str | None, ...], values: dict[str, LocalValue],
-    instrs: list[Instr],
+    instrs: list[Instr], role: BlockRole,
 ) -> tuple[Block | None, Block]:  # fmt: skip
     """The instructions as two blocks, parted before the first wait; None where there is none.
 
@@ -36,7 +37,7 @@ def split_block(
     """
     at = next((index for index, instr in enumerate(instrs) if instr.kind is InstrKind.WAIT), None)
     if at is None:
-        return None, finish_block(name, inputs, outputs, (), values, instrs)
+        return None, finish_block(name, inputs, outputs, (), values, instrs, role)
     head, tail = instrs[:at], instrs[at:]
     made = {out for instr in head for out in instr.outs}
     read = {source for instr in head for source in _reads(instr)}
@@ -47,8 +48,8 @@ def split_block(
     )
     taken = tuple(source for source in inputs if source in read)
     issued = tuple(source for source in crossing if source in made)
-    first = finish_block(f"{name}.issue", taken, issued, (), _of(values, head), head)
-    return first, finish_block(name, tuple(crossing), outputs, (), _of(values, tail), tail)
+    first = finish_block(f"{name}.issue", taken, issued, (), _of(values, head), head, role)
+    return first, finish_block(name, tuple(crossing), outputs, (), _of(values, tail), tail, role)
 
 
 def _of(values: dict[str, LocalValue], instrs: list[Instr]) -> dict[str, LocalValue]:

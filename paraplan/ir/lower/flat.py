@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import refs
 from paraplan.ir.memory_actions import Actions, MemAction, free, run
+from paraplan.ir.names import Name, Role, inside, saved
 from paraplan.ir.rank_program import MESSAGES, Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
+from paraplan.ir.schedule import ActionKind
 from paraplan.ir.storages import BEGIN, BlockStorages
 
 GIVEN = -1
@@ -69,7 +71,7 @@ class FlatValue:
         local: how it lies; None where no block has seen it.
         step, instr: the instruction that makes it; (-1, -1) for what is given.
         solid: whether that instruction makes a storage; what it does not, only views, can be made again at will.
-        label: what people call it: its outer name where it has one.
+        label: its outer name where it has one, else what that would be.
     """
 
     storage: int
@@ -77,7 +79,7 @@ class FlatValue:
     step: int
     instr: int
     solid: bool
-    label: str
+    label: Name
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class FlatProgram:
     Attributes:
         ops, storages, values: by number.
         tensors: per tensor, its storage.
-        names: per step, what its names stand for: local ones of a CALL, outer ones of the others.
+        names: per CALL, what its local names stand for; empty of other steps.
+        outer: per other step, what its outer names stand for; empty of a CALL.
         given, results: outer names before and after the step, likewise.
         base_bytes: always there.
         actions: the program's own order, each tensor freed where the program lets go of it.
@@ -98,8 +101,9 @@ class FlatProgram:
     values: tuple[FlatValue, ...]
     tensors: tuple[int, ...]
     names: tuple[dict[str, int], ...]
-    given: dict[str, int]
-    results: dict[str, int]
+    outer: tuple[dict[Name, int], ...]
+    given: dict[Name, int]
+    results: dict[Name, int]
     base_bytes: int
     actions: Actions
 
@@ -131,9 +135,10 @@ class _Walk:
         self.blocks = {name: BlockStorages(block) for name, block in program.blocks.items()}
         self.storages: list[_Storage] = []
         self.values: list[FlatValue] = []
-        self.labels: list[str] = []
-        self.outer: dict[str, int] = {}
+        self.labels: list[Name] = []
+        self.outer: dict[Name, int] = {}
         self.names: list[dict[str, int]] = []
+        self.read: list[dict[Name, int]] = []
         self.ops: list[FlatOp] = []
         self.actions: list[MemAction] = []
         self.index = 0
@@ -154,40 +159,44 @@ class _Walk:
             self._accumulate(step)
         else:
             grads = [name for name in self.program.grads.values() if name in self.outer]
-            self.names.append({name: self.outer[name] for name in grads} if step.kind is StepKind.UPDATE else {})
+            self._takes({}, {name: self.outer[name] for name in grads} if step.kind is StepKind.UPDATE else {})
             if step.kind is StepKind.UPDATE:
                 self._update()
             for name in step.drops:
                 self._give_up(name)
 
+    def _takes(self, names: dict[str, int], read: dict[Name, int]) -> None:
+        self.names.append(names)
+        self.read.append(read)
+
     def _storage(self, nbytes: int, maker: int) -> _Storage:
         self.storages.append(_Storage(len(self.storages), nbytes, maker))
         return self.storages[-1]
 
-    def _value(self, storage: _Storage, local: LocalValue | None, instr: int, solid: bool, label: str) -> int:
+    def _value(self, storage: _Storage, local: LocalValue | None, instr: int, solid: bool, label: Name) -> int:
         step = -1 if instr < 0 else self.index
-        self.values.append(FlatValue(storage.number, local, step, instr, solid, ""))
+        self.values.append(FlatValue(storage.number, local, step, instr, solid, label))
         self.labels.append(label)
         return len(self.values) - 1
 
     def _of(self, value: int) -> _Storage:
         return self.storages[self.values[value].storage]
 
-    def _bind(self, name: str, value: int) -> None:
+    def _bind(self, name: Name, value: int) -> None:
         self._of(value).names += 1
         if name in self.outer:
             self._give_up(name)
         self.outer[name] = value
         self.labels[value] = name
 
-    def _give_up(self, name: str) -> None:
+    def _give_up(self, name: Name) -> None:
         storage = self._of(self.outer.pop(name))
         storage.names -= 1
         if not storage.names:
             self.actions.append(free(storage.number))
 
     def _op(self, name: str, instr: int, reads: list[int], makes: list[int], writes: list[int], workspace: int) -> None:
-        backward = "B" in self.program.steps[self.index].action
+        backward = self.program.steps[self.index].phase is ActionKind.B
         there = tuple(sorted(set(reads) - set(makes)))
         self.ops.append(
             FlatOp(name, self.index, instr, there, tuple(makes), tuple(writes), workspace, True, backward)
@@ -197,14 +206,14 @@ class _Walk:
     def _call(self, step: Step) -> None:
         block = self.blocks[step.block]
         names = {name: self.outer[arg] for name, arg in zip(block.block.inputs, step.args, strict=True)}
-        self.names.append(names)
+        self._takes(names, {})
         held = {name: self._of(value) for name, value in names.items()}
-        for name in step.drops:
-            storage = self._of(self.outer.pop(name))
+        for given in step.drops:
+            storage = self._of(self.outer.pop(given))
             storage.names -= 1
             if not storage.names and storage not in held.values():
                 self.actions.append(free(storage.number))
-        taken = [(out, name) for out, name in zip(step.outs, block.results, strict=True) if out and name]
+        taken = [(out, name) for out, name in zip(step.outs, block.results, strict=True) if out is not None and name]
         ends = _Ends(block, held, {block.owners[name] for _, name in taken})
         self.actions += map(free, ends.after(BEGIN))
         for index, instr in enumerate(block.block.instrs):
@@ -231,10 +240,10 @@ class _Walk:
         for owner, nbytes in block.fresh[index]:
             held[owner] = self._storage(nbytes, len(self.ops))
         makes = [held[owner].number for owner, _ in block.fresh[index]]
-        stem = str(step.segment) if step.segment >= 0 else step.block
+        m = max(step.microbatch, 0)
         for out in instr.outs:
             if out is not None:
-                label = f"{stem}/{out}@{max(step.microbatch, 0)}"
+                label = saved(step.segment, out, m) if step.segment >= 0 else inside(step.block, out, m)
                 names[out] = self._value(held[owners[out]], block.block.values[out], index, bool(makes), label)
         effect = not any(instr.outs)  # paraplan.write: into its first argument
         if instr.target.endswith("_") and not effect:
@@ -245,7 +254,7 @@ class _Walk:
     def _accumulate(self, step: Step) -> None:
         total, addend = step.args
         moved = total not in self.outer
-        self.names.append({name: self.outer[name] for name in step.args if name in self.outer})
+        self._takes({}, {name: self.outer[name] for name in step.args if name in self.outer})
         if moved:
             self._bind(total, self.outer[addend])
         else:
@@ -255,11 +264,11 @@ class _Walk:
             self._give_up(name)
 
     def _update(self) -> None:
-        grads = [self._of(value).number for value in self.names[-1].values()]
+        grads = [self._of(value).number for value in self.read[-1].values()]
         written = [
             self._of(self.outer[name]).number
             for name, value in self.program.outer.items()
-            if name in self.outer and value.role in ("param", "state")
+            if name in self.outer and value.role in (Role.PARAMETER, Role.STATE)
         ]
         self._op("update", -1, grads, [], written, self.program.update_workspace_bytes)
 
@@ -285,8 +294,9 @@ class _Walk:
         base_bytes = self.program.optimizer_bytes + sum(self.storages[storage].nbytes for storage in fixed)
         actions = tuple(a if a.act.value == "R" else free(number[a.index]) for a in self.actions)
         return FlatProgram(
-            ops, storages, values, tensors, tuple(self.names), self.given, dict(self.outer), base_bytes, actions
-        )
+            ops, storages, values, tensors, tuple(self.names), tuple(self.read), self.given, dict(self.outer),
+            base_bytes, actions,
+        )  # fmt: skip
 
     def _not_again(self, alive: set[int]) -> Iterator[int]:
         """Ops that must not be executed twice: also what makes a thing left behind, lest it be made after an update."""

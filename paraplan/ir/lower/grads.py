@@ -8,8 +8,6 @@ update with the states (`staged.py`).
 Nobody needs to read it in between: what clipping and the check of a loss scale ask for, the sum of its squares and its
 largest absolute value, is taken while it is still on the device, and what they multiply gradients by is multiplied in
 the update (`runtime.grads`). Padding of an uneven shard is made zero for that.
-
-Names: `home:x` is a parameter's gradient where it waits, `home:x^!` its way there, `magnitude:x` the two numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import msgspec
 
 from paraplan.ir.lower.finish import finish_block
 from paraplan.ir.mesh import Layout, padded_dims
-from paraplan.ir.rank_program import MAGNITUDE, Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import MAGNITUDE, Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.strides import contiguous_strides, is_dense
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
@@ -26,16 +24,6 @@ Dims = tuple[int, ...]
 
 CHUNK = 1 << 16
 """Elements of which a norm is taken at a time."""
-
-
-def home_name(param: str) -> str:
-    """The outer name of a parameter's gradient where it waits."""
-    return f"home:{param}"
-
-
-def magnitude_name(param: str) -> str:
-    """The outer name of the sum of its squares and its largest absolute value."""
-    return f"magnitude:{param}"
 
 
 def keep_block(name: str, value: LocalValue, tier: str, spec: TensorSpec, layout: Layout, mesh_shape: Dims) -> Block:
@@ -55,7 +43,7 @@ def keep_block(name: str, value: LocalValue, tier: str, spec: TensorSpec, layout
     instrs = [Instr(kind=InstrKind.COPY, target="keep", args=("%x", ":" + tier, "%home"), outs=("home^!",))]
     source, padded = "x", padded_dims(spec.shape, layout, mesh_shape)
     if padded and not (is_dense(value.shape, value.strides) and all(value.shape[dim] > 1 for dim, _ in padded)):
-        return finish_block(name, ("x", "home"), ("home^!", None), (), known, instrs)
+        return finish_block(name, ("x", "home"), ("home^!", None), (), known, instrs, BlockRole.STORE)
     for dim, axis in padded:
         args = ("%" + source, dim, spec.shape[dim], f"#{axis}:{value.shape[dim]}", 0)
         source = f"{source}^tail{dim}"
@@ -66,7 +54,7 @@ def keep_block(name: str, value: LocalValue, tier: str, spec: TensorSpec, layout
     )
     norms = -(-value.nbytes // DTYPE_BYTES[value.dtype] // CHUNK) * 16
     instrs.append(Instr(target=MAGNITUDE, args=("%" + source,), outs=("magnitude",), workspace_bytes=norms + 32))
-    return finish_block(name, ("x", "home"), ("home^!", "magnitude"), (), known, instrs)
+    return finish_block(name, ("x", "home"), ("home^!", "magnitude"), (), known, instrs, BlockRole.STORE)
 
 
 def kept_block(name: str, value: LocalValue, tier: str) -> Block:
@@ -75,7 +63,7 @@ def kept_block(name: str, value: LocalValue, tier: str) -> Block:
     issued = msgspec.structs.replace(home, base="home^!")
     known = {"home^!": issued, "x": x, "home^.": msgspec.structs.replace(issued, storage_bytes=0)}
     instrs = [Instr(kind=InstrKind.WAIT, target="wait", args=("%home^!", "%x"), outs=("home^.",))]
-    return finish_block(name, ("home^!", "x"), ("home^.",), (), known, instrs)
+    return finish_block(name, ("home^!", "x"), ("home^.",), (), known, instrs, BlockRole.STORE)
 
 
 def _home(value: LocalValue, tier: str) -> LocalValue:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from paraplan.ir.lower.parcels import Parcel
+from paraplan.ir.names import Name, grouped
 from paraplan.ir.rank_program import LocalValue, StepKind
 from paraplan.ir.reshard import Move
 from paraplan.ir.schedule import Action, ActionKind
@@ -41,12 +42,12 @@ class Groups:
             for at, m in enumerate(found):
                 ends = at % every == every - 1 or at == len(found) - 1
                 self._of[stage, m] = found[at - at % every], ends
-        self._begun: set[str] = set()
+        self._begun: set[Name] = set()
         self._paths: dict[tuple[int, str], list[tuple[Move, ...]]] = {}
         self._last: dict[tuple[int, str, tuple[Move, ...]], int] = {}
 
     def add_up(
-        self, steps: SegmentSteps, name: str, out: str, value: LocalValue, m: int, index: int, path: tuple[Move, ...]
+        self, steps: SegmentSteps, name: str, out: Name, value: LocalValue, m: int, index: int, path: tuple[Move, ...]
     ) -> None:
         """Add a gradient to its group's, and send what that adds up to once nothing more comes.
 
@@ -61,7 +62,7 @@ class Groups:
         paths = self._paths.setdefault((stage, name), [])
         if path not in paths:  # one that two segments make in two layouts adds up apart
             paths.append(path)
-        total, dtype = f"part:{name}<{stage}.{paths.index(path)}@{first}", steps.accumulators.dtypes[name]
+        total, dtype = grouped(name, stage, paths.index(path), first), steps.accumulators.dtypes[name]
         if total not in self._begun:
             self._begun.add(total)
             out, value = steps.accumulators.laid_out(name, out, value, dtype, m, index)
@@ -71,7 +72,7 @@ class Groups:
             wire = steps.plan.wire_dtype if sums and steps.plan.wire_dtype else dtype
             sent = TensorSpec(wire, steps.program.params[name].spec.shape)
             arrives = steps.accumulators.dtype_on_arrival(name, path)
-            steps.partials.send(name, Parcel(total, f"{total}^", sent, path, arrives, dtype))
+            steps.partials.send(name, Parcel(total, total.moved, sent, path, arrives, dtype))
 
     def _last_of(self, steps: SegmentSteps, key: tuple[int, str, tuple[Move, ...]], m: int) -> int:
         """The last segment of a stage's backward whose gradient of a parameter has to move so."""

@@ -22,9 +22,10 @@ from paraplan.ir.lower.casts import CAST, SCALE
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.memo import Lately, Same
 from paraplan.ir.mesh import Layout, Partial, Placement, R, Shard, layout_text, parse_layout
+from paraplan.ir.names import held
 from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Stage
 from paraplan.ir.program import ParamSpec, Program, Segment, SegmentKind
-from paraplan.ir.rank_program import Block
+from paraplan.ir.rank_program import Block, BlockRole
 from paraplan.ir.rules.strategies import Strategy
 from paraplan.ir.tensor import TensorSpec
 
@@ -151,8 +152,8 @@ def _with_casts(stage: Stage, program: Program, of: Mapping[str, tuple[str, str]
 
 
 def _without_casts(choice: KindChoice, kind: SegmentKind) -> KindChoice:
-    held = {out for op in kind.graph.ops if op.phase is Phase.STEP for out in op.outs}
-    fates = {name: fate for name, fate in choice.activations.items() if name not in held}
+    made = {out for op in kind.graph.ops if op.phase is Phase.STEP for out in op.outs}
+    fates = {name: fate for name, fate in choice.activations.items() if name not in made}
     return choice if len(fates) == len(choice.activations) else msgspec.structs.replace(choice, activations=fates)
 
 
@@ -175,7 +176,7 @@ def hold_casts(steps: SegmentSteps, index: int) -> None:
         blocks = steps.cast_blocks
         if key not in blocks:
             blocks[key] = _cast_block(f"held.{len(blocks)}", spec, parse_layout(text), dtype, steps.extended)
-        outs = tuple(f"held:{param}{suffix}" for suffix in SUFFIXES)
+        outs = tuple(held(f"{param}{suffix}") for suffix in SUFFIXES)
         steps.are_cast.add(param)
         steps._call(blocks[key], (steps.stored(param),), outs)
 
@@ -201,7 +202,7 @@ def cast_graph(spec: TensorSpec, dtype: str) -> Graph:
 
 def _cast_block(name: str, spec: TensorSpec, stored: Layout, dtype: str, extended: Dims) -> Block:
     """A weight's shard scaled by the whole weight's maximum, cast, and cast to its transpose."""
-    emitter, graph = BlockEmitter(name, extended), cast_graph(spec, dtype)
+    emitter, graph = BlockEmitter(name, extended, BlockRole.HOLD_CAST), cast_graph(spec, dtype)
     lies, turned, whole = (R, *stored), (R, *_layout(TURNED, stored)), (R,) * len(extended)
     emitter.give("w", spec, lies, zeros=True)
     partial = tuple(Partial(op="max") if isinstance(place, Shard) else R for place in lies)

@@ -27,7 +27,7 @@ from paraplan.ir.mesh import Layout, P, R
 from paraplan.ir.micro import KindMicro
 from paraplan.ir.plan import KindChoice
 from paraplan.ir.program import SegmentKind
-from paraplan.ir.rank_program import Block
+from paraplan.ir.rank_program import Block, BlockRole
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.rules.strategies import AxisChoice, Strategy, op_strategies, strategy_named
 from paraplan.ir.strides import is_dense
@@ -162,7 +162,7 @@ def lower_forward(
     chunks = chosen_chunks(kind, choice, strategies, context)
     kind = executed(kind, choice)
     remat = remat_of(kind, choice.activations)
-    emitter = BlockEmitter(name, (m, *context.mesh_shape))
+    emitter = BlockEmitter(name, (m, *context.mesh_shape), BlockRole.FORWARD, kind.name)
     gathered = early(kind, strategies, ops_of(kind, Phase.FORWARD), context)
     give_sources(emitter, kind, context, gathered)
     if at_once(choice):
@@ -227,7 +227,7 @@ def evaluate_forward(
     """
     m, graph = context.num_microbatches, kind.graph
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
-    emitter = BlockEmitter(name, (m, *context.mesh_shape))
+    emitter = BlockEmitter(name, (m, *context.mesh_shape), BlockRole.EVALUATION, kind.name)
     results = (*kind.outputs, *kind.asides)
     needed = set(results)
     for op in reversed(graph.ops):

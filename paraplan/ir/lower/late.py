@@ -16,7 +16,7 @@ meanwhile, are updated in their own step as ever.
 
 That is the program of a step in full swing. Before it there are `delayed_update` steps without delay, then one that
 finds no gradient held: the same blocks, fewer steps (`in_phase`). What is held can be applied at any time between two
-steps (`flush_steps`), and the step after that is again one that finds none.
+steps (`flush_steps`), and the step after that is again one that finds none. A runtime takes the lists of `phases`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from itertools import takewhile
 
 import msgspec
 
+from paraplan.ir.names import Role
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 
 
@@ -54,7 +55,7 @@ def in_phase(program: RankProgram, phase: Phase) -> RankProgram:
         elif phase is Phase.WARM and _holds(program, step):
             step = msgspec.structs.replace(step, kind=StepKind.DROP, args=(), drops=step.args[1:])
         steps.append(step)
-    outer = {name: value for name, value in program.outer.items() if value.role != "late"}
+    outer = {name: value for name, value in program.outer.items() if value.role is not Role.LATE}
     return msgspec.structs.replace(program, steps=tuple(steps), outer=outer)
 
 

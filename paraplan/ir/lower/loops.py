@@ -17,8 +17,9 @@ from paraplan.ir.graph import Arg, Graph
 from paraplan.ir.lower.chunks import Chunks
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.mesh import Layout, Partial, Shard
+from paraplan.ir.offsets import parse_offset
 from paraplan.ir.program import HALVES
-from paraplan.ir.rank_program import GROW, PUT, ROOM, Instr, parse_offset
+from paraplan.ir.rank_program import GROW, PUT, ROOM, Instr
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.rules.strategies import AxisChoice, Strategy
 from paraplan.ir.strides import is_contiguous, is_dense
@@ -195,7 +196,7 @@ class ChunkEmitter(BlockEmitter):
     """Emits ops of one chunk into another emitter's block, on its mesh and one more axis."""
 
     def __init__(self, whole: BlockEmitter, graph: Graph, chunks: Chunks, chunk: int) -> None:
-        super().__init__(whole.name, (*whole.mesh_shape, chunks.count))
+        super().__init__(whole.name, (*whole.mesh_shape, chunks.count), whole.role, whole.kind)
         self.parent, self.graph, self.chunks, self.chunk = whole, graph, chunks, chunk
         self.values, self.inputs, self._instrs = whole.values, whole.inputs, whole._instrs
         self.filled, self.zeroed = whole.filled, whole.zeroed

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.lower.parcels import Parcel
 from paraplan.ir.lower.tail import TailSteps
 from paraplan.ir.lower.updates import count_block, loss_block, tangent_block
 from paraplan.ir.mesh import Layout, R
+from paraplan.ir.names import LOSS, LOSS_SCALE, Name
 from paraplan.ir.program import LossTerm
 from paraplan.ir.rank_program import StepKind
 from paraplan.ir.reshard import reshard_path
@@ -38,14 +40,15 @@ class LossSteps(TailSteps):
                 continue
             given = tuple(batch[name].layout for name in denominator.inputs)
             block, layout = count_block(
-                f"den{index}.count", denominator, self.lowered.micro.denominators[index], given, self.extended
+                f"den{index}", denominator, self.lowered.micro.denominators[index], given, self.extended
             )
             layouts[index] = layout
             named = dict(zip(denominator.graph.inputs, denominator.inputs, strict=True))
             for m in range(self.m):
                 args = tuple(self._at(named[local], m) for local in block.inputs)
-                self.add(StepKind.CALL, block, args=args, outs=(f"den{index}@{m}",), microbatch=m)
-                self.add(StepKind.ACCUMULATE, args=(f"den{index}", f"den{index}@{m}"), microbatch=m)
+                count = outer_names.denominator(index, m)
+                self.add(StepKind.CALL, block, args=args, outs=(count,), microbatch=m)
+                self.add(StepKind.ACCUMULATE, args=(outer_names.denominator(index), count), microbatch=m)
         return layouts
 
     def tangents(self, layouts: dict[int, Layout]) -> list[Callable[[], None]]:
@@ -58,10 +61,10 @@ class LossSteps(TailSteps):
                 f"tangent{index}", spec, None if d is None else layouts[d], self.extended, scaled=scaled,
                 share=1.0 / self.program.apart,
             )  # fmt: skip
-            sources = {"count": f"den{d}", "scale": "loss_scale"}
-            total = None if d is None else f"total{index}"
-            ends.append(self.calls.begin(block, sources, (total, f"tangent{index}")))
-            self.tangent_of[term.numerator] = f"tangent{index}"
+            sources = {"scale": LOSS_SCALE} | ({} if d is None else {"count": outer_names.denominator(d)})
+            total = None if d is None else outer_names.total(index)
+            self.tangent_of[term.numerator] = outer_names.tangent(index)
+            ends.append(self.calls.begin(block, sources, (total, outer_names.tangent(index))))
         return ends
 
     def joining(self) -> tuple[Parcel, ...]:
@@ -75,7 +78,8 @@ class LossSteps(TailSteps):
             spec, layout = self.lowered.spec_of(term.numerator), (R, *self.made(term.numerator).layout[1:])
             path = reshard_path(spec.shape, layout, whole, self.extended, frozen=1)
             if self.reductions.takes(spec, path):
-                parcels.append(Parcel(f"num{index}", f"whole:num{index}", spec, path))
+                made = outer_names.numerator(index)
+                parcels.append(Parcel(made, made.moved, spec, path))
             elif path:
                 return ()
         return tuple(parcels)
@@ -91,36 +95,39 @@ class LossSteps(TailSteps):
         specs = tuple(self.lowered.spec_of(term.numerator) for term in terms)
         came = {parcel.source: parcel.result for parcel in joined}
         layouts = tuple(
-            (R,) * len(self.extended) if f"num{i}" in came else self.made(term.numerator).layout
+            (R,) * len(self.extended) if outer_names.numerator(i) in came else self.made(term.numerator).layout
             for i, term in self.terms.items()
         )
         block = loss_block("loss", terms, specs, layouts, self.extended, 1.0 / self.program.apart)
-        while waits and block[0] is not None and any(name.startswith("denominator") for name in block[0].inputs):
+        divides = {f"denominator{at}" for at in range(len(indices))}
+        while waits and block[0] is not None and not divides.isdisjoint(block[0].inputs):
             waits.pop(0)()
-        names = {f"numerator{at}": came.get(f"num{i}", f"num{i}") for at, i in enumerate(indices)}
-        names |= {f"denominator{at}": f"total{i}" for at, i in enumerate(indices)}
+        made = [outer_names.numerator(i) for i in indices]
+        names = {f"numerator{at}": came.get(each, each) for at, each in enumerate(made)}
+        names |= {f"denominator{at}": outer_names.total(i) for at, i in enumerate(indices)}
         return self.calls.begin(
             block, names, tuple(self.share_of(name, self.group) for name in self.losses(self.group))
         )
 
     @property
-    def metrics(self) -> dict[str, str]:
+    def metrics(self) -> dict[str, Name]:
         """Each of several losses: name -> outer name."""
-        return {name: f"loss:{name}" for name in dict.fromkeys(term.name for term in self.program.loss) if name}
+        named = dict.fromkeys(term.name for term in self.program.loss)
+        return {name: outer_names.loss(name) for name in named if name}
 
-    def losses(self, group: int) -> tuple[str, ...]:
+    def losses(self, group: int) -> tuple[Name, ...]:
         """The outer names of the loss and of each of several losses that a group has a share of."""
         terms = [
             term for term in self.program.loss if group in self.lowered.groups_of(self.lowered.maker[term.numerator])
         ]
-        named = [f"loss:{name}" for name in dict.fromkeys(term.name for term in terms) if name]
-        return ("loss", *named) if terms else ()
+        named = [outer_names.loss(name) for name in dict.fromkeys(term.name for term in terms) if name]
+        return (LOSS, *named) if terms else ()
 
-    def share_of(self, name: str, group: int) -> str:
+    def share_of(self, name: Name, group: int) -> Name:
         """The outer name of a group's share of a loss: that of the loss where nobody else has one."""
-        return name if self.sharers(name) == (group,) == (self.group,) else f"{name}<{group}"
+        return name if self.sharers(name) == (group,) == (self.group,) else name.of_group(group)
 
-    def sharers(self, name: str) -> tuple[int, ...]:
+    def sharers(self, name: Name) -> tuple[int, ...]:
         """The groups that have a share of a loss, in order."""
         return tuple(group for group in range(len(self.lowered.held)) if name in self.losses(group))
 
@@ -130,7 +137,7 @@ class LossSteps(TailSteps):
 
     def add_loss(self) -> None:
         """Add up the shares of the loss, all of which are here."""
-        for name in ("loss", *self.metrics.values()):
+        for name in (LOSS, *self.metrics.values()):
             for group in self.sharers(name):
                 if self.share_of(name, group) != name:
                     self.add(StepKind.ACCUMULATE, args=(name, self.share_of(name, group)))

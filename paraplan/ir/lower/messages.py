@@ -21,11 +21,16 @@ from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.stage import Crossing, PlanBlocks
 from paraplan.ir.lower.transfers import Ends, Message, ends_of
 from paraplan.ir.mesh import R
-from paraplan.ir.rank_program import Block, RankProgram, Step, StepKind, Transfer
+from paraplan.ir.names import Name
+from paraplan.ir.rank_program import Block, BlockRole, RankProgram, Step, StepKind, Transfer
 from paraplan.ir.strides import is_contiguous
 from paraplan.ir.tensor import TensorSpec
 
 Dims = tuple[int, ...]
+
+
+NameOf = Callable[[str, int], Name]
+"""(value, group of ranks that sends it) -> its outer name."""
 
 
 class Add(Protocol):
@@ -52,8 +57,8 @@ class Messages:
         self._m = blocks.plan.num_shares
         self.transfers: dict[str, Transfer] = {}
         self._made: dict[object, Block | None] = {}
-        self._posted: dict[tuple[str, int], list[str]] = {}
-        self._flying: dict[str, list[list[tuple[str, str, int]]]] = {}
+        self._posted: dict[tuple[str, int], list[Name]] = {}
+        self._flying: dict[str, list[list[tuple[Name, str, int]]]] = {}
 
     def sent_by(self, crossings: Iterable[Crossing], stage: int) -> list[Crossing]:
         """What this rank sends once it has run a stage."""
@@ -62,38 +67,32 @@ class Messages:
     def _due(self, crossings: Iterable[Crossing], stage: int) -> list[Crossing]:
         return [each for each in crossings if each.end == stage and each.message.target == self._group]
 
-    def post(self, crossings: Iterable[Crossing], stage: int, m: int, name_of: Callable[[str], str]) -> None:
+    def post(self, crossings: Iterable[Crossing], stage: int, m: int, name_of: NameOf) -> None:
         """Begin to receive what a stage needs for a microbatch."""
         for each in self._due(crossings, stage):
-            self.receive(each.message, self._named(each, name_of), m)
+            self.receive(each.message, name_of(each.value, each.message.source), m)
 
-    def arrive(
-        self, crossings: Iterable[Crossing], stage: int, m: int, name_of: Callable[[str], str]
-    ) -> list[tuple[str, str]]:
+    def arrive(self, crossings: Iterable[Crossing], stage: int, m: int, name_of: NameOf) -> list[tuple[str, Name]]:
         """Wait for what a stage needs for a microbatch; (value, outer name) of each."""
         found = []
         for each in self._due(crossings, stage):
-            name = self._named(each, name_of)
+            name = name_of(each.value, each.message.source)
             self.arrived(each.message, name, m)
             found.append((each.value, name))
         return found
 
-    def _named(self, crossing: Crossing, name_of: Callable[[str], str]) -> str:
-        name = name_of(crossing.value)
-        return f"{name}{crossing.message.source}" if name.endswith("<") else name
-
-    def receive(self, message: Message, name: str, m: int = -1) -> None:
+    def receive(self, message: Message, name: Name, m: int = -1) -> None:
         """Begin to receive a message as an outer name, unless that is done."""
         if (message.name, m) in self._posted:
             return
         whole = self._is_whole(message)
         keys = self._keys(message, sends=False)
-        names = [name if whole else f"{name}#{index}" for index in range(len(keys))]
+        names = [name if whole else name.part(index) for index in range(len(keys))]
         for key, out in zip(keys, names, strict=True):
             self._add(StepKind.RECV, outs=(out,), microbatch=m, transfer=key)
         self._posted[message.name, m] = names
 
-    def arrived(self, message: Message, name: str, m: int = -1) -> None:
+    def arrived(self, message: Message, name: Name, m: int = -1) -> None:
         """Wait for a message and bring it to the layout it is wanted in."""
         self.receive(message, name, m)
         names = self._posted.pop((message.name, m))
@@ -108,22 +107,23 @@ class Messages:
         """Whether one part is all there is to receive, in the layout it is to have."""
         return len(self._keys(message, sends=False)) == 1 and message.received == message.wanted
 
-    def send(self, crossing: Crossing, name: str, given: Given, m: int) -> None:
+    def send(self, crossing: Crossing, name: Name, given: Given, m: int) -> None:
         """Send a value, once all but so many of its messages before are through."""
         flying = self._flying.setdefault(crossing.message.name, [])
         while len(flying) >= max(1, abs(crossing.end - crossing.begin)):
             self._await(flying.pop(0))
         self.send_now(crossing.message, name, given, m)
 
-    def send_now(self, message: Message, name: str, given: Given, m: int = -1) -> None:
+    def send_now(self, message: Message, name: Name, given: Given, m: int = -1) -> None:
         """Send a value."""
         block = self._packing(message, given)
         if block is not None:
-            self._add(StepKind.CALL, block, args=(name,), outs=(f"{name}>{message.target}",), microbatch=m)
-            name = f"{name}>{message.target}"
+            packed = name.packed(message.target)
+            self._add(StepKind.CALL, block, args=(name,), outs=(packed,), microbatch=m)
+            name = packed
         parts = []
         for index, key in enumerate(self._keys(message, sends=True)):
-            part = f"{name}>{message.target}#{index}" if self.transfers[key].starts else None
+            part = name.part_for(message.target, index) if self.transfers[key].starts else None
             self._add(StepKind.SEND, args=(name,), outs=(part,), microbatch=m, transfer=key)
             parts.append((part or name, key, m))
         self._flying.setdefault(message.name, []).append(parts)
@@ -140,7 +140,7 @@ class Messages:
             while flying:
                 self._await(flying.pop(0))
 
-    def _await(self, parts: Iterable[tuple[str, str, int]]) -> None:
+    def _await(self, parts: Iterable[tuple[Name, str, int]]) -> None:
         for name, key, m in parts:
             self._add(StepKind.AWAIT, args=(name,), microbatch=m, transfer=key)
 
@@ -164,7 +164,7 @@ class Messages:
         """What brings a value to the layout it travels in, contiguous; None where it is so already."""
         key = (message.spec, given, message.sent, message.of_microbatch)
         if key not in self._made:
-            emitter = BlockEmitter(f"send.{len(self._made)}", self._extended(message))
+            emitter = BlockEmitter(f"send.{len(self._made)}", self._extended(message), BlockRole.SEND)
             emitter.give("value", message.spec, given.layout, given.strides)
             local = emitter.get("value", message.sent)
             value = emitter.values[local]
@@ -179,7 +179,7 @@ class Messages:
         key = (message.spec, message.received, message.wanted, message.source, message.of_microbatch)
         if key in self._made:
             return self._made[key]
-        emitter = BlockEmitter(f"receive.{len(self._made)}", self._extended(message))
+        emitter = BlockEmitter(f"receive.{len(self._made)}", self._extended(message), BlockRole.RECEIVE)
         ends = self._ends(message)
         if len(ends.receives) == 1:
             emitter.give("part0", message.spec, message.received, known_as="value")

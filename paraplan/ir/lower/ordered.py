@@ -24,6 +24,7 @@ from paraplan.ir.lower.flat import FlatOp, FlatProgram, flatten
 from paraplan.ir.lower.replay import check_actions
 from paraplan.ir.lower.writer import Held, Writer
 from paraplan.ir.memory_actions import Act, MemAction
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.strides import contiguous_strides, is_dense
 
@@ -54,15 +55,15 @@ class _Order(Writer):
 
     def __init__(self, program: RankProgram, flat: FlatProgram, actions: Sequence[MemAction]) -> None:
         super().__init__(program, flat)
-        self.grads: dict[str, str] = {}
+        self.grads: dict[str, Name] = {}
         self.serves = _serves(flat, actions)
         self.actions = actions
         self.consumed: set[int] = set()  # storages an ACCUMULATE has let go of, whose F is still to come
         self.owner: dict[int, int] = {}  # per storage on a tier: the value that was copied, and which tier
         self.tier: dict[int, str] = {}
-        self.leaving: dict[int, str] = {}  # copies under way, copies there, copies back under way
-        self.stored: dict[int, str] = {}
-        self.coming: dict[int, str] = {}
+        self.leaving: dict[int, Name] = {}  # copies under way, copies there, copies back under way
+        self.stored: dict[int, Name] = {}
+        self.coming: dict[int, Name] = {}
 
     def run(self, op: FlatOp, position: int) -> None:
         """Execute an op."""
@@ -114,7 +115,7 @@ class _Order(Writer):
         self.tier[storage] = tier
         self.owner[storage] = next(value for value in self.in_storage[storage] if self.flat.values[value].solid)
         name = self._source(storage)
-        issued = self._loosely(f"{name}^{tier}!", self._away(storage))
+        issued = self._loosely(name.copied(tier), self._away(storage))
         self._copy("offload", name, tier, issued, storage)
         self.leaving[storage] = issued
 
@@ -124,7 +125,7 @@ class _Order(Writer):
         there = self.stored[storage]
         away = self._away(storage)
         self._take(there, away)
-        issued = self._loosely(f"{there}?", msgspec.structs.replace(away, tier=""))
+        issued = self._loosely(there.coming(there.tier), msgspec.structs.replace(away, tier=""))
         self._copy("prefetch", there, self.tier[storage], issued, storage)
         self.coming[storage] = issued
 
@@ -132,23 +133,24 @@ class _Order(Writer):
         if not self.open.instrs:
             self.open.step = self.serves[position]
 
-    def _copy(self, target: str, source: str, tier: str, out: str, storage: int) -> None:
+    def _copy(self, target: str, source: Name, tier: str, out: Name, storage: int) -> None:
         self.open.touched[storage] = len(self.open.instrs)
-        self.open.instrs.append(Instr(kind=InstrKind.COPY, target=target, args=("%" + source, ":" + tier), outs=(out,)))
+        args = f"%{source}", f":{tier}"
+        self.open.instrs.append(Instr(kind=InstrKind.COPY, target=target, args=args, outs=(str(out),)))
 
-    def _wait(self, issued: str, held: str, out: str, storage: int) -> None:
+    def _wait(self, issued: Name, held: Name, out: Name, storage: int) -> None:
         self.open.touched[storage] = len(self.open.instrs)
-        self.open.instrs.append(Instr(kind=InstrKind.WAIT, target="wait", args=("%" + issued, "%" + held), outs=(out,)))
+        args = f"%{issued}", f"%{held}"
+        self.open.instrs.append(Instr(kind=InstrKind.WAIT, target="wait", args=args, outs=(str(out),)))
         self._lose(issued)
 
     def _leave(self, storage: int) -> None:
         """Wait for a copy to a tier."""
         issued = self.leaving.pop(storage)
         self._take(issued, self._away(storage))
-        name = self._source(storage)
-        there = self._loosely(
-            f"{name}^{self.tier[storage]}", msgspec.structs.replace(self._away(storage), base=issued, storage_bytes=0)
-        )
+        name, tier = self._source(storage), self.tier[storage]
+        lies = msgspec.structs.replace(self._away(storage), base=str(issued), storage_bytes=0)
+        there = self._loosely(name.copied(tier).on(tier), lies)
         self._wait(issued, name, there, storage)
         self.stored[storage] = there
 
@@ -162,7 +164,7 @@ class _Order(Writer):
         local = self.flat.values[value].local
         assert local is not None
         name = self._fresh(self.flat.values[value].label)
-        self.open.values[name] = msgspec.structs.replace(local, base=issued, storage_bytes=0)
+        self.open.values[str(name)] = msgspec.structs.replace(local, base=str(issued), storage_bytes=0)
         self.held[value] = Held(name, False)
         self._holds(value)
         self.open.made.append(value)
@@ -174,7 +176,7 @@ class _Order(Writer):
             self._arrive(storage)
         super()._there(value)
 
-    def _source(self, storage: int) -> str:
+    def _source(self, storage: int) -> Name:
         """The name of what is copied, in the block under way."""
         value = self.owner[storage]
         local = self.flat.values[value].local
@@ -193,14 +195,14 @@ class _Order(Writer):
         )
 
     def _accumulate(self, step: Step, index: int, position: int) -> None:
-        names = self.flat.names[index]
+        names = self.flat.outer[index]
         total, addend = names[step.args[0]], names[step.args[1]]
         outer = self._to_outer((total, addend))
         storage = self.flat.values[addend].storage
-        kept = "" if self._freed_next(storage, position) else self._alias(addend, index)
+        kept = None if self._freed_next(storage, position) else self._alias(addend, index)
         self._step(StepKind.ACCUMULATE, index, args=tuple(outer))
         self.open.step = index
-        if kept:
+        if kept is not None:
             self.held[addend] = Held(kept, True)
             return
         others = [self.held.pop(value) for value in self.in_storage.pop(storage)]
@@ -209,7 +211,7 @@ class _Order(Writer):
             self._step(StepKind.DROP, index, drops=rest)
         self.consumed.add(storage)
 
-    def _alias(self, value: int, index: int) -> str:
+    def _alias(self, value: int, index: int) -> Name:
         """Another outer name of a value that has one: a view of all of it, made by a block of its own."""
         name, block = self.held[value].name, self.open
         local = self.flat.values[value].local
@@ -218,10 +220,10 @@ class _Order(Writer):
         block.step = index
         block.inputs[name] = None
         block.values = {
-            name: msgspec.structs.replace(local, base=name),
-            alias: msgspec.structs.replace(local, base=name, storage_bytes=0),
+            str(name): msgspec.structs.replace(local, base=str(name)),
+            str(alias): msgspec.structs.replace(local, base=str(name), storage_bytes=0),
         }
-        block.instrs.append(Instr(target="aten.view.default", args=("%" + name, local.shape), outs=(alias,)))
+        block.instrs.append(Instr(target="aten.view.default", args=(f"%{name}", local.shape), outs=(str(alias),)))
         self._close(extra=(alias,))
         return alias
 
@@ -234,7 +236,7 @@ class _Order(Writer):
         return False
 
     def _update(self, step: Step, index: int) -> None:
-        by_name = self.flat.names[index]
+        by_name = self.flat.outer[index]
         wanted = {param: by_name[name] for param, name in self.program.grads.items() if name in by_name}
         outer = self._to_outer(tuple(wanted.values()))
         self.grads = dict(zip(wanted, outer, strict=True))
@@ -245,7 +247,7 @@ class _Order(Writer):
         """The new program."""
         for storage in tuple(self.leaving):
             self._leave(storage)
-        ends = {self.program.loss, *self.program.metrics.values()}
+        ends = dict.fromkeys((self.program.loss, *self.program.metrics.values()))
         results = [self.flat.results[name] for name in ends]
         self._to_outer(results)
         if self.loose:

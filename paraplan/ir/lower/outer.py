@@ -8,15 +8,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paraplan.ir.lower.grads import home_name
+from paraplan.ir import names as outer_names
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.mesh import Layout, R, is_view_of, layout_text, local_shape, parse_layout
+from paraplan.ir.names import LOSS_SCALE, Name, Role
 from paraplan.ir.program import Program, master_dtype
 from paraplan.ir.rank_program import OuterValue, Step, StepKind
 from paraplan.ir.tensor import DTYPE_BYTES, TensorSpec
 
 
-def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> dict[str, OuterValue]:
+def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> dict[Name, OuterValue]:
     """What a group of ranks has before the step: parameters, optimizer views, batch, buffers, seeds.
 
     Args:
@@ -27,7 +28,7 @@ def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> di
     plan, held = blocks.plan, blocks.held[group]
     program, shape = plan.program, held.mesh.shape
     whole = (R,) * len(shape)
-    found: dict[str, OuterValue] = {}
+    found: dict[Name, OuterValue] = {}
     trained = set(held.trained)
     for name, layouts in held.params.items():
         if name in blocks.casts:
@@ -36,36 +37,37 @@ def outer_values(blocks: PlanBlocks, group: int, late: Sequence[str] = ()) -> di
         at, dtype = layouts.stored_tier, master_dtype(program.precision, spec.dtype)
         if at and name in trained:  # the state's storage
             spec = TensorSpec(dtype, spec.shape)
-        found[f"param:{name}"] = _value("param", name, spec, parse_layout(layouts.resting), shape, True, at)
+        stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
+        found[outer_names.param(name)] = _value(Role.PARAMETER, name, spec, stored, shape, True, at)
         if name in trained:
-            stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
             tier = layouts.state_tier
             own = tier != at or dtype != spec.dtype or not is_view_of(spec.shape, stored, state, shape)
-            found[f"state:{name}"] = _value("state", name, TensorSpec(dtype, spec.shape), state, shape, own, tier)
+            updated = _value(Role.STATE, name, TensorSpec(dtype, spec.shape), state, shape, own, tier)
+            found[outer_names.state(name)] = updated
             if layouts.staged and plan.optimizer.state_slots:
-                found[f"slots:{name}"] = _slots(found[f"state:{name}"], plan.optimizer.state_slots)
+                found[outer_names.slots(name)] = _slots(updated, plan.optimizer.state_slots)
             if layouts.grad_tier:
-                found[home_name(name)] = _own(found[f"state:{name}"], "grad")
+                found[outer_names.waiting(name)] = _own(updated, Role.WAITING)
     for name in late:
-        found[late_name(name)] = _own(found[f"state:{name}"], "late")
+        found[outer_names.late(name)] = _own(found[outer_names.state(name)], Role.LATE)
     for name, text in held.batch.items():
         entry = program.batch[name]
         extended = (blocks.micro.values[f"batch:{name}"], *parse_layout(text))
         local = local_shape(entry.spec.shape, extended, (plan.num_shares, *shape))
         for m in _microbatches(blocks, group, name):
             nbytes = math.prod(local) * DTYPE_BYTES[entry.spec.dtype]
-            found[f"batch:{name}@{m}"] = OuterValue(
-                role="batch", source=name, dtype=entry.spec.dtype, shape=local, layout=text, nbytes=nbytes
+            found[outer_names.batch(name, m)] = OuterValue(
+                role=Role.BATCH, source=name, dtype=entry.spec.dtype, shape=local, layout=text, nbytes=nbytes
             )
     for name in held.buffers:
         spec = program.buffers[name]
-        found[f"buffer:{name}"] = _value("buffer", name, spec, whole, shape, True)
+        found[outer_names.buffer(name)] = _value(Role.BUFFER, name, spec, whole, shape, True)
     if program.precision == "fp16":
-        found["loss_scale"] = _value("scale", "", TensorSpec("float32", ()), whole, shape, True)
+        found[LOSS_SCALE] = _value(Role.LOSS_SCALE, "", TensorSpec("float32", ()), whole, shape, True)
     for index in held.segments:
         for number, m in itertools.product(program.segments[index].seeds, range(program.apart)):
             source = str(m * program.seeds + number)
-            value = _value("seed", source, TensorSpec("int64", ()), whole, shape, True)
+            value = _value(Role.SEED, source, TensorSpec("int64", ()), whole, shape, True)
             found[seed_name(program, number, m)] = value
     return found
 
@@ -89,7 +91,7 @@ def _microbatches(blocks: PlanBlocks, group: int, name: str) -> list[int]:
 
 
 def _value(
-    role: str, source: str, spec: TensorSpec, layout: Layout, mesh_shape: tuple[int, ...], own: bool, tier: str = ""
+    role: Role, source: str, spec: TensorSpec, layout: Layout, mesh_shape: tuple[int, ...], own: bool, tier: str = ""
 ) -> OuterValue:
     local = local_shape(spec.shape, layout, mesh_shape)
     nbytes = math.prod(local) * DTYPE_BYTES[spec.dtype] if own else 0
@@ -98,28 +100,23 @@ def _value(
     )
 
 
-def seed_name(program: Program, number: int, m: int) -> str:
+def seed_name(program: Program, number: int, m: int) -> Name:
     """The outer name of one of a batch's seeds; microbatches that are batches by themselves have their own."""
-    return f"seed:{number}@{m}" if program.apart > 1 else f"seed:{number}"
-
-
-def late_name(name: str) -> str:
-    """The outer name of a parameter's gradient that is held until the next step."""
-    return f"late:{name}"
+    return outer_names.seed(number, m if program.apart > 1 else -1)
 
 
 def _slots(state: OuterValue, count: int) -> OuterValue:
     """The other states of a parameter, stacked."""
-    return _own(msgspec.structs.replace(state, shape=(count, *state.shape)), "slots")
+    return _own(msgspec.structs.replace(state, shape=(count, *state.shape)), Role.SLOTS)
 
 
-def _own(value: OuterValue, role: str) -> OuterValue:
+def _own(value: OuterValue, role: Role) -> OuterValue:
     """Something that lies likewise, in storage of its own."""
     nbytes = math.prod(value.shape) * DTYPE_BYTES[value.dtype]
     return msgspec.structs.replace(value, role=role, nbytes=nbytes)
 
 
-def with_drops(steps: tuple[Step, ...], outer: dict[str, OuterValue], kept: set[str]) -> tuple[Step, ...]:
+def with_drops(steps: tuple[Step, ...], outer: dict[Name, OuterValue], kept: set[Name]) -> tuple[Step, ...]:
     """The steps, each giving up the values it is the last to read (what nobody reads is dropped at once).
 
     A name that a later microbatch gives to another value is given up by the last reader of the first.

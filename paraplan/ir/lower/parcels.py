@@ -15,6 +15,8 @@ from paraplan.ir.lower.bundle import BUNDLE_BYTES, Key, bundle_key, is_full, is_
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.parted import Parted, PartedCalls
 from paraplan.ir.mesh import local_shape
+from paraplan.ir.names import Name
+from paraplan.ir.rank_program import BlockRole
 from paraplan.ir.reshard import Move
 from paraplan.ir.tensor import TensorSpec
 
@@ -35,8 +37,8 @@ class Parcel:
         given: the dtype it is cast from before; "" where it has that it travels in.
     """
 
-    source: str
-    result: str
+    source: Name
+    result: Name
     spec: TensorSpec
     path: tuple[Move, ...]
     dtype: str = ""
@@ -56,7 +58,7 @@ class Parcels:
     """Writes the steps that move parcels.
 
     Attributes:
-        stem: of block names.
+        stem, role: of blocks, for their names and what they do.
         mesh_shape: extended.
         calls: writes parted calls.
         arrived: told of every parcel once its result exists.
@@ -68,6 +70,7 @@ class Parcels:
     """
 
     stem: str
+    role: BlockRole
     mesh_shape: Dims
     calls: PartedCalls
     arrived: Callable[[Parcel], None] | None = None
@@ -131,7 +134,7 @@ class Parcels:
 
     def _blocks(self, name: str, parcels: Sequence[Parcel]) -> Parted:
         """Issue and wait of one change of layout; inputs `x<i>`."""
-        emitter = BlockEmitter(name, self.mesh_shape, overwrites=self.overwrites)
+        emitter = BlockEmitter(name, self.mesh_shape, self.role, overwrites=self.overwrites)
         given = [f"x{index}" for index in range(len(parcels))]
         names = [_put_in(emitter, local, parcel) for local, parcel in zip(given, parcels, strict=True)]
         if len(parcels) == 1:

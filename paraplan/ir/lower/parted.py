@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from paraplan.ir.names import Name, under_way
 from paraplan.ir.rank_program import Block
 
 Parted = tuple[Block | None, Block]
@@ -15,13 +16,13 @@ Parted = tuple[Block | None, Block]
 class Call(Protocol):
     """Writes a step that calls a block."""
 
-    def __call__(self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...]) -> None:
+    def __call__(self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...]) -> None:
         """Write it."""
 
 
 @dataclass
 class PartedCalls:
-    """Writes parted calls; what is under way is called `sum:<i>` in the outer namespace.
+    """Writes parted calls.
 
     Attributes:
         call: writes one step.
@@ -31,7 +32,7 @@ class PartedCalls:
     _begun: int = 0
 
     def begin(
-        self, parted: Parted, given: Mapping[str, str], outs: tuple[str | None, ...]
+        self, parted: Parted, given: Mapping[str, Name], outs: tuple[Name | None, ...]
     ) -> Callable[[], None]:  # fmt: skip
         """Write the first part.
 
@@ -45,7 +46,7 @@ class PartedCalls:
         first, second = parted
         bound = dict(given)
         if first is not None:
-            issued = tuple(f"sum:{self._begun + index}" for index in range(len(first.outputs)))
+            issued = tuple(under_way(self._begun + index) for index in range(len(first.outputs)))
             self._begun += len(issued)
             self.call(first, args=tuple(bound[local] for local in first.inputs), outs=issued)
             bound |= {local: name for local, name in zip(first.outputs, issued, strict=True) if local is not None}

@@ -1,4 +1,4 @@
-"""Program + Plan -> RankProgram: the steps around the blocks (see `walk` for the names they use)."""
+"""Program + Plan -> RankProgram: the steps around the blocks (see `ir.names` for the names they use)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.buffers import check_apart, send_buffers, write_buffers
-from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.groups import Groups
 from paraplan.ir.lower.losses import LossSteps
-from paraplan.ir.lower.messages import Messages
-from paraplan.ir.lower.outer import late_name, outer_values, with_drops
+from paraplan.ir.lower.messages import Messages, NameOf
+from paraplan.ir.lower.outer import outer_values, with_drops
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.lower.staged import StagedUpdates
 from paraplan.ir.lower.ties import exchange_ends
 from paraplan.ir.lower.whole import Turn
+from paraplan.ir.names import LOSS, Name, Role
 from paraplan.ir.rank_program import OuterValue, OutputPlace, RankProgram, StepKind
 from paraplan.ir.schedule import Action, ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
@@ -59,7 +60,7 @@ class RankSteps(LossSteps):
         """The program of a training step."""
         self.action = self.first_action
         if self.late:
-            self.add(StepKind.UPDATE, args=tuple(f"state:{name}" for name in self.late), late=True)
+            self.add(StepKind.UPDATE, args=tuple(map(outer_names.state, self.late)), late=True)
         self.waits = self.tangents(self.denominators())
         self.wake(self.actions)
         finals = self.finals(self.actions)
@@ -101,8 +102,8 @@ class RankSteps(LossSteps):
                     self._update(grads)
             else:
                 self._transfer(action)
-        kept = {"loss", *self.metrics.values(), *grads.values(), *self._measured}
-        ended = [grad for name, grad in grads.items() if name not in self.late and grad != home_name(name)]
+        kept = {LOSS, *self.metrics.values(), *grads.values(), *self._measured}
+        ended = [grad for name, grad in grads.items() if name not in self.late and grad.role is not Role.WAITING]
         self.add(StepKind.DROP, drops=(*ended, *self._measured))
         return self.ended(kept, grads, {})
 
@@ -114,7 +115,7 @@ class RankSteps(LossSteps):
         first = len(self.steps)
         write_buffers(self)
         writes = self.steps[first:]
-        written = {name for step in writes for name in step.args if name.startswith("buffer:")}
+        written = {name for step in writes for name in step.args if name.role is Role.BUFFER}
         if self.plan.cluster.num_devices == 1 and written.isdisjoint(n for s in self.steps[at:first] for n in s.args):
             moved = [msgspec.structs.replace(step, action=action) for step in writes]
             self.steps[at:] = [*moved, *self.steps[at:first]]
@@ -122,7 +123,7 @@ class RankSteps(LossSteps):
     def _forward(self, action: Action) -> None:
         """A stage's forward, what it reads received before and what it makes sent after, where no action says when."""
         stage, m = action.stage, action.microbatch
-        self.messages.arrive(self.lowered.route(m).values, stage, m, lambda value: f"{value}@{m}")
+        self.messages.arrive(self.lowered.route(m).values, stage, m, lambda value, _: outer_names.value(value, m))
         self.forward(stage, m)
         if not self._is_scheduled(ActionKind.SEND_F, action):
             self._send_values(stage, m)
@@ -130,9 +131,9 @@ class RankSteps(LossSteps):
     def _backward(self, action: Action, final: dict[int, list[str]], ahead: Callable[[], None] | None = None) -> None:
         stage, m = action.stage, action.microbatch
         if action.kind is not ActionKind.W:
-            came = self.messages.arrive(self.lowered.route(m).grads, stage, m, lambda value: f"d:{value}@{m}<")
+            came = self.messages.arrive(self.lowered.route(m).grads, stage, m, _grad_from(m))
             for value, name in came:
-                self.add(StepKind.ACCUMULATE, args=(f"d:{value}@{m}", name), microbatch=m)
+                self.add(StepKind.ACCUMULATE, args=(outer_names.grad_of(value, m), name), microbatch=m)
         self.backward(stage, m, action.kind, final, ahead)
         if action.kind is not ActionKind.W and not self._is_scheduled(ActionKind.SEND_B, action):
             self._send_grads(stage, m)
@@ -148,21 +149,21 @@ class RankSteps(LossSteps):
         elif action.kind is ActionKind.SEND_B:
             self._send_grads(stage, m)
         elif action.kind is ActionKind.RECV_F:
-            self.messages.post(self.lowered.route(m).values, stage, m, lambda value: f"{value}@{m}")
+            self.messages.post(self.lowered.route(m).values, stage, m, lambda value, _: outer_names.value(value, m))
         elif action.kind is ActionKind.RECV_B:
-            self.messages.post(self.lowered.route(m).grads, stage, m, lambda value: f"d:{value}@{m}<")
+            self.messages.post(self.lowered.route(m).grads, stage, m, _grad_from(m))
         else:
             raise InvalidPlanError(f"action {action}: {action.kind.value} is not executed by this version")
 
     def _send_values(self, stage: int, m: int) -> None:
         for each in self.messages.sent_by(self.lowered.route(m).values, stage):
-            self.messages.send(each, f"{each.value}@{m}", self.parts(m).given[each.value], m)
+            self.messages.send(each, outer_names.value(each.value, m), self.parts(m).given[each.value], m)
 
     def _send_grads(self, stage: int, m: int) -> None:
         for each in self.messages.sent_by(self.lowered.route(m).grads, stage):
-            self.messages.send(each, f"d:{each.value}@{m}", self.parts(m).grads[each.value], m)
+            self.messages.send(each, outer_names.grad_of(each.value, m), self.parts(m).grads[each.value], m)
 
-    def ended(self, kept: set[str], grads: dict[str, str], outputs: dict[str, OutputPlace]) -> RankProgram:
+    def ended(self, kept: set[Name], grads: dict[str, Name], outputs: dict[str, OutputPlace]) -> RankProgram:
         """The program of the steps written so far; `kept` are values nothing gives up."""
         outer = outer_values(self.lowered, self.group, [name for name in self.late if name in grads])
         by_tier = self._update_bytes(outer)
@@ -174,7 +175,7 @@ class RankSteps(LossSteps):
             blocks=self.blocks,
             outer=outer,
             steps=with_drops(tuple(self.steps), outer, kept),
-            loss="loss",
+            loss=LOSS,
             metrics=self.metrics,
             outputs=outputs,
             grads=grads,
@@ -184,13 +185,13 @@ class RankSteps(LossSteps):
             transfers=self.messages.transfers,
         )
 
-    def _update_bytes(self, outer: dict[str, OuterValue]) -> dict[str, tuple[int, int]]:
+    def _update_bytes(self, outer: dict[Name, OuterValue]) -> dict[str, tuple[int, int]]:
         """Per place of an update, bytes of the states that stay there, and of the update's workspace."""
         optimizer, layouts = self.plan.optimizer, self.holding.params
         sizes: dict[str, list[int]] = {"": []}
         scalars: Counter[str] = Counter()
         for name in self.trained:
-            value, tier = outer[f"state:{name}"], layouts[name].update_tier
+            value, tier = outer[outer_names.state(name)], layouts[name].update_tier
             here = sizes.setdefault(tier, [])
             scalars[tier] += optimizer.scalar_bytes
             if not layouts[name].staged:
@@ -203,35 +204,37 @@ class RankSteps(LossSteps):
             for tier, here in sizes.items()
         }
 
-    def _update(self, grads: dict[str, str]) -> None:
+    def _update(self, grads: dict[str, Name]) -> None:
         names = tuple(name for name in self.trained if name not in self.late)
         plain = tuple(name for name in names if not self.holding.params[name].staged)
         tiers = [tier for tier in ("", *TIERS) if self.states.on(tier, names)]
         for tier in tiers or ([] if self.late else [""]):
             on_tier = self.states.on(tier, names)
-            self.add(StepKind.UPDATE, args=tuple(f"state:{name}" for name in on_tier))
+            self.add(StepKind.UPDATE, args=tuple(map(outer_names.state, on_tier)))
         if self.late:
             self._end_late(grads)
         self.states.restore(plain, self.program.params)
         self.staged.write(names)
 
     @property
-    def _measured(self) -> tuple[str, ...]:
+    def _measured(self) -> tuple[Name, ...]:
         """What is known of gradients that wait beside states."""
-        return tuple(name for step in self.steps for name in step.outs if name and name.startswith("magnitude:"))
+        return tuple(
+            name for step in self.steps for name in step.outs if name is not None and name.role is Role.MAGNITUDE
+        )
 
     def _set_out(self) -> None:
         """The first states that come to their update are begun."""
         self.staged.set_out(self.trained)
 
-    def _end_late(self, grads: dict[str, str]) -> None:
+    def _end_late(self, grads: dict[str, Name]) -> None:
         """What the host has updated meanwhile comes back, and this step's gradients are held for the next."""
-        self.add(StepKind.UPDATED, drops=tuple(map(late_name, self.late)))
+        self.add(StepKind.UPDATED, drops=tuple(map(outer_names.late, self.late)))
         self.states.restore(self.late, self.program.params)
         for name in self.late:
-            self.add(StepKind.ACCUMULATE, args=(late_name(name), grads[name]))
+            self.add(StepKind.ACCUMULATE, args=(outer_names.late(name), grads[name]))
 
-    def _leave(self, grads: dict[str, str]) -> dict[str, str]:
+    def _leave(self, grads: dict[str, Name]) -> dict[str, Name]:
         """Gradients where their parameters are updated: those that were exchanged set out only now."""
         left = {
             name: self.states.leave(name, grad, self.strides_of.get(self.reductions.grads.get(name, grad)))
@@ -240,6 +243,11 @@ class RankSteps(LossSteps):
         }
         self.states.end()
         return grads | left
+
+
+def _grad_from(m: int) -> NameOf:
+    """The names of gradients that other groups of ranks send for a microbatch."""
+    return lambda value, group: outer_names.grad_of(value, m).of_group(group)
 
 
 def _itemsize(dtype: str) -> int:

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from paraplan.ir.lower.parcels import Parcel, Parcels, travels_with
 from paraplan.ir.lower.parted import PartedCalls
 from paraplan.ir.mesh import Layout, R, parse_layout
+from paraplan.ir.names import Name, accumulator, grad
 from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.rank_program import BlockRole
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.tensor import TensorSpec
 
@@ -48,27 +50,28 @@ class Reductions:
     most_bytes: int
     holding_bytes: int = 0
     wire_dtype: str = ""
-    reduced: Callable[[str, str], None] = lambda name, grad: None
-    grads: dict[str, str] = field(default_factory=dict)
+    reduced: Callable[[str, Name], None] = lambda name, grad: None
+    grads: dict[str, Name] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._parcels = Parcels(
-            "reduce", self._extended, self.calls, self._arrived, most_bytes=self.most_bytes,
+            "reduce", BlockRole.REDUCE, self._extended, self.calls, self._arrived, most_bytes=self.most_bytes,
             holding_bytes=self.holding_bytes,
         )  # fmt: skip
-        self._names: dict[str, str] = {}
+        self._names: dict[Name, str] = {}
 
     def final(self, names: Iterable[str]) -> None:
         """These parameters' gradients are complete: begin what can begin."""
         for name in names:
             path = self._path(name)
-            self.grads[name] = f"grad:{name}" if path else f"acc:{name}"
-            self._names[f"grad:{name}"] = name
+            added, reduced = accumulator(name), grad(name)
+            self.grads[name] = reduced if path else added
+            self._names[reduced] = name
             if path:
                 dtypes = self.specs[name].dtype, self.accumulates[name]
-                self._parcels.send(Parcel(f"acc:{name}", f"grad:{name}", self._sent(name), path, *dtypes))
+                self._parcels.send(Parcel(added, reduced, self._sent(name), path, *dtypes))
             else:
-                self.reduced(name, f"acc:{name}")
+                self.reduced(name, added)
 
     def takes(self, spec: TensorSpec, path: tuple[Move, ...]) -> bool:
         """Whether small gradients are reduced that something else can go with."""
@@ -120,16 +123,17 @@ class Partials:
     """
 
     def __init__(
-        self, mesh_shape: Dims, calls: PartedCalls, add: Callable[[str, str], None],
+        self, mesh_shape: Dims, calls: PartedCalls, add: Callable[[str, Name], None],
         final: Callable[[Iterable[str]], None], most_bytes: int, holding_bytes: int = 0,
     ) -> None:  # fmt: skip
         self._parcels = Parcels(
-            "sums", mesh_shape, calls, self._arrived, all_hold=True, most_bytes=most_bytes, holding_bytes=holding_bytes
-        )
+            "sums", BlockRole.REDUCE, mesh_shape, calls, self._arrived, all_hold=True, most_bytes=most_bytes,
+            holding_bytes=holding_bytes,
+        )  # fmt: skip
         self._add, self._final = add, final
         self._under_way: Counter[str] = Counter()
         self._passed: set[str] = set()
-        self._params: dict[str, str] = {}
+        self._params: dict[Name, str] = {}
 
     def start(self, widest_bytes: int) -> None:
         """A backward begins, no segment of which sends more than this."""

@@ -105,4 +105,4 @@ def _name(flat: FlatProgram, storage: int) -> str:
     """A storage by the label of the first value in it."""
     number = flat.storages[storage].tensor
     label = next(value.label for value in flat.values if value.storage == storage)
-    return f"tensor {number} ({label})" if number >= 0 else label
+    return f"tensor {number} ({label})" if number >= 0 else str(label)

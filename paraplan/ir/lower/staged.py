@@ -14,9 +14,6 @@ Gradients that wait beside the states come with them ("recall", "recalled") and 
 So two runs are there at most, and copies in, update and copies out overlap. The first run is brought when the last
 segment's backward is called, where the plan says so (`Plan.states_ahead`): it then is there beside that backward. Its
 gradients are not made then and come later.
-
-Names: `state:x^up` is a parameter's copy where it is updated, `slots:x^up` its other states, with "?" in place of "up"
-on their way there and "!" on their way back; `home:x^up` is its gradient.
 """
 
 from __future__ import annotations
@@ -27,17 +24,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.lower.finish import finish_block
-from paraplan.ir.lower.grads import home_name
 from paraplan.ir.lower.states import StateCopies
 from paraplan.ir.mesh import local_shape, parse_layout
+from paraplan.ir.names import Name
 from paraplan.ir.plan import Optimizer, ParamLayouts
 from paraplan.ir.program import ParamSpec
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue, StagedUpdate
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue, StagedUpdate
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
-Update = Callable[[tuple[str, ...], StagedUpdate, tuple[str, ...]], None]
+Update = Callable[[tuple[Name, ...], StagedUpdate, tuple[Name, ...]], None]
 """(parameters, what their update takes, gradients that are then given up)."""
 
 
@@ -79,7 +77,12 @@ class Visitor:
         return msgspec.structs.replace(self.at_home, base=self.local, storage_bytes=0)
 
 
-MakeBlock = Callable[[str, tuple[Visitor, ...]], Block]
+MakeBlock = Callable[[str, tuple[Visitor, ...], BlockRole], Block]
+
+_DOES = {
+    "bring": BlockRole.BRING, "came": BlockRole.BRING, "recall": BlockRole.RECALL, "recalled": BlockRole.RECALL,
+    "store": BlockRole.STORE, "stored": BlockRole.STORE,
+}  # fmt: skip
 
 
 @dataclass
@@ -171,7 +174,7 @@ class StagedUpdates:
         tier = _way(self.states.layouts[run[0]])[1]
         workspace = 0 if tier in self.fused else self.optimizer.workspace_bytes(sizes)
         staged = StagedUpdate(tier=tier, state_bytes=slots * sum(sizes) + scalars, workspace_bytes=workspace)
-        recalled = tuple(f"{home_name(name)}^up" for name in run if self._grads(name))
+        recalled = tuple(outer_names.waiting(name).up for name in run if self._grads(name))
         self.update(tuple(self.states.updated(name) for name in run), staged, recalled)
 
     def _recall(self, stem: str, run: tuple[str, ...], make: MakeBlock) -> None:
@@ -179,30 +182,37 @@ class StagedUpdates:
         numbers = {name: number for number, name in enumerate(run)}
         visitors = [each for name, number in numbers.items() for each in self._grads(name, number)]
         if visitors:
-            self._call(stem, visitors, {f"g{number}": home_name(name) for name, number in numbers.items()}, make)
+            self._call(
+                stem, visitors, {f"g{number}": outer_names.waiting(name) for name, number in numbers.items()}, make
+            )
 
     def _step(self, stem: str, run: tuple[str, ...], make: MakeBlock) -> None:
-        values: dict[str, str] = {}
+        values: dict[str, Name] = {}
         visitors: list[Visitor] = []
         for number, name in enumerate(run):
             found = self._visitors(name, number)
             visitors += found
-            values |= dict(zip([each.local for each in found], (f"state:{name}", f"slots:{name}"), strict=False))
+            kinds = outer_names.state(name), outer_names.slots(name)
+            values |= dict(zip([each.local for each in found], kinds, strict=False))
         self._call(stem, visitors, values, make)
 
-    def _call(self, stem: str, visitors: Sequence[Visitor], values: Mapping[str, str], make: MakeBlock) -> None:
+    def _call(self, stem: str, visitors: Sequence[Visitor], values: Mapping[str, Name], make: MakeBlock) -> None:
         """A step that calls a block for visitors, of which `values` are the outer names."""
         key = (stem, tuple(visitors))
         if key not in self._blocks:
-            self._blocks[key] = make(f"{stem}.{sum(1 for other in self._blocks if other[0] == stem)}", tuple(visitors))
+            name = f"{stem}.{sum(1 for other in self._blocks if other[0] == stem)}"
+            self._blocks[key] = make(name, tuple(visitors), _DOES[stem])
         block = self._blocks[key]
-
-        def outer(local: str) -> str:
-            base, mark, way = local.partition("^")
-            return values[base] + mark + way
-
-        outs = tuple(None if stem == "stored" or local is None else outer(local) for local in block.outputs)
-        self.states.call(block, tuple(map(outer, block.inputs)), outs)
+        outer = {
+            local: name
+            for each in visitors
+            for local, name in (
+                (each.local, values[each.local]), (each.coming.base, values[each.local].coming()),
+                (each.up.base, values[each.local].up), (f"{each.local}^!", values[each.local].leaving()),
+            )
+        }  # fmt: skip
+        outs = tuple(None if stem == "stored" or local is None else outer[local] for local in block.outputs)
+        self.states.call(block, tuple(outer[local] for local in block.inputs), outs)
 
 
 def _way(layouts: ParamLayouts) -> tuple[str, str]:
@@ -210,7 +220,7 @@ def _way(layouts: ParamLayouts) -> tuple[str, str]:
     return layouts.state_tier, layouts.update_tier
 
 
-def bring_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+def bring_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
     """Begins copies to where the update is."""
     known = {value.base: value for each in visitors for value in (each.at_home, each.coming)}
     instrs = [
@@ -221,19 +231,19 @@ def bring_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
         for each in visitors
     ]  # fmt: skip
     given, made = tuple(each.local for each in visitors), tuple(each.coming.base for each in visitors)
-    return finish_block(name, given, made, (), known, instrs)
+    return finish_block(name, given, made, (), known, instrs, role)
 
 
-def came_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+def came_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
     """Waits for them."""
     known = {value.base: value for each in visitors for value in (each.coming, each.at_home)}
     known |= {each.up.base: msgspec.structs.replace(each.coming, storage_bytes=0) for each in visitors}
     instrs = [_wait(each.coming.base, each.local, each.up.base) for each in visitors]
     given = tuple(base for each in visitors for base in (each.coming.base, each.local))
-    return finish_block(name, given, tuple(each.up.base for each in visitors), (), known, instrs)
+    return finish_block(name, given, tuple(each.up.base for each in visitors), (), known, instrs, role)
 
 
-def store_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+def store_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
     """Begins copies to where the states live."""
     known = {value.base: value for each in visitors for value in (each.up, each.at_home)}
     known |= {f"{each.local}^!": each.leaving for each in visitors}
@@ -245,10 +255,10 @@ def store_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
         for each in visitors
     ]  # fmt: skip
     given = tuple(base for each in visitors for base in (each.up.base, each.local))
-    return finish_block(name, given, tuple(f"{each.local}^!" for each in visitors), (), known, instrs)
+    return finish_block(name, given, tuple(f"{each.local}^!" for each in visitors), (), known, instrs, role)
 
 
-def stored_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
+def stored_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
     """Waits for them."""
     known: dict[str, LocalValue] = {}
     for each in visitors:
@@ -257,7 +267,7 @@ def stored_block(name: str, visitors: tuple[Visitor, ...]) -> Block:
         known[f"{each.local}^."] = msgspec.structs.replace(issued, storage_bytes=0)
     instrs = [_wait(f"{each.local}^!", each.up.base, f"{each.local}^.") for each in visitors]
     given = tuple(base for each in visitors for base in (f"{each.local}^!", each.up.base))
-    return finish_block(name, given, tuple(f"{each.local}^." for each in visitors), (), known, instrs)
+    return finish_block(name, given, tuple(f"{each.local}^." for each in visitors), (), known, instrs, role)
 
 
 def _wait(issued: str, held: str, out: str) -> Instr:

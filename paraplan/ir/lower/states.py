@@ -8,8 +8,7 @@ passed the next segment, or at the end: so a copy has that segment's time. After
 back one ahead of the parameter that is being written (and gathered) into its stored copy. States that live on the
 device are updated first.
 
-Names: of a gradient `g`, `g^host!` is its copy under way, `g^host` that copy; `state:x^host?` is an updated parameter
-under way. Limits: the way back carries the optimizer's dtype, which under bf16 and fp16 is float32.
+Limits: the way back carries the optimizer's dtype, which under bf16 and fp16 is float32.
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.lower.away import AwayValue, away_block, away_value, back_block
 from paraplan.ir.lower.finish import finish_block
-from paraplan.ir.lower.grads import home_name, keep_block, kept_block, magnitude_name
+from paraplan.ir.lower.grads import keep_block, kept_block
 from paraplan.ir.lower.updates import restore_block
 from paraplan.ir.mesh import local_shape, parse_layout
+from paraplan.ir.names import Name
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import ParamSpec
-from paraplan.ir.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
 Dims = tuple[int, ...]
-Call = Callable[[Block, tuple[str, ...], tuple[str | None, ...]], None]
+Call = Callable[[Block, tuple[Name, ...], tuple[Name | None, ...]], None]
 
 
 @dataclass
@@ -63,7 +64,7 @@ class StateCopies:
         """Those of some parameters that live where they are updated, on a tier."""
         return tuple(name for name in names if self.tier(name) == tier and not self.layouts[name].staged)
 
-    def leave(self, name: str, grad: str, strides: Dims | None = None) -> str:
+    def leave(self, name: str, grad: Name, strides: Dims | None = None) -> Name:
         """Begin to copy a reduced gradient to where its parameter is updated, or where it waits for that; returns its
         outer name there.
 
@@ -77,22 +78,22 @@ class StateCopies:
             return self._keep(name, grad, value)
         issued = away_value("x", value, self.tier(name))
         away = AwayValue("x", value.strides, issued)
-        self._call("leave", away, leave_block, (grad,), (f"{grad}^{issued.tier}!",))
+        self._call("leave", away, leave_block, (grad,), (grad.leaving(issued.tier),))
         self._fresh.append(lambda: self._left(grad, away))
-        return f"{grad}^{issued.tier}"
+        return grad.on(issued.tier)
 
-    def _keep(self, name: str, grad: str, value: LocalValue) -> str:
+    def _keep(self, name: str, grad: Name, value: LocalValue) -> Name:
         """As `leave`, to where states live."""
-        tier, home, spec = self.layouts[name].grad_tier, home_name(name), self.specs[name]
+        tier, home, spec = self.layouts[name].grad_tier, outer_names.waiting(name), self.specs[name]
         layout = parse_layout(self.layouts[name].state)
         key, ended = ("keep", value, tier, spec, layout), ("kept", value, tier)
         if key not in self._blocks:
             self._blocks[key] = keep_block(self._next("keep"), value, tier, spec, layout, self.mesh_shape)
         if ended not in self._blocks:
             self._blocks[ended] = kept_block(self._next("kept"), value, tier)
-        measured = None if self._blocks[key].outputs[1] is None else magnitude_name(name)
-        self.call(self._blocks[key], (grad, home), (f"{home}^!", measured))
-        self._fresh.append(lambda: self.call(self._blocks[ended], (f"{home}^!", grad), (None,)))
+        measured = None if self._blocks[key].outputs[1] is None else outer_names.magnitude(name)
+        self.call(self._blocks[key], (grad, home), (home.leaving(), measured))
+        self._fresh.append(lambda: self.call(self._blocks[ended], (home.leaving(), grad), (None,)))
         return home
 
     def passed(self) -> None:
@@ -131,11 +132,13 @@ class StateCopies:
 
     def _begin(self, name: str) -> None:
         away = self._state(name)
-        self._call("fetch", away, back_block, (self.updated(name),), (f"state:{name}^{self.tier(name)}?",))
+        coming = outer_names.state(name).coming(self.tier(name))
+        self._call("fetch", away, back_block, (self.updated(name),), (coming,))
 
-    def updated(self, name: str) -> str:
+    def updated(self, name: str) -> Name:
         """The outer name of the optimizer's copy of a parameter where it is updated."""
-        return f"state:{name}^up" if self.layouts[name].staged else f"state:{name}"
+        state = outer_names.state(name)
+        return state.up if self.layouts[name].staged else state
 
     def _restore(self, name: str, param: ParamSpec) -> None:
         layouts, dtype = self.layouts[name], self._dtype(name)
@@ -145,12 +148,10 @@ class StateCopies:
             stem, own = self._next("restore"), layouts.staged
             self._blocks[key] = restore_block(stem, param, dtype, layouts, self.mesh_shape, away, own)
         block = self._blocks[key]
-        sources = {"stored": f"param:{name}", "state": self.updated(name)}
+        sources = {"stored": outer_names.param(name), "state": self.updated(name)}
         if away is not None:
-            sources = {
-                "stored": f"param:{name}", away.there.base: self.updated(name),
-                away.back.base: f"state:{name}^{self.tier(name)}?",
-            }  # fmt: skip
+            sources[away.there.base] = self.updated(name)
+            sources[away.back.base] = outer_names.state(name).coming(self.tier(name))
         self.call(block, tuple(sources[local] for local in block.inputs), ())
 
     def _state(self, name: str) -> AwayValue:
@@ -167,15 +168,15 @@ class StateCopies:
             storage_bytes=TensorSpec(spec.dtype, shape).nbytes,
         )  # fmt: skip
 
-    def _left(self, grad: str, away: AwayValue) -> None:
+    def _left(self, grad: Name, away: AwayValue) -> None:
         tier = away.issued.tier
-        names = {"x": grad, away.issued.base: f"{grad}^{tier}!"}
+        names = {"x": grad, away.issued.base: grad.leaving(tier)}
         block = self._block("left", away, away_block)
-        self.call(block, tuple(names[local] for local in block.inputs), (f"{grad}^{tier}",))
+        self.call(block, tuple(names[local] for local in block.inputs), (grad.on(tier),))
 
     def _call(
-        self, stem: str, away: AwayValue, make: Callable[[str, tuple[AwayValue, ...]], Block], args: tuple[str, ...],
-        outs: tuple[str, ...],
+        self, stem: str, away: AwayValue, make: Callable[[str, tuple[AwayValue, ...]], Block], args: tuple[Name, ...],
+        outs: tuple[Name, ...],
     ) -> None:  # fmt: skip
         self.call(self._block(stem, away, make), args, outs)
 
@@ -206,4 +207,4 @@ def leave_block(name: str, values: tuple[AwayValue, ...]) -> Block:
             )
         )
     given, made = tuple(value.local for value in values), tuple(value.issued.base for value in values)
-    return finish_block(name, given, made, (), known, instrs)
+    return finish_block(name, given, made, (), known, instrs, BlockRole.OFFLOAD)

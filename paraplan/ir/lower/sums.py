@@ -18,6 +18,7 @@ import msgspec
 
 from paraplan.ir.graph import refs
 from paraplan.ir.memo import Lately, Same
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import SUM, SUMMED, Block, LocalValue, RankProgram, Step, StepKind
 
 _ADDING = Lately[Block](1 << 16, lambda made: len(made.instrs))
@@ -25,18 +26,21 @@ _ADDING = Lately[Block](1 << 16, lambda made: len(made.instrs))
 Sums = tuple[tuple[int, LocalValue], ...]
 """Outputs of a block, by position, that grow accumulators like these."""
 
+Done = dict[str, dict[tuple[int, Sums], Block]]
+"""By the label that blocks have in common, they by the id of what they were made from and what they add to."""
 
-def sum_products(program: RankProgram, backend: str, done: dict[tuple[int, Sums], Block]) -> RankProgram:
+
+def sum_products(program: RankProgram, backend: str, done: Done) -> RankProgram:
     """The program with gradients added by the products that make them.
 
     Args:
         program: as lowered.
         backend: of its devices, "cpu" or "cuda".
-        done: blocks by the id of what they were made from and what they add to, shared by a plan's programs; added to.
+        done: shared by a plan's programs; added to.
     """
     blocks, steps = dict(program.blocks), list(program.steps)
     ends = _added(program.steps)
-    held: dict[str, LocalValue] = {}
+    held: dict[Name, LocalValue] = {}
     dropped: set[int] = set()
     for at, step in enumerate(program.steps):
         if step.kind is StepKind.CALL:
@@ -77,10 +81,10 @@ def sum_products(program: RankProgram, backend: str, done: dict[tuple[int, Sums]
     )
 
 
-def _added(steps: Sequence[Step]) -> dict[tuple[int, str], int]:
+def _added(steps: Sequence[Step]) -> dict[tuple[int, Name], int]:
     """What a call makes for an ACCUMULATE alone, by the call's place and its name, and which that is."""
-    found: dict[tuple[int, str], int] = {}
-    readers: dict[str, list[int]] = {}
+    found: dict[tuple[int, Name], int] = {}
+    readers: dict[Name, list[int]] = {}
     for at in range(len(steps) - 1, -1, -1):
         step = steps[at]
         for out in step.outs:
@@ -109,15 +113,15 @@ def _may_add(block: Block, place: int, total: LocalValue, backend: str) -> bool:
     return not reads and alike and (total.shape, total.strides) == (value.shape, value.strides) and not total.tier
 
 
-def _adding(block: Block, sums: Sums, done: dict[tuple[int, Sums], Block]) -> Block:
+def _adding(block: Block, sums: Sums, done: Done) -> Block:
     """The block with accumulators among its inputs, that grow by these outputs."""
-    key = (id(block), sums)
-    if key not in done:
-        stem, _, phase = block.name.rpartition(".")
-        number = sum(made.name.startswith(f"{stem}+") for made in done.values())
-        name = f"{stem}+{number}.{phase}"
-        done[key] = _ADDING.get((name, Same(block), sums), lambda: _made(name, block, sums))
-    return done[key]
+    phase, key = f".{block.role.value}", (id(block), sums)
+    stem = block.name[: -len(phase)]
+    alike = done.setdefault(stem, {})
+    if key not in alike:
+        name = f"{stem}+{len(alike)}{phase}"
+        alike[key] = _ADDING.get((name, Same(block), sums), lambda: _made(name, block, sums))
+    return alike[key]
 
 
 def _made(name: str, block: Block, sums: Sums) -> Block:

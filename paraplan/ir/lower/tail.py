@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.lower.walk import SegmentSteps
 from paraplan.ir.lower.whole import cut_block, gather_block
+from paraplan.ir.names import Name
+from paraplan.ir.program import Source, source_of
 from paraplan.ir.rank_program import StepKind
 from paraplan.ir.schedule import ActionKind
 from paraplan.ir.tensor import TensorSpec
@@ -23,12 +26,12 @@ class TailSteps(SegmentSteps):
                 self.gather(value)
             self.run_forward(tail, self.m)
 
-    def gather(self, value: str) -> str:
+    def gather(self, value: str) -> Name:
         """Put together what the microbatches say of a value; the outer name of the whole."""
         spec, given = self.spec_of(value), self.parts(0).given[value]
         block = gather_block(f"gather.{value}", spec, given, self.extended)
-        whole = f"{value}@{self.m}"
-        self._call(block, tuple(f"{value}@{local[1:]}" for local in block.inputs), (whole,))
+        whole = outer_names.value(value, self.m)
+        self._call(block, tuple(outer_names.value(value, int(local[1:])) for local in block.inputs), (whole,))
         return whole
 
     def _halves(self, stage: int) -> tuple[range, range]:
@@ -39,9 +42,8 @@ class TailSteps(SegmentSteps):
 
     def spec_of(self, value: str) -> TensorSpec:
         """The global spec of what a segment may be given."""
-        if value.startswith("batch:"):
-            return self.program.batch[value.removeprefix("batch:")].spec
-        return self.lowered.spec_of(value)
+        source, name = source_of(value)
+        return self.program.batch[name].spec if source is Source.BATCH else self.lowered.spec_of(value)
 
     def backward(
         self, stage: int, m: int, half: ActionKind, final: dict[int, list[str]], ahead: Callable[[], None] | None = None
@@ -68,5 +70,6 @@ class TailSteps(SegmentSteps):
         parts = self.parts(m)
         for value, given in parts.whole_grads.items():
             block = cut_block(f"cut.{value}", self.spec_of(value), given, parts.grads[value].layout, self.extended)
-            self._call_for(block, (f"d:{value}@{self.m}",), (f"d:{value}@{m}+",), m, self.micro.tail)
-            self.add(StepKind.ACCUMULATE, args=(f"d:{value}@{m}", f"d:{value}@{m}+"), microbatch=m)
+            whole, grad = outer_names.grad_of(value, self.m), outer_names.grad_of(value, m)
+            self._call_for(block, (whole,), (grad.addend(),), m, self.micro.tail)
+            self.add(StepKind.ACCUMULATE, args=(grad, grad.addend()), microbatch=m)

@@ -13,20 +13,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.parcels import local_bytes
 from paraplan.ir.lower.transfers import Message
 from paraplan.ir.mesh import Layout, R, parse_layout
+from paraplan.ir.names import Name
 from paraplan.ir.rank_program import StepKind
 
 if TYPE_CHECKING:
     from paraplan.ir.lower.program import RankSteps
 
-Coming = tuple[Message, str]
+Coming = tuple[Message, Name]
 """A message and the outer name of what it brings."""
 
 
-def exchange_ends(steps: RankSteps, coming: Sequence[Coming] = ()) -> dict[str, str]:
+def exchange_ends(steps: RankSteps, coming: Sequence[Coming] = ()) -> dict[str, Name]:
     """Write the exchange, with the end of what else is `coming`; the loss is whole afterwards.
 
     Returns:
@@ -48,7 +50,7 @@ def exchange_ends(steps: RankSteps, coming: Sequence[Coming] = ()) -> dict[str, 
     exchange_loss(steps, [*(each for name in before for each in _coming(steps, name, ties[name])), *coming])
     for name in before:
         _add(steps, name, grads.get(name), ties[name])
-    return grads | {name: f"tied:{name}" for name in ties}
+    return grads | {name: outer_names.tied(name) for name in ties}
 
 
 def _bundles(steps: RankSteps, names: Sequence[str]) -> list[list[str]]:
@@ -65,10 +67,10 @@ def _bundles(steps: RankSteps, names: Sequence[str]) -> list[list[str]]:
     return found
 
 
-def _send(steps: RankSteps, name: str, grad: str | None) -> None:
+def _send(steps: RankSteps, name: str, grad: Name | None) -> None:
     if grad is None:
         return
-    strides = steps.strides_of.get(grad) if grad == f"acc:{name}" else None
+    strides = steps.strides_of.get(grad) if grad == outer_names.accumulator(name) else None
     given = Given(_state(steps, name, steps.group), strides)
     for target in _holders(steps, name):
         if target != steps.group:
@@ -77,7 +79,9 @@ def _send(steps: RankSteps, name: str, grad: str | None) -> None:
 
 def _coming(steps: RankSteps, name: str, groups: Sequence[int]) -> list[Coming]:
     return [
-        (_tie(steps, name, source, steps.group), f"grad:{name}<{source}") for source in groups if source != steps.group
+        (_tie(steps, name, source, steps.group), outer_names.grad(name).of_group(source))
+        for source in groups
+        if source != steps.group
     ]
 
 
@@ -89,10 +93,10 @@ def _arrive(steps: RankSteps, name: str, groups: Sequence[int]) -> None:
         steps.messages.arrived(message, outer)
 
 
-def _add(steps: RankSteps, name: str, grad: str | None, groups: Sequence[int]) -> None:
+def _add(steps: RankSteps, name: str, grad: Name | None, groups: Sequence[int]) -> None:
     for group in groups:
-        addend = f"grad:{name}<{group}" if grad is None or group != steps.group else grad
-        steps.add(StepKind.ACCUMULATE, args=(f"tied:{name}", addend))
+        addend = outer_names.grad(name).of_group(group) if grad is None or group != steps.group else grad
+        steps.add(StepKind.ACCUMULATE, args=(outer_names.tied(name), addend))
 
 
 def exchange_loss(steps: RankSteps, coming: Sequence[Coming] = ()) -> None:
@@ -102,7 +106,7 @@ def exchange_loss(steps: RankSteps, coming: Sequence[Coming] = ()) -> None:
         *coming,
         *(
             (_loss(steps, name, source, steps.group), steps.share_of(name, source))
-            for name in ("loss", *steps.metrics.values())
+            for name in (outer_names.LOSS, *steps.metrics.values())
             for source in steps.sharers(name)
             if source != steps.group
         ),
@@ -134,7 +138,7 @@ def _tie(steps: RankSteps, name: str, source: int, target: int) -> Message:
     )
 
 
-def _loss(steps: RankSteps, name: str, source: int, target: int) -> Message:
+def _loss(steps: RankSteps, name: Name, source: int, target: int) -> Message:
     whole, there = ((R,) * (1 + len(steps.lowered.held[group].mesh.shape)) for group in (source, target))
     return steps.lowered.message(f"{name}:{source}>{target}", steps.loss_spec(), whole, source, target, there)
 

@@ -10,7 +10,7 @@ from paraplan.ir.mesh import Layout, P, R, is_view_of, local_shape, parse_layout
 from paraplan.ir.micro import KindMicro
 from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import Denominator, LossTerm, ParamSpec
-from paraplan.ir.rank_program import Block
+from paraplan.ir.rank_program import Block, BlockRole
 from paraplan.ir.rules.strategies import GraphKey, Strategy, graph_strategies
 from paraplan.ir.strides import contiguous_strides, is_contiguous
 from paraplan.ir.tensor import TensorSpec
@@ -19,11 +19,11 @@ Dims = tuple[int, ...]
 
 
 def count_block(
-    name: str, denominator: Denominator, micro: KindMicro, given: tuple[Layout, ...], extended: Dims
+    kind: str, denominator: Denominator, micro: KindMicro, given: tuple[Layout, ...], extended: Dims
 ) -> tuple[Block, Layout]:
-    """One microbatch's share of a denominator; the result stays partial."""
+    """One microbatch's share of a denominator, which is called `kind`; the result stays partial."""
     graph = denominator.graph
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(f"{kind}.count", extended, BlockRole.COUNT, kind)
     for value, layout in zip(graph.inputs, given, strict=True):
         emitter.give(value, graph.values[value], layout)
     legal = graph_strategies(GraphKey(graph, extended[1:], micro.choices, extended[0]))
@@ -48,7 +48,7 @@ def nearest(options: tuple[Strategy, ...], homes: tuple[Layout, ...]) -> Strateg
 
 def total_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> Block:
     """The whole denominator; input `count`."""
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.COUNT)
     emitter.give("count", spec, (R, *layout[1:]))
     return emitter.finish((emitter.get("count", (R,) * len(extended)),), ())
 
@@ -60,7 +60,7 @@ def tangent_block(
 
     `scaled`: the tangent is multiplied by the float32 input `scale`.
     """
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.LOSS)
     whole, dtype = (R,) * len(extended), spec.dtype
     total = None
     if layout is None:
@@ -80,7 +80,7 @@ def tangent_block(
 
 def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> Block:
     """The gradient of an output nobody differentiates."""
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.ZERO)
     shape = local_shape(spec.shape, layout, extended)
     zero = emitter.local("aten.full.default", (shape, 0.0), "zero", spec.dtype, shape, {"dtype": ":" + spec.dtype})
     return emitter.finish((zero,), ())
@@ -96,7 +96,7 @@ def loss_block(
 
     Where losses have names, each follows as a result of its own, without its weight.
     """
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.LOSS)
     whole = (R,) * len(extended)
     dtype = specs[0].dtype
     parts: dict[str, list[str]] = {}
@@ -133,7 +133,7 @@ def buffer_block(
     name: str, spec: TensorSpec, layout: Layout, strides: Dims | None, addends: int, extended: Dims
 ) -> Block:
     """A buffer overwritten by the sum of its new values; inputs `stored` and `new<i>`, `layout` as they lie."""
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.BUFFER)
     whole = (R,) * len(extended)
     emitter.give("stored", spec, whole)
     total = _whole_sum(emitter, spec, layout, strides, addends)
@@ -145,7 +145,7 @@ def share_block(
     name: str, spec: TensorSpec, layout: Layout, strides: Dims | None, addends: int, extended: Dims
 ) -> Block:
     """A group's share of a buffer's new value, whole in a storage of its own; inputs as of `buffer_block`."""
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.BUFFER)
     total = _whole_sum(emitter, spec, layout, strides, addends)
     value = emitter.values[total]
     if value.base in emitter.inputs or not is_contiguous(value.shape, value.strides):
@@ -182,7 +182,7 @@ def restore_block(
     `away`: the state where it was updated on a tier and is being copied to the device; it takes the place of `state`.
     `own`: the state on the device is a copy, no view of the stored one.
     """
-    emitter = BlockEmitter(name, (1, *mesh_shape))
+    emitter = BlockEmitter(name, (1, *mesh_shape), BlockRole.RESTORE)
     stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
     emitter.give("stored", param.spec, (R, *stored))
     spec, strides = TensorSpec(state_dtype, param.spec.shape), None

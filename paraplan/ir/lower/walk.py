@@ -1,16 +1,6 @@
 """The steps of one rank, part by part: running segments forward and backward.
 
-Names of the outer namespace: `param:<name>` (stored copy), `state:<name>` (what the optimizer updates),
-`batch:<name>@<m>`, `buffer:<name>`, `seed:<number>` (`seed:<number>@<m>` where microbatches are batches by
-themselves), `<output>@<m>`, `d:<output>@<m>` (its gradient),
-`<segment>/<value>@<m>` (saved), `<segment>^<value>@<m>` (kept by the first part of a backward for the second),
-`acc:<param>` (accumulated gradient), `grad:<param>` (as the optimizer reads it), `tied:<param>` (summed over the groups
-of ranks that hold it), `home:<param>` (where it waits beside states), `magnitude:<param>` (what is known of it then),
-`new:<buffer>` (its new value, likewise), `sum:<i>` (under way), `whole:<segment>/<slot>@<action>` (a parameter
-gathered ahead), `here:<segment>/<slot>@<action>` (one copied to the device), `held:<param>` (a stored copy gathered for
-the step), `<output>/<tier>@<m>` (an output that waits there), `den<i>`, `tangent<i>`, `num<i>`, `loss`;
-of M microbatches, `<...>@<M>` is of all of them;
-`<name><<group>` is what came from another group of ranks, `<name>#<i>` a part of it.
+Names of the outer namespace are those of `ir.names`; of M microbatches, the microbatch M stands for all of them.
 """
 
 from __future__ import annotations
@@ -18,10 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from paraplan.ir import names as outer_names
 from paraplan.ir.fused import fusible_places
 from paraplan.ir.lower.accumulators import Accumulators
 from paraplan.ir.lower.ahead import Gathers, Visit
-from paraplan.ir.lower.away import Copies, at
+from paraplan.ir.lower.away import Copies
 from paraplan.ir.lower.away import Visit as CopyVisit
 from paraplan.ir.lower.backward import LoweredBackward
 from paraplan.ir.lower.between import Boundaries, boundary_tiers
@@ -39,6 +30,7 @@ from paraplan.ir.lower.states import StateCopies
 from paraplan.ir.lower.updates import zero_block
 from paraplan.ir.lower.whole import Turn
 from paraplan.ir.mesh import R, parse_layout
+from paraplan.ir.names import Name
 from paraplan.ir.program import master_dtype
 from paraplan.ir.rank_program import Block, Step, StepKind
 from paraplan.ir.reshard import Move, reshard_path
@@ -66,9 +58,9 @@ class SegmentSteps:
         self.extended = (plan.num_shares, *self.holding.mesh.shape)
         self.blocks: dict[str, Block] = {}
         self.steps: list[Step] = []
-        self.tangent_of: dict[str, str] = {}
+        self.tangent_of: dict[str, Name] = {}
         self.waits: list[Callable[[], None]] = []  # what ends the denominators
-        self.strides_of: dict[str, tuple[int, ...]] = {}
+        self.strides_of: dict[Name, tuple[int, ...]] = {}
         self.cast_blocks: dict[object, Block] = {}  # of held casts; the weights that have them
         self.are_cast: set[str] = set()
         self.action = ""
@@ -122,17 +114,17 @@ class SegmentSteps:
         spec = self.program.params[name].spec
         return TensorSpec(master_dtype(self.program.precision, spec.dtype), spec.shape)
 
-    def _call(self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...]) -> None:
+    def _call(self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...]) -> None:
         self.add(StepKind.CALL, block, args=args, outs=outs)
 
-    def _reduced(self, name: str, grad: str) -> None:
+    def _reduced(self, name: str, grad: Name) -> None:
         """A gradient is in the optimizer's layout; other groups' are added to a tied parameter's first."""
         if self.states.leaves(name) and name not in self.tied:
             strides = self.strides_of.get(grad)
             self.reductions.grads[name] = self.states.leave(name, grad, strides)
 
     def _call_for(
-        self, block: Block, args: tuple[str, ...], outs: tuple[str | None, ...], microbatch: int, segment: int
+        self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...], microbatch: int, segment: int
     ) -> None:
         self.add(StepKind.CALL, block, args=args, outs=outs, microbatch=microbatch, segment=segment)
 
@@ -145,17 +137,15 @@ class SegmentSteps:
             fields["block"] = block.name
         self.steps.append(Step(kind=kind, action=self.action, **fields))  # type: ignore[arg-type]
 
-    def _at(self, value: str, m: int) -> str:
+    def _at(self, value: str, m: int) -> Name:
         """The outer name of what a segment is given."""
-        if value.startswith("buffer:"):
-            return value
         if m == self.m and value not in self.micro.after and value not in self.parts(0).wholes:
-            return f"{value}@0"  # every microbatch has the same
-        return f"{value}@{m}"
+            m = 0  # every microbatch has the same
+        return outer_names.value(value, m)
 
-    def stored(self, name: str) -> str:
+    def stored(self, name: str) -> Name:
         """The outer name of a parameter as segments read it."""
-        return f"held:{name}" if self.holding.params[name].ahead else f"param:{name}"
+        return outer_names.held(name) if self.holding.params[name].ahead else outer_names.param(name)
 
     def wake(self, actions: Sequence[Action]) -> None:
         """The step begins: what rests sharded is gathered in the order in which segments first read it."""
@@ -179,13 +169,13 @@ class SegmentSteps:
         spec, layouts = self.program.params[name].spec, self.holding.params[name]
         rests, whole = ((R, *parse_layout(text)) for text in (layouts.resting, layouts.stored))
         path = reshard_path(spec.shape, rests, whole, self.extended, frozen=1)
-        return Parcel(f"param:{name}", f"held:{name}", spec, path)
+        return Parcel(outer_names.param(name), outer_names.held(name), spec, path)
 
     def _visit(self, index: int, early: Sequence[Move | None]) -> Visit:
         """What is gathered for a segment before its block is called."""
         segment = self.program.segments[index]
         parcels = (
-            Parcel(f"param:{name}", self._whole(index, slot), self.program.params[name].spec, (move,))
+            Parcel(outer_names.param(name), self._whole(index, slot), self.program.params[name].spec, (move,))
             for slot, (name, move) in enumerate(zip(segment.params, early, strict=True))
             if move is not None
         )
@@ -201,16 +191,16 @@ class SegmentSteps:
         ]
         return FetchVisit(index, m, tuple(read))
 
-    def _param(self, index: int, slot: int, name: str, early: Sequence[Move | None]) -> str:
+    def _param(self, index: int, slot: int, name: str, early: Sequence[Move | None]) -> Name:
         """What a segment's block is given for a parameter."""
         if early[slot] is not None:
             return self._whole(index, slot)
-        return self.fetches.here(index, slot, self.action) if self.fetches.is_away(name) else self.stored(name)
+        return outer_names.fetched(index, slot, self.action) if self.fetches.is_away(name) else self.stored(name)
 
-    def _whole(self, index: int, slot: int) -> str:
-        return f"whole:{index}/{slot}@{self.action}"
+    def _whole(self, index: int, slot: int) -> Name:
+        return outer_names.gathered(index, slot, self.action)
 
-    def _sources(self, index: int, m: int, early: Sequence[Move | None]) -> dict[str, str]:
+    def _sources(self, index: int, m: int, early: Sequence[Move | None]) -> dict[str, Name]:
         """Local name in a segment's blocks -> outer name."""
         segment = self.program.segments[index]
         kind = self.program.kinds[segment.kind]
@@ -241,16 +231,14 @@ class SegmentSteps:
             if known:
                 self.end_waits()
             asides = segment.asides if self.evaluates else ()
-            outs = tuple(f"{out}@{m}" for out in (*segment.outputs, *asides))
-            saved = tuple(at(index, local, m) for local in lowered.block.saved)
+            outs = tuple(outer_names.value(out, m) for out in (*segment.outputs, *asides))
+            saved = tuple(outer_names.saved(index, local, m) for local in lowered.block.saved)
             args = tuple(names[local] for local in lowered.block.inputs)
             self.add(StepKind.CALL, lowered.block, args=args, outs=(*outs, *saved), microbatch=m, segment=index)
             for out in segment.outputs:
                 if out in self.numerators:
-                    self.add(
-                        StepKind.ACCUMULATE, args=(f"num{self.numerators[out]}", f"{out}@{m}"), microbatch=m,
-                        segment=index,
-                    )  # fmt: skip
+                    args = (outer_names.numerator(self.numerators[out]), outer_names.value(out, m))
+                    self.add(StepKind.ACCUMULATE, args=args, microbatch=m, segment=index)
             self.copies.passed(CopyVisit(index, tuple(lowered.away.values())), m)
             self.boundaries.passed(index, leaving.get(index, ()), m)
         self.copies.end()
@@ -306,15 +294,18 @@ class SegmentSteps:
             if ahead is not None and index == order[-1]:
                 ahead()
             names = self._sources(index, m, lowered.early)
-            names |= {local: f"{outer}@{m}" for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
-            names |= {local: at(index, local, m) for local in parts.forwards[index].block.saved}
+            given = zip(kind.outputs, segment.outputs, strict=True)
+            names |= {local: outer_names.value(outer, m) for local, outer in given}
+            names |= {local: outer_names.saved(index, local, m) for local in parts.forwards[index].block.saved}
             for value in returning(parts, index, half):
-                names |= {each.base: at(index, each.base, m) for each in (value.back, value.there)}
+                copies = value.back.base, value.there.base
+                names |= {local: outer_names.saved(index, local, m) for local in copies}
             if half is ActionKind.W:
-                names |= {local: f"{index}^{local}@{m}" for local in half_of(parts, index, ActionKind.I).block.saved}
+                kept = half_of(parts, index, ActionKind.I).block.saved
+                names |= {local: outer_names.half(index, local, m) for local in kept}
             for tangent, local, out in zip(kind.tangents, kind.outputs, segment.outputs, strict=True):
                 if tangent is not None:
-                    names[tangent] = self.tangent_of.get(out, f"d:{out}@{m}")
+                    names[tangent] = self.tangent_of.get(out) or outer_names.grad_of(out, m)
                     if out in parts.zeros and needs_zero(parts, index, half, tangent):
                         self._zero(kind.graph.values[local], out, m, index)
             self._call_backward(index, m, lowered, names)
@@ -341,19 +332,20 @@ class SegmentSteps:
 
     def _zero(self, spec: TensorSpec, out: str, m: int, index: int) -> None:
         block = zero_block(f"zero.{out}", spec, self.parts(m).grads[out].layout, self.extended)
-        self.add(StepKind.CALL, block, args=(), outs=(f"d:{out}@{m}",), microbatch=m, segment=index)
+        self.add(StepKind.CALL, block, args=(), outs=(outer_names.grad_of(out, m),), microbatch=m, segment=index)
 
-    def _call_backward(self, index: int, m: int, lowered: LoweredBackward, names: dict[str, str]) -> None:
+    def _call_backward(self, index: int, m: int, lowered: LoweredBackward, names: dict[str, Name]) -> None:
         segment, block = self.program.segments[index], lowered.block
         first = len(segment.inputs)
-        targets = [f"d:{outer}@{m}" for outer in segment.inputs] + [f"acc:{outer}" for outer in segment.params]
+        targets = [outer_names.grad_of(outer, m) for outer in segment.inputs]
+        targets += [outer_names.accumulator(outer) for outer in segment.params]
         if not any(local is not None for local in (*block.outputs, *block.saved)):
             return
         outs = tuple(
-            None if local is None else f"{target}+{index}.{position}"
+            None if local is None else target.addend(index, position)
             for position, (local, target) in enumerate(zip(block.outputs, targets, strict=True))
         )
-        saved = tuple(f"{index}^{local}@{m}" for local in block.saved)
+        saved = tuple(outer_names.half(index, local, m) for local in block.saved)
         args = tuple(names[local] for local in block.inputs)
         self.add(StepKind.CALL, block, args=args, outs=(*outs, *saved), microbatch=m, segment=index)
         for position, (out, target) in enumerate(zip(outs, targets, strict=True)):
@@ -379,15 +371,15 @@ class SegmentSteps:
         found = zip(map(self._made_spec, params), paths, strict=True)
         return sum(local_bytes(spec, path[0].before, self.extended) for spec, path in found if path)
 
-    def _send(self, name: str, out: str, path: tuple[Move, ...]) -> None:
+    def _send(self, name: str, out: Name, path: tuple[Move, ...]) -> None:
         dtype = self.accumulators.dtype_on_arrival(name, path)
-        self.partials.send(name, Parcel(out, f"{out}^", self._made_spec(name), path, dtype))
+        self.partials.send(name, Parcel(out, out.moved, self._made_spec(name), path, dtype))
 
     def _made_spec(self, name: str) -> TensorSpec:
         """The spec of a gradient that leaves its block as a sum over ranks."""
         spec = self.program.params[name].spec
         return TensorSpec(self.lowered.reduce_dtype or spec.dtype, spec.shape)
 
-    def _accumulate(self, name: str, addend: str) -> None:
+    def _accumulate(self, name: str, addend: Name) -> None:
         self.accumulators.mark(name)
-        self.add(StepKind.ACCUMULATE, args=(f"acc:{name}", addend))
+        self.add(StepKind.ACCUMULATE, args=(outer_names.accumulator(name), addend))

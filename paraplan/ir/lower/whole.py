@@ -22,7 +22,7 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import Given, unshared
 from paraplan.ir.mesh import Layout, Partial, R, Shard, gathered
-from paraplan.ir.rank_program import GROW, PUT, ROOM, Block
+from paraplan.ir.rank_program import GROW, PUT, ROOM, Block, BlockRole
 from paraplan.ir.schedule import Action, ActionKind, Schedule, parse_action
 from paraplan.ir.tensor import TensorSpec
 
@@ -37,7 +37,7 @@ def whole_of(given: Given) -> Given:
 
 def gather_block(name: str, spec: TensorSpec, given: Given, extended: Dims) -> Block:
     """The whole of a value from what the microbatches say, inputs `x<m>`; see `whole_of` for its layout."""
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.GATHER)
     first, count = given.layout[0], extended[0]
     wanted = (first, *whole_of(given).layout[1:])
     for m in range(count):
@@ -62,7 +62,7 @@ def gather_block(name: str, spec: TensorSpec, given: Given, extended: Dims) -> B
 
 def cut_block(name: str, spec: TensorSpec, given: Given, part: Layout, extended: Dims) -> Block:
     """A microbatch's part, in a storage of its own, of a gradient of the whole batch; input `x`."""
-    emitter = BlockEmitter(name, extended)
+    emitter = BlockEmitter(name, extended, BlockRole.CUT)
     emitter.give("x", spec, given.layout, given.strides)
     return emitter.finish(unshared(emitter, (emitter.get("x", part),)), ())
 

@@ -7,6 +7,7 @@ are names that stand for no value of the program: copies on tiers, and those und
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,13 +16,16 @@ import msgspec
 from paraplan.ir.graph import Arg, map_refs, refs
 from paraplan.ir.lower.finish import with_frees
 from paraplan.ir.lower.flat import FlatProgram
-from paraplan.ir.rank_program import Block, Instr, LocalValue, RankProgram, Step, StepKind, offset_value
+from paraplan.ir.names import Name
+from paraplan.ir.offsets import offset_value
+from paraplan.ir.rank_program import Block, BlockRole, Instr, LocalValue, RankProgram, Step, StepKind
 
 
 class Held(NamedTuple):
-    """What a value is called: `outer` if that name is of the outer namespace, else of the block under way."""
+    """What a value is called, in blocks by the name's text; `outer` if the outer namespace has it, and not only the
+    block under way."""
 
-    name: str
+    name: Name
     outer: bool
 
 
@@ -40,11 +44,11 @@ class Open:
         self.step = step
         self.instrs: list[Instr] = []
         self.values: dict[str, LocalValue] = {}
-        self.inputs: dict[str, None] = {}
-        self.drops: dict[str, None] = {}
+        self.inputs: dict[Name, None] = {}
+        self.drops: dict[Name, None] = {}
         self.touched: dict[int, int] = {}
         self.made: list[int] = []
-        self.loose: list[str] = []
+        self.loose: list[Name] = []
 
 
 class Writer:
@@ -63,8 +67,9 @@ class Writer:
         self.in_storage: dict[int, list[int]] = {}
         for value in self.held:
             self._holds(value)
-        self.loose: dict[str, bool] = {}
+        self.loose: dict[Name, bool] = {}
         self.used = dict.fromkeys(flat.given, 0)
+        self.called: Counter[str] = Counter()  # blocks
         self.steps: list[Step] = []
         self.blocks: dict[str, Block] = {}
         self.open = Open(0)
@@ -78,7 +83,7 @@ class Writer:
         name, outer = self.held[value]
         if outer:
             self.open.inputs[name] = None
-        return name
+        return str(name)
 
     def _there(self, value: int) -> None:
         if value not in self.held:
@@ -95,7 +100,7 @@ class Writer:
         coordinates = (0,) * len(self.program.mesh_shape)
 
         def argument(arg: Arg) -> Arg:
-            return _numbers(map_refs(arg, lambda local: self.held[names[local]].name), coordinates, microbatch)
+            return _numbers(map_refs(arg, lambda local: str(self.held[names[local]].name)), coordinates, microbatch)
 
         args = tuple(argument(arg) for arg in instr.args)
         kwargs = {key: argument(arg) for key, arg in instr.kwargs.items()}
@@ -103,13 +108,17 @@ class Writer:
         for local in refs((instr.args, tuple(instr.kwargs.values()))):
             self.open.touched[self.flat.values[names[local]].storage] = index
         outs = tuple(None if out is None else self._make(names[out], index) for out in instr.outs)
-        kind = self.program.steps[step].block.split(".")[0]
-        own = kind == self.program.steps[self.open.step].block.split(".")[0]
+        own = self._kind(step) == self._kind(self.open.step)
         self.open.instrs.append(
             msgspec.structs.replace(
                 instr, args=args, kwargs=kwargs, outs=outs, frees=(), origin=instr.origin if own else -1
             )
         )
+
+    def _kind(self, step: int) -> str:
+        """The kind whose ops a step's block serves."""
+        name = self.program.steps[step].block
+        return self.program.blocks[name].kind if name else ""
 
     def _read(self, value: int, local: LocalValue) -> None:
         name = self._name(value)
@@ -124,22 +133,22 @@ class Writer:
             return None
         assert of.local is not None
         name = self._fresh(of.label)
-        here = [self.held[other].name for other in self.in_storage.get(of.storage, ())]
-        base = next((other for other in here if other in self.open.values), name)
-        self.open.values[name] = msgspec.structs.replace(of.local, base=base)
+        here = [str(self.held[other].name) for other in self.in_storage.get(of.storage, ())]
+        base = next((other for other in here if other in self.open.values), str(name))
+        self.open.values[str(name)] = msgspec.structs.replace(of.local, base=base)
         self.held[value] = Held(name, False)
         self._holds(value)
         self.open.made.append(value)
-        return name
+        return str(name)
 
-    def _to_outer(self, values: Sequence[int]) -> list[str]:
+    def _to_outer(self, values: Sequence[int]) -> list[Name]:
         """End the block under way such that values have outer names; views of them are made if need be."""
         for value in values:
             self._there(value)
         self._close(frozenset(values))
         return [self.held[value].name for value in values]
 
-    def _close(self, wanted: frozenset[int] = frozenset(), extra: Sequence[str] = ()) -> None:
+    def _close(self, wanted: frozenset[int] = frozenset(), extra: Sequence[Name] = ()) -> None:
         """Call the block under way; views nobody asked for are forgotten."""
         done, self.open = self.open, Open(self.open.step)
         if not done.instrs:
@@ -159,43 +168,48 @@ class Writer:
             if name in self.loose:
                 outs.append(name)
                 self.loose[name] = True
-        step = self.program.steps[done.step]
+        step, results = self.program.steps[done.step], tuple(map(str, outs))
+        like = self.program.blocks.get(step.block)
         block = Block(
             name=self._block_name(step.block or step.kind.value, done.step),
-            inputs=tuple(done.inputs),
-            outputs=tuple(outs),
+            role=BlockRole.REORDERED if like is None else like.role,
+            kind="" if like is None else like.kind,
+            inputs=tuple(map(str, done.inputs)),
+            outputs=results,
             saved=(),
             values=done.values,
-            instrs=with_frees(set(outs), done.instrs),
+            instrs=with_frees(set(results), done.instrs),
         )
         self.blocks[block.name] = block
-        self._step(
-            StepKind.CALL, done.step, block=block.name, args=block.inputs, outs=block.outputs, drops=tuple(done.drops)
-        )
+        args, drops = tuple(done.inputs), tuple(done.drops)
+        self._step(StepKind.CALL, done.step, block=block.name, args=args, outs=tuple(outs), drops=drops)
 
     def _block_name(self, stem: str, step: int) -> str:
-        return self._fresh(f"{stem}@{step}")
+        name = f"{stem}@{step}"
+        count = self.called[name]
+        self.called[name] += 1
+        return f"{name}'{count}" if count else name
 
-    def _fresh(self, label: str) -> str:
+    def _fresh(self, label: Name) -> Name:
         """A name nothing else has."""
         count = self.used[label] = self.used.get(label, -1) + 1
-        return f"{label}'{count}" if count else label
+        return label.again(count) if count else label
 
-    def _loosely(self, label: str, local: LocalValue) -> str:
+    def _loosely(self, label: Name, local: LocalValue) -> Name:
         """A loose name made by the block under way; a base of "" stands for itself."""
         name = self._fresh(label)
-        self.open.values[name] = msgspec.structs.replace(local, base=local.base or name)
+        self.open.values[str(name)] = msgspec.structs.replace(local, base=local.base or str(name))
         self.open.loose.append(name)
         self.loose[name] = False
         return name
 
-    def _take(self, name: str, local: LocalValue) -> None:
+    def _take(self, name: Name, local: LocalValue) -> None:
         """A loose name as an input of the block under way, unless that makes it."""
         if self.loose[name]:
             self.open.inputs[name] = None
-            self.open.values.setdefault(name, msgspec.structs.replace(local, base=name))
+            self.open.values.setdefault(str(name), msgspec.structs.replace(local, base=str(name)))
 
-    def _lose(self, name: str) -> None:
+    def _lose(self, name: Name) -> None:
         """The block under way is the last to need a loose name."""
         if self.loose.pop(name):
             self.open.drops[name] = None

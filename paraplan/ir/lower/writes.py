@@ -13,7 +13,8 @@ import msgspec
 
 from paraplan.ir.graph import Arg
 from paraplan.ir.lower.finish import finish_block
-from paraplan.ir.rank_program import WRITE_MANY, Block, Instr, LocalValue, RankProgram, Step, StepKind
+from paraplan.ir.names import Name
+from paraplan.ir.rank_program import WRITE_MANY, Block, BlockRole, Instr, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.strides import is_dense
 
 _WRITE = "paraplan.write"
@@ -59,7 +60,7 @@ def _pair(program: RankProgram, step: Step) -> Pair | None:
     return (over, value) if alike and not over.tier and is_dense(over.shape, over.strides) else None
 
 
-def _written(blocks: Mapping[str, Block], step: Step) -> tuple[str, str]:
+def _written(blocks: Mapping[str, Block], step: Step) -> tuple[Name, Name]:
     """Outer names of what a write overwrites and of its value."""
     block = blocks[step.block]
     given = dict(zip(block.inputs, step.args, strict=True))
@@ -74,7 +75,7 @@ def _follows(blocks: Mapping[str, Block], run: Sequence[Step], step: Step) -> bo
         return False
     over, value = _written(blocks, step)
     before = [_written(blocks, each) for each in run]
-    if over.partition(":")[0] != before[0][0].partition(":")[0]:  # a fitted step tells buffers from parameters
+    if over.role is not before[0][0].role:  # a fitted step tells buffers from parameters
         return False
     return all(over not in each and value != each[0] for each in before)
 
@@ -91,7 +92,7 @@ def _joined(run: Sequence[Step], blocks: dict[str, Block]) -> list[Step]:
         if len(steps) == 1:
             found += steps
             continue
-        name = f"writes.{sum(each.startswith('writes.') for each in blocks)}"
+        name = f"writes.{sum(each.role is BlockRole.WRITES for each in blocks.values())}"
         blocks[name] = _block(name, [blocks[step.block] for step in steps])
         args = tuple(arg for step in steps for arg in step.args)
         drops = tuple(dict.fromkeys(drop for step in steps for drop in step.drops))
@@ -113,4 +114,4 @@ def _block(name: str, blocks: Sequence[Block]) -> Block:
         for found, arg in zip((over, value), block.instrs[0].args, strict=True):
             found.append(f"{arg}.{index}")
     instr = Instr(target=WRITE_MANY, args=(tuple(over), tuple(value)), outs=(), origin=-1, layout_change=True)
-    return finish_block(name, tuple(inputs), (), (), values, [instr])
+    return finish_block(name, tuple(inputs), (), (), values, [instr], BlockRole.WRITES)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 
 from paraplan.ir.kernel_choice import Call, Kernel, offer
-from paraplan.ir.rank_program import LocalValue, parse_offset
+from paraplan.ir.offsets import parse_offset
+from paraplan.ir.rank_program import LocalValue
 from paraplan.ir.strides import elementwise_strides, is_contiguous
 from paraplan.ir.tensor import DTYPE_BYTES
 

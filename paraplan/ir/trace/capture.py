@@ -89,6 +89,9 @@ def capture_with_reads(
 ) -> tuple[Program, Reads]:  # fmt: skip
     """As `capture`, and what was read of objects of this process that no program names (closures, the loss function's
     modules)."""
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise CaptureError(f"model is {given}: give an nn.Module whose forward is a step's, made")
     how = (loss_fn, precision, batch_dims or {}, name, loss, per_microbatch)
     attributes = find_attributes(model, dynamic)
     try:
@@ -215,6 +218,8 @@ def _batch_dims(tensors: dict[str, Tensor], given: dict[str, int | None]) -> tup
                 )
             if size is not None and x.shape[dim] != size:
                 raise CaptureError(f"input {name!r} has size {x.shape[dim]} in its batch dim {dim}, others have {size}")
+            if not x.shape[dim]:
+                raise CaptureError(f"input {name!r} has no rows: its shape is {tuple(x.shape)}; give a batch with some")
             size = x.shape[dim]
         dims[name] = dim
     if size is None:

@@ -159,6 +159,12 @@ def parameter_names(model: nn.Module, count: int) -> list[str]:
     return names + [f"input{index}" for index in range(len(names), count)]
 
 
+def required(model: nn.Module) -> list[str]:
+    """Names of a model's forward that have no default."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
 def taken(model: nn.Module, named: dict[str, object]) -> dict[str, object]:
     """Those of some arguments, by name, that a model's forward takes."""
     parameters = inspect.signature(model.forward).parameters
@@ -253,6 +259,12 @@ def name_inputs(
         )
     if not tensors:
         raise CaptureError(f"example_inputs of {type(model).__name__} hold no tensor; give one global batch")
+    missing = [name for name in required(model) if name not in named]
+    if missing:
+        raise CaptureError(
+            f"forward of {type(model).__name__} takes {', '.join(map(repr, missing))}, which example_inputs do not "
+            f"give: they are {', '.join(map(repr, named))}"
+        )
     refuse_kinds("input", tensors)
     for name, value in tensors.items():
         if overrides_functions(value):

@@ -29,8 +29,13 @@ _ALSO = {"float16": ("half",)}
 
 
 def brought_by(precision: str, text: str) -> str:
-    """Where a failure tells of a half dtype: that it came with `precision`, and the ways out; "" elsewhere."""
+    """Where a failure tells of a half dtype: what `precision` has to do with it, and the ways out; "" elsewhere."""
     half = HALVES.get(precision, "")
+    if precision == "fp32" and any(name in text.lower() for name in HALVES.values()):
+        return (
+            ". Under precision='fp32' parameters are float32, those of a model in half precision too: leave out casts "
+            "to halves that forward makes (x.to(weight.dtype) does nothing then), or choose precision='bf16'"
+        )
     if not half or not any(name in text.lower() for name in (half, *_ALSO.get(half, ()))):
         return ""
     return (

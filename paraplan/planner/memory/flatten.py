@@ -65,8 +65,8 @@ def flatten(program: RankProgram, costs: Costs, locate: Locate | None = None) ->
 def _source(program: RankProgram, op: FlatOp, locate: Locate | None) -> str:
     if locate is None or op.instr < 0:
         return ""
-    block = program.steps[op.step].block
-    line = locate(block, program.blocks[block].instrs[op.instr].origin)
+    block = program.blocks[program.steps[op.step].block]
+    line = locate(block, block.instrs[op.instr].origin)
     return "" if line == UNKNOWN else line
 
 

@@ -18,7 +18,7 @@ from paraplan.ir.lower.kind import extend, own_grads
 from paraplan.ir.mesh import Layout, P, R, Shard, gathered, layout_text, without
 from paraplan.ir.micro import KindMicro, dual, program_micro
 from paraplan.ir.plan import REDUCE_DTYPES
-from paraplan.ir.program import HALVES, SegmentKind, producers
+from paraplan.ir.program import HALVES, SegmentKind, Source, producers, source_of
 from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, op_signature, op_strategies
 from paraplan.ir.tiers import TIERS
 from paraplan.planner.assemble import Job
@@ -293,8 +293,8 @@ class _KindTransfers:
         if isinstance(source, tuple):
             kind, slot = source
             return self.space.made[kind, self.job.program.kinds[kind].outputs[slot]]
-        if source.startswith("batch:"):
-            batch = source.removeprefix("batch:")
+        of, batch = source_of(source)
+        if of is Source.BATCH:
             first = self.space.micro.values[source]
             return End(self.space.batch_decider[batch], tuple((first, *lay) for lay in self.space.batch_options[batch]))
         return End(self.whole, ((R,) * len(self.space.prices.extended),))

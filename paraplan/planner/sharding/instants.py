@@ -24,6 +24,7 @@ from paraplan.cost_models.simulate import Simulation
 from paraplan.ir.graph import Phase
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rank_program import RankProgram, StepKind
+from paraplan.ir.schedule import ActionKind
 from paraplan.planner.sharding.formulate import Formulation
 from paraplan.planner.sharding.network import Floats, Row
 from paraplan.planner.sharding.options import storage_roots
@@ -51,7 +52,7 @@ def peak_instant(programs: Sequence[RankProgram], simulation: Simulation) -> Ins
     origins = [i.origin for i in programs[worst].blocks[step.block].instrs[: trace.peak_instr + 1] if i.origin >= 0]
     if not origins:
         return None
-    return Instant(step.segment, origins[-1], Phase.BACKWARD if "B" in step.action else Phase.FORWARD)
+    return Instant(step.segment, origins[-1], Phase.BACKWARD if step.phase is ActionKind.B else Phase.FORWARD)
 
 
 def instant_row(space: Space, program: Program, problem: Formulation, at: Instant, limit: float) -> Row:

@@ -19,6 +19,7 @@ from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import extend
 from paraplan.ir.mesh import P, Partial, R, local_shape, padded_dims
+from paraplan.ir.rank_program import BlockRole
 from paraplan.ir.rules import known_targets
 from paraplan.ir.rules.strategies import AxisChoice, Strategy, axis_choices, dims_of, op_strategies, strategy_named
 from paraplan.ir.tensor import TensorSpec
@@ -116,7 +117,7 @@ class Example:
     ) -> None:
         """Run it on the extended mesh (m, *mesh) and compare."""
         extended = (m, *mesh)
-        emitter = BlockEmitter("block", extended)
+        emitter = BlockEmitter("block", extended, BlockRole.FORWARD)
         strides, homes = {}, {}
         for name, layout in zip(self.op.tensors, strategy.inputs, strict=True):
             if name not in homes:

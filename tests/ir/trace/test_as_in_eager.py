@@ -129,3 +129,17 @@ def test_a_probability_that_is_none_is_refused(p: float) -> None:
 
     with pytest.raises(CaptureError, match=rf"test_as_in_eager.py:\d+, .*dropout's probability is {p}"):
         capture(Attention(8, 8), {"x": torch.randn(2, 2, 4, 8)})
+
+
+def test_a_half_beside_parameters_that_fp32_takes_wide_is_told_so() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(8, 8), nn.Linear(8, 4).bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.narrow(self.wide(x).bfloat16()).float().square().mean()
+
+    with pytest.raises(CaptureError, match=r"precision='fp32' parameters are float32.*precision='bf16'"):
+        capture(Mixed(), {"x": torch.randn(4, 8)})
+    capture(Mixed(), {"x": torch.randn(4, 8)}, precision="bf16")
