@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from decimal import Decimal
 
 from paraplan.ir.errors import ClusterError
+from paraplan.ir.quantities import WAY_OUT, check_not_negative, check_positive
 from paraplan.ir.reserves import Reserve, cpu_reserves
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES
@@ -303,12 +303,12 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
         raise ClusterError(f"cluster {cluster.name!r}: groups is empty; describe at least one group of nodes")
     for index, group in enumerate(cluster.groups):
         at = f"groups[{index}]"
-        _positive(cluster, group.nodes, f"{at}.nodes")
-        _positive(cluster, group.devices_per_node, f"{at}.devices_per_node")
+        check_positive(cluster.name, group.nodes, f"{at}.nodes")
+        check_positive(cluster.name, group.devices_per_node, f"{at}.devices_per_node")
         _check_device(cluster, group.device, f"{at}.device")
         for kind in TIERS.values():
             for field in filter(None, (kind.room, kind.rate)):
-                _not_negative(cluster, getattr(group, field), f"{at}.{field}")
+                check_not_negative(cluster.name, getattr(group, field), f"{at}.{field}")
         for name in ("in_node", "between_nodes", *TIERS):
             _check_link(cluster, getattr(group, name), f"{at}.{name}")
     _check_link(cluster, cluster.between_nodes, "between_nodes")
@@ -332,17 +332,14 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
 
 MOST_DEVICES = 1 << 20
 """Devices of the largest cluster: sums over ranks stay exact and lists of ranks small."""
-_MOST, _LEAST_PER_S, _MOST_S = 1e18, 1.0, 3600.0
-"""Bytes or operations (a second) of the largest part of a machine, of the slowest one, and the longest latency: beyond
-them sums of costs are no longer exact."""
 
 
 def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
-    _positive(cluster, device.memory_bytes, f"{at}.memory_bytes")
-    _positive(cluster, device.memory_bytes_per_s, f"{at}.memory_bytes_per_s")
-    _not_negative(cluster, device.launch_s, f"{at}.launch_s")
+    check_positive(cluster.name, device.memory_bytes, f"{at}.memory_bytes")
+    check_positive(cluster.name, device.memory_bytes_per_s, f"{at}.memory_bytes_per_s")
+    check_not_negative(cluster.name, device.launch_s, f"{at}.launch_s")
     for index, each in enumerate(device.reserves):
-        _not_negative(cluster, each.nbytes, f"{at}.reserves[{index}].nbytes")
+        check_not_negative(cluster.name, each.nbytes, f"{at}.reserves[{index}].nbytes")
     if device.multiprocessors < 0:
         raise ClusterError(
             f"cluster {cluster.name!r}: {at}.multiprocessors is {device.multiprocessors}; give how many there are, or 0"
@@ -363,7 +360,7 @@ def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
                 f"cluster {cluster.name!r}: {at}.flops_per_s names dtype {dtype!r}{did_you_mean(dtype, known)}; "
                 f"it knows {', '.join(known)}"
             )
-        _positive(cluster, rate, f"{at}.flops_per_s.{dtype}")
+        check_positive(cluster.name, rate, f"{at}.flops_per_s.{dtype}")
     if device.backend not in BACKENDS:
         raise ClusterError(
             f"cluster {cluster.name!r}: {at}.backend is {device.backend!r}; it is one of {', '.join(BACKENDS)}"
@@ -372,33 +369,11 @@ def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
 
 def _check_link(cluster: ClusterSpec, link: Link | None, at: str) -> None:
     if link is not None:
-        _positive(cluster, link.bytes_per_s, f"{at}.bytes_per_s")
-        _not_negative(cluster, link.latency_s, f"{at}.latency_s")
+        check_positive(cluster.name, link.bytes_per_s, f"{at}.bytes_per_s")
+        check_not_negative(cluster.name, link.latency_s, f"{at}.latency_s")
         if not 0 <= link.device_share <= 1:
             share = f"{at}.device_share is {link.device_share}; a share of a device is at least 0 and at most 1"
             raise ClusterError(f"cluster {cluster.name!r}: {share}; {WAY_OUT}")
-
-
-WAY_OUT = "`paraplan cluster schema` says what each field means"
-
-
-def _positive(cluster: ClusterSpec, value: float, where: str) -> None:
-    if not value > 0 or value == float("inf"):
-        raise ClusterError(f"cluster {cluster.name!r}: {where} must be a positive number, not {value}; {WAY_OUT}")
-    slow = where.rpartition("_per_s")[1] and value < _LEAST_PER_S
-    if slow or value > _MOST:
-        what = f"at least {_LEAST_PER_S:g}" if slow else f"at most {_MOST:g}"
-        said = f"{Decimal(value):.3g}"
-        raise ClusterError(f"cluster {cluster.name!r}: {where} is {said}; it may be {what}; {WAY_OUT}")
-
-
-def _not_negative(cluster: ClusterSpec, value: float, where: str) -> None:
-    most = _MOST_S if where.endswith("_s") and not where.endswith("_per_s") else _MOST
-    if not 0 <= value <= most:
-        raise ClusterError(
-            f"cluster {cluster.name!r}: {where} is negative, too large or no number ({value}); it is 0 to {most:g}; "
-            f"{WAY_OUT}"
-        )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
