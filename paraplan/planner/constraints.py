@@ -226,7 +226,7 @@ class Constraints(Options, frozen=True, kw_only=True):
     offload: Annotated[str, Option(
         "Where activations may wait if memory is short: none, host, or disk (and host).",
         'where activations may wait if memory is short: "none", "host", or "disk" (the host as well); states and '
-        "parameters may be there too, see `offload_states`.",
+        "parameters may be there too, see `place_states`.",
         MEMORY, check=one_of(*OFFLOAD),
     )] = "none"  # fmt: skip
     place_states: Annotated[str | None, Option(

@@ -106,7 +106,7 @@ def _check_states(c: Constraints) -> None:
     if c.delayed_update is not None and not any(place.can_be_late for place in c.every_place):
         raise ConstraintError(
             f"delayed_update={c.delayed_update}: only what the host updates where its states stay can be late, and "
-            f"with {said} there is nothing; give offload_states='host', or offload='host'"
+            f"with {said} there is nothing; give place_states='host' and update_on='host', or offload='host'"
         )
     if c.zero in (1, 2) and all(place.params for place in c.places):
         raise ConstraintError(
