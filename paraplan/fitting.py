@@ -40,7 +40,7 @@ from paraplan.options import CaptureOptions, FitKeywords, FitOptions
 from paraplan.planner.contradictions import check_time_limit
 from paraplan.planner.memory.plan import MemoryLimits
 from paraplan.planner.memory.problem import MemoryProblem, Tier
-from paraplan.planner.memory.whole import host_tiers, least_words, memory_problem, schedule_memory
+from paraplan.planner.memory.whole import least_words, memory_problem, memory_tiers, schedule_memory
 from paraplan.runtime.fitted import FittedModule
 from paraplan.runtime.fitted_step import FittedStep, held_bytes, refuse_gradients
 
@@ -119,7 +119,7 @@ def fit(
     whole = _unfused(whole)
     sizes = {name: whole.programs[0].outer[outer_names.param(name)].nbytes for name in whole.programs[0].grads}
     beside = sum(sizes.values()) * asked.accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
-    plan = _scheduled(whole, budget, beside, asked.time_limit_s, host_tiers(spec) if asked.offload else ())
+    plan = _scheduled(whole, budget, beside, asked.time_limit_s, memory_tiers(spec) if asked.offload else ())
     plan = replace(plan, data=msgspec.structs.replace(plan.data, cluster=spec), total_s=time.perf_counter() - started)
     plan = replace(plan, reads=whole.reads)
     fitted = _fitted(model, plan, fixed, returns, casts, asked.seed)

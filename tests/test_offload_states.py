@@ -22,7 +22,8 @@ from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
 from paraplan.ir.lower import lower
 from paraplan.ir.names import Role as OuterRole
-from paraplan.ir.plan import HERE, ON_HOST, OPTIMIZERS, ModelRef, Place, Plan
+from paraplan.ir.placement import HERE, PLACEMENTS
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import InstrKind, StepKind
 from paraplan.ir.trace import capture
@@ -217,12 +218,13 @@ def test_what_cannot_be_is_refused() -> None:
     params = {**stage.params, name: msgspec.structs.replace(layouts, state_tier="", stored_tier="host")}
     wrong = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
     with pytest.raises(
-        InvalidPlanError, match=rf"parameter {name}: stored on the host as .*, but its state is .* on the"
+        InvalidPlanError,
+        match=rf"parameter {name}: params=host with states=device: .*; give states=host, or params=device",
     ):
         verify_plan(wrong)
     with pytest.raises(ConstraintError, match=r"offload_states=all with zero=1.*give zero=3 or 0"):
         check_constraints(Constraints(offload_states="all", dp=2, zero=1), 2)
-    with pytest.raises(ConstraintError, match=r"params\['w'\].*'@host' after it"):
+    with pytest.raises(ConstraintError, match=r"params\['w'\].*'tape' is no placement: give one of none, host, all"):
         check_constraints(Constraints(params={"w": "R/R/R@tape"}), 1)
 
 
@@ -283,7 +285,7 @@ def updated_at(host_rate: float, given: Job) -> Job:
     return replace(given, cluster=msgspec.structs.replace(given.cluster, groups=(group,)))
 
 
-PLACES = (HERE, ON_HOST, Place("host", "", True))
+PLACES = (HERE, PLACEMENTS["host"], PLACEMENTS["fetched"])
 
 
 @pytest.mark.parametrize(("share", "host_rate"), [(0.25, 8e9), (0.6, 8e9), (0.6, 1e9), (0.8, 1e9)])
@@ -305,10 +307,7 @@ def test_the_planner_moves_the_states_that_cost_least(share: float, host_rate: f
     best = float("inf")
     for places in itertools.product(PLACES, repeat=len(classes)):
         at = {name: place for of, place in zip(classes, places, strict=True) for name in of.params}
-        params = {
-            name: msgspec.structs.replace(layouts, state_tier=at[name][0], fetched=at[name][2])
-            for name, layouts in stage.params.items()
-        }
+        params = {name: layouts.placed(at[name], layouts.ahead) for name, layouts in stage.params.items()}
         plan = msgspec.structs.replace(free, stages=(msgspec.structs.replace(stage, params=params),))
         simulation = simulate_plan(plan, lower(plan))
         if simulation.peak_bytes[0] <= limit:

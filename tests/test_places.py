@@ -6,6 +6,7 @@ import itertools
 import re
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,8 @@ from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import NoPlanError, SolverLimitError
 from paraplan.ir.lower import lower
-from paraplan.ir.plan import HERE, PLACES, Place, Plan
+from paraplan.ir.placement import HERE, PLACEMENTS, TierPlacement
+from paraplan.ir.plan import Plan
 from paraplan.ir.trace import capture
 from paraplan.ir.trace.reference import run_step
 from paraplan.ir.verify import verify_plan
@@ -48,11 +50,15 @@ def kept() -> Plan:
     return search(layers()[1], Constraints(offload_states="none", microbatches=1), certify=False).plan
 
 
+def may_be(place: TierPlacement, tiers: tuple[str, ...]) -> bool:
+    return place.states in ("", *tiers) and not place.grads_wait
+
+
 @cache
-def every(tiers: tuple[str, ...] = ("host",)) -> tuple[tuple[float, int, dict[str, int], tuple[Place, ...]], ...]:
+def every(tiers: tuple[str, ...] = ("host",)) -> tuple[tuple[float, int, dict[str, int], tuple[Any, ...]], ...]:
     """(step, peak, peaks of tiers, places) of every assignment of parameters to places."""
     names, found = list(kept().stages[0].params), []
-    for places in itertools.product([p for p in PLACES if p.states in ("", *tiers) and not p.grads], repeat=len(names)):
+    for places in itertools.product([p for p in PLACEMENTS.values() if may_be(p, tiers)], repeat=len(names)):
         plan = with_places(kept(), dict(zip(names, places, strict=True)))
         if "disk" in tiers:
             plan = msgspec.structs.replace(plan, bundle_bytes=0)
@@ -81,7 +87,7 @@ def test_the_step_is_that_of_the_best_assignment(share: float) -> None:
 
 def test_parameters_leave_where_nothing_else_fits_and_the_notes_say_so() -> None:
     limit = limit_of(0.0)
-    states_only = [peak for _, peak, _, places in every() if not any(place.stored for place in places)]
+    states_only = [peak for _, peak, _, places in every() if not any(place.params for place in places)]
     assert limit < min(states_only), "with all parameters on the device nothing fits"
     pins = Constraints(offload="host", recompute="none", memory_bytes=limit, microbatches=1)
     plan = search(layers()[1], pins).plan
@@ -157,9 +163,9 @@ def test_a_search_from_any_assignment_ends_near_the_best() -> None:
         made = realised(plan)
         return made.simulation.step_s, made.peak_bytes - limit
 
-    for place in (HERE, Place("host", "host"), Place("host", "host", True)):
+    for place in (HERE, PLACEMENTS["all"], PLACEMENTS["all-fetched"]):
         start = with_places(kept(), dict.fromkeys(kept().stages[0].params, place))
-        found = choose_places(start, [p for p in PLACES if p.states != "disk" and not p.grads], price)
+        found = choose_places(start, [each for each in PLACEMENTS.values() if may_be(each, ("host",))], price)
         assert price(found)[1] <= 0 and price(found)[0] <= best * 1.02
 
 

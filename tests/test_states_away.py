@@ -144,12 +144,12 @@ def test_a_step_that_failed_leaves_the_next_one_whole() -> None:
 def test_a_closure_that_is_called_again_is_refused() -> None:
     trainer = executable("fetched", "sgd")
     optimizer = trainer.optimizer(Twice, lr=0.1)
-    with pytest.raises(PlanMismatchError, match=r"Twice .* closure .* offload_states"):
+    with pytest.raises(PlanMismatchError, match=r"Twice .* closure .* place_states"):
         optimizer.step(lambda: trainer.step(batches()[0]))
 
 
 def test_an_optimizer_without_an_update_of_its_own_is_refused() -> None:
-    with pytest.raises(PlanMismatchError, match=r"Always takes no step without a closure.*offload_states"):
+    with pytest.raises(PlanMismatchError, match=r"Always takes no step without a closure.*place_states"):
         executable("disk", "sgd").optimizer(Always, lr=0.1)
 
 

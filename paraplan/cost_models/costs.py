@@ -196,7 +196,7 @@ class Costs:
             sent = input_bytes_of(instr.target, instr.args, inputs[0])
             return self.moves.collective_s(instr.target, instr.axis, sent)
         if instr.kind is InstrKind.COPY:
-            from_host = instr.target == "lift" or (instr.target == "store" and inputs[0].tier == "host")
+            from_host = instr.target == "lift" or (instr.target == "store" and bool(inputs[0].tier))
             both_ways = instr.target == "bring" or (instr.target == "store" and not from_host)
             return self.moves.copy_s(instr.tier, inputs[0].nbytes, from_host, both_ways)
         outputs = tuple([None if name is None else values[name] for name in instr.outs])
@@ -228,7 +228,11 @@ class Costs:
 
     def host_s(self, block: Block, instr: Instr) -> float:
         """Seconds for which a copy takes a device's share of the host's memory; 0.0 of all else."""
-        return block.values[next(refs(instr.args))].nbytes / self.moves.host_bytes_per_s if instr.tier else 0.0
+        return (
+            block.values[next(refs(instr.args))].nbytes / self.moves.carried_bytes_per_s(instr.tier)
+            if instr.tier
+            else 0.0
+        )
 
     def instr_taken_s(self, block: Block, instr: Instr) -> float:
         """Seconds of compute that an instruction on another stream takes for itself: of a collective, `Moves.taken_s`.

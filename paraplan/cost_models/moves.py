@@ -17,6 +17,7 @@ from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.rank_program import Transfer
+from paraplan.ir.tiers import TIERS
 
 COPY = "copy"
 OUT, IN = "out", "in"
@@ -39,6 +40,7 @@ class Moves:
     _collectives: dict[tuple[str, int, int], float] = field(default_factory=dict, repr=False, compare=False)
     _messages: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict, repr=False, compare=False)
     _copies: dict[tuple[str, int, bool, bool], float] = field(default_factory=dict, repr=False, compare=False)
+    _carried: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def links(self) -> tuple[AxisLink, ...]:
@@ -140,20 +142,23 @@ class Moves:
         time = self._copies.get(key)
         if time is None:
             time = max(self.cluster.copy_s(tier, device, nbytes, from_host) for device in self.mesh.devices)
-            if both_ways and tier == "host":
-                time = max(time, 2 * nbytes / self.host_bytes_per_s)
+            if both_ways and TIERS[tier].is_memory:
+                time = max(time, 2 * nbytes / self.carried_bytes_per_s(tier))
             self._copies[key] = time
         return time
 
-    @cached_property
-    def host_bytes_per_s(self) -> float:
-        """A device's share of what its host's memory carries; infinite where that is not known."""
-        groups = [self.cluster.group_of(device) for device in self.mesh.devices]
-        rates = [
-            group.host_memory_bytes_per_s / group.devices_per_node * efficiency_of(group.device.backend).memory
-            for group in groups
-        ]
-        return min((rate for rate in rates if rate), default=math.inf)
+    def carried_bytes_per_s(self, tier: str) -> float:
+        """A device's share of what the memory on the way to a tier carries; infinite where that is not known."""
+        memory = TIERS[tier].updated_in
+        rate = self._carried.get(memory)
+        if rate is None:
+            groups = [self.cluster.group_of(device) for device in self.mesh.devices]
+            rates = [
+                group.update_bytes_per_s(memory) / group.devices_per_node * efficiency_of(group.device.backend).memory
+                for group in groups
+            ]
+            rate = self._carried[memory] = min((each for each in rates if each), default=math.inf)
+        return rate
 
 
 def copy_stream(tier: str, way: str) -> str:

@@ -26,6 +26,7 @@ from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.rules.carried import registered_work
 from paraplan.ir.schedule import split_classes
 from paraplan.ir.sizes import say_size
+from paraplan.ir.tiers import TIERS
 
 _COSTS = Lately[Costs](32, lambda costs: 1)
 
@@ -128,7 +129,7 @@ def check_room(plan: Plan, simulation: Simulation) -> None:
             raise CostModelError(
                 f"the plan has {say_size(size)} per device wait on {tier}, where {plan.cluster.name} has room for "
                 f"{say_size(room)}: {say_size(size - room)} are missing; offload less, or describe more "
-                "(host_memory_bytes, disk_bytes of a node)"
+                f"({', '.join(kind.room for kind in TIERS.values())} of a node)"
             )
 
 

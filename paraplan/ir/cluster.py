@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from decimal import Decimal
 
 from paraplan.ir.errors import ClusterError
+from paraplan.ir.quantities import WAY_OUT, check_not_negative, check_positive
 from paraplan.ir.reserves import Reserve, cpu_reserves
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import DTYPE_BYTES
+from paraplan.ir.tiers import TIERS
 
 
 class Link(Value, frozen=True, kw_only=True):
@@ -96,6 +97,16 @@ class NodeGroup(Value, frozen=True, kw_only=True):
     host_memory_bytes_per_s: float = 0.0
     host_memory_source: str = ""
 
+    def room_bytes(self, tier: str) -> int:
+        """Bytes of a tier that a node may fill."""
+        found: int = getattr(self, TIERS[tier].room)
+        return found
+
+    def update_bytes_per_s(self, tier: str) -> float:
+        """Peak bandwidth at which a node updates parameters in a tier; 0 where it does not, or it is not known."""
+        found: float = getattr(self, TIERS[tier].rate) if TIERS[tier].rate else 0.0
+        return found
+
 
 class ClusterSpec(Value, frozen=True, kw_only=True):
     """The cluster a plan is for.
@@ -145,12 +156,11 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         return "in_node" if len({self.node_of(device) for device in devices}) == 1 else "between_nodes"
 
     def link(self, level: str, device: int = 0) -> Link:
-        """The link of a level ("in_node", "between_nodes", "host", "disk") as a device sees it."""
+        """The link of a level ("in_node", "between_nodes", or a tier's name) as a device sees it."""
         group = self.group_of(device)
-        found = {
-            "in_node": group.in_node, "between_nodes": group.between_nodes or self.between_nodes, "host": group.host,
-            "disk": group.disk,
-        }[level]  # fmt: skip
+        found: Link | None = getattr(group, level)
+        if found is None and level == "between_nodes":
+            found = self.between_nodes
         if found is None:
             raise ClusterError(f"{self.name}: no {level} link is described, yet one is needed; add it")
         return found
@@ -193,12 +203,12 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         return min(self.group_of(device).device.memory_bytes for device in devices)
 
     def copy_s(self, tier: str, device: int, nbytes: int, from_host: bool = False) -> float:
-        """Seconds of one copy between a device (`from_host`: the host's memory) and a tier, disk by the host.
+        """Seconds of one copy between a device (`from_host`: the memory on the way) and a tier.
 
         Raises:
             ClusterError: no such link is described.
         """
-        way = ("host",) if tier == "host" else (tier,) if from_host else ("host", tier)
+        way = (tier,) if from_host else TIERS[tier].way
         return sum(link.latency_s + nbytes / link.bytes_per_s for link in (self.link(level, device) for level in way))
 
     def update_bytes_per_s(self, tier: str, device: int) -> float:
@@ -208,22 +218,22 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
             ClusterError: it is not described, or the tier is no memory.
         """
         group = self.group_of(device)
-        if tier != "host" or not group.host_memory_bytes_per_s:
+        rate = group.update_bytes_per_s(tier)
+        if not rate:
             raise ClusterError(
                 f"{self.name}: how fast the {tier} updates parameters is not described; give its groups "
-                "host_memory_bytes_per_s"
+                f"{TIERS[TIERS[tier].updated_in].rate}"
             )
-        return group.host_memory_bytes_per_s / group.devices_per_node
+        return rate / group.devices_per_node
 
     def room_bytes(self, tier: str, devices: tuple[int, ...]) -> int:
-        """Bytes of a tier ("host", "disk") that each of these devices may fill: the least share of their nodes'."""
+        """Bytes of a tier that each of these devices may fill: the least share of their nodes'."""
         groups = [self.group_of(device) for device in devices]
-        room = {"host": [g.host_memory_bytes for g in groups], "disk": [g.disk_bytes for g in groups]}[tier]
-        return min(size // group.devices_per_node for size, group in zip(room, groups, strict=True))
+        return min(group.room_bytes(tier) // group.devices_per_node for group in groups)
 
     def has_room(self, tier: str, devices: tuple[int, ...]) -> bool:
         """Whether each of these devices has a link to a tier and some room there."""
-        linked = all(tier == "host" or self.group_of(device).disk is not None for device in devices)
+        linked = all(getattr(self.group_of(device), tier) is not None for device in devices)
         return linked and self.room_bytes(tier, devices) > 0
 
     def device_kinds(self) -> tuple[int, ...]:
@@ -293,13 +303,13 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
         raise ClusterError(f"cluster {cluster.name!r}: groups is empty; describe at least one group of nodes")
     for index, group in enumerate(cluster.groups):
         at = f"groups[{index}]"
-        _positive(cluster, group.nodes, f"{at}.nodes")
-        _positive(cluster, group.devices_per_node, f"{at}.devices_per_node")
+        check_positive(cluster.name, group.nodes, f"{at}.nodes")
+        check_positive(cluster.name, group.devices_per_node, f"{at}.devices_per_node")
         _check_device(cluster, group.device, f"{at}.device")
-        _not_negative(cluster, group.host_memory_bytes, f"{at}.host_memory_bytes")
-        _not_negative(cluster, group.disk_bytes, f"{at}.disk_bytes")
-        _not_negative(cluster, group.host_memory_bytes_per_s, f"{at}.host_memory_bytes_per_s")
-        for name in ("in_node", "between_nodes", "host", "disk"):
+        for kind in TIERS.values():
+            for field in filter(None, (kind.room, kind.rate)):
+                check_not_negative(cluster.name, getattr(group, field), f"{at}.{field}")
+        for name in ("in_node", "between_nodes", *TIERS):
             _check_link(cluster, getattr(group, name), f"{at}.{name}")
     _check_link(cluster, cluster.between_nodes, "between_nodes")
     if cluster.num_devices > MOST_DEVICES:
@@ -322,17 +332,14 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
 
 MOST_DEVICES = 1 << 20
 """Devices of the largest cluster: sums over ranks stay exact and lists of ranks small."""
-_MOST, _LEAST_PER_S, _MOST_S = 1e18, 1.0, 3600.0
-"""Bytes or operations (a second) of the largest part of a machine, of the slowest one, and the longest latency: beyond
-them sums of costs are no longer exact."""
 
 
 def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
-    _positive(cluster, device.memory_bytes, f"{at}.memory_bytes")
-    _positive(cluster, device.memory_bytes_per_s, f"{at}.memory_bytes_per_s")
-    _not_negative(cluster, device.launch_s, f"{at}.launch_s")
+    check_positive(cluster.name, device.memory_bytes, f"{at}.memory_bytes")
+    check_positive(cluster.name, device.memory_bytes_per_s, f"{at}.memory_bytes_per_s")
+    check_not_negative(cluster.name, device.launch_s, f"{at}.launch_s")
     for index, each in enumerate(device.reserves):
-        _not_negative(cluster, each.nbytes, f"{at}.reserves[{index}].nbytes")
+        check_not_negative(cluster.name, each.nbytes, f"{at}.reserves[{index}].nbytes")
     if device.multiprocessors < 0:
         raise ClusterError(
             f"cluster {cluster.name!r}: {at}.multiprocessors is {device.multiprocessors}; give how many there are, or 0"
@@ -353,7 +360,7 @@ def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
                 f"cluster {cluster.name!r}: {at}.flops_per_s names dtype {dtype!r}{did_you_mean(dtype, known)}; "
                 f"it knows {', '.join(known)}"
             )
-        _positive(cluster, rate, f"{at}.flops_per_s.{dtype}")
+        check_positive(cluster.name, rate, f"{at}.flops_per_s.{dtype}")
     if device.backend not in BACKENDS:
         raise ClusterError(
             f"cluster {cluster.name!r}: {at}.backend is {device.backend!r}; it is one of {', '.join(BACKENDS)}"
@@ -362,33 +369,11 @@ def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
 
 def _check_link(cluster: ClusterSpec, link: Link | None, at: str) -> None:
     if link is not None:
-        _positive(cluster, link.bytes_per_s, f"{at}.bytes_per_s")
-        _not_negative(cluster, link.latency_s, f"{at}.latency_s")
+        check_positive(cluster.name, link.bytes_per_s, f"{at}.bytes_per_s")
+        check_not_negative(cluster.name, link.latency_s, f"{at}.latency_s")
         if not 0 <= link.device_share <= 1:
             share = f"{at}.device_share is {link.device_share}; a share of a device is at least 0 and at most 1"
             raise ClusterError(f"cluster {cluster.name!r}: {share}; {WAY_OUT}")
-
-
-WAY_OUT = "`paraplan cluster schema` says what each field means"
-
-
-def _positive(cluster: ClusterSpec, value: float, where: str) -> None:
-    if not value > 0 or value == float("inf"):
-        raise ClusterError(f"cluster {cluster.name!r}: {where} must be a positive number, not {value}; {WAY_OUT}")
-    slow = where.rpartition("_per_s")[1] and value < _LEAST_PER_S
-    if slow or value > _MOST:
-        what = f"at least {_LEAST_PER_S:g}" if slow else f"at most {_MOST:g}"
-        said = f"{Decimal(value):.3g}"
-        raise ClusterError(f"cluster {cluster.name!r}: {where} is {said}; it may be {what}; {WAY_OUT}")
-
-
-def _not_negative(cluster: ClusterSpec, value: float, where: str) -> None:
-    most = _MOST_S if where.endswith("_s") and not where.endswith("_per_s") else _MOST
-    if not 0 <= value <= most:
-        raise ClusterError(
-            f"cluster {cluster.name!r}: {where} is negative, too large or no number ({value}); it is 0 to {most:g}; "
-            f"{WAY_OUT}"
-        )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

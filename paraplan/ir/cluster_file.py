@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from paraplan.ir.cluster import WAY_OUT, ClusterSpec, Device, Link, NodeGroup, check_cluster, did_you_mean
+from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup, check_cluster, did_you_mean
 from paraplan.ir.errors import ClusterError
+from paraplan.ir.quantities import WAY_OUT
 from paraplan.ir.reserves import Reserve
 from paraplan.ir.struct import read_bytes
 

@@ -15,7 +15,7 @@ The two are equal, entry by entry, in everything but `note`. The rules both foll
   that holds it goes: names of the outer namespace and names of the running block alike, views included. An
   input given up by the outer namespace (`Step.drops`) dies where the block lets go of it: at the
   instruction whose `frees` names it (or, where none does, at the last instruction that reads it).
-* Both count the device alone. What an entry does to a tier (`ir.rank_program.TIERS`) is said by `tiers`, by the same
+* Both count the device alone. What an entry does to a tier (`ir.tiers.TIERS`) is said by `tiers`, by the same
   rules: an offload allocates there, and the wait of a prefetch commonly frees.
 * ACCUMULATE that finds no accumulator moves the addend and frees nothing; one that adds frees the addend.
 """

@@ -8,60 +8,19 @@ It is data: loading one never imports or executes anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.mesh import Mesh
+from paraplan.ir.placement import DEVICE, HOST, TierPlacement
 from paraplan.ir.profile import Profile
 from paraplan.ir.program import Program
 from paraplan.ir.schedule import Schedule
 from paraplan.ir.struct import Value
 
 PLAN_VERSION = 3
-
-STATE_TIERS = ("", "host", "disk")
-"""Where an optimizer's states may be; "" is the device."""
-
-
-class Place(NamedTuple):
-    """Where a parameter and what belongs to it are; "" is the device.
-
-    Attributes:
-        states: tier of the optimizer's states.
-        stored: tier of the stored copy.
-        fetched: whether states that are away are fetched to be updated on the device.
-        grads: tier of the gradient until its update; "" is where that is done.
-    """
-
-    states: str = ""
-    stored: str = ""
-    fetched: bool = False
-    grads: str = ""
-
-    @property
-    def frozen(self) -> Place:
-        """Of a parameter that is not trained."""
-        return Place(self.stored, self.stored)
-
-
-HERE = Place()
-"""All on the device."""
-
-ON_HOST = Place("host")
-"""States on the host, updated there, beside a copy on the device that ops read: what may be updated late."""
-
-_STAGED = {
-    Place("host", "", True): "@fetched", Place("host", "host", True): "@all-fetched",
-    Place("disk"): "@disk", Place("disk", "disk"): "@disk-all",
-    Place("disk", "", True): "@disk-fetched", Place("disk", "disk", True): "@disk-all-fetched",
-}  # fmt: skip
-"""Those whose states come to their update."""
-
-PLACES: dict[Place, str] = {
-    HERE: "", ON_HOST: "@host", Place("host", "host"): "@all", **_STAGED,
-    **{place._replace(grads=place.states): f"{words}-grads" for place, words in _STAGED.items()},
-}  # fmt: skip
-"""How pins say where state, stored copy and gradient of a parameter are, and where it is updated."""
 
 AHEAD = "+ahead"
 """How pins say that a stored copy is gathered once a step."""
@@ -151,7 +110,7 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     tier, in the same storage, and where that has another dtype (float32, under bf16) what comes is cast on arrival.
 
     `grad_tier` is where the gradient waits for its update: "" for where that is done, or the tier of states that come
-    to it, to which it is written as it is made and with which it comes.
+    to it, to which it is written as it is made and with which it comes. All of it as one value is `place`.
     """
 
     stored: str
@@ -171,23 +130,33 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """As a pin says it: "stored/grad/state", then "+ahead", or "@host" where the state is, "@all" where all is."""
-        place = PLACES[self.place._replace(states=self.state_tier or self.stored_tier)]
-        return f"{self.stored}/{self.grad}/{self.state}{AHEAD if self.ahead else place}"
+        place = self.place if self.state_tier else self.place.frozen
+        at = AHEAD if self.ahead else f"@{place.text}" if place.states else ""
+        return f"{self.stored}/{self.grad}/{self.state}{at}"
 
     @property
     def update_tier(self) -> str:
-        """Where the optimizer updates: "" for the device, or "host"."""
-        return "host" if self.state_tier and not self.fetched else ""
+        """Where the optimizer updates: "" for the device, or a memory of the host."""
+        return self.place.update_tier
 
     @property
     def staged(self) -> bool:
         """Whether states are brought to where they are updated, and back."""
-        return self.update_tier != self.state_tier
+        return self.place.is_staged
 
     @property
-    def place(self) -> Place:
-        """Where a trained parameter, its states and its gradient are."""
-        return Place(self.state_tier, self.stored_tier, self.fetched, self.grad_tier)
+    def place(self) -> TierPlacement:
+        """Where a trained parameter, its states and its gradient are, and who updates it."""
+        update = HOST if self.state_tier and not self.fetched else DEVICE
+        place = TierPlacement(self.stored_tier, self.state_tier, self.grad_tier, update)
+        return place if self.grad_tier else place._replace(grads=place.update_tier)
+
+    def placed(self, place: TierPlacement, ahead: bool = False) -> ParamLayouts:
+        """The same layouts elsewhere, gathered ahead or not."""
+        return msgspec.structs.replace(
+            self, state_tier=place.states, stored_tier=place.params, ahead=ahead,
+            fetched=bool(place.states) and place.update == DEVICE, grad_tier=place.grads if place.grads_wait else "",
+        )  # fmt: skip
 
 
 class Split(Value, frozen=True, kw_only=True):
@@ -214,8 +183,8 @@ class KindChoice(Value, frozen=True, kw_only=True):
         kind: index into the program's kinds.
         ops: per op of the joint graph, the key of its strategy (see `ir.rules.strategies`).
         input_grads: per boundary input, the layout its gradient is handed over in, or None.
-        activations: per value of the forward not simply kept for the backward: "recompute", or the tier it waits on,
-            "host" or "disk" (see `ir.lower.remat`).
+        activations: per value of the forward not simply kept for the backward: "recompute", or the tier it waits on
+            (see `ir.lower.remat`).
         split: what runs in chunks, or None.
     """
 
@@ -263,7 +232,7 @@ class Prediction(Value, frozen=True, kw_only=True):
         peak_bytes: per rank class, the most bytes alive on the device at once.
         reserved_bytes: per rank class, the most that torch's caching allocator reserves for it; () where devices have
             none.
-        tier_peak_bytes: per tier in use ("host", "disk"), the most bytes any rank has there.
+        tier_peak_bytes: per tier in use (`ir.tiers`), the most bytes any rank has there.
         compute_s, exposed_comm_s, exposed_copy_s: of the busiest rank.
         tokens_per_s: elements of the first batch input's leading two dims per second.
         mfu: model flops per second over the cluster's peak for the dtypes that they are in.
@@ -383,4 +352,4 @@ class Plan(Value, frozen=True, kw_only=True):
 
     def is_late(self, layouts: ParamLayouts) -> bool:
         """Whether a trained parameter that lies so is updated one step late."""
-        return self.delayed_update is not None and layouts.place == ON_HOST
+        return self.delayed_update is not None and layouts.place.can_be_late

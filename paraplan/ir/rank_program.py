@@ -12,8 +12,9 @@ Memory semantics, the same in simulator and runtime: a value holds its storage (
 value that owns it, views share it); a storage lives while any name in a block or in the outer namespace, or
 a bundle of saved values, holds it. An instruction allocates its fresh outputs, then `frees` drop names.
 
-A value may live on a *tier* outside of the device (`TIERS`). Its bytes are counted there, by the same rules, and never
-among the device's; only copies read it. Copies are issued and waited for as collectives are, on streams of their own.
+A value may live on a *tier* outside of the device (`ir.tiers`). Its bytes are counted there, by the same rules, and
+never among the device's; only copies read it. Copies are issued and waited for as collectives are, on streams of their
+own.
 """
 
 from __future__ import annotations
@@ -39,9 +40,6 @@ CAST_MANY, WRITE_MANY = "paraplan.cast_many", "paraplan.write_many"
 MAGNITUDE = "paraplan.magnitude"
 """What measures a gradient: the sum of its squares and its largest absolute value."""
 
-TIERS = ("host", "disk")
-"""Where a value may live besides its device: the node's memory, or files on its disk."""
-
 
 class LocalValue(Value, frozen=True, kw_only=True):
     """A value as one rank holds it.
@@ -51,7 +49,7 @@ class LocalValue(Value, frozen=True, kw_only=True):
         base: name of the value whose storage it shares; its own name when it owns one. A block's input
             owns its storage as far as the block is concerned.
         storage_bytes: size of the owned storage, 0 for a view.
-        tier: where that storage is: "" for the device, else one of `TIERS`.
+        tier: where that storage is: "" for the device, else one of `ir.tiers.TIERS`.
     """
 
     dtype: str
@@ -218,7 +216,7 @@ class StagedUpdate(Value, frozen=True, kw_only=True):
     """An update of states that were brought there for it.
 
     Attributes:
-        tier: where it is done: "" for the device, or "host".
+        tier: where it is done: "" for the device, or a memory of the host.
         state_bytes: of the optimizer's states that it reads and writes, parameters apart.
         workspace_bytes: the most it allocates and drops inside.
     """

@@ -14,10 +14,11 @@ from paraplan.ir.errors import ClusterError, InvalidPlanError
 from paraplan.ir.lower import lower
 from paraplan.ir.lower.remat import remat_of
 from paraplan.ir.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, parse_layout
-from paraplan.ir.plan import OPTIMIZERS, PLAN_VERSION, REDUCE_DTYPES, STATE_TIERS, ParamLayouts, Plan, Stage
+from paraplan.ir.plan import OPTIMIZERS, PLAN_VERSION, REDUCE_DTYPES, ParamLayouts, Plan, Stage
 from paraplan.ir.program import HALVES, trained_params
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.reshard import only_gathers
+from paraplan.ir.tiers import TIERS
 from paraplan.ir.verify_program import verify_program
 from paraplan.ir.verify_schedule import verify_schedule
 
@@ -225,25 +226,26 @@ def _verify_param(
 
 
 def _verify_tiers(plan: Plan, name: str, layouts: ParamLayouts, where: str) -> None:
-    for role, tier in (("state_tier", layouts.state_tier), ("stored_tier", layouts.stored_tier)):
-        if tier not in STATE_TIERS:
-            known = ", ".join(repr(each) for each in STATE_TIERS)
+    for role in ("state_tier", "stored_tier", "grad_tier"):
+        tier = getattr(layouts, role)
+        if tier and tier not in TIERS:
+            known = ", ".join(repr(each) for each in ("", *TIERS))
             raise InvalidPlanError(f"{where}: {role} is {tier!r}; it can be {known}")
     if layouts.fetched and not layouts.state_tier:
         raise InvalidPlanError(
             f"{where}: its state is to be fetched to the device, where it is already; give it a state_tier"
         )
-    if layouts.grad_tier and not (layouts.staged and layouts.grad_tier == layouts.state_tier):
+    if layouts.grad_tier and layouts.grad_tier == layouts.update_tier:
+        raise InvalidPlanError(f"{where}: grad_tier is {layouts.grad_tier!r}, where its update is done; leave it out")
+    if name not in trained_params(plan.program):
+        return
+    for fault in layouts.place.contradictions():
+        raise InvalidPlanError(f"{where}: {fault}")
+    if layouts.stored_tier and layouts.state != layouts.stored:
         raise InvalidPlanError(
-            f"{where}: grad_tier is {layouts.grad_tier!r}; a gradient waits where its parameter is updated (''), or on "
-            "the tier of states that come to their update: those on disk, or fetched ones"
+            f"{where}: stored {TIERS[layouts.stored_tier].where} as {layouts.stored}, in the storage of its state, "
+            f"which is {layouts.state}; give both the same layout"
         )
-    if layouts.stored_tier and name in trained_params(plan.program):
-        if layouts.state_tier != layouts.stored_tier or layouts.state != layouts.stored:
-            raise InvalidPlanError(
-                f"{where}: stored on the {layouts.stored_tier} as {layouts.stored}, but its state is "
-                f"{layouts.state} on the {layouts.state_tier or 'device'}; give the state the same layout and tier"
-            )
 
 
 def _verify_layout(text: str, shape: tuple[int, ...], mesh_shape: tuple[int, ...], where: str, partial: bool) -> None:

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import itertools
 
-import msgspec
-
 from paraplan.cost_models.catalog import devices_with
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.tiers import TIERS
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.placements import ANY, ANYWHERE, ON_DEVICE
 
 
 def with_states(job: Job, constraints: Constraints) -> tuple[Constraints, tuple[str, ...]]:
     """Where states and parameters may be is the planner's choice if nothing else was said; a note where that cannot be
     priced."""
-    if constraints.offload_states is not None or not constraints.tiers:
+    said = constraints.placing
+    if not constraints.tiers:
         return constraints, ()
-    rated = all(group.host_memory_bytes_per_s for group in job.cluster.groups)
-    roomy = job.cluster.has_room("host", tuple(range(job.cluster.num_devices)))
-    note = f"optimizer states stay on the device: {job.cluster.name} does not say host_memory_bytes_per_s"
-    chosen = msgspec.structs.replace(constraints, offload_states="any" if rated and roomy else "none")
-    return chosen, () if rated else (note,)
+    if any(said):
+        return constraints.placed(said._replace(params=said.params or ANY)), ()
+    near = dict.fromkeys(TIERS[tier].updated_in for tier in constraints.tiers)
+    unrated = [TIERS[tier].rate for tier in near if not _is_rated(job, tier)]
+    roomy = all(job.cluster.has_room(tier, tuple(range(job.cluster.num_devices))) for tier in near)
+    note = f"optimizer states stay on the device: {job.cluster.name} does not say {' or '.join(unrated)}"
+    chosen = constraints.placed(ON_DEVICE if unrated or not roomy else ANYWHERE)
+    return chosen, (note,) if unrated else ()
+
+
+def _is_rated(job: Job, tier: str) -> bool:
+    return all(group.update_bytes_per_s(tier) for group in job.cluster.groups)
 
 
 def check_rates(job: Job) -> None:
@@ -50,16 +58,17 @@ def check_tiers(job: Job, constraints: Constraints) -> None:
         ConstraintError: no link to a tier, or no room there.
     """
     devices = tuple(range(job.cluster.num_devices))
-    updated_there = any(place.states and not place.fetched for place in constraints.every_place)
-    if updated_there and not all(group.host_memory_bytes_per_s for group in job.cluster.groups):
-        raise ConstraintError(
-            f"states off the device are updated on the host, but {job.cluster.name} does not say how fast its memory "
-            "is; give its groups host_memory_bytes_per_s, or offload_states='fetched' or 'none'"
-        )
+    for tier in dict.fromkeys(place.update_tier for place in constraints.every_place):
+        if tier and not _is_rated(job, tier):
+            raise ConstraintError(
+                f"states off the device are updated {TIERS[tier].where}, but {job.cluster.name} does not say how fast "
+                f"its memory is; give its groups {TIERS[tier].rate}, or update_on='device', or leave states there"
+            )
     for tier in dict.fromkeys((*constraints.tiers, *constraints.state_tiers)):
         if not job.cluster.has_room(tier, devices):
             pinned = f"offload={constraints.offload}" if tier in constraints.tiers else f"states on the {tier}"
-            field = "host_memory_bytes" if tier == "host" else "disk and disk_bytes"
+            linked = all(getattr(group, tier) for group in job.cluster.groups)
+            field = TIERS[tier].room if linked else f"{tier} and {TIERS[tier].room}"
             raise ConstraintError(
                 f"{pinned}: {job.cluster.name} describes no room on {tier} for every device; give its groups {field}"
             )

@@ -20,7 +20,7 @@ from paraplan.planner.memory.flatten import flatten
 from paraplan.planner.memory.plan import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemoryProblem
 from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.memory.whole import host_tiers
+from paraplan.planner.memory.whole import memory_tiers
 from paraplan.planner.strategies import MEMORY, Limits
 
 OURS = "paraplan"
@@ -95,7 +95,7 @@ def compare(
     """
     check_names(names)
     problem = flatten(program, plan_costs(plan)[0]).problem
-    problem = replace(problem, tiers=host_tiers(plan.cluster))
+    problem = replace(problem, tiers=memory_tiers(plan.cluster))
     alone = replace(problem, tiers=())
     start = evaluate(alone, freeing(alone, tuple(range(len(problem.ops)))))
     rows = []

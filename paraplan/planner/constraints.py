@@ -6,13 +6,28 @@ An option of the planner is a field of `Constraints` and its keyword in `Pins`; 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
+
+import msgspec
 
 from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError
 from paraplan.ir.options import Option, Options, at_least, check_whole, documented, one_of
-from paraplan.ir.plan import AHEAD, HERE, ON_HOST, PLACES, REDUCE_DTYPES, Place
+from paraplan.ir.placement import HERE, TierPlacement
+from paraplan.ir.plan import REDUCE_DTYPES
 from paraplan.ir.sizes import parse_bytes, say_size
+from paraplan.ir.tiers import TIERS
+from paraplan.planner.param_pins import parse_param_pin
+from paraplan.planner.placements import (
+    KEYWORDS,
+    NAMES,
+    OFFLOAD_STATES,
+    ON_DEVICE,
+    PlacementChoice,
+    check_place,
+    check_updater,
+    merged,
+)
 
 PRESETS = ("none", "selective", "cheap", "alternate", "full", "full-early-stop")
 """Of a layer (an element of a list of modules): `none`: every activation is kept. `full`: its input alone is kept, and
@@ -25,17 +40,8 @@ WARM_UP_STEPS = 40
 advise, for parameters move most at first."""
 AUTO: Literal["auto"] = "auto"
 """A degree for the planner to choose."""
-OFFLOAD = {"none": (), "host": ("host",), "disk": ("host", "disk")}
+OFFLOAD: dict[str, tuple[str, ...]] = {"none": (), **{name: kind.way for name, kind in TIERS.items()}}
 """The tiers activations may wait on."""
-OFFLOAD_STATES: dict[str, tuple[Place, ...]] = {
-    **{words.removeprefix("@") or "none": (place,) for place, words in PLACES.items()},
-    "either": (HERE, ON_HOST, Place("host", "", True)),
-    "any": tuple(place for place in PLACES if not place.grads),
-    "any-grads": tuple(PLACES),
-}
-"""Where the optimizer's states and the stored parameters may be ("" is the device), and whether the device updates what
-is away; "either" leaves states to the planner, "any" parameters too (on disk only where `offload` is "disk"), and
-"any-grads" also where gradients wait."""
 CP_MODES = ("gather", "alltoall", "ring", "stripes")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 
@@ -220,20 +226,40 @@ class Constraints(Options, frozen=True, kw_only=True):
     offload: Annotated[str, Option(
         "Where activations may wait if memory is short: none, host, or disk (and host).",
         'where activations may wait if memory is short: "none", "host", or "disk" (the host as well); states and '
-        "parameters may be there too, see `offload_states`.",
+        "parameters may be there too, see `place_states`.",
         MEMORY, check=one_of(*OFFLOAD),
     )] = "none"  # fmt: skip
+    place_states: Annotated[str | None, Option(
+        f"Optimizer states: {NAMES}, or any; several with commas.",
+        f"where optimizer states may be: {NAMES}, several with commas, or any for the planner's choice of those that "
+        "`offload` allows (the host where it allows none). Left out: any where `offload` allows some, else the device, "
+        "unless the options below ask for states elsewhere.",
+        MEMORY, flag="states", metavar="PLACE", check=check_place,
+    )] = None  # fmt: skip
+    place_params: Annotated[str | None, Option(
+        "Stored parameters, likewise; off the device they are where their states are.",
+        "where stored parameters may be, likewise; off the device a parameter is in its state's storage, and copied "
+        "to the device a segment ahead of its use.",
+        MEMORY, flag="params", metavar="PLACE", check=check_place,
+    )] = None  # fmt: skip
+    place_grads: Annotated[str | None, Option(
+        "Gradients until their update: where it is done if not given, or where the states are.",
+        "where gradients may be until their update: where it is done (the device, or the host), or beside states that "
+        'come to it. Left out: where it is done, and with parameters placed "any" beside the states where nothing fits '
+        "otherwise.",
+        MEMORY, flag="grads", metavar="PLACE", check=check_place,
+    )] = None  # fmt: skip
+    update_on: Annotated[str | None, Option(
+        "Who updates states off the device: device, host, or any.",
+        'who may update what is off the device: the "host" (states on disk come to its memory), or the "device", to '
+        'which states then come; left out or "any": whichever is faster.',
+        MEMORY, flag="update", metavar="WHO", check=check_updater,
+    )] = None  # fmt: skip
     offload_states: Annotated[str | None, Option(
-        "host: optimizer states on the host, updated there; all: parameters too; disk, disk-all: on disk; fetched, "
-        "all-fetched, ...: updated on the device; disk-grads, ...: gradients wait there too; either, any, "
-        "any-grads: states, parameters too, or gradients too, as chosen; none.",
-        '"host" keeps optimizer states in the host\'s memory and updates parameters there, "all" keeps parameters '
-        'there too, "none" all on the device; "either" leaves the states to the planner, "any" states and '
-        'parameters; None: as "any" where `offload` allows the host, and on the disk where it allows that. "disk" '
-        'and "disk-all" keep them on disk, to be updated in the host\'s memory; with "fetched" ("fetched", '
-        '"all-fetched", "disk-fetched", "disk-all-fetched") the device updates. "-grads" after any of those but '
-        '"host" and "all" has gradients wait beside the states; "any-grads" leaves that to the planner as well, as '
-        '"any" does where nothing fits otherwise.',
+        "Those four as one word: host, all, disk, disk-all, fetched, ..., either, any, any-grads or none.",
+        'one word for those four: a placement by name (`ir.placement`), such as "host" (states on the host, updated '
+        'there), "all" (parameters too) or "disk-all-fetched-grads" (all on disk, updated on the device); "either", '
+        'states as the planner chooses, "any", parameters too, "any-grads", gradients too; "none", all on the device.',
         MEMORY, check=one_of(*OFFLOAD_STATES),
     )] = None  # fmt: skip
     delayed_update: Annotated[int | None, Option(
@@ -274,15 +300,27 @@ class Constraints(Options, frozen=True, kw_only=True):
         return OFFLOAD[self.offload]
 
     @property
-    def places(self) -> tuple[Place, ...]:
-        """Where states and stored parameters may be, of parameters not pinned by name."""
-        every = OFFLOAD_STATES[self.offload_states or "none"]
-        if self.offload_states in ("any", "any-grads") and "disk" not in self.tiers:
-            return tuple(place for place in every if place.states != "disk")
-        return every
+    def placing(self) -> PlacementChoice:
+        """What is said of where states, parameters and gradients may be.
+
+        Raises:
+            ConstraintError: it contradicts itself.
+        """
+        said = PlacementChoice(self.place_states, self.place_params, self.place_grads, self.update_on)
+        return merged(self.offload_states, said)
+
+    def placed(self, choice: PlacementChoice) -> Constraints:
+        """The same with another choice of placements."""
+        fields = {keyword: getattr(choice, name) for name, keyword in KEYWORDS.items()}
+        return msgspec.structs.replace(self, offload_states=None, **fields)
 
     @property
-    def every_place(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[TierPlacement, ...]:
+        """Where states and stored parameters may be, of parameters not pinned by name."""
+        return self.placing.allowed(self.tiers)
+
+    @property
+    def every_place(self) -> tuple[TierPlacement, ...]:
         """Likewise, of any parameter."""
         pinned = [parse_param_pin(name, text).place for name, text in self.params.items()]
         return tuple(dict.fromkeys((*self.places, *pinned)))
@@ -290,8 +328,12 @@ class Constraints(Options, frozen=True, kw_only=True):
     @property
     def state_tiers(self) -> tuple[str, ...]:
         """Tiers that states, or their gradients, may be on."""
-        away = [place for place in self.every_place if place.states]
-        return tuple(dict.fromkeys(at for x in away for at in ((x.states,) if x.fetched else ("host", x.states))))
+        return tuple(dict.fromkeys(tier for place in self.every_place for tier in place.tiers))
+
+    @property
+    def pins_away(self) -> bool:
+        """Whether some state cannot be on the device."""
+        return bool(self.placed(ON_DEVICE).state_tiers) or HERE not in self.places
 
 
 class Pins(TypedDict, total=False):
@@ -313,6 +355,10 @@ class Pins(TypedDict, total=False):
     reserve: int | str | None
     recompute: str | None
     offload: str
+    place_states: str | None
+    place_params: str | None
+    place_grads: str | None
+    update_on: str | None
     offload_states: str | None
     delayed_update: bool | int | None
     overlap: int
@@ -336,31 +382,3 @@ def device_budget(cluster: ClusterSpec, constraints: Constraints) -> int:
             "reserve, or reserve=0 for none"
         )
     return min(budget, constraints.memory_bytes or budget)
-
-
-class ParamPin(NamedTuple):
-    """A parameter's pinned layouts; where states and stored copy are; whether that is gathered ahead."""
-
-    stored: str
-    grad: str
-    state: str
-    place: Place
-    ahead: bool
-
-
-def parse_param_pin(name: str, text: str) -> ParamPin:
-    """`"S0/S0/S0@host"` or `"R/P/S0+ahead"` in parts; without "@" that is the device.
-
-    Raises:
-        ConstraintError: not three layouts, or states cannot be there.
-    """
-    lies, at, place = text.partition("@")
-    layouts = lies.removesuffix(AHEAD)
-    parts, places = layouts.split("/"), {words: tiers for tiers, words in PLACES.items()}
-    if len(parts) != 3 or at + place not in places:
-        raise ConstraintError(
-            f"params[{name!r}] = {text!r}: give stored/grad/state, e.g. 'R,S0/R,S0/R,S0', and '@host' after it where "
-            f"the states are to be in the host's memory ({', '.join(filter(None, places))}), or '{AHEAD}' where the "
-            "stored copy is gathered once a step"
-        )
-    return ParamPin(parts[0], parts[1], parts[2], places[at + place], layouts != lies)

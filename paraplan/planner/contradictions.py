@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.options import check_fields
-from paraplan.ir.plan import ON_HOST
 from paraplan.ir.program import HALVES
 from paraplan.planner.constraints import AUTO, Constraints
 
@@ -102,18 +101,16 @@ def check_reduce_dtype(constraints: Constraints, precision: str) -> None:
 
 def _check_states(c: Constraints) -> None:
     """Where states are said to be agrees with what else is said of them."""
-    if c.delayed_update is not None:
-        chosen = c.offload_states is None and c.tiers
-        if not chosen and ON_HOST not in c.every_place:
-            raise ConstraintError(
-                f"delayed_update={c.delayed_update}: only what the host updates where its states stay can be late, and "
-                f"with offload_states={c.offload_states or 'none'} there is nothing; give offload_states='host', or "
-                "offload='host'"
-            )
-    if c.zero in (1, 2) and all(place.stored for place in c.places):
+    said = f"offload_states={c.offload_states or 'none'}" if c.offload_states or not any(c.placing) else c.placing.text
+    c.placing.check(c.tiers)
+    if c.delayed_update is not None and not any(place.can_be_late for place in c.every_place):
         raise ConstraintError(
-            f"offload_states={c.offload_states} with zero={c.zero}: parameters off the device lie as their states do; "
-            "give zero=3 or 0"
+            f"delayed_update={c.delayed_update}: only what the host updates where its states stay can be late, and "
+            f"with {said} there is nothing; give place_states='host' and update_on='host', or offload='host'"
+        )
+    if c.zero in (1, 2) and all(place.params for place in c.places):
+        raise ConstraintError(
+            f"{said} with zero={c.zero}: parameters off the device lie as their states do; give zero=3 or 0"
         )
 
 

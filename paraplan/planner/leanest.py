@@ -20,7 +20,6 @@ from paraplan.ir.errors import NoPlanError
 from paraplan.ir.lower import lower
 from paraplan.ir.memory_actions import Actions, format_actions
 from paraplan.ir.mesh import Mesh
-from paraplan.ir.plan import HERE
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
@@ -29,8 +28,9 @@ from paraplan.planner.memory.least import Need, least_need
 from paraplan.planner.memory.plan import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemoryProblem
 from paraplan.planner.memory.reruns import Arrays
-from paraplan.planner.memory.whole import host_tiers, memory_problem, peak_without
+from paraplan.planner.memory.whole import memory_problem, memory_tiers, peak_without
 from paraplan.planner.microbatches import most_to_order
+from paraplan.planner.placements import ON_DEVICE
 from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, solve_mesh
 
 ROOM = float(1 << 60)
@@ -63,9 +63,8 @@ def lean_time_s(limit_s: float) -> float:
 
 def orders_freely(mesh: Mesh, constraints: Constraints) -> bool:
     """Whether a plan may be of this kind: on one device, nothing said of what is executed again or has to be away."""
-    kept = msgspec.structs.replace(constraints, offload_states="none")
-    pinned_away = bool(kept.state_tiers) or HERE not in constraints.places
-    return mesh.size == 1 and constraints.recompute is None and constraints.pp in (None, 1) and not pinned_away
+    free = constraints.recompute is None and constraints.pp in (None, 1)
+    return mesh.size == 1 and free and not constraints.pins_away
 
 
 def leanest(job: Job, mesh: Mesh, constraints: Constraints, time_s: float, enough_bytes: int = 0) -> Lean | None:
@@ -116,7 +115,7 @@ def what_would_do(job: Job, mesh: Mesh, constraints: Constraints, limit_s: float
 def _in_microbatches(job: Job, mesh: Mesh, constraints: Constraints, count: int, time_s: float) -> Iterator[Lean]:
     """Plans of one number of microbatches: as captured, and within less and less memory."""
     stop = time.perf_counter() + time_s
-    kept = msgspec.structs.replace(constraints, offload_states="none")
+    kept = constraints.placed(ON_DEVICE)
     limits = Limits(time_s=time_s, memory_bytes=ROOM, certify=False)
     try:
         roomy = solve_mesh(job, mesh, count, kept, limits)
@@ -124,7 +123,7 @@ def _in_microbatches(job: Job, mesh: Mesh, constraints: Constraints, count: int,
         return
     if isinstance(roomy, Skipped):
         return
-    tiers = () if constraints.offload == "none" else host_tiers(job.cluster)
+    tiers = memory_tiers(job.cluster, constraints.tiers)
     problem = memory_problem(roomy.plan, tiers)
     need = least_need(Arrays(problem), time.perf_counter() + time_s / 8)
     reserves, most = constraints.reserve_bytes != 0, peak_without(problem)

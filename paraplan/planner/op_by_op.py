@@ -17,7 +17,7 @@ from paraplan.ir.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.plan import MemoryLimits
-from paraplan.planner.memory.whole import host_tiers, schedule_memory
+from paraplan.planner.memory.whole import memory_tiers, schedule_memory
 from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, solve_mesh
 
 ROOM = float(1 << 60)
@@ -37,7 +37,7 @@ def solve_op_by_op(job: Job, mesh: Mesh, num_microbatches: int, constraints: Con
     if isinstance(roomy, Skipped):
         raise SolverLimitError(f"mesh {mesh.shape} was not solved")
     started = time.perf_counter()
-    tiers = () if constraints.offload == "none" else host_tiers(job.cluster)
+    tiers = memory_tiers(job.cluster, constraints.tiers)
     made = schedule_memory(
         roomy.plan, int(limits.memory_bytes), MemoryLimits(time_s=min(limits.time_s, MOST_S)), tiers
     )  # fmt: skip

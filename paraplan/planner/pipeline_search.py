@@ -74,10 +74,9 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
     case = _case(job, constraints)
     tried: list[Plan] = []
     fitting: list[Plan] = []
-    for states in ("either", "any") if constraints.offload_states == "any" else (constraints.offload_states,):
+    for rung in constraints.placing.rungs(constraints.tiers)[:2]:
         if not fitting:
-            inner = msgspec.structs.replace(case.inner, offload_states=states)
-            tried += _with_shardings(replace(case, inner=inner), shardings)
+            tried += _with_shardings(replace(case, inner=case.inner.placed(rung)), shardings)
             fitting = [plan for plan in tried if case.fits(plan)]
     if not fitting:
         raise SolverLimitError(_overflow(tried, case.budget, case.positions))

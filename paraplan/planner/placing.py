@@ -25,9 +25,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paraplan.ir.mesh import parse_layout
-from paraplan.ir.plan import HERE, ON_HOST, ParamLayouts, Place, Plan, Stage
+from paraplan.ir.placement import HERE, PLACEMENTS, TierPlacement
+from paraplan.ir.plan import ParamLayouts, Plan, Stage
 from paraplan.ir.program import trained_params
 from paraplan.ir.reshard import only_gathers
+from paraplan.ir.tiers import TIERS
 
 MOST = 64
 """Plans simulated."""
@@ -36,11 +38,18 @@ SUBSETS = 8
 ENUMERATED = 12
 """Groups whose sets are all looked at; of more, the smallest stay away."""
 
+NEAR = tuple(
+    each
+    for each in PLACEMENTS.values()
+    if each.states and TIERS[each.states].is_memory and not each.params and not each.grads_wait
+)
+"""States alone off the device, in memory."""
+
 Price = Callable[[Plan], tuple[float, float]]
 """Of a plan: seconds of its step, and the bytes that it has too much (or, negative, to spare)."""
 
 Names = tuple[str, ...]
-Places = Mapping[str, Place]
+Places = Mapping[str, TierPlacement]
 
 
 def with_places(plan: Plan, places: Places) -> Plan:
@@ -56,32 +65,29 @@ def with_places(plan: Plan, places: Places) -> Plan:
     return msgspec.structs.replace(plan, stages=tuple(map(changed, plan.stages)))
 
 
-def _moved(plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], place: Place) -> ParamLayouts:
+def _moved(plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], place: TierPlacement) -> ParamLayouts:
     """A parameter's layouts elsewhere; one that comes home is gathered ahead as those that are there."""
     if place == layouts.place:
         return layouts
     shape, ahead = plan.program.params[name].spec.shape, False
     if place == HERE and plan.bundle_bytes and layouts.stored != layouts.state:
         ahead = only_gathers(shape, parse_layout(layouts.state), parse_layout(layouts.stored), mesh)
-    state = layouts.stored if place.stored else layouts.state  # alike but for axes of one rank: see `may_be`
-    return msgspec.structs.replace(
-        layouts, state=state, state_tier=place.states, stored_tier=place.stored, fetched=place.fetched,
-        grad_tier=place.grads, ahead=ahead,
-    )  # fmt: skip
+    state = layouts.stored if place.params else layouts.state  # alike but for axes of one rank: see `may_be`
+    return msgspec.structs.replace(layouts.placed(place, ahead), state=state)
 
 
 def may_be(
-    plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], places: Sequence[Place]
-) -> tuple[Place, ...]:  # fmt: skip
+    plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], places: Sequence[TierPlacement]
+) -> tuple[TierPlacement, ...]:  # fmt: skip
     """Those of some places where a parameter can be: stored elsewhere only if its state lies alike."""
     if name not in trained_params(plan.program):
         return tuple(dict.fromkeys(place.frozen for place in places))
     lies = zip(parse_layout(layouts.stored), parse_layout(layouts.state), mesh, strict=True)
     alike = all(size == 1 or stored == state for stored, state, size in lies)
-    return tuple(place for place in places if alike or not place.stored)
+    return tuple(place for place in places if alike or not place.params)
 
 
-def choose_places(plan: Plan, places: Sequence[Place], price: Price, pinned: Collection[str] = ()) -> Plan:
+def choose_places(plan: Plan, places: Sequence[TierPlacement], price: Price, pinned: Collection[str] = ()) -> Plan:
     """The plan with states and parameters where that makes it fastest.
 
     Args:
@@ -98,10 +104,10 @@ class _Search:
     """A search from one plan; `groups` are the names that lie alike, `free` where each of them may be."""
 
     plan: Plan
-    places: tuple[Place, ...]
+    places: tuple[TierPlacement, ...]
     price: Price
     pinned: frozenset[str]
-    best: dict[str, Place] = field(init=False)
+    best: dict[str, TierPlacement] = field(init=False)
     best_key: tuple[float, float] = field(init=False)
     left: int = MOST
 
@@ -148,9 +154,9 @@ class _Search:
     def _together(self) -> Places:
         """Everything at one place or as near to it as may be; returns the fastest of those off the device that fit, or
         else the one that needs least."""
-        tried: list[tuple[tuple[float, float], dict[str, Place]]] = []
+        tried: list[tuple[tuple[float, float], dict[str, TierPlacement]]] = []
         for place in self.places:
-            nearest = (place, place._replace(stored=""))
+            nearest = (place, place._replace(params=""))
             moved = {
                 name: next((each for each in nearest if each in free), self.best[name])
                 for names, free in self.free.items()
@@ -195,8 +201,8 @@ class _Search:
 
     def _brought_home(self) -> None:
         for names in self.groups:
-            for place in (HERE, ON_HOST, Place("host", "", True)):
-                away = [name for name in names if self.best[name] != place and self.best[name].stored]
+            for place in (HERE, *NEAR):
+                away = [name for name in names if self.best[name] != place and self.best[name].params]
                 away = away if place != HERE else [name for name in names if self.best[name] != HERE]
                 few, many = 0, len(away)
                 while place in self.free[names] and many - few > 1:

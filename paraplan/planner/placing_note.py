@@ -11,6 +11,7 @@ from paraplan.ir.plan import ParamLayouts, Plan
 from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.sizes import say_size
 from paraplan.ir.tensor import DTYPE_BYTES
+from paraplan.ir.tiers import TIERS, is_in_files
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sharding.solve import Candidate
 
@@ -37,17 +38,15 @@ def places_note(
             f"per device {said}, copied here a segment ahead of their use: "
             + _instead(best, others, failures, "keep parameters on the device")
         )
-    filed = _bytes_where(best.plan, _on_disk)
-    if filed:
-        others = [each for each in found if not _bytes_where(each.plan, _on_disk)]
-        notes.append(
-            "optimizer states on disk: " + _instead(best, others, failures, "keep all states in the host's memory")
-        )
+    for tier in _bytes_where(best.plan, _filed):
+        others = [each for each in found if not _bytes_where(each.plan, _filed)]
+        kept = f"keep all states in {TIERS[TIERS[tier].through].noun}'s memory"
+        notes.append(f"optimizer states {TIERS[tier].where}: " + _instead(best, others, failures, kept))
     waiting = _bytes_where(best.plan, _waiting)
     if waiting:
         others = [each for each in found if not _bytes_where(each.plan, _waiting)]
         notes.append(
-            f"gradients wait on {' and '.join(f'the {tier}' if tier == 'host' else tier for tier in waiting)}: "
+            f"gradients wait on {' and '.join(TIERS[tier].noun for tier in waiting)}: "
             + _instead(best, others, failures, "keep gradients where they are used")
         )
     return tuple(notes)
@@ -57,8 +56,8 @@ def _waiting(layouts: ParamLayouts) -> str:
     return layouts.grad_tier
 
 
-def _on_disk(layouts: ParamLayouts) -> str:
-    return "disk" if layouts.state_tier == "disk" else ""
+def _filed(layouts: ParamLayouts) -> str:
+    return layouts.state_tier if is_in_files(layouts.state_tier) else ""
 
 
 def _instead(best: Candidate, others: Sequence[Candidate], failures: Sequence[ParaplanError], what: str) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import msgspec
-
 from paraplan.ir.errors import NoPlanError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
-from paraplan.ir.plan import HERE, Plan
+from paraplan.ir.placement import HERE
+from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.casting import cast_once
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.delaying import choose_ahead, choose_delay
 from paraplan.planner.overlap import overlapped
+from paraplan.planner.placements import ON_DEVICE
 from paraplan.planner.placing import choose_places
 from paraplan.planner.realise import Realised, realised
 from paraplan.planner.reducing import reducing
@@ -33,7 +33,7 @@ def by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits
     """The plan of least work with memory for anything, within its limits by what leaves the device alone, if any is."""
     roomy = replace(limits, memory_bytes=float(1 << 60))
     try:
-        free = solve_mesh(job, mesh, count, msgspec.structs.replace(constraints, offload_states="none"), roomy)
+        free = solve_mesh(job, mesh, count, constraints.placed(ON_DEVICE), roomy)
     except NoPlanError:
         return []
     if isinstance(free, Skipped):

@@ -21,12 +21,13 @@ from paraplan.ir.lower.remat import RECOMPUTE, boundary_values, recomputable
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, local_shape, make_mesh, parse_layout
 from paraplan.ir.micro import ProgramMicro, program_micro, splittable
-from paraplan.ir.plan import HERE, PLACES, KindChoice, ParamLayouts, Plan, Split
+from paraplan.ir.placement import HERE, PLACEMENTS
+from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Split
 from paraplan.ir.program import Program, trained_params
-from paraplan.ir.rank_program import TIERS
 from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.strategies import GraphKey, graph_strategies
 from paraplan.ir.strides import contiguous_strides, is_dense
+from paraplan.ir.tiers import TIERS
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.classes import grad_classes, param_classes
 from paraplan.planner.delaying import is_any_late
@@ -133,18 +134,15 @@ def _with_states_away(plan: Plan, rng: random.Random) -> Plan:
     """The plan with states and parameters in places drawn at random."""
     share, (stage,) = rng.choice((0.0, 0.4, 1.0)), plan.stages
     devices = stage.mesh.devices
-    there = [place for place in PLACES if not place.states or plan.cluster.has_room(place.states, devices)]
+    there = [place for place in PLACEMENTS.values() if not place.states or plan.cluster.has_room(place.states, devices)]
     trained = set(trained_params(plan.program))
     params = dict(stage.params)
     for name, layouts in stage.params.items():
-        legal = [place for place in there if layouts.stored == layouts.state or not place.stored]
+        legal = [place for place in there if layouts.stored == layouts.state or not place.params]
         if name not in trained:
             legal = list(dict.fromkeys(place.frozen for place in there))
         place = rng.choice(legal) if rng.random() < share else HERE
-        params[name] = msgspec.structs.replace(
-            layouts, state_tier=place.states, stored_tier=place.stored, fetched=place.fetched, grad_tier=place.grads,
-            ahead=layouts.ahead and not place.states,
-        )  # fmt: skip
+        params[name] = layouts.placed(place, layouts.ahead and not place.states)
     stages = (msgspec.structs.replace(stage, params=params),)
     return msgspec.structs.replace(plan, stages=stages, bundle_bytes=rng.choice((0, 4096, plan.bundle_bytes)))
 

@@ -20,7 +20,7 @@ from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.lower import lower
 from paraplan.ir.mesh import Mesh
-from paraplan.ir.plan import HERE, Plan
+from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.certifying import certified
 from paraplan.planner.checks import check_rates, check_tiers, with_states
@@ -36,6 +36,7 @@ from paraplan.planner.op_by_op import solve_op_by_op
 from paraplan.planner.pipeline import alone_note
 from paraplan.planner.pipeline_degrees import search_degrees
 from paraplan.planner.pipeline_search import search_pipeline
+from paraplan.planner.placements import ANY, ON_DEVICE
 from paraplan.planner.placing_note import places_note
 from paraplan.planner.quickened import by_places, placed, quickened
 from paraplan.planner.recompute.presets import in_layers
@@ -285,12 +286,10 @@ def _solve(
     so by kinds, and on one device one that does so op by op. Where parameters may leave the device, plans of which they
     do come beside those of which only states do, so that allowing more is never worse; gradients wait elsewhere than
     where they are used only where nothing is found without."""
-    rungs = [constraints]
-    if constraints.offload_states == "any":
-        rungs = [msgspec.structs.replace(constraints, offload_states=each) for each in ("either", "any", "any-grads")]
+    rungs = [constraints.placed(choice) for choice in constraints.placing.rungs(constraints.tiers)]
     found: list[Candidate] = []
     for rung in rungs:
-        if found and rung.offload_states == "any-grads":
+        if found and rung.place_grads == ANY:
             break
         if constraints.recompute in (None, "none"):
             try:
@@ -302,7 +301,7 @@ def _solve(
                     return found
             except NoPlanError as fault:
                 failures.append(Failure(fault, mesh, count))
-                if rung.offload_states in ("any", "any-grads") and isinstance(fault, SolverLimitError):
+                if rung.place_params == ANY and isinstance(fault, SolverLimitError):
                     found += by_places(job, mesh, count, rung, clock.left)
         if not _keeps_all(constraints):
             try:
@@ -310,20 +309,14 @@ def _solve(
             except NoPlanError as fault:
                 # What is kept whatever is recomputed does not get less with smaller microbatches.
                 failures.append(Failure(fault, mesh, count, isinstance(fault, InfeasibleError)))
-    op_by_op = mesh.size == 1 and constraints.recompute is None and not _states_pinned_away(constraints)
+    op_by_op = mesh.size == 1 and constraints.recompute is None and not constraints.pins_away
     op_by_op &= count <= MOST_ORDERED
     if op_by_op and not _keeps_all(constraints):
         # Its failures are of one order of ops; what the others say is about all.
         with suppress(NoPlanError):
-            kept = msgspec.structs.replace(constraints, offload_states="none")
+            kept = constraints.placed(ON_DEVICE)
             found.append(solve_op_by_op(job, mesh, count, kept, clock.part(1.0 if found else 0.5)))
     return found
-
-
-def _states_pinned_away(constraints: Constraints) -> bool:
-    """Whether some state cannot be on the device."""
-    named = msgspec.structs.replace(constraints, offload_states="none").state_tiers
-    return bool(named) or HERE not in constraints.places
 
 
 def _keeps_all(constraints: Constraints) -> bool:

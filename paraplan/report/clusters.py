@@ -8,6 +8,7 @@ from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.devices import CATALOG
 from paraplan.ir.cluster import ClusterSpec, Link, NodeGroup
 from paraplan.ir.struct import Value
+from paraplan.ir.tiers import TIERS
 from paraplan.report.units import show_bytes, show_seconds
 
 __all__ = ["CatalogRow", "ClusterTables", "catalog_rows", "cluster_tables", "parse_cluster"]
@@ -97,17 +98,16 @@ def _device_rows(group: NodeGroup) -> Iterator[Row]:
     for dtype, rate in device.flops_per_s.items():
         yield dtype, show_flops(rate, dtype), device.sources.get(dtype, "")
     yield "kernel start", show_seconds(device.launch_s), ""
-    if group.host_memory_bytes:
-        yield "host memory", show_bytes(group.host_memory_bytes), "per node, for offloading"
-    if group.host_memory_bytes_per_s:
-        yield "host memory bandwidth", show_rate(group.host_memory_bytes_per_s), group.host_memory_source
-    if group.disk_bytes:
-        yield "disk", show_bytes(group.disk_bytes), "per node, for offloading"
+    for name, kind in TIERS.items():
+        if group.room_bytes(name):
+            yield kind.label, show_bytes(group.room_bytes(name)), "per node, for offloading"
+        if group.update_bytes_per_s(name):
+            yield f"{kind.label} bandwidth", show_rate(group.update_bytes_per_s(name)), getattr(group, kind.source)
 
 
 def _link_rows(group: NodeGroup, shared: Link | None) -> Iterator[Row]:
     between = group.between_nodes or shared
-    levels = (("in node", group.in_node), ("between nodes", between), ("host", group.host), ("disk", group.disk))
+    levels = (("in node", group.in_node), ("between nodes", between), *((tier, getattr(group, tier)) for tier in TIERS))
     for level, link in levels:
         if link is not None:
             yield _link_row(level, link)

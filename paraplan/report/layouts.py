@@ -20,6 +20,7 @@ from paraplan.ir.rules.dims import op_def
 from paraplan.ir.rules.strategies import choices_named
 from paraplan.ir.struct import Value
 from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.tiers import TIERS
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -107,7 +108,7 @@ def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
     if layouts.ahead:
         words.append("gathered once a step")
     if layouts.state_tier or layouts.stored_tier:
-        where = {"host": "on the host", "disk": "on disk"}[layouts.stored_tier or layouts.state_tier]
+        where = TIERS[layouts.stored_tier or layouts.state_tier].where
         what = where if layouts.stored_tier else f"states {where}"
         what += ", gradients too" if layouts.grad_tier else ""
         words.append(what + (", fetched to be updated" if layouts.fetched else ""))

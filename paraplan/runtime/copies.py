@@ -31,6 +31,7 @@ from torch import Tensor
 
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.strides import contiguous_strides, is_dense
+from paraplan.ir.tiers import TIERS
 from paraplan.runtime.devices import on_this_device
 from paraplan.runtime.folders import TensorFolder, unlink
 from paraplan.runtime.homes import Homes, Region
@@ -120,7 +121,7 @@ class Copier:
         self._folder = TensorFolder(folder, rank)
         self._is_full = False
         self.homes = Homes(folder, rank)
-        self._flights: dict[int, tuple[Any, Flight]] = {}
+        self._flights: dict[int, tuple[Any, str, Flight]] = {}
         self._queues: dict[tuple[str, str], SimpleQueue[Flight | None]] = {}
         self._streams: dict[str, Any] = {}
         self._end = weakref.finalize(self, _end, self._queues)
@@ -131,7 +132,7 @@ class Copier:
         what = f"offload of {away.nbytes} bytes to {tier}"
         if self.device == "cuda":
             return self._begin(away, self._from_cuda(away, x, what), "out")
-        put = _to_host if tier == "host" else self._to_file(away)
+        put = _to_host if TIERS[tier].is_memory else self._to_file(away)
         return self._begin(away, Flight(lambda: put(away, x), what, self._least_s(away)), "out")
 
     def prefetch(self, away: Away, tier: str) -> Tensor:
@@ -145,7 +146,7 @@ class Copier:
     def kept(self, x: Tensor, tier: str) -> Away:
         """What stands for a tensor that lives on a tier."""
         away = Away(x, tier)
-        away.content = x if tier == "host" else self.homes.region_of(x)
+        away.content = x if TIERS[tier].is_memory else self.homes.region_of(x)
         return away
 
     def bring(self, away: Away, tier: str) -> Tensor:
@@ -153,10 +154,10 @@ class Copier:
         return self.prefetch(away, tier)
 
     def lift(self, away: Away, tier: str) -> Away:
-        """Begin to copy a tensor from disk to the host's memory."""
+        """Begin to copy a tensor from files to the memory where the host updates it."""
         pinned = self.device == "cuda"
         blank = torch.empty_strided(away.shape, away.strides, dtype=away.dtype, pin_memory=pinned)
-        made = Away(blank, "host")
+        made = Away(blank, TIERS[tier].updated_in)
         made.content = blank
         what = f"lift of {away.nbytes} bytes from {tier}"
         return self._begin(made, Flight(lambda: _fetch(away, blank), what, self._least_s(away, True)), "in", tier)
@@ -175,11 +176,12 @@ class Copier:
         Raises:
             RuntimeFailure: the copy failed (a full disk, no memory left).
         """
-        _, flight = self._flights.pop(id(issued))
+        _, tier, flight = self._flights.pop(id(issued))
         flight.done.wait()
         if flight.fault:
-            out = "free space or name another folder" if "disk" in flight.what else "free host memory"
-            raise RuntimeFailure(f"rank {self.rank}: {flight.what} failed: {flight.fault}; {out}, or offload less")
+            raise RuntimeFailure(
+                f"rank {self.rank}: {flight.what} failed: {flight.fault}; {TIERS[tier].when_full}, or offload less"
+            )
         if flight.event is not None:
             torch.cuda.current_stream().wait_event(flight.event)
         return issued
@@ -206,7 +208,7 @@ class Copier:
 
     def forget(self) -> None:
         """Let copies that nobody will wait for end."""
-        for _, flight in self._flights.values():
+        for *_, flight in self._flights.values():
             flight.done.wait()
         if self._flights and self.device == "cuda":
             torch.cuda.synchronize()
@@ -221,7 +223,7 @@ class Copier:
     @property
     def under_way(self) -> int:
         """Copies begun that are neither done nor waited for."""
-        return sum(not flight.done.is_set() for _, flight in self._flights.values())
+        return sum(not flight.done.is_set() for *_, flight in self._flights.values())
 
     @property
     def files(self) -> list[Path]:
@@ -230,8 +232,8 @@ class Copier:
 
     def _begin(self, result: Any, flight: Flight, way: str, tier: str = "") -> Any:
         tier = tier or result.tier
-        self._flights[id(result)] = (result, flight)
-        if self.device == "cuda" and tier == "host":
+        self._flights[id(result)] = (result, tier, flight)
+        if self.device == "cuda" and TIERS[tier].is_memory:
             flight.fly()
         elif self.device == "cuda" or self._beside:
             self._queue(tier, way).put(flight)
@@ -251,7 +253,8 @@ class Copier:
         if self._pace is None:
             return 0.0
         least = self._pace(away.tier, away.nbytes)
-        return max(0.0, least - self._pace("host", away.nbytes)) if from_host and away.tier != "host" else least
+        through = TIERS[away.tier].through
+        return max(0.0, least - self._pace(through, away.nbytes)) if from_host and through else least
 
     def _to_file(self, away: Away) -> Callable[[Away, Tensor], None]:
         path = self._folder.path()
@@ -273,7 +276,7 @@ class Copier:
         with torch.cuda.stream(side):
             host.copy_(x, non_blocking=True)
             event = side.record_event()
-        if away.tier == "host":
+        if TIERS[away.tier].is_memory:
             away.content = host
             flight = Flight(lambda: None, what, 0.0)
         else:

@@ -151,8 +151,8 @@ class WaitingGrads:
         if factors and self._is_written(name):
             raise PlanMismatchError(
                 f"the gradient of {name}, which waits beside its optimizer states, was written to after it was clipped "
-                "or unscaled, which is done in the update; write to it before, or plan with gradients elsewhere "
-                "(offload_states without '-grads')"
+                "or unscaled, which is done in the update; write to it before, or plan with gradients where "
+                "their update is (without place_grads)"
             )
         return factors
 

@@ -36,6 +36,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.names import Name, Role
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
+from paraplan.ir.tiers import TIERS
 from paraplan.runtime.rank import Rank
 
 WARM_UP = 2
@@ -210,7 +211,10 @@ def refuse_host_decisions(program: RankProgram) -> None:
     elif any(step.late for step in program.steps):
         found = "the host updates parameters while the device computes: plan without delayed_update"
     elif any(value.tier for value in program.outer.values()) or any(each.kind is InstrKind.COPY for each in instrs):
-        found = "tensors wait on host or disk, whose copies the host begins: plan without offload and offload_states"
+        found = (
+            f"tensors wait on {' or '.join(TIERS)}, whose copies the host begins: plan without offload, and with "
+            "place_states='device'"
+        )
     elif any(instr.kind is InstrKind.COLLECTIVE and COLLECTIVES[instr.target].uneven for instr in instrs):
         found = "the host reads how many rows experts on several ranks exchange: plan with ep=1"
     if found:

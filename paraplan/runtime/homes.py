@@ -120,7 +120,7 @@ class Homes:
         return (
             f"rank {self.rank}: {say_size(nbytes)} of optimizer states and parameters are to live on disk, and "
             f"{folder} has {free} free: {why}; free space, name another folder (offload_folder), or plan with fewer of "
-            "them on disk (offload_states)"
+            "them there (place_states, place_params, place_grads)"
         )
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

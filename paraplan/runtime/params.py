@@ -20,6 +20,7 @@ from paraplan.ir.mesh import Layout, Replicate, Shard, is_shardable, layout_text
 from paraplan.ir.names import Name, Role
 from paraplan.ir.program import Program
 from paraplan.ir.rank_program import OuterValue, RankProgram
+from paraplan.ir.tiers import is_in_files
 from paraplan.runtime.homes import Homes
 
 Dims = tuple[int, ...]
@@ -206,11 +207,11 @@ def local_tensors(
         RuntimeFailure: the disk has no room for what is to live there.
     """
     found: dict[Name, Tensor] = {name: x for name, x in (held or {}).items() if name.role is not Role.SEED}
-    homes.reserve([x.nbytes for name, x in program.outer.items() if x.tier == "disk" and name not in found])
+    homes.reserve([x.nbytes for name, x in program.outer.items() if is_in_files(x.tier) and name not in found])
 
     def blank(value: OuterValue, padded: bool) -> Tensor:
         dtype = getattr(torch, value.dtype)
-        if value.tier == "disk":
+        if is_in_files(value.tier):
             return homes.make(value.shape, dtype)
         made = torch.zeros if padded else torch.empty  # padding is zero
         place = {"device": "cpu", "pin_memory": device == "cuda"} if value.tier else {"device": device}

@@ -111,7 +111,7 @@ class Staging:
                 raise PlanMismatchError(
                     f"{type(self.optimizer).__name__} calls the closure of its step again, or after it changed "
                     "parameters, and under this plan parameters are updated a few at a time after the step; use an "
-                    "optimizer that calls it once and first, or plan without offload_states"
+                    "optimizer that calls it once and first, or plan with place_states='device'"
                 )
             before, depth = None, self._depth
             self._take_back()
@@ -217,7 +217,7 @@ class Staging:
                 f"{type(self.optimizer).__name__} keeps more than {room} tensors for {name}, and the plan, made for "
                 f"{optimizer!r}, has room for {room} where its states live; plan with the optimizer that is used or, "
                 "where plans know none like it (amsgrad), with states that are updated where they live "
-                "(offload_states='host' or 'all')"
+                "(place_states='host', update_on='host')"
             )
         return self.rank.without_padding(name, slots[index], self.rank.layouts[name])
 

@@ -16,6 +16,7 @@ from paraplan.ir.holding import Holding, holdings
 from paraplan.ir.mesh import Shard, parse_layout
 from paraplan.ir.plan import OPTIMIZERS, Optimizer
 from paraplan.ir.sizes import say_size
+from paraplan.ir.tiers import TIERS
 from paraplan.runtime.coupling import Coupling, coupling
 from paraplan.runtime.fused import KERNELS, FusedUpdates
 from paraplan.runtime.optim import GroupMaker
@@ -42,7 +43,8 @@ def make_optimizer(
     if rank.has_optimizer and (rank.staged or rank.late):
         raise PlanMismatchError(
             "the trainer has an optimizer already, and states that are brought to their update, or updated one step "
-            "late, follow one; give all parameters to one optimizer (groups=), or plan without offload_states"
+            "late, follow one; give all parameters to one optimizer (groups=), or plan with states on "
+            "the device (place_states='device')"
         )
     if not callable(cls):
         raise PlanMismatchError(
@@ -60,7 +62,8 @@ def make_optimizer(
         if rank.staged:
             raise PlanMismatchError(
                 f"{name} takes no step without a closure, and under this plan parameters are updated a few at a time "
-                "after the loss was computed; use an optimizer whose step() needs none, or plan without offload_states"
+                "after the loss was computed; use an optimizer whose step() needs none, or plan with states on "
+                "the device (place_states='device')"
             )
         made.register_step_pre_hook(lambda _, args, kwargs: _check_closure(name, args[1:], kwargs))
     rank.has_optimizer = True
@@ -193,12 +196,12 @@ def _refuse_coupled(rank: Rank, name: str, found: Coupling, names: set[str]) -> 
             f"tp, or params={{{first!r}: {whole!r}, ...}}; {_ALONE}"
         )
     parts = "the stages of a pipeline" if len(held) > 1 else "shards" if sharded else ""
-    parts = parts or ("places of their own (host, disk)" if any(rank.tiers.values()) or rank.staged else "")
+    parts = parts or (f"places of their own ({', '.join(TIERS)})" if any(rank.tiers.values()) or rank.staged else "")
     if found.across and parts:
         raise PlanMismatchError(
             f"{name} updates parameters by other parameters ({found.across}), and under this plan it has them in "
-            f"{parts}, never all of them whole at once. Plan with whole states in one place (zero=0, no tp, pp or "
-            f"offload_states), {_ALONE}"
+            f"{parts}, never all of them whole at once. Plan with whole states in one place (zero=0, no tp or pp, "
+            f"place_states='device'), {_ALONE}"
         )
 
 

@@ -15,8 +15,9 @@ OPTIONS = {
     "plan": [
         "MODEL", "CLUSTER", "--output -o", "--set",
         "--mesh", "--dp", "--tp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages",
-        "--microbatches", "--memory", "--reserve", "--recompute", "--offload", "--offload-states", "--delayed-update",
-        "--overlap", "--compile", "--reduce-dtype", "--optimizer", "--dynamic", "--batch", "--seq", "--precision",
+        "--microbatches", "--memory", "--reserve", "--recompute", "--offload", "--states", "--params", "--grads",
+        "--update", "--offload-states", "--delayed-update", "--overlap", "--compile", "--reduce-dtype", "--optimizer",
+        "--dynamic", "--batch", "--seq", "--precision",
         "--per-microbatch", "--time-limit", "--profile", "--profile-any", "--json",
     ],
     "profile": [

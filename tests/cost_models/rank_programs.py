@@ -11,7 +11,6 @@ from paraplan.ir.graph import refs
 from paraplan.ir.mesh import make_mesh
 from paraplan.ir.names import Role
 from paraplan.ir.rank_program import (
-    TIERS,
     Block,
     BlockRole,
     Instr,
@@ -22,6 +21,7 @@ from paraplan.ir.rank_program import (
     Step,
     StepKind,
 )  # fmt: skip
+from paraplan.ir.tiers import TIERS
 from tests.named import all_named, named, some_named
 
 ADD = "aten.add.Tensor"

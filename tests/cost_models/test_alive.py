@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from paraplan.cost_models.alive import BEFORE, STATES, WORKSPACE, alive_at
-from paraplan.ir.rank_program import TIERS, BlockRole, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import BlockRole, RankProgram, Step, StepKind
+from paraplan.ir.tiers import TIERS
 from tests.cost_models.rank_programs import (
     NaiveReplay,
     block,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
-from paraplan.ir.plan import HERE, ON_HOST, Place
+from paraplan.ir.placement import HERE, TierPlacement
 from paraplan.planner import search as search_module
 from paraplan.planner.classes import grad_classes, param_classes
-from paraplan.planner.constraints import Constraints, parse_param_pin
+from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.meshes import candidate_meshes
+from paraplan.planner.param_pins import parse_param_pin
 from paraplan.planner.search import search
 
 
@@ -67,9 +68,21 @@ def test_contradictions_are_refused(constraints: Constraints, message: str) -> N
 
 def test_parameter_pins() -> None:
     assert parse_param_pin("w", "R,S0/P,S0/S0,S0") == ("R,S0", "P,S0", "S0,S0", HERE, False)
-    assert parse_param_pin("w", "R/P/S0@host") == ("R", "P", "S0", ON_HOST, False)
-    assert parse_param_pin("w", "S0/R/S0@disk-all-fetched").place == Place("disk", "disk", True)
-    assert parse_param_pin("w", "S0/S0/S0@all") == ("S0", "S0", "S0", Place("host", "host"), False)
+    assert parse_param_pin("w", "R/P/S0@host") == (
+        "R",
+        "P",
+        "S0",
+        TierPlacement(states="host", grads="host", update="host"),
+        False,
+    )
+    assert parse_param_pin("w", "S0/R/S0@disk-all-fetched").place == TierPlacement("disk", "disk", "", "device")
+    assert parse_param_pin("w", "S0/S0/S0@all") == (
+        "S0",
+        "S0",
+        "S0",
+        TierPlacement("host", "host", "host", "host"),
+        False,
+    )
     assert parse_param_pin("w", "R/P/S0+ahead") == ("R", "P", "S0", HERE, True)
     with pytest.raises(ConstraintError, match="give stored/grad/state"):
         parse_param_pin("w", "R/S0")

@@ -22,9 +22,10 @@ from paraplan.ir.mesh import local_shape
 from paraplan.ir.names import Name, value
 from paraplan.ir.plan import Stage
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import TIERS, Block, LocalValue
+from paraplan.ir.rank_program import Block, LocalValue
 from paraplan.ir.strides import contiguous_strides, is_dense
 from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.tiers import TIERS
 
 Names = tuple[str, ...]
 

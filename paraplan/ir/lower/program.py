@@ -20,10 +20,10 @@ from paraplan.ir.lower.staged import StagedUpdates
 from paraplan.ir.lower.ties import exchange_ends
 from paraplan.ir.lower.whole import Turn
 from paraplan.ir.names import LOSS, Name, Role
-from paraplan.ir.plan import STATE_TIERS
 from paraplan.ir.rank_program import OuterValue, OutputPlace, RankProgram, StepKind
 from paraplan.ir.schedule import Action, ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.tiers import TIERS
 
 _BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
 
@@ -207,7 +207,7 @@ class RankSteps(LossSteps):
     def _update(self, grads: dict[str, Name]) -> None:
         names = tuple(name for name in self.trained if name not in self.late)
         plain = tuple(name for name in names if not self.holding.params[name].staged)
-        tiers = [tier for tier in STATE_TIERS if self.states.on(tier, names)]
+        tiers = [tier for tier in ("", *TIERS) if self.states.on(tier, names)]
         for tier in tiers or ([] if self.late else [""]):
             on_tier = self.states.on(tier, names)
             self.add(StepKind.UPDATE, args=tuple(map(outer_names.state, on_tier)))

@@ -21,7 +21,7 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.graph import Phase
 from paraplan.ir.lower.casts import SCALE
 from paraplan.ir.program import SegmentKind
-from paraplan.ir.rank_program import TIERS
+from paraplan.ir.tiers import TIERS
 
 RECOMPUTE, RERUN = "recompute", "rerun"
 FATES = (RECOMPUTE, RERUN, *TIERS)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.flat import GIVEN, FlatProgram
 from paraplan.ir.memory_actions import Act, MemAction
-from paraplan.ir.rank_program import TIERS
+from paraplan.ir.tiers import TIERS
 
 
 def check_actions(flat: FlatProgram, actions: Sequence[MemAction]) -> None:

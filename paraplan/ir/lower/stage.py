@@ -26,10 +26,10 @@ from paraplan.ir.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.micro import ProgramMicro, dual, program_micro
 from paraplan.ir.plan import KindChoice, Plan
 from paraplan.ir.program import HALVES, master_dtype
-from paraplan.ir.rank_program import TIERS
 from paraplan.ir.reshard import reshard_path
 from paraplan.ir.schedule import ActionKind, parse_action
 from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.tiers import TIERS
 
 _INSTRS = 50_000  # some 45 MB
 _FORWARDS = Lately[LoweredForward](_INSTRS, lambda made: len(made.block.instrs))

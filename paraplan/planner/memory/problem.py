@@ -70,7 +70,7 @@ class Tier:
     """Slower memory that tensors can be copied to; copies run beside the ops, one at a time each way.
 
     Attributes:
-        name: "host" or "disk".
+        name: of the tier.
         capacity_bytes: what it holds.
         out_bytes_per_s, back_bytes_per_s: rates of copies to it and from it.
         latency_s: of each copy.

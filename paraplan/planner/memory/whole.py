@@ -8,6 +8,7 @@ proved to be needed (`least.py`) and the peak without recomputation, for the err
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -22,6 +23,7 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.sizes import say_size
 from paraplan.ir.sources import source_lines
+from paraplan.ir.tiers import TIERS
 from paraplan.planner.memory.answer import MemoryAnswer
 from paraplan.planner.memory.flatten import flatten
 from paraplan.planner.memory.least import Need, least_need
@@ -51,14 +53,14 @@ class Scheduled:
     answer: MemoryAnswer
 
 
-def host_tiers(cluster: ClusterSpec) -> tuple[Tier, ...]:
-    """The host's memory as one device of the cluster sees it; nothing where none is for offloading."""
-    group = cluster.groups[0]
-    room = group.host_memory_bytes // group.devices_per_node
-    if not room:
-        return ()
-    rate = group.host.bytes_per_s
-    return (Tier("host", room, rate, rate, group.host.latency_s),)
+def memory_tiers(cluster: ClusterSpec, names: Iterable[str] = TIERS) -> tuple[Tier, ...]:
+    """Those of some tiers that are memory as one device of the cluster sees them; nothing where none has room."""
+    found = []
+    for name in names:
+        if TIERS[name].is_memory and cluster.has_room(name, (0,)):
+            link = cluster.link(name)
+            found.append(Tier(name, cluster.room_bytes(name, (0,)), link.bytes_per_s, link.bytes_per_s, link.latency_s))
+    return tuple(found)
 
 
 def memory_problem(plan: Plan, tiers: tuple[Tier, ...] = (), beside_bytes: int = 0) -> MemoryProblem:

@@ -19,6 +19,7 @@ from functools import partial
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.mesh import Mesh
 from paraplan.ir.sizes import say_size
+from paraplan.ir.tiers import NEAREST, TIERS
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.milp import Status
@@ -156,4 +157,5 @@ def _closest_words(job: Job, decisions: Decisions, found: Unfit) -> str:
 
 
 def _host_words(job: Job, mesh: Mesh) -> str:
-    return f"the host has room for {say_size(job.cluster.room_bytes('host', mesh.devices))} per device"
+    room = job.cluster.room_bytes(NEAREST, mesh.devices)
+    return f"{TIERS[NEAREST].noun} has room for {say_size(room)} per device"

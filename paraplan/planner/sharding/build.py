@@ -20,6 +20,7 @@ from paraplan.ir.micro import KindMicro, dual, program_micro
 from paraplan.ir.plan import REDUCE_DTYPES
 from paraplan.ir.program import HALVES, SegmentKind, Source, producers, source_of
 from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, op_signature, op_strategies
+from paraplan.ir.tiers import TIERS
 from paraplan.planner.assemble import Job
 from paraplan.planner.classes import GradClass, ParamClass, grad_classes, param_classes
 from paraplan.planner.sharding.held import param_held
@@ -140,11 +141,11 @@ def _param(job: Job, space: Space, cls: ParamClass, m: int, pins: Pins) -> None:
     space.update_workspace.append((index, tuple(each.work for each in held)))
     if any(each.here for each in held):
         space.comes.append((index, tuple(each.here for each in held), cls))
-    if any(each.disk for each in held):
-        space.disk.append((index, tuple(each.disk for each in held)))
-    if any(each.away for each in held):
-        space.away.append((index, tuple(each.away for each in held)))
-        space.away_workspace.append((index, tuple(each.away_work for each in held)))
+    for tier in TIERS:
+        if any(each.away.get(tier) for each in held):
+            space.away.setdefault(tier, []).append((index, tuple(each.away.get(tier, 0) for each in held)))
+            work = tuple(each.away_work.get(tier, 0) for each in held)
+            space.away_workspace.setdefault(tier, []).append((index, work))
 
 
 def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from paraplan.ir.mesh import Layout
+from paraplan.ir.tiers import TIERS
 from paraplan.planner.sharding.network import Factor, Floats, Ints, Network, Row
 from paraplan.planner.sharding.space import End, Space, Transfer
 
@@ -103,17 +104,17 @@ def memory_rows(space: Space, limit: float, activations: bool = True, proof: boo
 
 
 def tier_rows(space: Space, over: Mapping[str, int] = MappingProxyType({})) -> tuple[Row, ...]:
-    """What lives in the host's memory and on disk where anything may, in units of a device's room there.
+    """What lives on tiers where anything may, in units of a device's room there.
 
     `over`: per tier, bytes of its room that are taken by what the rows do not count.
     """
-    costs = space.prices.costs
-    disk = max(costs.cluster.room_bytes("disk", costs.mesh.devices) - over.get("disk", 0), 1)
-    rows = (Row("disk", 1.0, _sums(space.disk, disk)),) if space.disk else ()
-    if not space.away:
-        return rows
-    host = max(host_room_bytes(space) - over.get("host", 0), 1)
-    return (*_updates(space, space.away, space.away_workspace, host, "update on the host"), *rows)
+    rows: list[Row] = []
+    for tier, kind in TIERS.items():
+        if tier in space.away:
+            room = max(tier_room_bytes(space, tier) - over.get(tier, 0), 1)
+            what = f"update {kind.where}" if kind.is_memory else tier
+            rows += _updates(space, space.away[tier], space.away_workspace[tier], room, what)
+    return tuple(rows)
 
 
 def _updates(space: Space, held: Held, workspace: Held, limit: float, what: str) -> tuple[Row, ...]:
@@ -129,10 +130,10 @@ def _updates(space: Space, held: Held, workspace: Held, limit: float, what: str)
     return tuple(rows)
 
 
-def host_room_bytes(space: Space) -> int:
-    """What a device may fill of its host's memory."""
+def tier_room_bytes(space: Space, tier: str) -> int:
+    """What a device may fill of a tier."""
     costs = space.prices.costs
-    return costs.cluster.room_bytes("host", costs.mesh.devices)
+    return costs.cluster.room_bytes(tier, costs.mesh.devices)
 
 
 def _sums(held: Held, limit: float) -> dict[int, Floats]:

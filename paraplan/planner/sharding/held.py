@@ -10,7 +10,7 @@ the stored copy there too, what a segment reads is on the device for a moment, w
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paraplan.ir.fused import is_fusible
 from paraplan.ir.mesh import R
@@ -31,8 +31,7 @@ class ParamHeld:
         loss, update: bytes on the device at these two instants.
         work: bytes while one of them updates on the device.
         grad: bytes of one gradient that lives from the backward to the update.
-        away, away_work: bytes on the host at the update, and besides while one of them updates there.
-        disk: bytes on disk.
+        away, away_work: per tier, bytes there at the update, and besides while one of them updates there.
         here: bytes of one parameter while a segment that reads it has it on the device, where it is stored elsewhere.
     """
 
@@ -41,27 +40,27 @@ class ParamHeld:
     update: int
     work: int = 0
     grad: int = 0
-    away: int = 0
-    away_work: int = 0
-    disk: int = 0
+    away: dict[str, int] = field(default_factory=dict)
+    away_work: dict[str, int] = field(default_factory=dict)
     here: int = 0
 
 
 def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m: int) -> ParamHeld:
     """The bytes and the price of an option, with m microbatches."""
-    n, slots = len(cls.params), job.optimizer.state_slots
+    n, slots, place = len(cls.params), job.optimizer.state_slots, option.place
     stored, fetched = prices.nbytes(cls.spec, (R, *option.stored)), prices.zero
     stays = 0
-    if option.stored_tier:
+    if place.params:
         comes = TensorSpec(option.state_dtype, cls.spec.shape) if cls.trained else cls.spec
-        copied = prices.fetched(option.stored_tier, prices.nbytes(comes, (R, *option.stored)))
+        copied = prices.fetched(place.params, prices.nbytes(comes, (R, *option.stored)))
         cast = prices.cast(comes, cls.spec.dtype, (R, *option.stored))
         fetched = scale(add(copied, cast), _reads(job, cls) * m)
         stored, stays = 0, stored
     if not cls.trained:
-        on_host = stays if option.stored_tier == "host" else 0
-        return ParamHeld(fetched, stored * n, stored * n, away=on_host * n, disk=(stays - on_host) * n, here=stays)
-    tier, master = option.state_tier, TensorSpec(option.state_dtype, cls.spec.shape)
+        away = {place.params: stays * n} if place.params else {}
+        return ParamHeld(fetched, stored * n, stored * n, away=away, here=stays)
+    tier, at, waits = place.states, place.update_tier, place.grads_wait
+    master = TensorSpec(option.state_dtype, cls.spec.shape)
     shard, grad = prices.nbytes(master, (R, *option.state)), prices.nbytes(master, (R, *option.grad))
     reduced = _reduced(job, prices, master, option)
     restored = prices.reshard(cls.spec, (R, *option.state), (R, *option.stored), bundled=option.ahead)
@@ -70,14 +69,12 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     if option.needs_restore(cls.spec.dtype):  # cast as it is written, or before it is sent to other ranks
         given = option.state_dtype if option.resting == option.state else cls.spec.dtype
         copy = prices.write(cls.spec, (R, *option.resting), given)
-    back = not option.stored_tier
-    on_host = bool(tier) and not option.fetched
-    waits = option.grad_tier
-    step = prices.updated_away("host", shard, slots, back, not waits) if on_host else prices.updated(shard, slots)
-    brought = shard * (1 + slots) if tier and (option.fetched or tier != "host") else 0
-    moved = prices.staged(tier, brought, on_host) if brought else prices.zero
+    back = not place.params
+    step = prices.updated_away(at, shard, slots, back, not waits) if at else prices.updated(shard, slots)
+    brought = shard * (1 + slots) if place.is_staged else 0
+    moved = prices.staged(tier, brought, bool(at)) if brought else prices.zero
     if waits:
-        moved, brought = add(moved, prices.kept(tier, shard, on_host)), brought + shard
+        moved, brought = add(moved, prices.kept(tier, shard, bool(at))), brought + shard
     cost = add(scale(add(reduced, restored, copy, step, moved), n), fetched)
     owned = shard if option.owns_state(cls.spec, prices.extended[1:]) else 0
     states = owned + shard * slots + job.optimizer.scalar_bytes
@@ -87,14 +84,14 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     rests = kept - stored + (prices.nbytes(cls.spec, (R, *option.resting)) if stored else 0)
     accumulated = grad if m > 1 else 0
     there = states + (shard if waits else 0)
-    away, disk = (there * n, 0) if tier == "host" else (0, there * n if tier else 0)
-    if on_host:
+    away = {tier: there * n} if tier else {}
+    if at:
         work = workspace + brought
-        away += 0 if waits else shard * n
-        return ParamHeld(cost, (kept + accumulated) * n, kept * n, away=away, away_work=work, disk=disk, here=stays)
+        away[at] = away.get(at, 0) + (0 if waits else shard * n)
+        return ParamHeld(cost, (kept + accumulated) * n, kept * n, away=away, away_work={at: work}, here=stays)
     work, one = workspace + brought, grad if m == 1 and not waits else 0
     left = rests if waits else rests + shard
-    return ParamHeld(cost, (kept + accumulated) * n, left * n, work, one, away=away, disk=disk, here=stays)
+    return ParamHeld(cost, (kept + accumulated) * n, left * n, work, one, away=away, here=stays)
 
 
 def _reduced(job: Job, prices: Prices, master: TensorSpec, option: ParamOption) -> Price:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from paraplan.ir.graph import Phase
 from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, is_view_of, layout_text
-from paraplan.ir.plan import HERE, ParamLayouts, Place
+from paraplan.ir.placement import HERE, TierPlacement
+from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.program import BatchInput, SegmentKind, master_dtype
 from paraplan.ir.reshard import only_gathers
 from paraplan.ir.rules.dims import op_def
@@ -29,41 +30,30 @@ class ParamOption:
     grad: Layout
     state: Layout
     state_dtype: str
-    state_tier: str = ""
-    stored_tier: str = ""
-    fetched: bool = False
+    place: TierPlacement = HERE
     ahead: bool = False
     eager: bool = False
-    grad_tier: str = ""
 
     @property
     def resting(self) -> Layout:
         """The layout of the stored copy between steps."""
         return self.state if self.ahead else self.stored
 
-    @property
-    def place(self) -> Place:
-        """Where state, stored copy and gradient are, and whether the device updates."""
-        return Place(self.state_tier, self.stored_tier, self.fetched, self.grad_tier)
-
     def needs_restore(self, dtype: str) -> bool:
         """Whether the update is followed by a write into the stored copy."""
-        if self.stored_tier:  # the state's storage
+        if self.place.params:  # the state's storage
             return False
-        return bool(self.state_tier) or self.resting != self.state or dtype != self.state_dtype
+        return bool(self.place.states) or self.resting != self.state or dtype != self.state_dtype
 
     def owns_state(self, spec: TensorSpec, mesh_shape: Dims) -> bool:
         """Whether the optimizer's tensor is a storage of its own, not a slice of the stored copy."""
         alike = spec.dtype == self.state_dtype and is_view_of(spec.shape, self.resting, self.state, mesh_shape)
-        return bool(self.state_tier) or not alike
+        return bool(self.place.states) or not alike
 
     def layouts(self) -> ParamLayouts:
         """As a plan writes it."""
-        return ParamLayouts(
-            stored=layout_text(self.stored), grad=layout_text(self.grad), state=layout_text(self.state),
-            state_tier=self.state_tier, stored_tier=self.stored_tier, fetched=self.fetched, ahead=self.ahead,
-            grad_tier=self.grad_tier,
-        )  # fmt: skip
+        stored, grad, state = (layout_text(each) for each in (self.stored, self.grad, self.state))
+        return ParamLayouts(stored=stored, grad=grad, state=state).placed(self.place, self.ahead)
 
 
 def _axis_options(ndim: int) -> list[tuple[Placement, Placement, Placement]]:
@@ -75,7 +65,7 @@ def _axis_options(ndim: int) -> list[tuple[Placement, Placement, Placement]]:
 
 
 def param_options(
-    precision: str, cls: ParamClass, mesh_shape: Dims, places: Sequence[Place] = (HERE,)
+    precision: str, cls: ParamClass, mesh_shape: Dims, places: Sequence[TierPlacement] = (HERE,)
 ) -> tuple[ParamOption, ...]:
     """Every combination of per-axis options that divides or may be padded; a frozen parameter is only stored.
 
@@ -91,14 +81,12 @@ def param_options(
             grad = state = stored
         if all(is_shardable(cls.spec.shape, layout, mesh_shape) for layout in (stored, grad, state)):
             ahead = stored != state and only_gathers(cls.spec.shape, state, stored, mesh_shape)
-            for states, kept, fetched, waits in places if cls.trained else dict.fromkeys(x.frozen for x in places):
-                if not kept and not states and ahead:
+            for place in places if cls.trained else dict.fromkeys(each.frozen for each in places):
+                if place == HERE and ahead:
                     found[ParamOption(stored, grad, state, dtype, ahead=True)] = None
                     found[ParamOption(stored, grad, state, dtype, eager=True)] = None
-                elif not kept:
-                    found[ParamOption(stored, grad, state, dtype, states, "", fetched, grad_tier=waits)] = None
-                if kept and stored == state:
-                    found[ParamOption(stored, grad, state, dtype, kept, kept, fetched, grad_tier=waits)] = None
+                elif not place.params or stored == state:
+                    found[ParamOption(stored, grad, state, dtype, place)] = None
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.graph import Op
@@ -18,11 +19,13 @@ from paraplan.ir.lower.bundle import SMALL_BYTES
 from paraplan.ir.lower.casts import CAST, SCALE
 from paraplan.ir.mesh import Layout, P, Partial, Placement, R, Shard, layout_text, pads_little
 from paraplan.ir.micro import ProgramMicro, program_micro, smallest_divisor
+from paraplan.ir.placement import TierPlacement
 from paraplan.ir.program import Program, SegmentKind
 from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, dims_of, mesh_choices
 from paraplan.planner.classes import ParamClass
-from paraplan.planner.constraints import Constraints, parse_param_pin
+from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_param_names
+from paraplan.planner.param_pins import parse_param_pin
 from paraplan.planner.sharding.experts import ExpertAxis, expert_axis
 from paraplan.planner.sharding.options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
@@ -118,6 +121,12 @@ class Pins:
         passed = (len(x.graph.values[name].shape) for x in self.program.kinds for name in (*x.inputs, *x.outputs))
         return len(kind.graph.values[op.tensors[0]].shape) > max(passed)
 
+    @cached_property
+    def _places(self) -> tuple[frozenset[TierPlacement], frozenset[TierPlacement]]:
+        """Where parameters may be that are not pinned by name: those that are not trained, and those that are."""
+        places = self.constraints.places
+        return frozenset(place.frozen for place in places), frozenset(places)
+
     def param(self, cls: ParamClass, option: ParamOption) -> bool:
         """Whether a parameter class' option is left over."""
         pinned = {self.constraints.params[name] for name in cls.params if name in self.constraints.params}
@@ -126,8 +135,7 @@ class Pins:
             return (*text, option.ahead) == parse_param_pin(cls.params[0], sorted(pinned)[0])
         if option.eager:
             return False
-        places = self.constraints.places
-        if option.place not in (places if cls.trained else {place.frozen for place in places}):
+        if option.place not in self._places[cls.trained]:
             return False
         if self.tp >= 0:
             on_tp = (option.stored[self.tp], option.state[self.tp])

@@ -22,13 +22,14 @@ from paraplan.ir.graph import Graph, Op
 from paraplan.ir.lower.bundle import is_small
 from paraplan.ir.lower.whole_norms import vanishing
 from paraplan.ir.mesh import Layout, R, S, local_shape
-from paraplan.ir.plan import HERE, Place
+from paraplan.ir.placement import HERE, TierPlacement
 from paraplan.ir.reshard import SLICE, Move, ReshardTable, reshard_table
 from paraplan.ir.rules.carried import registered_work
 from paraplan.ir.rules.dims import op_def
 from paraplan.ir.rules.localise import expansion
 from paraplan.ir.rules.strategies import Strategy
 from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.tiers import TIERS
 
 Price = tuple[float, ...]
 Floats = NDArray[np.float64]
@@ -57,7 +58,7 @@ class Prices:
 
     costs: Costs
     extended: Dims
-    places: tuple[Place, ...] = (HERE,)
+    places: tuple[TierPlacement, ...] = (HERE,)
     _moves: dict[object, Price | None] = field(default_factory=dict, repr=False, compare=False)
     _locals: dict[object, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
     _totals: dict[object, tuple[Floats, ReshardTable]] = field(default_factory=dict, repr=False, compare=False)
@@ -66,7 +67,7 @@ class Prices:
     @property
     def streams(self) -> tuple[str, ...]:
         """Streams in price order."""
-        tiers = dict.fromkeys(tier for place in self.places if place.states for tier in ("host", place.states))
+        tiers = dict.fromkeys(tier for place in self.places if place.states for tier in TIERS[place.states].way)
         away = ((copy_stream(tier, OUT), update_stream(tier), copy_stream(tier, IN)) for tier in tiers)
         return (COMPUTE, *dict.fromkeys(self.costs.moves.comm_streams), *itertools.chain.from_iterable(away))
 
@@ -276,7 +277,7 @@ class Prices:
         return add(copied, update, self.fetched(tier, param_bytes)) if back else add(copied, update)
 
     def staged(self, tier: str, nbytes: int, from_host: bool) -> Price:
-        """States copied from a tier to where they are updated, the host's memory or the device; back goes beside it."""
+        """States copied from a tier to where they are updated, the host or the device; back goes beside it."""
         return self._on(copy_stream(tier, IN), self.costs.moves.copy_s(tier, nbytes, from_host, not from_host))
 
     def kept(self, tier: str, nbytes: int, from_host: bool) -> Price:

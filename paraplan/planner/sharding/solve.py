@@ -15,6 +15,7 @@ from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.mesh import Mesh, layout_text
 from paraplan.ir.plan import Plan
 from paraplan.ir.sizes import say_size
+from paraplan.ir.tiers import TIERS
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.classes import grad_classes
 from paraplan.planner.constraints import Constraints
@@ -26,8 +27,8 @@ from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
 from paraplan.planner.sharding.formulate import (
     Formulation,
     formulate,
-    host_room_bytes,
     memory_rows,
+    tier_room_bytes,
     tier_rows,
     with_rows,
 )
@@ -110,28 +111,22 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
     """The option space of a mesh under constraints.
 
     Raises:
-        InfeasibleError: what is pinned to the host does not fit there.
+        InfeasibleError: what is pinned to a tier does not fit there.
     """
     costs = Costs(job.cluster, mesh, job.profile, job.optimizer.timed_as)
     prices = Prices(costs, (job.program.shares(num_microbatches), *mesh.shape), constraints.every_place)
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
     space = build_space(job, prices, num_microbatches, pins)
-    need = sum(min(nbytes) for _, nbytes in space.away)
-    need += max((min(nbytes) for _, nbytes in space.away_workspace), default=0)
-    room = host_room_bytes(space)
-    if need > room:
-        raise InfeasibleError(
-            f"what is pinned to the host takes at least {say_size(need)} per device there, gradients included, on "
-            f"mesh {mesh.shape}, where {job.cluster.name} has room for {say_size(room)}: {say_size(need - room)} are "
-            "missing; shard them further (zero), keep some on the device, or describe more host_memory_bytes"
-        )
-    filed, disk = sum(min(nbytes) for _, nbytes in space.disk), job.cluster.room_bytes("disk", mesh.devices)
-    if filed > disk:
-        raise InfeasibleError(
-            f"what is pinned to disk takes at least {say_size(filed)} per device there on mesh {mesh.shape}, where "
-            f"{job.cluster.name} has room for {say_size(disk)}: {say_size(filed - disk)} are missing; shard them "
-            "further (zero), keep some elsewhere, or describe more disk_bytes"
-        )
+    for tier, held in space.away.items():
+        need = sum(min(nbytes) for _, nbytes in held)
+        need += max(min(nbytes) for _, nbytes in space.away_workspace[tier])
+        room = tier_room_bytes(space, tier)
+        if need > room:
+            raise InfeasibleError(
+                f"what is pinned to {TIERS[tier].noun} takes at least {say_size(need)} per device there on mesh "
+                f"{mesh.shape}, where {job.cluster.name} has room for {say_size(room)}: {say_size(need - room)} are "
+                f"missing; shard them further (zero), keep some elsewhere, or describe more {TIERS[tier].room}"
+            )
     return space
 
 
@@ -340,20 +335,20 @@ def _too_much(job: Job, space: Space, limits: Limits) -> str:
 
 def _only_without_room(space: Space, limits: Limits, need: float) -> str:
     """What is said where only tiers lack room; empty where the device does too."""
-    return without_room(space, limits, need) if need <= limits.memory_bytes and (space.away or space.disk) else ""
+    return without_room(space, limits, need) if need <= limits.memory_bytes and space.away else ""
 
 
 def without_room(space: Space, limits: Limits, need: float) -> str:
     """What is said where the device would have memory enough, were there more room elsewhere."""
-    costs = space.prices.costs
-    rooms = {tier: costs.cluster.room_bytes(tier, costs.mesh.devices) for tier in ("host", "disk")}
-    kinds = {tier for place in space.prices.places for tier in ("host", place.states) if place.states}
-    said = " and ".join(f"{say_size(rooms[tier])} on {tier}" for tier in sorted(kinds))
-    more = "" if "disk" in kinds else ", allow the disk too (offload='disk')"
+    tiers = dict.fromkeys(tier for place in space.prices.places if place.states for tier in TIERS[place.states].way)
+    said = " and ".join(f"{say_size(tier_room_bytes(space, tier))} on {tier}" for tier in sorted(tiers))
+    rooms = " or ".join(TIERS[tier].room for tier in tiers if TIERS[tier].is_memory)
+    others = [name for name, kind in TIERS.items() if name not in tiers and kind.through in tiers]
+    more = "".join(f", allow the {name} too (offload='{name}')" for name in others)
     return (
         f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]} with "
         f"room for {said}; {say_size(need)} would do at the loss and the update if what leaves the device had room and "
-        f"copies took none; describe more host_memory_bytes{more}, or use more devices"
+        f"copies took none; describe more {rooms}{more}, or use more devices"
     )
 
 

@@ -120,9 +120,8 @@ class Space:
         saved_less: the entries of `at_loss` that may turn out smaller, as a value may be saved in the smaller layout it
             is read in: (entry, bytes per option at least).
         update_workspace: bytes needed while one parameter updates: (decider, bytes per option).
-        away, away_workspace: on the host, states and their gradients at the update, and what the update of one
-            parameter needs besides: (decider, bytes per option).
-        disk: likewise on disk.
+        away, away_workspace: per tier in use, states and their gradients there at the update, and what the update of
+            one parameter needs besides: (decider, bytes per option).
         kept: per parameter class, what is alive all through the step: (decider, bytes per option).
         comes: per parameter class, bytes of one parameter on the device where a segment reads it though it is stored
             elsewhere, and whose: (decider, bytes per option, class).
@@ -143,9 +142,8 @@ class Space:
     at_update: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     saved_less: dict[int, tuple[int, ...]] = field(default_factory=dict)
     update_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    away: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    away_workspace: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    disk: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    away: dict[str, list[tuple[int, tuple[int, ...]]]] = field(default_factory=dict)
+    away_workspace: dict[str, list[tuple[int, tuple[int, ...]]]] = field(default_factory=dict)
     kept: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     comes: list[tuple[int, tuple[int, ...], ParamClass]] = field(default_factory=list)
     grads: list[tuple[int, tuple[int, ...], ParamClass]] = field(default_factory=list)
