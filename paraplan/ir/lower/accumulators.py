@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paraplan.ir.lower.away import Call
 from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.flights import BlockCache, Call
 from paraplan.ir.mesh import R
 from paraplan.ir.names import Name
 from paraplan.ir.plan import ParamLayouts
@@ -33,6 +33,7 @@ class Accumulators:
         fused: the places whose updates fused kernels make.
         extended: the mesh, the microbatches before it.
         call: writes one step.
+        blocks: of the rank.
     """
 
     layouts: Mapping[str, ParamLayouts]
@@ -40,9 +41,9 @@ class Accumulators:
     fused: frozenset[str]
     extended: Dims
     call: Call
+    blocks: BlockCache
     _begun: set[str] = field(default_factory=set)
     _first_paths: dict[str, tuple[Move, ...]] = field(default_factory=dict)
-    _blocks: dict[object, Block] = field(default_factory=dict)
 
     def mark(self, name: str) -> None:
         """A parameter has an accumulator."""
@@ -64,10 +65,9 @@ class Accumulators:
         rows = rows and not is_contiguous(value.shape, value.strides)
         if value.dtype == dtype and not rows:
             return out, value
-        key = (value.dtype, dtype, value.shape, value.strides, rows)
-        if key not in self._blocks:
-            self._blocks[key] = _begin_block(f"cast.{len(self._blocks)}", value, dtype, rows, self.extended)
-        block, made = self._blocks[key], out.cast(dtype)
+        spec = TensorSpec(value.dtype, value.shape)
+        block = self.blocks.get("cast.", _begin_block, spec, value.strides, dtype, rows, self.extended)
+        made = out.cast(dtype)
         self.call(block, (out,), (made,), m, index)
         return made, block.values[str(block.outputs[0])]
 
@@ -78,14 +78,14 @@ class Accumulators:
         return "" if follows else self.dtypes[name]
 
 
-def _begin_block(name: str, value: LocalValue, dtype: str, rows: bool, extended: Dims) -> Block:
+def _begin_block(name: str, local: TensorSpec, strides: Dims, dtype: str, rows: bool, extended: Dims) -> Block:
     """A rank's part of a gradient in another dtype, in the order it has or (`rows`) row by row."""
     emitter = BlockEmitter(name, extended, BlockRole.CAST)
     whole = (R,) * len(extended)
-    emitter.give("x", TensorSpec(value.dtype, value.shape), whole, value.strides)
+    emitter.give("x", local, whole, strides)
     made = emitter.get("x", whole)
     if rows:
-        made = emitter.local("paraplan.reshape_copy", ("%" + made, value.shape), "rows", value.dtype, value.shape)
-    if value.dtype != dtype:
+        made = emitter.local("paraplan.reshape_copy", ("%" + made, local.shape), "rows", local.dtype, local.shape)
+    if local.dtype != dtype:
         made = emitter.cast(made, dtype, "cast")
     return emitter.finish((made,), ())

@@ -12,13 +12,12 @@ For the segments of a step, in the order in which they first run: stored copies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paraplan.ir.lower.bundle import is_full
-from paraplan.ir.lower.parcels import Parcel, Parcels, local_bytes, travels_with
-from paraplan.ir.lower.parted import PartedCalls
-from paraplan.ir.rank_program import BlockRole
+from paraplan.ir.lower.flights import Stop
+from paraplan.ir.lower.parcels import Parcel, ParcelBlocks, local_bytes, travels_with
 
 Dims = tuple[int, ...]
 
@@ -31,45 +30,20 @@ class Visit:
     parcels: tuple[Parcel, ...]
 
 
-class Gathers:
-    """Writes the steps that gather.
+def gather_groups(visits: Sequence[Visit], blocks: ParcelBlocks, most_bytes: int) -> Iterator[Stop]:
+    """The groups of segments that are run next, in this order, with what is gathered for each.
 
     Args:
-        mesh_shape: extended.
-        calls: writes steps.
+        visits: the segments.
+        blocks: that gather.
         most_bytes: the plan's bound on bundles.
-        stem: of block names.
-        under_way: groups whose gathers have begun when a segment runs, its own not counted.
     """
-
-    def __init__(
-        self, mesh_shape: Dims, calls: PartedCalls, most_bytes: int, stem: str = "gather", under_way: int = 1
-    ) -> None:
-        self._mesh_shape, self._most_bytes, self._under_way = mesh_shape, most_bytes, under_way
-        self._parcels = Parcels(stem, BlockRole.GATHER, mesh_shape, calls, overwrites=False)
-        self._groups: list[tuple[Visit, ...]] = []
-        self._begun: list[list[Callable[[], None]]] = []
-
-    def start(self, visits: Sequence[Visit]) -> None:
-        """These segments are run next, in this order."""
-        self._groups = grouped(visits, self._mesh_shape, self._most_bytes)
-        self._begin()
-
-    def reach(self, segment: int) -> None:
-        """A segment is run next: what is gathered for it has arrived, and the next groups' is under way."""
-        if self._groups and self._groups[0][0].segment == segment:
-            for end in self._begun.pop(0):
-                end()
-            self._groups.pop(0)
-            self._begin()
-
-    def _begin(self) -> None:
-        for group in self._groups[len(self._begun) : self._under_way]:
-            together: dict[object, list[Parcel]] = {}
-            for parcel in (parcel for visit in group for parcel in visit.parcels):
-                key = travels_with(parcel.spec, parcel.path, self._mesh_shape)
-                together.setdefault(parcel.result if key is None else key, []).append(parcel)
-            self._begun.append([self._parcels.begin(parcels) for parcels in together.values()])
+    for group in grouped(visits, blocks.mesh_shape, most_bytes):
+        together: dict[object, list[Parcel]] = {}
+        for parcel in (parcel for visit in group for parcel in visit.parcels):
+            key = travels_with(parcel.spec, parcel.path, blocks.mesh_shape)
+            together.setdefault(parcel.result if key is None else key, []).append(parcel)
+        yield Stop(group[0].segment, tuple(blocks.flight(parcels) for parcels in together.values()))
 
 
 def grouped(visits: Sequence[Visit], mesh_shape: Dims, most_bytes: int) -> list[tuple[Visit, ...]]:

@@ -11,13 +11,12 @@ In the blocks, of a value `x`, `x^host!` is its copy under way, `x^host` that co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import msgspec
 
 from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.lower.flights import BlockCache, Flight
 from paraplan.ir.names import Name, saved
 from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.strides import contiguous_strides, is_dense
@@ -56,73 +55,35 @@ class AwayValue:
         """The copy back, as it is issued."""
         return msgspec.structs.replace(self.issued, base=f"{self.local}^{self.issued.tier}?", tier="")
 
+    def names(self, here: Name) -> dict[str, Name]:
+        """The outer names of all of these, of a value that the outer namespace has."""
+        tier = self.issued.tier
+        return {
+            self.local: here, self.issued.base: here.leaving(tier), self.there.base: here.on(tier),
+            self.back.base: here.coming(tier),
+        }  # fmt: skip
+
     def returning(self) -> tuple[str, LocalValue, LocalValue]:
         """As `BlockEmitter.arrive` takes it."""
         return self.local, self.back, self.there
 
 
-class Call(Protocol):
-    """Writes a step that calls a block for a segment in a microbatch."""
-
-    def __call__(
-        self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...], microbatch: int, segment: int
-    ) -> None:
-        """Write it."""
+def copies_away(blocks: BlockCache, values: tuple[AwayValue, ...], segment: int, m: int) -> Flight:
+    """The copies away of what a segment saves, which its forward block issues."""
+    block = blocks.get("away.", away_block, values)
+    return Flight((None, block), _saved_names(block, segment, m), microbatch=m, segment=segment)
 
 
-@dataclass(frozen=True)
-class Visit:
-    """A segment and the values it has on tiers."""
+def copies_back(blocks: BlockCache, values: tuple[AwayValue, ...], segment: int, m: int) -> Flight | None:
+    """The copies back of what a segment saved, for which its backward block waits."""
+    if not values:
+        return None
+    block = blocks.get("back.", back_block, values)
+    return Flight((block, None), _saved_names(block, segment, m), microbatch=m, segment=segment)
 
-    segment: int
-    values: tuple[AwayValue, ...]
 
-
-@dataclass
-class Copies:
-    """Writes the steps that wait for copies away and those that begin copies back.
-
-    Attributes:
-        call: writes one step.
-    """
-
-    call: Call
-    _under_way: list[tuple[Visit, int]] = field(default_factory=list)
-    _ahead: list[Visit] = field(default_factory=list)
-    _blocks: dict[tuple[str, tuple[AwayValue, ...]], Block] = field(default_factory=dict)
-
-    def passed(self, visit: Visit, m: int) -> None:
-        """A segment's forward was called: the copies of the one before it are waited for."""
-        self.end()
-        if visit.values:
-            self._under_way.append((visit, m))
-
-    def end(self) -> None:
-        """Wait for the copies under way."""
-        for visit, m in self._under_way:
-            self._step(visit, m, "away", away_block)
-        self._under_way.clear()
-
-    def start(self, visits: Sequence[Visit], m: int) -> None:
-        """A backward begins that passes these segments."""
-        self._ahead = list(visits)
-        self.reach(m)
-
-    def reach(self, m: int) -> None:
-        """A segment's backward is called next: what the one after it needs is begun to be copied back."""
-        visit = self._ahead.pop(0) if self._ahead else None
-        if visit is not None and visit.values:
-            self._step(visit, m, "back", back_block)
-
-    def _step(self, visit: Visit, m: int, stem: str, make: Callable[[str, tuple[AwayValue, ...]], Block]) -> None:
-        key = (stem, visit.values)
-        block = self._blocks.get(key)
-        if block is None:
-            number = sum(1 for other, _ in self._blocks if other == stem)
-            block = self._blocks[key] = make(f"{stem}.{number}", visit.values)
-        args = tuple(saved(visit.segment, local, m) for local in block.inputs)
-        outs = tuple(None if local is None else saved(visit.segment, local, m) for local in block.outputs)
-        self.call(block, args, outs, m, visit.segment)
+def _saved_names(block: Block, segment: int, m: int) -> dict[str, Name]:
+    return {local: saved(segment, local, m) for local in (*block.inputs, *block.outputs) if local is not None}
 
 
 def away_block(name: str, values: tuple[AwayValue, ...]) -> Block:

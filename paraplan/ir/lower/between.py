@@ -10,19 +10,20 @@ Limits: of values made and read within one stage, that lie dense.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower.away import AwayValue, Call, away_block, away_value, back_block
+from paraplan.ir.lower.away import AwayValue, away_block, away_value, back_block
 from paraplan.ir.lower.fetch import came_block
+from paraplan.ir.lower.flights import BlockCache, Flight, Stop
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.states import leave_block
 from paraplan.ir.mesh import local_shape
 from paraplan.ir.names import Name, value
 from paraplan.ir.plan import Stage
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Block, LocalValue
+from paraplan.ir.rank_program import LocalValue
 from paraplan.ir.strides import contiguous_strides, is_dense
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.tiers import TIERS
@@ -58,20 +59,17 @@ def boundary_tiers(program: Program, stage: Stage, tail: int) -> dict[str, str]:
 
 @dataclass
 class Boundaries:
-    """Writes the steps that copy such values.
+    """The copies of such values.
 
     Attributes:
         tiers: of each of them.
-        call: writes one step.
+        blocks: of the rank.
     """
 
     tiers: Mapping[str, str]
-    call: Call
+    blocks: BlockCache
     _lies: dict[str, AwayValue] = field(default_factory=dict)
     _there: set[tuple[str, int]] = field(default_factory=set)
-    _leaving: list[tuple[Names, int, int]] = field(default_factory=list)
-    _ahead: list[tuple[Names, int]] = field(default_factory=list)
-    _blocks: dict[tuple[str, tuple[AwayValue, ...]], Block] = field(default_factory=dict)
 
     def lies(self, name: str, given: Given, spec: TensorSpec, extended: tuple[int, ...]) -> None:
         """How a value that is to leave lies on the device.
@@ -87,58 +85,38 @@ class Boundaries:
         here = LocalValue(dtype=spec.dtype, shape=shape, strides=strides, base="x", storage_bytes=nbytes)
         self._lies[name] = AwayValue("x", strides, away_value("x", here, self.tiers[name]))
 
-    def passed(self, segment: int, names: Names, m: int) -> None:
-        """A segment's forward was called, after which nothing of it reads these: the copies begun before are ended."""
-        self.end()
-        if names:
-            self._leaving.append((names, segment, m))
-            self._step("leave", leave_block, names, segment, m)
+    def away(self, names: Names, segment: int, m: int) -> Flight:
+        """The copies away of what a segment's forward is the last to read."""
+        self._there.update((name, m) for name in names)
+        values, outer = self._values(names, m)
+        issues = self.blocks.get("leave.b", leave_block, values)
+        waits = self.blocks.get("left.b", away_block, values)
+        return Flight((issues, waits), outer, microbatch=m, segment=segment)
 
-    def end(self) -> None:
-        """Wait for the copies under way."""
-        for names, segment, m in self._leaving:
-            self._step("left", away_block, names, segment, m)
-            self._there.update((name, m) for name in names)
-        self._leaving.clear()
-
-    def start(self, reads: Sequence[tuple[int, Names]], m: int) -> None:
-        """A backward begins that passes these segments, each with what it reads."""
-        seen: set[str] = set()
-        self._ahead = []
+    def back(self, reads: Sequence[tuple[int, Names]], m: int) -> list[Stop]:
+        """The copies back before a backward of these segments, each with what it reads."""
+        found = []
         for segment, names in reads:
-            first = tuple(name for name in dict.fromkeys(names) if (name, m) in self._there and name not in seen)
-            seen.update(first)
-            self._ahead.append((first, segment))
-        for names, segment in self._ahead[:1]:
-            self._step("back", back_block, names, segment, m)
+            first = tuple(name for name in dict.fromkeys(names) if (name, m) in self._there)
+            self._there.difference_update((name, m) for name in first)
+            found.append(Stop(segment, self._back(first, segment, m)))
+        return found
 
-    def reach(self, m: int) -> None:
-        """The next segment is run: what it reads has come, and what the one after it reads is under way."""
-        names, segment = self._ahead.pop(0)
-        self._step("came", came_block, names, segment, m)
-        self._there.difference_update((name, m) for name in names)
-        for following, behind in self._ahead[:1]:
-            self._step("back", back_block, following, behind, m)
-
-    def _step(
-        self, stem: str, make: Callable[[str, tuple[AwayValue, ...]], Block], names: Names, segment: int, m: int
-    ) -> None:
+    def _back(self, names: Names, segment: int, m: int) -> tuple[Flight, ...]:
         if not names:
-            return
+            return ()
+        values, outer = self._values(names, m)
+        issues = self.blocks.get("back.b", back_block, values)
+        waits = self.blocks.get("came.b", came_block, values)
+        return (Flight((issues, waits), outer, microbatch=m, segment=segment),)
+
+    def _values(self, names: Names, m: int) -> tuple[tuple[AwayValue, ...], dict[str, Name]]:
+        """Values as a block calls them, and the outer names of their copies."""
         values = tuple(self._numbered(name, position) for position, name in enumerate(names))
-        key = (stem, values)
-        if key not in self._blocks:
-            self._blocks[key] = make(f"{stem}.b{sum(1 for other, _ in self._blocks if other == stem)}", values)
-        block = self._blocks[key]
         outer: dict[str, Name] = {}
         for name, each in zip(names, values, strict=True):
-            tier, here = self.tiers[name], value(name, m)
-            outer |= {
-                each.local: here, each.issued.base: here.leaving(tier), each.there.base: here.on(tier),
-                each.back.base: here.coming(tier),
-            }  # fmt: skip
-        outs = tuple(None if local is None else outer[local] for local in block.outputs)
-        self.call(block, tuple(outer[local] for local in block.inputs), outs, m, segment)
+            outer |= each.names(value(name, m))
+        return values, outer
 
     def _numbered(self, name: str, position: int) -> AwayValue:
         """The value as a block of several calls it."""

@@ -11,12 +11,13 @@ has the optimizer's dtype and ops read another (bf16), what has come is cast, an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
-from paraplan.ir.lower.away import AwayValue, Call, away_value, back_block
+from paraplan.ir.lower.away import AwayValue, away_value, back_block
 from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.lower.flights import BlockCache, Flight
 from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.names import fetched, param
 from paraplan.ir.plan import ParamLayouts
@@ -28,79 +29,40 @@ from paraplan.ir.tensor import TensorSpec
 Dims = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class FetchVisit:
-    """A segment about to be run, in some microbatch, and the parameters on tiers it reads, by slot."""
-
-    segment: int
-    microbatch: int
-    params: tuple[tuple[int, str], ...]
-
-
 @dataclass
 class Fetches:
-    """Writes the steps that copy parameters to the device.
+    """The copies of parameters to the device.
 
     Attributes:
         params, layouts: of every parameter.
         masters: of every trained parameter as the optimizer has it.
         mesh_shape: of the stage.
-        call: writes one step.
+        blocks: of the rank.
     """
 
     params: Mapping[str, ParamSpec]
     layouts: Mapping[str, ParamLayouts]
     masters: Mapping[str, TensorSpec]
     mesh_shape: Dims
-    call: Call
-    _ahead: list[FetchVisit] = field(default_factory=list)
-    _action: str = ""
-    _blocks: dict[tuple[str, tuple[AwayValue, ...], tuple[str, ...]], Block] = field(default_factory=dict)
+    blocks: BlockCache
 
     def is_away(self, name: str) -> bool:
         """Whether a parameter is not on the device."""
         return bool(self.layouts[name].stored_tier)
 
-    def start(self, visits: Sequence[FetchVisit], action: str) -> None:
-        """An action begins that runs these segments."""
-        self._ahead, self._action = list(visits), action
-        for first in self._ahead[:1]:
-            self._begin(first)
-
-    def reach(self) -> None:
-        """The next segment is run: what it reads has come, and what the one after it reads is under way."""
-        if not self._ahead:
-            return
-        self._end(self._ahead.pop(0))
-        for following in self._ahead[:1]:
-            self._begin(following)
-
-    def _begin(self, visit: FetchVisit) -> None:
-        if visit.params:
-            block = self._block("fetch", visit)
-            args = tuple(param(name) for _, name in visit.params)
-            outs = tuple(fetched(visit.segment, slot, self._action).coming() for slot, _ in visit.params)
-            self.call(block, args, outs, visit.microbatch, visit.segment)
-
-    def _end(self, visit: FetchVisit) -> None:
-        if visit.params:
-            block = self._block("came", visit)
-            here = tuple(fetched(visit.segment, slot, self._action) for slot, _ in visit.params)
-            given = [(come.coming(), param(name)) for come, (_, name) in zip(here, visit.params, strict=True)]
-            args = tuple(name for pair in given for name in pair)
-            self.call(block, args, here, visit.microbatch, visit.segment)
-
-    def _block(self, stem: str, visit: FetchVisit) -> Block:
-        values = tuple(self._value(position, name) for position, (_, name) in enumerate(visit.params))
-        read = tuple(self.params[name].spec.dtype for _, name in visit.params)
-        key = (stem, values, read)
-        if key not in self._blocks:
-            name = f"{stem}.p{sum(other == stem for other, *_ in self._blocks)}"
-            if stem == "fetch":
-                self._blocks[key] = back_block(name, values, BlockRole.FETCH)
-            else:
-                self._blocks[key] = came_block(name, values, read, BlockRole.FETCH)
-        return self._blocks[key]
+    def flight(self, read: Sequence[tuple[int, str]], segment: int, m: int, action: str) -> Flight | None:
+        """The copies of the parameters on tiers that a segment's block reads, by slot."""
+        if not read:
+            return None
+        values = tuple(self._value(position, name) for position, (_, name) in enumerate(read))
+        dtypes = tuple(self.params[name].spec.dtype for _, name in read)
+        role = BlockRole.FETCH
+        issues = self.blocks.get("fetch.p", back_block, values, role)
+        waits = self.blocks.get("came.p", came_block, values, dtypes, role)
+        here = tuple(fetched(segment, slot, action) for slot, _ in read)
+        names = {value.there.base: param(name) for value, (_, name) in zip(values, read, strict=True)}
+        names |= {value.back.base: name.coming() for value, name in zip(values, here, strict=True)}
+        return Flight((issues, waits), names, here, m, segment)
 
     def _value(self, position: int, name: str) -> AwayValue:
         spec, layouts = self.masters.get(name, self.params[name].spec), self.layouts[name]

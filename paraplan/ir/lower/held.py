@@ -172,13 +172,10 @@ def hold_casts(steps: SegmentSteps, index: int) -> None:
     """Write the casts of the weights that a segment is the first to read."""
     for param, dtype in _unmade(steps, steps.program.segments[index]):
         spec, text = steps.program.params[param].spec, steps.holding.params[param].stored
-        key = ("held", spec, text, dtype)
-        blocks = steps.cast_blocks
-        if key not in blocks:
-            blocks[key] = _cast_block(f"held.{len(blocks)}", spec, parse_layout(text), dtype, steps.extended)
+        block = steps.writer.blocks.get("held.", _cast_block, spec, parse_layout(text), dtype, steps.extended)
         outs = tuple(held(f"{param}{suffix}") for suffix in SUFFIXES)
         steps.are_cast.add(param)
-        steps._call(blocks[key], (steps.stored(param),), outs)
+        steps.call(block, (steps.stored(param),), outs)
 
 
 def _unmade(steps: SegmentSteps, segment: Segment) -> Iterator[tuple[str, str]]:

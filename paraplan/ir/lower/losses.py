@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paraplan.ir import names as outer_names
+from paraplan.ir.lower.flights import Flight
 from paraplan.ir.lower.parcels import Parcel
 from paraplan.ir.lower.tail import TailSteps
 from paraplan.ir.lower.updates import count_block, loss_block, tangent_block
@@ -64,7 +65,7 @@ class LossSteps(TailSteps):
             sources = {"scale": LOSS_SCALE} | ({} if d is None else {"count": outer_names.denominator(d)})
             total = None if d is None else outer_names.total(index)
             self.tangent_of[term.numerator] = outer_names.tangent(index)
-            ends.append(self.calls.begin(block, sources, (total, outer_names.tangent(index))))
+            ends.append(self.writer.issue(Flight(block, sources, (total, outer_names.tangent(index)))))
         return ends
 
     def joining(self) -> tuple[Parcel, ...]:
@@ -105,9 +106,8 @@ class LossSteps(TailSteps):
         made = [outer_names.numerator(i) for i in indices]
         names = {f"numerator{at}": came.get(each, each) for at, each in enumerate(made)}
         names |= {f"denominator{at}": outer_names.total(i) for at, i in enumerate(indices)}
-        return self.calls.begin(
-            block, names, tuple(self.share_of(name, self.group) for name in self.losses(self.group))
-        )
+        shares = tuple(self.share_of(name, self.group) for name in self.losses(self.group))
+        return self.writer.issue(Flight(block, names, shares))
 
     @property
     def metrics(self) -> dict[str, Name]:

@@ -241,7 +241,7 @@ class RankSteps(LossSteps):
             for name, grad in grads.items()
             if self.states.leaves(name) and name in self.tied
         }
-        self.states.end()
+        self.states.grads.end()
         return grads | left
 
 

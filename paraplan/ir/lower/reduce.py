@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paraplan.ir.lower.parcels import Parcel, Parcels, travels_with
-from paraplan.ir.lower.parted import PartedCalls
+from paraplan.ir.lower.flights import Flights, FlightWriter
+from paraplan.ir.lower.parcels import IN_FLIGHT, Parcel, ParcelBlocks, Parcels, travels_with
 from paraplan.ir.mesh import Layout, R, parse_layout
 from paraplan.ir.names import Name, accumulator, grad
 from paraplan.ir.plan import ParamLayouts
@@ -34,7 +34,7 @@ class Reductions:
         specs: of every gradient as the optimizer reads it.
         accumulates: the dtype of every accumulator.
         mesh_shape: of the stage.
-        calls: writes steps.
+        writer: of the rank.
         most_bytes: the plan's bound on bundles.
         holding_bytes: the plan's bound on what those under way hold.
         wire_dtype: what sums over ranks are of, "" where of what accumulates.
@@ -46,7 +46,7 @@ class Reductions:
     specs: Mapping[str, TensorSpec]
     accumulates: Mapping[str, str]
     mesh_shape: Dims
-    calls: PartedCalls
+    writer: FlightWriter
     most_bytes: int
     holding_bytes: int = 0
     wire_dtype: str = ""
@@ -54,10 +54,9 @@ class Reductions:
     grads: dict[str, Name] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._parcels = Parcels(
-            "reduce", BlockRole.REDUCE, self._extended, self.calls, self._arrived, most_bytes=self.most_bytes,
-            holding_bytes=self.holding_bytes,
-        )  # fmt: skip
+        blocks = ParcelBlocks(self.writer.blocks, "reduce.", BlockRole.REDUCE, self._extended)
+        flights = Flights(self.writer, IN_FLIGHT, self.holding_bytes)
+        self._parcels = Parcels(blocks, flights, self._arrived, most_bytes=self.most_bytes)
         self._names: dict[Name, str] = {}
 
     def final(self, names: Iterable[str]) -> None:
@@ -114,7 +113,7 @@ class Partials:
 
     Args:
         mesh_shape: extended.
-        calls: writes steps.
+        writer: of the rank.
         add: writes the step that adds a value to a parameter's gradient.
         final: told of parameters whose gradients are complete.
         most_bytes: the plan's bound on bundles.
@@ -123,13 +122,12 @@ class Partials:
     """
 
     def __init__(
-        self, mesh_shape: Dims, calls: PartedCalls, add: Callable[[str, Name], None],
+        self, mesh_shape: Dims, writer: FlightWriter, add: Callable[[str, Name], None],
         final: Callable[[Iterable[str]], None], most_bytes: int, holding_bytes: int = 0,
     ) -> None:  # fmt: skip
-        self._parcels = Parcels(
-            "sums", BlockRole.REDUCE, mesh_shape, calls, self._arrived, all_hold=True, most_bytes=most_bytes,
-            holding_bytes=holding_bytes,
-        )  # fmt: skip
+        blocks = ParcelBlocks(writer.blocks, "sums.", BlockRole.REDUCE, mesh_shape)
+        flights = Flights(writer, IN_FLIGHT, holding_bytes)
+        self._parcels = Parcels(blocks, flights, self._arrived, all_hold=True, most_bytes=most_bytes)
         self._add, self._final = add, final
         self._under_way: Counter[str] = Counter()
         self._passed: set[str] = set()

@@ -18,14 +18,14 @@ gradients are not made then and come later.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from paraplan.ir import names as outer_names
 from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.lower.flights import Flight, Flights, Stop
 from paraplan.ir.lower.states import StateCopies
 from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.names import Name
@@ -77,12 +77,8 @@ class Visitor:
         return msgspec.structs.replace(self.at_home, base=self.local, storage_bytes=0)
 
 
-MakeBlock = Callable[[str, tuple[Visitor, ...], BlockRole], Block]
-
-_DOES = {
-    "bring": BlockRole.BRING, "came": BlockRole.BRING, "recall": BlockRole.RECALL, "recalled": BlockRole.RECALL,
-    "store": BlockRole.STORE, "stored": BlockRole.STORE,
-}  # fmt: skip
+Make = tuple[str, Callable[[str, tuple[Visitor, ...], BlockRole], Block]]
+"""The stem of a block's name, and what makes it."""
 
 
 @dataclass
@@ -105,34 +101,37 @@ class StagedUpdates:
     most_bytes: int
     update: Update
     _is_out: bool = False
-    _blocks: dict[tuple[object, ...], Block] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._coming, self._recalled, self._leaving = (Flights(self.states.writer) for _ in range(3))
 
     def set_out(self, names: Sequence[str]) -> None:
         """Bring the first run of the staged among some parameters, before `write` does."""
-        for run in itertools.islice(self._runs(names), 1):
-            self._step("bring", run, bring_block)
-            self._is_out = True
+        makes = ("bring.", bring_block), ("came.", came_block)
+        self._coming.line_up(
+            Stop(run, self._flights(*makes, BlockRole.BRING, self._states(run))) for run in self._runs(names)
+        )
+        self._is_out = True
 
     def write(self, names: Sequence[str]) -> None:
         """All steps of the staged among some parameters."""
-        runs = list(self._runs(names))
-        for run in runs[:1]:
-            if not self._is_out:
-                self._step("bring", run, bring_block)
-            self._recall("recall", run, bring_block)
-        for index, run in enumerate(runs):
-            self._step("came", run, came_block)
-            self._recall("recalled", run, came_block)
-            for before in runs[max(0, index - 1) : index]:
-                self._step("stored", before, stored_block)
-            for following in runs[index + 1 : index + 2]:
-                self._step("bring", following, bring_block)
-                self._recall("recall", following, bring_block)
+        runs = tuple(self._runs(names))
+        if not self._is_out:
+            self.set_out(names)
+        makes = ("recall.", bring_block), ("recalled.", came_block)
+        self._recalled.line_up(Stop(run, self._flights(*makes, BlockRole.RECALL, self._waiting(run))) for run in runs)
+        for run in runs:
+            self._coming.arrive()
+            self._recalled.arrive()
+            self._leaving.end()
+            self._coming.advance()
+            self._recalled.advance()
             self._update(run)
             self.states.restore(run, self.params)
-            self._step("store", run, store_block)
-        for run in runs[-1:]:
-            self._step("stored", run, stored_block)
+            makes = ("store.", store_block), ("stored.", stored_block)
+            for flight in self._flights(*makes, BlockRole.STORE, self._states(run)):
+                self._leaving.send(flight)
+        self._leaving.end()
 
     def _runs(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """Parameters one after another with the same way to go, as many as have room."""
@@ -177,42 +176,40 @@ class StagedUpdates:
         recalled = tuple(outer_names.waiting(name).up for name in run if self._grads(name))
         self.update(tuple(self.states.updated(name) for name in run), staged, recalled)
 
-    def _recall(self, stem: str, run: tuple[str, ...], make: MakeBlock) -> None:
-        """A step of a run's gradients, of those that wait beside states."""
-        numbers = {name: number for number, name in enumerate(run)}
-        visitors = [each for name, number in numbers.items() for each in self._grads(name, number)]
-        if visitors:
-            self._call(
-                stem, visitors, {f"g{number}": outer_names.waiting(name) for name, number in numbers.items()}, make
+    def _waiting(self, run: tuple[str, ...]) -> dict[Visitor, Name]:
+        """Of a run's parameters, the gradients that wait beside states."""
+        return {
+            each: outer_names.waiting(name) for number, name in enumerate(run) for each in self._grads(name, number)
+        }
+
+    def _states(self, run: tuple[str, ...]) -> dict[Visitor, Name]:
+        """Of a run's parameters, the optimizer's copies and other states."""
+        return {
+            each: value
+            for number, name in enumerate(run)
+            for each, value in zip(
+                self._visitors(name, number), (outer_names.state(name), outer_names.slots(name)), strict=False
             )
+        }
 
-    def _step(self, stem: str, run: tuple[str, ...], make: MakeBlock) -> None:
-        values: dict[str, Name] = {}
-        visitors: list[Visitor] = []
-        for number, name in enumerate(run):
-            found = self._visitors(name, number)
-            visitors += found
-            kinds = outer_names.state(name), outer_names.slots(name)
-            values |= dict(zip([each.local for each in found], kinds, strict=False))
-        self._call(stem, visitors, values, make)
-
-    def _call(self, stem: str, visitors: Sequence[Visitor], values: Mapping[str, Name], make: MakeBlock) -> None:
-        """A step that calls a block for visitors, of which `values` are the outer names."""
-        key = (stem, tuple(visitors))
-        if key not in self._blocks:
-            name = f"{stem}.{sum(1 for other in self._blocks if other[0] == stem)}"
-            self._blocks[key] = make(name, tuple(visitors), _DOES[stem])
-        block = self._blocks[key]
+    def _flights(
+        self, issue: Make, wait: Make, role: BlockRole, visitors: Mapping[Visitor, Name]
+    ) -> tuple[Flight, ...]:
+        """The flight of visitors, of which these are the outer names; none without any."""
+        if not visitors:
+            return ()
+        issues, waits = (
+            self.states.writer.blocks.get(stem, make, tuple(visitors), role) for stem, make in (issue, wait)
+        )
         outer = {
             local: name
-            for each in visitors
+            for each, value in visitors.items()
             for local, name in (
-                (each.local, values[each.local]), (each.coming.base, values[each.local].coming()),
-                (each.up.base, values[each.local].up), (f"{each.local}^!", values[each.local].leaving()),
+                (each.local, value), (each.coming.base, value.coming()), (each.up.base, value.up),
+                (f"{each.local}^!", value.leaving()),
             )
         }  # fmt: skip
-        outs = tuple(None if stem == "stored" or local is None else outer[local] for local in block.outputs)
-        self.states.call(block, tuple(outer[local] for local in block.inputs), outs)
+        return (Flight((issues, waits), outer),)
 
 
 def _way(layouts: ParamLayouts) -> tuple[str, str]:

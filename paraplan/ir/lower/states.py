@@ -13,12 +13,13 @@ Limits: the way back carries the optimizer's dtype, which under bf16 and fp16 is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from paraplan.ir import names as outer_names
 from paraplan.ir.lower.away import AwayValue, away_block, away_value, back_block
 from paraplan.ir.lower.finish import finish_block
+from paraplan.ir.lower.flights import Flight, Flights, FlightWriter, stops
 from paraplan.ir.lower.grads import keep_block, kept_block
 from paraplan.ir.lower.updates import restore_block
 from paraplan.ir.mesh import local_shape, parse_layout
@@ -30,7 +31,6 @@ from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
 Dims = tuple[int, ...]
-Call = Callable[[Block, tuple[Name, ...], tuple[Name | None, ...]], None]
 
 
 @dataclass
@@ -41,16 +41,16 @@ class StateCopies:
         layouts: of every parameter.
         specs: of every gradient, which has the dtype of the optimizer's copy.
         mesh_shape: of the stage.
-        call: writes one step that calls a block.
+        writer: of the rank.
     """
 
     layouts: Mapping[str, ParamLayouts]
     specs: Mapping[str, TensorSpec]
     mesh_shape: Dims
-    call: Call
-    _fresh: list[Callable[[], None]] = field(default_factory=list)
-    _under_way: list[Callable[[], None]] = field(default_factory=list)
-    _blocks: dict[tuple[object, ...], Block] = field(default_factory=dict)
+    writer: FlightWriter
+
+    def __post_init__(self) -> None:
+        self.grads, self._updated = Flights(self.writer), Flights(self.writer)
 
     def tier(self, name: str) -> str:
         """Where a parameter is updated, and its gradient goes unless it waits elsewhere."""
@@ -76,49 +76,29 @@ class StateCopies:
         value = self._local(name, "x", strides)
         if self.layouts[name].grad_tier:
             return self._keep(name, grad, value)
-        issued = away_value("x", value, self.tier(name))
-        away = AwayValue("x", value.strides, issued)
-        self._call("leave", away, leave_block, (grad,), (grad.leaving(issued.tier),))
-        self._fresh.append(lambda: self._left(grad, away))
-        return grad.on(issued.tier)
+        away = AwayValue("x", value.strides, away_value("x", value, self.tier(name)))
+        issues = self.writer.blocks.get("leave.", leave_block, (away,))
+        waits = self.writer.blocks.get("left.", away_block, (away,))
+        self.grads.send(Flight((issues, waits), away.names(grad)))
+        return grad.on(self.tier(name))
 
     def _keep(self, name: str, grad: Name, value: LocalValue) -> Name:
         """As `leave`, to where states live."""
         tier, home, spec = self.layouts[name].grad_tier, outer_names.waiting(name), self.specs[name]
         layout = parse_layout(self.layouts[name].state)
-        key, ended = ("keep", value, tier, spec, layout), ("kept", value, tier)
-        if key not in self._blocks:
-            self._blocks[key] = keep_block(self._next("keep"), value, tier, spec, layout, self.mesh_shape)
-        if ended not in self._blocks:
-            self._blocks[ended] = kept_block(self._next("kept"), value, tier)
-        measured = None if self._blocks[key].outputs[1] is None else outer_names.magnitude(name)
-        self.call(self._blocks[key], (grad, home), (home.leaving(), measured))
-        self._fresh.append(lambda: self.call(self._blocks[ended], (home.leaving(), grad), (None,)))
+        issues = self.writer.blocks.get("keep.", keep_block, value, tier, spec, layout, self.mesh_shape)
+        waits = self.writer.blocks.get("kept.", kept_block, value, tier)
+        names = {"x": grad, "home": home, "home^!": home.leaving(), "magnitude": outer_names.magnitude(name)}
+        self.grads.send(Flight((issues, waits), names))
         return home
-
-    def passed(self) -> None:
-        """A segment's backward was called: copies begun before it are waited for."""
-        for wait in self._under_way:
-            wait()
-        self._under_way, self._fresh = self._fresh, []
-
-    def end(self) -> None:
-        """Wait for all copies of gradients."""
-        for wait in (*self._under_way, *self._fresh):
-            wait()
-        self._under_way, self._fresh = [], []
 
     def restore(self, names: Sequence[str], params: Mapping[str, ParamSpec]) -> None:
         """Write updated parameters into their stored copies, those that come from a tier one ahead."""
         order = [name for name in names if self._differs(name, params[name])]
         coming = [name for name in order if self.tier(name)]
-        for name in coming[:1]:
-            self._begin(name)
+        self._updated.line_up(stops(coming, [self._back(name) for name in coming]))
         for name in order:
-            if coming and name == coming[0]:
-                coming.pop(0)
-                for following in coming[:1]:
-                    self._begin(following)
+            self._updated.reach(name)
             self._restore(name, params[name])
 
     def _differs(self, name: str, param: ParamSpec) -> bool:
@@ -130,10 +110,14 @@ class StateCopies:
     def _dtype(self, name: str) -> str:
         return self.specs[name].dtype
 
-    def _begin(self, name: str) -> None:
+    def _back(self, name: str) -> Flight:
+        """The copy of an updated parameter to the device, for which its restoration waits."""
         away = self._state(name)
+        return Flight((self.writer.blocks.get("fetch.", back_block, (away,)), None), self._state_names(name, away))
+
+    def _state_names(self, name: str, away: AwayValue) -> dict[str, Name]:
         coming = outer_names.state(name).coming(self.tier(name))
-        self._call("fetch", away, back_block, (self.updated(name),), (coming,))
+        return {away.there.base: self.updated(name), away.back.base: coming}
 
     def updated(self, name: str) -> Name:
         """The outer name of the optimizer's copy of a parameter where it is updated."""
@@ -143,16 +127,14 @@ class StateCopies:
     def _restore(self, name: str, param: ParamSpec) -> None:
         layouts, dtype = self.layouts[name], self._dtype(name)
         away = self._state(name) if self.tier(name) else None
-        key = ("restore", param.spec, layouts.resting, layouts.state, self.tier(name), layouts.staged)
-        if key not in self._blocks:
-            stem, own = self._next("restore"), layouts.staged
-            self._blocks[key] = restore_block(stem, param, dtype, layouts, self.mesh_shape, away, own)
-        block = self._blocks[key]
+        stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
+        block = self.writer.blocks.get(
+            "restore.", restore_block, param.spec, dtype, stored, state, self.mesh_shape, away, layouts.staged
+        )
         sources = {"stored": outer_names.param(name), "state": self.updated(name)}
         if away is not None:
-            sources[away.there.base] = self.updated(name)
-            sources[away.back.base] = outer_names.state(name).coming(self.tier(name))
-        self.call(block, tuple(sources[local] for local in block.inputs), ())
+            sources |= self._state_names(name, away)
+        self.writer.call(block, tuple(sources[local] for local in block.inputs), ())
 
     def _state(self, name: str) -> AwayValue:
         """The optimizer's copy of a parameter on the tier where it is updated."""
@@ -167,27 +149,6 @@ class StateCopies:
             dtype=spec.dtype, shape=shape, strides=strides or contiguous_strides(shape), base=base,
             storage_bytes=TensorSpec(spec.dtype, shape).nbytes,
         )  # fmt: skip
-
-    def _left(self, grad: Name, away: AwayValue) -> None:
-        tier = away.issued.tier
-        names = {"x": grad, away.issued.base: grad.leaving(tier)}
-        block = self._block("left", away, away_block)
-        self.call(block, tuple(names[local] for local in block.inputs), (grad.on(tier),))
-
-    def _call(
-        self, stem: str, away: AwayValue, make: Callable[[str, tuple[AwayValue, ...]], Block], args: tuple[Name, ...],
-        outs: tuple[Name, ...],
-    ) -> None:  # fmt: skip
-        self.call(self._block(stem, away, make), args, outs)
-
-    def _block(self, stem: str, away: AwayValue, make: Callable[[str, tuple[AwayValue, ...]], Block]) -> Block:
-        key = (stem, away)
-        if key not in self._blocks:
-            self._blocks[key] = make(self._next(stem), (away,))
-        return self._blocks[key]
-
-    def _next(self, stem: str) -> str:
-        return f"{stem}.{sum(1 for other in self._blocks if other[0] == stem)}"
 
 
 def leave_block(name: str, values: tuple[AwayValue, ...]) -> Block:

@@ -31,7 +31,7 @@ class TailSteps(SegmentSteps):
         spec, given = self.spec_of(value), self.parts(0).given[value]
         block = gather_block(f"gather.{value}", spec, given, self.extended)
         whole = outer_names.value(value, self.m)
-        self._call(block, tuple(outer_names.value(value, int(local[1:])) for local in block.inputs), (whole,))
+        self.call(block, tuple(outer_names.value(value, int(local[1:])) for local in block.inputs), (whole,))
         return whole
 
     def _halves(self, stage: int) -> tuple[range, range]:
@@ -71,5 +71,5 @@ class TailSteps(SegmentSteps):
         for value, given in parts.whole_grads.items():
             block = cut_block(f"cut.{value}", self.spec_of(value), given, parts.grads[value].layout, self.extended)
             whole, grad = outer_names.grad_of(value, self.m), outer_names.grad_of(value, m)
-            self._call_for(block, (whole,), (grad.addend(),), m, self.micro.tail)
+            self.call(block, (whole,), (grad.addend(),), m, self.micro.tail)
             self.add(StepKind.ACCUMULATE, args=(grad, grad.addend()), microbatch=m)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from paraplan.ir.lower.away import AwayValue
 from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.flights import Parted
 from paraplan.ir.lower.kind import extend
-from paraplan.ir.lower.parted import Parted
-from paraplan.ir.mesh import Layout, P, R, is_view_of, local_shape, parse_layout
+from paraplan.ir.mesh import Layout, P, R, is_view_of, local_shape
 from paraplan.ir.micro import KindMicro
-from paraplan.ir.plan import ParamLayouts
-from paraplan.ir.program import Denominator, LossTerm, ParamSpec
+from paraplan.ir.program import Denominator, LossTerm
 from paraplan.ir.rank_program import Block, BlockRole
 from paraplan.ir.rules.strategies import GraphKey, Strategy, graph_strategies
 from paraplan.ir.strides import contiguous_strides, is_contiguous
@@ -169,9 +168,10 @@ def _whole_sum(emitter: BlockEmitter, spec: TensorSpec, layout: Layout, strides:
 
 def restore_block(
     name: str,
-    param: ParamSpec,
+    param: TensorSpec,
     state_dtype: str,
-    layouts: ParamLayouts,
+    stored: Layout,
+    state: Layout,
     mesh_shape: Dims,
     away: AwayValue | None = None,
     own: bool = False,
@@ -183,21 +183,20 @@ def restore_block(
     `own`: the state on the device is a copy, no view of the stored one.
     """
     emitter = BlockEmitter(name, (1, *mesh_shape), BlockRole.RESTORE)
-    stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
-    emitter.give("stored", param.spec, (R, *stored))
-    spec, strides = TensorSpec(state_dtype, param.spec.shape), None
+    emitter.give("stored", param, (R, *stored))
+    spec, strides = TensorSpec(state_dtype, param.shape), None
     if away is not None:
         emitter.arrive("state", spec, (R, *state), away.returning())
     else:
-        alike = state_dtype == param.spec.dtype and is_view_of(param.spec.shape, stored, state, mesh_shape)
+        alike = state_dtype == param.dtype and is_view_of(param.shape, stored, state, mesh_shape)
         if alike and not own:  # a view of the stored copy
-            strides = contiguous_strides(local_shape(param.spec.shape, stored, mesh_shape))
+            strides = contiguous_strides(local_shape(param.shape, stored, mesh_shape))
         emitter.give("state", spec, (R, *state), strides)
     source = "state"
     sent = any(a != b and size > 1 for a, b, size in zip(stored, state, mesh_shape, strict=True))
-    if sent and state_dtype != param.spec.dtype:
-        source = emitter.cast(emitter.get("state", (R, *state)), param.spec.dtype, "cast")
-        emitter.define(source, param.spec, (R, *state))
+    if sent and state_dtype != param.dtype:
+        source = emitter.cast(emitter.get("state", (R, *state)), param.dtype, "cast")
+        emitter.define(source, param, (R, *state))
     updated = emitter.get(source, (R, *stored))
     emitter.effect("paraplan.write", ("%" + emitter.get("stored", (R, *stored)), "%" + updated))
     return emitter.finish((), ())

@@ -6,24 +6,23 @@ Names of the outer namespace are those of `ir.names`; of M microbatches, the mic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from paraplan.ir import names as outer_names
 from paraplan.ir.fused import fusible_places
 from paraplan.ir.lower.accumulators import Accumulators
-from paraplan.ir.lower.ahead import Gathers, Visit
-from paraplan.ir.lower.away import Copies
-from paraplan.ir.lower.away import Visit as CopyVisit
+from paraplan.ir.lower.ahead import Visit, gather_groups
+from paraplan.ir.lower.away import copies_away, copies_back
 from paraplan.ir.lower.backward import LoweredBackward
 from paraplan.ir.lower.between import Boundaries, boundary_tiers
-from paraplan.ir.lower.fetch import Fetches, FetchVisit
+from paraplan.ir.lower.fetch import Fetches
+from paraplan.ir.lower.flights import BlockCache, Flight, Flights, FlightWriter, Stop, stops
 from paraplan.ir.lower.groups import Groups
 from paraplan.ir.lower.halves import half_of, needs_zero, returning
 from paraplan.ir.lower.held import hold_casts
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.outer import seed_name
-from paraplan.ir.lower.parcels import Parcel, local_bytes
-from paraplan.ir.lower.parted import PartedCalls
+from paraplan.ir.lower.parcels import Parcel, ParcelBlocks, local_bytes
 from paraplan.ir.lower.reduce import Partials, Reductions
 from paraplan.ir.lower.stage import PlanBlocks, StageBlocks
 from paraplan.ir.lower.states import StateCopies
@@ -32,7 +31,7 @@ from paraplan.ir.lower.whole import Turn
 from paraplan.ir.mesh import R, parse_layout
 from paraplan.ir.names import Name
 from paraplan.ir.program import master_dtype
-from paraplan.ir.rank_program import Block, Step, StepKind
+from paraplan.ir.rank_program import Block, BlockRole, Step, StepKind
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.schedule import Action, ActionKind
 from paraplan.ir.tensor import TensorSpec
@@ -61,38 +60,37 @@ class SegmentSteps:
         self.tangent_of: dict[str, Name] = {}
         self.waits: list[Callable[[], None]] = []  # what ends the denominators
         self.strides_of: dict[Name, tuple[int, ...]] = {}
-        self.cast_blocks: dict[object, Block] = {}  # of held casts; the weights that have them
-        self.are_cast: set[str] = set()
+        self.are_cast: set[str] = set()  # the weights whose casts are held
         self.action = ""
         self.trained = self.holding.trained
         self.fused = fusible_places(plan.program, blocks.held) if plan.optimizer.fused else frozenset[str]()
         params, shape = self.holding.params, self.holding.mesh.shape
         specs = {name: self.grad_spec(name) for name in self.trained}
-        self.calls = PartedCalls(self._call)
+        self.writer = FlightWriter(self.call, BlockCache())
         holders = Counter(name for holding in blocks.held for name in holding.trained)
         self.tied = frozenset(name for name, count in holders.items() if count > 1)
-        self.states = StateCopies(params, specs, shape, self._call)
+        self.states = StateCopies(params, specs, shape, self.writer)
         made = {name: specs[name] for name in self.holding.graded}
         accumulated = {name: blocks.accumulates(group, name) for name in made}
-        self.accumulators = Accumulators(params, accumulated, self.fused, self.extended, self._call_for)
+        self.accumulators = Accumulators(params, accumulated, self.fused, self.extended, self.call, self.writer.blocks)
         self.reductions = Reductions(
-            params, made, accumulated, shape, self.calls, plan.bundle_bytes, plan.reducing_bytes,
+            params, made, accumulated, shape, self.writer, plan.bundle_bytes, plan.reducing_bytes,
             plan.wire_dtype, self._reduced,
         )  # fmt: skip
         self.groups = Groups((), 1)
         self.partials = Partials(
-            self.extended, self.calls, self._accumulate, self.reductions.final, plan.bundle_bytes,
+            self.extended, self.writer, self._accumulate, self.reductions.final, plan.bundle_bytes,
             plan.reducing_bytes if plan.group > 1 else 0,
         )  # fmt: skip
-        self.gathers = Gathers(self.extended, self.calls, plan.bundle_bytes)
-        under_way = AWAKE if len(blocks.held) == 1 else len(plan.program.segments)
-        self.waking = Gathers(self.extended, self.calls, plan.bundle_bytes, "hold", under_way)
-        self.copies = Copies(self._call_for)
-        self.fetches = Fetches(self.program.params, params, specs, shape, self._call_for)
+        self.waking = Flights(self.writer, AWAKE if len(blocks.held) == 1 else len(plan.program.segments))
+        self.gathers, self.fetched, self.returning, self.handed_back, self.leaving = (
+            Flights(self.writer) for _ in range(5)
+        )
+        self.fetches = Fetches(self.program.params, params, specs, shape, self.writer.blocks)
         tiers: dict[str, str] = {}
         for stage in () if self.evaluates else self.holding.stages:
             tiers |= boundary_tiers(self.program, plan.stages[stage], blocks.micro.tail)
-        self.boundaries = Boundaries(tiers, self._call_for)
+        self.boundaries = Boundaries(tiers, self.writer.blocks)
         for name in tiers:
             self.boundaries.lies(name, self.made(name), blocks.spec_of(name), self.extended)
         self.numerators = {
@@ -114,18 +112,17 @@ class SegmentSteps:
         spec = self.program.params[name].spec
         return TensorSpec(master_dtype(self.program.precision, spec.dtype), spec.shape)
 
-    def _call(self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...]) -> None:
-        self.add(StepKind.CALL, block, args=args, outs=outs)
-
     def _reduced(self, name: str, grad: Name) -> None:
         """A gradient is in the optimizer's layout; other groups' are added to a tied parameter's first."""
         if self.states.leaves(name) and name not in self.tied:
             strides = self.strides_of.get(grad)
             self.reductions.grads[name] = self.states.leave(name, grad, strides)
 
-    def _call_for(
-        self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...], microbatch: int, segment: int
-    ) -> None:
+    def call(
+        self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...], microbatch: int = -1,
+        segment: int = -1,
+    ) -> None:  # fmt: skip
+        """Write a step that calls a block."""
         self.add(StepKind.CALL, block, args=args, outs=outs, microbatch=microbatch, segment=segment)
 
     def add(self, kind: StepKind, block: Block | None = None, **fields: object) -> None:
@@ -162,7 +159,12 @@ class SegmentSteps:
         for name, index in order:
             if first[name] == index:
                 parcels.setdefault(index, []).append(self._woken(name))
-        self.waking.start([Visit(index, tuple(found)) for index, found in parcels.items()])
+        visits = [Visit(index, tuple(found)) for index, found in parcels.items()]
+        self.waking.line_up(self._gathers(visits, "hold."))
+
+    def _gathers(self, visits: Sequence[Visit], stem: str = "gather.") -> Iterator[Stop]:
+        blocks = ParcelBlocks(self.writer.blocks, stem, BlockRole.GATHER, self.extended, overwrites=False)
+        return gather_groups(visits, blocks, self.plan.bundle_bytes)
 
     def _woken(self, name: str) -> Parcel:
         """The way of a stored copy from where it rests."""
@@ -181,15 +183,15 @@ class SegmentSteps:
         )
         return Visit(index, tuple(parcels))
 
-    def _fetch(self, index: int, m: int, block: Block) -> FetchVisit:
-        """The parameters that are copied to the device for a segment's block."""
+    def _fetch(self, index: int, m: int, block: Block) -> Flight | None:
+        """What copies to the device the parameters that a segment's block reads."""
         segment, kind = self.program.segments[index], self.program.kinds[self.program.segments[index].kind]
         read = [
             (slot, name)
             for slot, (local, name) in enumerate(zip(kind.params, segment.params, strict=True))
             if local in block.inputs and self.fetches.is_away(name)
         ]
-        return FetchVisit(index, m, tuple(read))
+        return self.fetches.flight(read, index, m, self.action)
 
     def _param(self, index: int, slot: int, name: str, early: Sequence[Move | None]) -> Name:
         """What a segment's block is given for a parameter."""
@@ -215,15 +217,15 @@ class SegmentSteps:
     def run_forward(self, order: range, m: int) -> None:
         """Run some segments' forward."""
         forwards = self.parts(m).forwards
-        self.gathers.start([self._visit(index, forwards[index].early) for index in order])
-        self.fetches.start([self._fetch(index, m, forwards[index].block) for index in order], self.action)
+        self.gathers.line_up(self._gathers([self._visit(index, forwards[index].early) for index in order]))
+        self.fetched.line_up(stops(order, [self._fetch(index, m, forwards[index].block) for index in order]))
         leaving = self._leaving(order, m)
         for index in order:
             segment, lowered = self.program.segments[index], forwards[index]
             self.waking.reach(index)
             hold_casts(self, index)
             self.gathers.reach(index)
-            self.fetches.reach()
+            self.fetched.reach(index)
             names = self._sources(index, m, lowered.early)
             tangents = zip(self.program.kinds[segment.kind].tangents, segment.outputs, strict=True)
             known = {t: self.tangent_of[out] for t, out in tangents if t in lowered.block.inputs and t is not None}
@@ -239,10 +241,12 @@ class SegmentSteps:
                 if out in self.numerators:
                     args = (outer_names.numerator(self.numerators[out]), outer_names.value(out, m))
                     self.add(StepKind.ACCUMULATE, args=args, microbatch=m, segment=index)
-            self.copies.passed(CopyVisit(index, tuple(lowered.away.values())), m)
-            self.boundaries.passed(index, leaving.get(index, ()), m)
-        self.copies.end()
-        self.boundaries.end()
+            self.leaving.end()
+            if lowered.away:
+                self.leaving.send(copies_away(self.writer.blocks, tuple(lowered.away.values()), index, m))
+            if leaving.get(index):
+                self.leaving.send(self.boundaries.away(leaving[index], index, m))
+        self.leaving.end()
 
     def _leaving(self, every: range, m: int) -> dict[int, tuple[str, ...]]:
         """Segment -> the boundary values that leave for a tier once it is through: those that a backward reads."""
@@ -279,18 +283,17 @@ class SegmentSteps:
         """
         parts = self.parts(m)
         lowered_of = {index: half_of(parts, index, half) for index in order}
-        self.gathers.start([self._visit(index, lowered_of[index].early) for index in order])
-        self.copies.start([CopyVisit(index, returning(parts, index, half)) for index in order], m)
-        self.fetches.start([self._fetch(index, m, lowered_of[index].block) for index in order], self.action)
-        self.boundaries.start([(index, self._read(parts, index, half)) for index in order], m)
+        self.gathers.line_up(self._gathers([self._visit(index, lowered_of[index].early) for index in order]))
+        back = [copies_back(self.writer.blocks, returning(parts, index, half), index, m) for index in order]
+        self.returning.line_up(stops(order, back))
+        self.fetched.line_up(stops(order, [self._fetch(index, m, lowered_of[index].block) for index in order]))
+        self.handed_back.line_up(self.boundaries.back([(i, self._read(parts, i, half)) for i in order], m))
         self.partials.start(max((self._partial_bytes(parts, index) for index in order), default=0))
         for index in order:
             segment, lowered = self.program.segments[index], lowered_of[index]
             kind = self.program.kinds[segment.kind]
-            self.gathers.reach(index)
-            self.fetches.reach()
-            self.copies.reach(m)
-            self.boundaries.reach(m)
+            for coming in (self.gathers, self.fetched, self.returning, self.handed_back):
+                coming.reach(index)
             if ahead is not None and index == order[-1]:
                 ahead()
             names = self._sources(index, m, lowered.early)
@@ -310,7 +313,7 @@ class SegmentSteps:
                         self._zero(kind.graph.values[local], out, m, index)
             self._call_backward(index, m, lowered, names)
             self.partials.passed(final.get(index, ()))
-            self.states.passed()
+            self.states.grads.passed()
 
     def finals(self, actions: Sequence[Action]) -> dict[int, dict[int, list[str]]]:
         """Action, by its place -> segment -> the parameters whose gradients it is the last to add to."""
