@@ -33,6 +33,7 @@ from paraplan.runtime.evaluate import (
 )
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.late import LateUpdates
+from paraplan.runtime.observers import Observer
 from paraplan.runtime.optim import GroupMaker, check_norm, clip, norm_of, norm_share
 from paraplan.runtime.params import join
 from paraplan.runtime.rank import Rank
@@ -117,32 +118,27 @@ class InProcessTrainer:
         if any(rank.has_begun for rank in self.ranks):  # the optimizer's step was skipped
             self.flush()
         if any(rank.is_stale for rank in self.ranks):
-            self._together(lambda rank: rank.lists.restoring)
+            self._together(lambda rank: rank.lists.restoring, Observer())
             for rank in self.ranks:
                 rank.settled()
         self.attributes.check()
         batch = self.attributes.fill(batch)
         for index, rank in enumerate(self.ranks):
             rank.start(shard_batch(self.plan, rank.stage, rank.executor.coordinates, batch, self.device))
-            rank.executor.noting = self.record
             if self.record:
                 rank.begin_account(self.optimizers[index : index + 1])
-        step_together(self.transport, [rank.executor for rank in self.ranks], [rank.before for rank in self.ranks])
+        self._together(lambda rank: rank.before, None if self.record else Observer())
         return self.ranks[0].loss()
 
     def flush(self) -> None:
         """As `Trainer.flush`."""
         if any(rank.is_due for rank in self.ranks):
-            self._together(lambda rank: rank.lists.flush if rank.is_due else ())
+            self._together(lambda rank: rank.lists.flush if rank.is_due else (), Observer())
 
-    def _together(self, steps: Callable[[Rank], Sequence[Step]]) -> None:
-        """Steps of every rank beside a training step, of which no account is kept."""
-        before = [rank.executor.noting for rank in self.ranks]
-        for rank in self.ranks:
-            rank.executor.noting = False
-        step_together(self.transport, [rank.executor for rank in self.ranks], [steps(rank) for rank in self.ranks])
-        for rank, noting in zip(self.ranks, before, strict=True):
-            rank.executor.noting = noting
+    def _together(self, steps: Callable[[Rank], Sequence[Step]], observer: Observer | None) -> None:
+        """Steps of every rank."""
+        executors = [rank.executor for rank in self.ranks]
+        step_together(self.transport, executors, [steps(rank) for rank in self.ranks], observer)
 
     def losses(self) -> list[Tensor]:
         """The loss as each rank has it."""
@@ -191,15 +187,15 @@ class InProcessTrainer:
 
     def entries(self, rank: int) -> list[Entry]:
         """What a rank did since the step began."""
-        return self.ranks[rank].executor.entries
+        return self.ranks[rank].executor.account.entries
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes a rank held at once since the step began."""
-        return self.ranks[rank].executor.ledger.peak_bytes
+        return self.ranks[rank].executor.account.ledger.peak_bytes
 
     def tier_peak_bytes(self, rank: int) -> dict[str, int]:
         """Per tier, the most bytes a rank had there at once since the step began."""
-        return self.ranks[rank].executor.ledger.tier_peak_bytes
+        return self.ranks[rank].executor.account.ledger.tier_peak_bytes
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch's, over the gradients of the last step; refuses what `Trainer.clip_grad_norm_` does."""
@@ -242,7 +238,7 @@ class InProcessTrainer:
         if scaler is not None:
             scaler.update()
         if all(stepped):
-            step_together(self.transport, [rank.executor for rank in self.ranks], [rank.tail() for rank in self.ranks])
+            self._together(lambda rank: rank.tail(), None if self.record else Observer())
             for rank in self.ranks:
                 rank.settled()
         for rank in self.ranks:
@@ -254,7 +250,7 @@ class InProcessTrainer:
         made: list[object] = []
         hook = optimizer.register_step_post_hook(lambda *_: made.append(None))
         tracker = self.transport.tracker
-        with tracker.updating(rank.executor.ledger, rank.homes()) if self.record else nullcontext():
+        with tracker.updating(rank.executor.account.ledger, rank.homes()) if self.record else nullcontext():
             if scaler is None:
                 optimizer.step()
             else:

@@ -25,13 +25,13 @@ from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.copies import tensor_of
-from paraplan.runtime.executor import Executor
+from paraplan.runtime.executor import Executor, Late
 from paraplan.runtime.grads import WaitingGrads
 from paraplan.runtime.optim import GroupMaker, param_groups
 from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part, travels
 
 
-class Updates(Protocol):
+class Updates(Late, Protocol):
     """What does late updates (`late.LateUpdates`)."""
 
     @property
@@ -147,6 +147,11 @@ class Rank:
         everywhere = [(name, each.params[name].update_tier) for each in held for name in each.trained]
         return param_groups(self.params, groups, params, self.tiers, everywhere)
 
+    def update_late_with(self, updates: Updates) -> None:
+        """Who does late updates."""
+        self.updates = updates
+        self.executor.update_with(late=updates)
+
     @property
     def seed(self) -> int:
         """Base of the random seeds."""
@@ -227,7 +232,7 @@ class Rank:
 
     def account(self, executor: Executor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """As `begin_account`, of an executor with this rank's tensors."""
-        ledger, tier_of = executor.ledger, {param: self.tiers[name] for name, param in self.params.items()}
+        ledger, tier_of = executor.account.ledger, {param: self.tiers[name] for name, param in self.params.items()}
         apart = {self.params[name] for name in self.staged}  # but for scalars, what they have is in the namespace
         for value in executor.outer.values():
             ledger.register_all(value)
@@ -237,7 +242,7 @@ class Rank:
                     if isinstance(slot, Tensor) and not (param in apart and travels(key, slot, param)):
                         ledger.adopt(slot, tier_of.get(param, ""))
         ledger.reset_peak()
-        executor.entries.clear()
+        executor.account.entries.clear()
 
     def homes(self) -> list[tuple[str, Tensor]]:
         """Parameters and gradients on tiers, with their tiers."""

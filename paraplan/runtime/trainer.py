@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,13 @@ from paraplan.runtime.evaluate import (
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.graphs import AFTER, BEFORE, Graphs, ReplayedSteps, refuse_host_decisions
 from paraplan.runtime.late import LateUpdates
+from paraplan.runtime.observers import Timer
 from paraplan.runtime.optim import GroupMaker, check_norm, clip, norm_of, norm_share
 from paraplan.runtime.params import join_over
 from paraplan.runtime.rank import Rank, message_pairs
 from paraplan.runtime.scaling import Scaler
 from paraplan.runtime.staged import Staging
+from paraplan.runtime.stepping import step_together
 from paraplan.runtime.training_state import TrainingStates
 from paraplan.runtime.updates import make_optimizer
 from paraplan.runtime.weights import values_of
@@ -117,6 +120,7 @@ class Trainer(TrainingStates):
         self._evaluations = Evaluations(plan, build)
         self._evaluators: dict[tuple[str, ...], Executor] = {}
         self.replayed: ReplayedSteps | None = None
+        self._timer: Timer | None = None
 
     def replay(self, graphs: Graphs) -> None:
         """From now on steps are captured and replayed, what is recorded or timed excepted; see `graphs`.
@@ -222,26 +226,23 @@ class Trainer(TrainingStates):
     @property
     def _graphs(self) -> ReplayedSteps | None:
         """What a step goes through, unless it is recorded or timed."""
-        return None if self.record or self.state.executor.seconds is not None else self.replayed
+        return None if self.record or self._timer is not None else self.replayed
 
     def _take(self, steps: Iterable[Step], executor: Executor | None = None) -> None:
         executor = executor or self.state.executor
-        if executor.seconds is not None:
-            executor.noting = False
-            try:
-                with torch.no_grad():
-                    for _ in executor.record(steps):
-                        pass
-            finally:
-                executor.noting = True
-            return
-        if not self.record:
+        if self.record or self._timer is not None:
+            step_together(self.transport, [executor], [steps], self._timer)
+        else:
             executor.run(steps)
-            return
-        tracker = self.transport.tracker
-        with torch.no_grad(), tracker, tracker.booking(executor.ledger):
-            for _ in executor.record(steps):
-                pass
+
+    @contextmanager
+    def timed(self) -> Iterator[Mapping[tuple[str, int], list[float]]]:
+        """Within it, steps are taken op by op; gives (block, instruction) -> seconds of each of its calls."""
+        self._timer = timer = Timer()
+        try:
+            yield timer.seconds
+        finally:
+            self._timer = None
 
     def cut(self, batch: Mapping[str, Tensor]) -> ShardedBatch:
         """This rank's part of a global batch."""
@@ -375,17 +376,17 @@ class Trainer(TrainingStates):
     @property
     def entries(self) -> list[Entry]:
         """What this rank did since the step began (only while recording)."""
-        return self.state.executor.entries
+        return self.state.executor.account.entries
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive on the device at once since the step began (only while recording)."""
-        return self.state.executor.ledger.peak_bytes
+        return self.state.executor.account.ledger.peak_bytes
 
     @property
     def tier_peak_bytes(self) -> dict[str, int]:
         """Likewise of every tier that was used ("host", "disk")."""
-        return self.state.executor.ledger.tier_peak_bytes
+        return self.state.executor.account.ledger.tier_peak_bytes
 
 
 def _flush(trainer: Trainer | None) -> None:
