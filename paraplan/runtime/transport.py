@@ -69,6 +69,9 @@ class Transport(Protocol):
     tracker: Tracker
     num_issued: int
 
+    def agree(self, x: Tensor, reduction: str = "sum") -> Tensor:
+        """x, reduced over the ranks of this process already, over all ranks, in place."""
+
 
 class _Letter(NamedTuple):
     """One end of a message that waits for the other."""
@@ -118,6 +121,10 @@ class InProcessTransport:
     def port(self, rank: int) -> InProcessPort:
         """The port of a device of the mesh."""
         return InProcessPort(self, rank)
+
+    def agree(self, x: Tensor, reduction: str = "sum") -> Tensor:
+        """All ranks are in this process."""
+        return x
 
     def issue(
         self, rank: int, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False,
