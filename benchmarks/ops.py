@@ -247,7 +247,7 @@ def run_plan(plan: Plan, model: OpModel, batch: dict[str, Tensor], wanted: Wante
         seen.least, seen.most = min(seen.least, ratio), max(seen.most, ratio)
         if not 1.0 <= ratio <= PEAK_RATIO and not any("peak" in fault for fault in faults):
             faults.append(f"peak {ratio:.4f}")
-        for (block, at), nbytes in trainer.ranks[rank].executor.workspaces.items():
+        for (block, at), nbytes in trainer.ranks[rank].executor.account.workspaces.items():
             instr = programs[index].blocks[block].instrs[at]
             if instr.workspace_bytes < nbytes and not any("workspace" in fault for fault in faults):
                 faults.append(f"workspace of {instr.target}: {nbytes} B for {instr.workspace_bytes}")

@@ -17,7 +17,6 @@ import operator
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 from typing import Any
 
@@ -41,7 +40,6 @@ from paraplan.runtime.executor import Executor, make_tapes
 from paraplan.runtime.ops import COPY_KERNELS, INSTR
 from paraplan.runtime.params import cut
 from paraplan.runtime.rank import Rank
-from paraplan.runtime.tracker import Ledger
 from paraplan.runtime.transport import Handle, Route
 
 
@@ -103,10 +101,6 @@ class SleepingPort:
         """Only recordings issue collectives through a port."""
         raise NotImplementedError("kernels are asleep: nothing is recorded")
 
-    def booking(self, ledger: Ledger | None) -> AbstractContextManager[None]:
-        """Nothing is booked."""
-        return nullcontext()
-
 
 class SleepingExecutor(Executor):
     """An executor that takes the time of the kernels it calls itself: sums of gradients, parts cut out to be sent."""
@@ -165,7 +159,7 @@ class SleepingRank:
         copier = ClockedCopier(self.streams, self.copy_s, sleeps, rank)
         executor = SleepingExecutor(self.program, modules, coordinates, port, rank, tapes=tapes, copier=copier)
         executor.take_time(self.clock, self.costs, scale)
-        executor.updater = lambda step, outer: self.clock.busy(scale * next(later))
+        executor.update_with(lambda step, outer: self.clock.busy(scale * next(later)))
         self.rank = Rank(plan, executor, Blank(plan.program), 0)
         self.executor = executor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -246,14 +246,12 @@ def _skeleton(plan: Plan, options: RunOptions) -> Made:
 def _seconds(
     trainer: Trainer, batches: Callable[[int], dict[str, Tensor]], optimizer: torch.optim.Optimizer,
     clip: float | None, scaler: Scaler | None,
-) -> dict[tuple[str, int], list[float]]:  # fmt: skip
+) -> Mapping[tuple[str, int], list[float]]:  # fmt: skip
     """(block, instruction) -> seconds of each call, over some further steps taken op by op."""
-    executor = trainer.state.executor
-    executor.seconds = found = {}
-    for step in range(STEPS_RECORDED):
-        trainer.step(batches(step))
-        update(trainer, optimizer, clip, scaler)
-    executor.seconds = None
+    with trainer.timed() as found:
+        for step in range(STEPS_RECORDED):
+            trainer.step(batches(step))
+            update(trainer, optimizer, clip, scaler)
     return found
 
 
@@ -264,7 +262,7 @@ def update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | Non
     step = optimizer.step if scaler is None else lambda: scaler.step(optimizer)
     if trainer.record:
         state = trainer.state
-        with trainer.transport.tracker.updating(state.executor.ledger, state.homes()):
+        with trainer.transport.tracker.updating(state.executor.account.ledger, state.homes()):
             step()
     else:
         step()

@@ -99,7 +99,7 @@ class BucketTrainer:
         """`Trainer.optimizer` over the shared shards."""
         made = self.trainers[0].optimizer(cls, groups=groups, params=params, after=self._finish, **options)
         for trainer in self.trainers[1:]:
-            trainer.state.executor.updater = self.trainers[0].state.executor.updater
+            trainer.state.executor.update_with(self.trainers[0].state.executor.updater)
         return made
 
     def _finish(self) -> None:

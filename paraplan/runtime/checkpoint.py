@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from paraplan.ir import mesh as ir_mesh
 from paraplan.ir import names as outer_names
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
-from paraplan.ir.holding import Holding, counted_here
+from paraplan.ir.holding import counted_here
 from paraplan.ir.mesh import Layout, parse_layout
-from paraplan.ir.plan import Plan
 from paraplan.ir.program import master_dtype, trained_params
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
@@ -28,26 +27,16 @@ from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.params import join_over
 from paraplan.runtime.progress import check_mapping, groups_of, matched, pack, take_groups, unpack
 from paraplan.runtime.rank import Rank
+from paraplan.runtime.trainer_core import TrainerCore
 
 
-class Checkpointing:
+class Checkpointing(TrainerCore):
     """The part of `Trainer` that gives out and takes in parameters and optimizer states."""
 
-    plan: Plan
-    held: tuple[Holding, ...]
     state: Rank
     transport: DistributedTransport
     frozen_dtypes: Mapping[str, torch.dtype]
     """Of parameters that are not trained, as the user's model has them."""
-
-    def flush(self) -> None:
-        """Apply gradients that wait for the next step (a plan's `delayed_update`); all ranks must call.
-
-        Whatever gives out states does so first, so that a checkpoint has every step in it; the step that follows finds
-        no gradient waiting, here as in a run that goes on from the checkpoint. To be called when training has ended.
-        """
-        if self.state.is_due:
-            self.state.executor.run(self.state.lists.flush)
 
     @property
     def steps_done(self) -> int:

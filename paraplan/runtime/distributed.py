@@ -10,7 +10,6 @@ used here exist for float64, float32, bfloat16 and int64.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from paraplan.ir.mesh import Mesh
 from paraplan.runtime import ops
 from paraplan.runtime.collectives import IMPLEMENTATIONS, Route, as_sent
 from paraplan.runtime.groups import limit_group, make_group
-from paraplan.runtime.tracker import Ledger, Tracker
+from paraplan.runtime.tracker import Tracker
 from paraplan.runtime.transport import Handle
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -62,7 +61,7 @@ class DistributedTransport:
 
     def __init__(self, *meshes: Mesh, device: str = "cpu") -> None:
         self.device, self.num_meshes = device, len(meshes)
-        self.tracker = Tracker()
+        self.tracker, self.num_issued = Tracker(), 0
         self.device_mesh: DeviceMesh | None = None
         self._mesh_beside: DeviceMesh | None = None
         self.rank = dist.get_rank() if dist.is_initialized() else meshes[0].devices[0]
@@ -172,10 +171,6 @@ class DistributedTransport:
                 handle.out.copy_(torch.ops._c10d_functional.wait_tensor(handle.pending))
             handle.pending = None
         return True
-
-    def booking(self, ledger: Ledger | None) -> AbstractContextManager[None]:
-        """Book to a ledger."""
-        return self.tracker.booking(ledger)
 
     def reduce(self, x: Tensor, axis: int, reduction: str = "sum") -> Tensor:
         """x reduced over a mesh axis, at once and in place."""

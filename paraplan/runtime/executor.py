@@ -1,8 +1,8 @@
-"""Walks a rank's steps: binds calls, accumulates, drops, and gives what a call gives up to the block itself.
+"""Takes a rank's steps: binds calls, accumulates, drops, and gives what a call gives up to the block itself.
 
-Two ways through the same steps. `run` calls the fx modules (fast, nothing is noted). `record` is a generator
-that plays them instruction by instruction, books memory and notes one `Entry` per thing done (see `ir.entry`);
-it yields while a collective is under way, so one thread can step all ranks of a plan.
+Steps are taken one way. `run` has blocks run as they were emitted (fast); `record` is a generator that plays them
+instruction by instruction before an observer (an account, a clock) and yields while a collective is under way, so one
+thread can step all ranks of a plan.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import torch
 from torch import Tensor, fx
 
 from paraplan.ir import names as outer_names
-from paraplan.ir.entry import Entry
 from paraplan.ir.errors import ParaplanError, RuntimeFailure
 from paraplan.ir.names import Name, Role
 from paraplan.ir.offsets import offset_value, place_of
-from paraplan.ir.rank_program import MESSAGES, Block, InstrKind, RankProgram, Step, StepKind
+from paraplan.ir.rank_program import MESSAGES, Block, RankProgram, Step, StepKind
 from paraplan.ir.sources import Locate, no_source
 from paraplan.runtime.copies import Away, Copier
-from paraplan.runtime.interpret import Tape, make_tape, play
+from paraplan.runtime.interpret import Player, Tape, make_tape
+from paraplan.runtime.observers import Account, Observer
 from paraplan.runtime.ops import INSTR, grow_
 from paraplan.runtime.plain import plainly
-from paraplan.runtime.tracker import Ledger, Tiers, changes
 from paraplan.runtime.transport import Handle, Port
 
 Modules = Mapping[str, fx.GraphModule]
 Recording = Generator[None, None, None]
+Updater = Callable[[Step, Mapping[Name, Any]], None]
+_UNSEEN = Observer()
 
 
 class Late(Protocol):
@@ -57,12 +58,8 @@ class Executor:
         copier: makes copies to and from tiers; left out, one that makes them at once.
 
     Attributes:
-        entries: what was done, while recording.
-        workspaces: (block, instruction) -> the most bytes it was seen to make and drop inside, while recording.
-        noting: whether `record` keeps an account; without, it only goes instruction by instruction.
+        account: what was done, and the memory it took, while recording.
         updater: does an UPDATE of what was brought for it, given this executor's outer values.
-        late: does late UPDATEs.
-        seconds: (block, instruction) -> what each call of it took (see `interpret.play`); None where nobody asks.
     """
 
     def __init__(
@@ -74,17 +71,17 @@ class Executor:
         self.tapes = make_tapes(program, modules) if tapes is None else tapes
         self.outer: dict[Name, Any] = {}
         self.copier = Copier(rank=rank) if copier is None else copier
-        self.ledger = Ledger()
-        self.entries: list[Entry] = []
-        self.workspaces: dict[tuple[str, int], int] = {}
-        self.noting = True
-        self.updater: Callable[[Step, Mapping[Name, Any]], None] | None = None
-        self.late: Late | None = None
-        self.seconds: dict[tuple[str, int], list[float]] | None = None
+        self.account = Account()
+        self.updater: Updater | None = None
+        self._late: Late | None = None
         self._locate = locate
-        self._pending: dict[int, Handle] = {}
+        self._player = Player(port)
         self._place = place_of(coordinates, program.mesh_shape)
         self._messages: dict[tuple[str, int], Handle] = {}
+
+    def update_with(self, updater: Updater | None = None, late: Late | None = None) -> None:
+        """Who does updates: of what is brought for them, and late ones; None leaves it as it is."""
+        self.updater, self._late = updater or self.updater, late or self._late
 
     def bind(self, values: Mapping[Name, Tensor]) -> None:
         """Put tensors into the outer namespace.
@@ -117,45 +114,88 @@ class Executor:
         return [*given, self.copier] if tape.copies else given
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Take steps, fast.
+        """Take steps, fast: blocks are run as they were emitted, and nobody is told of their instructions.
 
         Raises:
             RuntimeFailure: a step failed; names rank, action, op and source line.
         """
         with plainly():
-            for step in steps:
-                try:
-                    self._take(step)
-                except ParaplanError:
-                    self._give_up()
-                    raise
-                except Exception as fault:
-                    self._give_up()
-                    raise self._failure(step, _failed_instr(fault, self.modules.get(step.block)), fault) from fault
+            for _ in self._take(steps, None):
+                raise RuntimeFailure(
+                    f"rank {self.rank} waits for a rank of this process, which is to be stepped with it"
+                )
 
-    def _take(self, step: Step) -> None:
-        if step.kind is StepKind.CALL:
-            module, given = self.modules[step.block], self.inputs(step)
-            results = module.forward(given) if isinstance(module, fx.GraphModule) else module(given)
-            for name, value in zip(step.outs, results, strict=True):
-                if name is not None:
-                    self.outer[name] = value
-        elif step.kind is StepKind.ACCUMULATE:
-            self._accumulate(step)
-        elif step.kind in (StepKind.SEND, StepKind.RECV):
-            self._begin_message(step)
-        else:
-            self._update(step)
-            if step.kind is StepKind.AWAIT:
-                self.port.ready(self._messages.pop((step.transfer, step.microbatch)))
-            self._drop(step)
+    def record(self, steps: Iterable[Step], observer: Observer | None = None) -> Recording:
+        """Take steps one instruction at a time; yields while waiting for a peer.
+
+        Args:
+            steps: to take.
+            observer: is told of each; left out, `account`, to whose ledger the caller keeps a `Tracker` booked.
+        Raises:
+            RuntimeFailure: as `run`.
+        """
+        yield from self._take(steps, self.account if observer is None else observer)
+
+    def _take(self, steps: Iterable[Step], observer: Observer | None) -> Recording:
+        """Take steps; blocks instruction by instruction where somebody observes."""
+        plays, observer = observer is not None, observer or _UNSEEN
+        for step in steps:
+            kind, self._player.index = step.kind, -1
+            try:
+                observer.begin(step)
+                if kind is StepKind.CALL:
+                    given: list[Any] = self.inputs(step)
+                    if plays:
+                        tape = self.tapes[step.block]
+                        for position in tape.unread:
+                            given[position] = None
+                        observer.dropped()
+                        results: Any = yield from self._player.play(tape, given, step, observer)
+                        observer.begin(step)
+                    else:
+                        module = self.modules[step.block]
+                        results = module.forward(given) if isinstance(module, fx.GraphModule) else module(given)
+                    for name, value in zip(step.outs, results, strict=True):
+                        if name is not None and value is not None:
+                            self.outer[name] = value
+                    results = value = None
+                    observer.dropped()
+                elif kind is StepKind.ACCUMULATE:
+                    observer.made((self.outer[step.args[1]],))
+                    self._accumulate(step)
+                    observer.taken("accumulate")
+                elif kind in MESSAGES:
+                    if kind is StepKind.AWAIT:
+                        handle = self._messages.pop((step.transfer, step.microbatch))
+                        while not self.port.ready(handle):
+                            yield
+                        del handle
+                    else:
+                        self._begin_message(step)
+                    observer.made([self.outer[name] for name in step.outs if name is not None])
+                    self._drop(step)
+                    observer.taken(kind.value, self.program.transfers[step.transfer].message)
+                else:
+                    self._update(step)
+                    self._drop(step)
+                    if kind in (StepKind.UPDATE, StepKind.UPDATED):
+                        observer.taken(kind.value)
+                    else:
+                        observer.dropped()
+            except ParaplanError:
+                self._give_up()
+                raise
+            except Exception as fault:
+                self._give_up()
+                index = self._player.index if plays else _failed_instr(fault, self.modules.get(step.block))
+                raise self._failure(step, index, fault) from fault
 
     def _update(self, step: Step) -> None:
         if step.staged is not None:
             assert self.updater is not None, "an optimizer was made"
             self.updater(step, self.outer)
-        elif self.late is not None and (step.late or step.kind is StepKind.UPDATED):
-            self.late.begin() if step.late else self.late.end()
+        elif self._late is not None and (step.late or step.kind is StepKind.UPDATED):
+            self._late.begin() if step.late else self._late.end()
 
     def _drop(self, step: Step) -> None:
         for name in step.drops:
@@ -192,129 +232,12 @@ class Executor:
             self.outer[total] = value
         return self.outer[total]
 
-    def record(self, steps: Iterable[Step]) -> Recording:
-        """Take steps one instruction at a time, noting each in `entries`; yields while waiting for a peer.
-
-        The caller keeps a `Tracker` entered and booked to `ledger` while this runs, unless nothing is noted.
-
-        Raises:
-            RuntimeFailure: as `run`.
-        """
-        for step in steps:
-            progress = [-1]
-            try:
-                if step.kind is StepKind.CALL:
-                    yield from self._record_call(step, progress)
-                elif step.kind in MESSAGES:
-                    yield from self._record_message(step)
-                else:
-                    self._record_other(step)
-            except ParaplanError:
-                self._give_up()
-                raise
-            except Exception as fault:
-                self._give_up()
-                raise self._failure(step, progress[0], fault) from fault
-
     def _give_up(self) -> None:
         """After a failure: what the step has on tiers goes."""
         self.copier.abandon()
         for name in [name for name, value in self.outer.items() if isinstance(value, Away)]:
             if name not in self.program.outer:
                 del self.outer[name]
-
-    def _record_call(self, step: Step, progress: list[int]) -> Recording:
-        tape = self.tapes[step.block]
-        before = self._alive()
-        given = self.inputs(step)
-        for position in tape.unread:
-            given[position] = None
-        self._note_drop(step, before)
-
-        def note(
-            index: int, shapes: tuple[tuple[int, ...], ...], allocated: int, freed: int, workspace: int, tiers: Tiers
-        ) -> None:
-            instr = tape.block.instrs[index]
-            self._note(
-                step, "wait" if instr.kind is InstrKind.WAIT else instr.target, shapes, allocated, freed,
-                f"{instr.target}@{instr.axis}" if instr.kind is InstrKind.COLLECTIVE else "", f"{step.block}[{index}]",
-                tiers,
-            )  # fmt: skip
-            self.workspaces[step.block, index] = max(workspace, self.workspaces.get((step.block, index), 0))
-
-        def timed(index: int, seconds: float) -> None:
-            assert self.seconds is not None
-            self.seconds.setdefault((step.block, index), []).append(seconds)
-
-        results = yield from play(
-            tape, given, self.port, self.ledger, note if self.noting else None, self._pending, progress,
-            timed if self.seconds is not None else None,
-        )  # fmt: skip
-        before = self._alive()
-        for name, value in zip(step.outs, results, strict=True):
-            if name is not None and value is not None:
-                self.outer[name] = value
-        value = None
-        results.clear()
-        self._note_drop(step, before)
-
-    def _record_message(self, step: Step) -> Recording:
-        before, shapes = self.ledger.live_bytes, []
-        if step.kind is StepKind.AWAIT:
-            handle = self._messages.pop((step.transfer, step.microbatch))
-            while not self.port.ready(handle):
-                yield
-            del handle
-        else:
-            self._begin_message(step)
-            shapes = [tuple(self.outer[name].shape) for name in step.outs if name is not None]
-        allocated = self.ledger.live_bytes - before
-        alive = self._alive()
-        for name in step.drops:
-            del self.outer[name]
-        freed, _, _, tiers = self._freed(alive)
-        message = self.program.transfers[step.transfer].message
-        self._note(step, step.kind.value, tuple(shapes), allocated, freed, message, tiers=tiers)
-
-    def _record_other(self, step: Step) -> None:
-        before = self._alive()
-        if step.kind is StepKind.ACCUMULATE:
-            shape = tuple(self._accumulate(step).shape)
-            self._note(step, "accumulate", (shape,), 0, *self._freed(before))
-            return
-        self._update(step)
-        self._drop(step)
-        if step.kind in (StepKind.UPDATE, StepKind.UPDATED):
-            self._note(step, step.kind.value, (), 0, *self._freed(before))
-        else:
-            self._note_drop(step, before)
-
-    def _alive(self) -> tuple[int, dict[str, int]]:
-        """Bytes alive on the device and by tier."""
-        return self.ledger.live_bytes, self.ledger.levels()
-
-    def _freed(self, before: tuple[int, dict[str, int]]) -> tuple[int, str, str, Tiers]:
-        """What has died since, as `_note` takes it."""
-        live, levels = before
-        return live - self.ledger.live_bytes, "", "", changes(levels, levels, self.ledger.levels())
-
-    def _note_drop(self, step: Step, before: tuple[int, dict[str, int]]) -> None:
-        freed, _, _, tiers = self._freed(before)
-        if freed or tiers:
-            self._note(step, "drop", (), 0, freed, note=step.block, tiers=tiers)
-
-    def _note(
-        self, step: Step, target: str, shapes: tuple[tuple[int, ...], ...], allocated: int, freed: int,
-        collective: str = "", note: str = "", tiers: Tiers = (),
-    ) -> None:  # fmt: skip
-        if not self.noting:
-            return
-        self.entries.append(
-            Entry(
-                action=step.action, segment=step.segment, microbatch=step.microbatch, target=target, shapes=shapes,
-                allocated_bytes=allocated, freed_bytes=freed, collective=collective, tiers=tiers, note=note,
-            )
-        )  # fmt: skip
 
     def _failure(self, step: Step, index: int, fault: Exception) -> RuntimeFailure:
         where = f"rank {self.rank}, action {step.action}"

@@ -1,15 +1,13 @@
-"""Running a block node by node, instruction by instruction, with an account of its memory.
+"""Running a block node by node, instruction by instruction, before an observer.
 
 A `Tape` is an emitted graph prepared for this: per instruction its nodes, and the nodes nobody reads after it.
-`play` is a generator: it yields while a collective it must wait for is not done, so one thread can step many
-ranks. It holds nothing but the environment, so that what the account says died did die.
+`Player.play` is a generator: it yields while a collective it must wait for is not done, so one thread can step many
+ranks. It holds nothing but the environment, so that what an account says died did die.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator
-from contextlib import nullcontext
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +15,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from paraplan.ir.collectives import COLLECTIVES
-from paraplan.ir.rank_program import Block, InstrKind, in_place
+from paraplan.ir.rank_program import Block, Instr, InstrKind, Step, in_place
 from paraplan.runtime.collectives import Route
+from paraplan.runtime.observers import Observer
 from paraplan.runtime.ops import COPIER, COPY_KERNELS, INSTR, LAYOUT_KERNELS, OFFSET, wait_copy
-from paraplan.runtime.torch_private import untracked
-from paraplan.runtime.tracker import Ledger, Tiers, changes, is_kernel
+from paraplan.runtime.tracker import is_kernel
 from paraplan.runtime.transport import Handle, Port
 
 
@@ -109,89 +107,70 @@ def _results(nodes: list[fx.Node], has_outs: bool) -> tuple[fx.Node, ...]:
     return tuple(nodes) if has_outs else ()
 
 
-Note = Callable[[int, tuple[tuple[int, ...], ...], int, int, int, Tiers], None]
-
-
-def play(
-    tape: Tape, given: list[Any], port: Port, ledger: Ledger, note: Note | None, pending: dict[int, Handle],
-    progress: list[int], timed: Callable[[int, float], None] | None = None,
-) -> Generator[None, None, list[Tensor | None]]:  # fmt: skip
-    """Run a block.
+class Player:
+    """Plays a rank's blocks, on through the collectives that one issues and a later one waits for.
 
     Args:
-        tape: the block.
-        given: inputs, then offsets, then the copier; emptied.
         port: where collectives go.
-        ledger: where memory is booked.
-        note: called after each instruction with its index, result shapes, bytes allocated, bytes freed, bytes made and
-            dropped inside (workspace), and what it did to tiers; None where nobody asks.
-        pending: collectives that earlier blocks issued and left to later ones, by the id of their result; brought up
-            to date.
-        progress: its item is set to the index of the instruction under way.
-        timed: called with an instruction's index and the seconds of this thread's processor time that it took.
-    Returns:
-        Outputs, then saved values.
+
+    Attributes:
+        index: of the instruction under way.
     """
-    env: dict[fx.Node, Any] = dict(zip(tape.inputs, given, strict=True))
-    given.clear()
-    handles: dict[fx.Node, Handle] = {}
-    for line in tape.lines:
-        progress[0] = line.index
-        head = line.nodes[0]
-        before, tiers = ledger.open_window(), ledger.levels()
-        kind = tape.block.instrs[line.index].kind
-        if kind is InstrKind.COLLECTIVE:
-            _issue(head, line.index, tape, env, handles, port)
-        elif kind is InstrKind.WAIT and head.target is not wait_copy:
-            issued: fx.Node = head.args[0]  # type: ignore[assignment]
-            handle = handles.pop(issued) if issued in handles else pending.pop(id(env[issued]))
-            while not port.ready(handle):
-                yield
-            env[head] = handle.out
-            del handle
-        else:
-            with untracked() if line.plain and note is not None else nullcontext():
-                _call(line, env, timed)
-            if line.plain and note is not None:
-                ledger.register_all(env[head])
-            if len(line.nodes) > 1:
-                env[head] = None
-        if note is None:
+
+    def __init__(self, port: Port) -> None:
+        self.port, self.index = port, -1
+        self._pending: dict[int, Handle] = {}  # left to later blocks, by the id of the result
+
+    def play(
+        self, tape: Tape, given: list[Any], step: Step, observer: Observer
+    ) -> Generator[None, None, list[Tensor | None]]:
+        """Run a block.
+
+        Args:
+            tape: the block.
+            given: inputs, then offsets, then the copier; emptied.
+            step: whose call it is.
+            observer: is told of each instruction.
+        Returns:
+            Outputs, then saved values.
+        """
+        env: dict[fx.Node, Any] = dict(zip(tape.inputs, given, strict=True))
+        given.clear()
+        handles: dict[fx.Node, Handle] = {}
+        for line in tape.lines:
+            self.index = line.index
+            observer.begin(step, line.index)
+            head, instr = line.nodes[0], tape.block.instrs[line.index]
+            if instr.kind is InstrKind.COLLECTIVE:
+                handles[head] = self._issue(head, instr, tape.block, env)
+                env[head] = handles[head].out
+            elif instr.kind is InstrKind.WAIT and head.target is not wait_copy:
+                issued: fx.Node = head.args[0]  # type: ignore[assignment]
+                handle = handles.pop(issued) if issued in handles else self._pending.pop(id(env[issued]))
+                while not self.port.ready(handle):
+                    yield
+                env[head] = handle.out
+                del handle
+            else:
+                args, kwargs = map_arg(head.args, env.__getitem__), map_arg(head.kwargs, env.__getitem__)
+                env[head] = observer.call(line.plain, head.target, args, kwargs)  # type: ignore[arg-type]
+                del args, kwargs
+                if len(line.nodes) > 1:
+                    for node in line.nodes[1:]:
+                        env[node] = env[head][node.args[1]]
+                    env[head] = None
+            observer.made([env[node] for node in line.outs])
             for node in line.dead:
                 del env[node]
-            continue
-        shapes = tuple(tuple(env[node].shape) for node in line.outs)
-        middle, there = ledger.live_bytes, ledger.levels()
-        workspace = max(0, ledger.window_bytes - max(middle, before))
-        for node in line.dead:
-            del env[node]
-        changed = changes(tiers, there, ledger.levels())
-        note(line.index, shapes, middle - before, middle - ledger.live_bytes, workspace, changed)
-    pending.update({id(handle.out): handle for handle in handles.values()})
-    return [None if node is None else env[node] for node in tape.results]
+            observer.played(instr)
+        self._pending.update({id(handle.out): handle for handle in handles.values()})
+        return [None if node is None else env[node] for node in tape.results]
 
-
-def _call(line: Line, env: dict[fx.Node, Any], timed: Callable[[int, float], None] | None) -> None:
-    """Call an instruction's nodes; the time is of the first, the kernel."""
-    for node in line.nodes:
-        args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
-        started = 0.0 if timed is None else time.thread_time()
-        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        if timed is not None and node is line.nodes[0]:
-            timed(line.index, time.thread_time() - started)
-        del args, kwargs
-
-
-def _issue(
-    head: fx.Node, index: int, tape: Tape, env: dict[fx.Node, Any], handles: dict[fx.Node, Handle], port: Port
-) -> None:
-    instr = tape.block.instrs[index]
-    source = head.args[0]
-    reduction = instr.args[1]
-    assert isinstance(reduction, str)
-    overwrites = in_place(tape.block, instr)
-    uneven = COLLECTIVES[instr.target].uneven
-    route = Route(*map_arg(head.args[4:], env.__getitem__)) if uneven else None
-    handle = port.issue(instr.target, env[source], reduction.removeprefix(":"), instr.axis, overwrites, route)  # type: ignore[index]
-    handles[head] = handle
-    env[head] = handle.out
+    def _issue(self, head: fx.Node, instr: Instr, block: Block, env: dict[fx.Node, Any]) -> Handle:
+        reduction = instr.args[1]
+        assert isinstance(reduction, str)
+        uneven = COLLECTIVES[instr.target].uneven
+        route = Route(*map_arg(head.args[4:], env.__getitem__)) if uneven else None
+        source = env[head.args[0]]  # type: ignore[index]
+        overwrites = in_place(block, instr)
+        return self.port.issue(instr.target, source, reduction.removeprefix(":"), instr.axis, overwrites, route)

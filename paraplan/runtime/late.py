@@ -58,7 +58,7 @@ class LateUpdates:
         self._due: Due | None = None
         self._begun: tuple[Due, Future[None] | None] | None = None
         optimizer.register_step_pre_hook(lambda _, args, kwargs: self._hold(*args[1:], **kwargs))
-        rank.updates = rank.executor.late = self
+        rank.update_late_with(self)
 
     @property
     def is_due(self) -> bool:
@@ -134,7 +134,7 @@ class LateUpdates:
     def _step_booked(self, due: Due) -> None:
         """The update, done now; what it makes is booked where the parameters are."""
         self.rank.executor.copier.mark()()
-        tracker, ledger = self.tracker, self.rank.executor.ledger
+        tracker, ledger = self.tracker, self.rank.executor.account.ledger
         first = any(twin not in due.optimizer.state for twin in due.twins.values())  # states are booked from then on
         if not tracker.is_entered or first:
             with tracker.booking(None), torch.no_grad():

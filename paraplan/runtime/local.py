@@ -12,38 +12,25 @@ from torch import Tensor, nn
 
 from paraplan.ir import names as outer_names
 from paraplan.ir.entry import Entry
-from paraplan.ir.holding import counted_here, holdings
-from paraplan.ir.names import LOSS_SCALE
+from paraplan.ir.holding import holdings
+from paraplan.ir.mesh import Layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import source_lines
-from paraplan.runtime.attributes import Attributes
-from paraplan.runtime.batch import shard_batch
-from paraplan.runtime.copies import Copier
-from paraplan.runtime.evaluate import (
-    Build,
-    Evaluation,
-    Evaluations,
-    Wanted,
-    bind,
-    collect,
-    metrics_of,
-    missing_rows,
-    without_padding,
-)
+from paraplan.runtime.evaluate import Build
 from paraplan.runtime.executor import Executor, Modules
-from paraplan.runtime.late import LateUpdates
-from paraplan.runtime.optim import GroupMaker, check_norm, clip, norm_of, norm_share
-from paraplan.runtime.params import join
+from paraplan.runtime.observers import Observer
+from paraplan.runtime.optim import GroupMaker
+from paraplan.runtime.params import Dims, join
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.scaling import Scaler
-from paraplan.runtime.staged import Staging
 from paraplan.runtime.stepping import make_executors, step_together
-from paraplan.runtime.updates import make_optimizer
+from paraplan.runtime.trainer_core import BESIDE, TrainerCore
+from paraplan.runtime.transport import InProcessTransport
 from paraplan.runtime.weights import values_of
 
 
-class InProcessTrainer:
+class InProcessTrainer(TrainerCore):
     """Trains a plan in one process, recording every step.
 
     Args:
@@ -55,94 +42,37 @@ class InProcessTrainer:
         build: emits the modules of another program of this plan; `eval_step` needs it.
         weights: safetensors files with the parameters.
         device: of every rank, "cpu" or "cuda" (the current device, which all of them share).
-
-    Attributes:
-        record: whether the next step keeps an account (`entries`, `peak_bytes`); what is computed is the same.
     """
+
+    transport: InProcessTransport
 
     def __init__(
         self, plan: Plan, programs: Sequence[RankProgram], modules: Sequence[Modules], model: nn.Module, seed: int = 0,
         build: Build | None = None, weights: str | Path | None = None, device: str = "cpu",
     ) -> None:  # fmt: skip
-        self.plan, self.held, self.device = plan, holdings(plan), device
-        self.attributes = Attributes(plan, model)
-        self.transport, executors = make_executors(
-            [holding.mesh for holding in self.held], programs, plan.schedule.rank_class, modules,
+        transport, executors = make_executors(
+            [holding.mesh for holding in holdings(plan)], programs, plan.schedule.rank_class, modules,
             source_lines(plan.program), device,
         )  # fmt: skip
         values = values_of(plan.program, model, weights, seed)
-        self.ranks = [Rank(plan, executor, values, seed, device) for executor in executors]
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._staging: list[Staging] = []
-        self.record = True
-        self._evaluations = Evaluations(plan, build)
-        self.evaluators: list[Executor] = []
+        super().__init__(plan, transport, executors, model, values, seed, device, build, record=True)
 
-    def eval_step(
-        self, batch: Mapping[str, Tensor], outputs: Wanted = None, names: Sequence[str] | None = None
-    ) -> Evaluation:
-        """As `Trainer.eval_step`, recorded; `evaluators` are the executors it ran on."""
-        key = self._evaluations.names(outputs, names)
-        self.attributes.check(evaluating=True)
-        self.evaluators, batch = [], self.attributes.fill(batch)
-        for index, rank in enumerate(self.ranks):
-            program, modules = self._evaluations.get(key, self.plan.schedule.rank_class[rank.executor.rank])
-            here = rank.executor
-            executor = Executor(
-                program, modules, here.coordinates, here.port, here.rank, source_lines(self.plan.program),
-                copier=Copier(self.device, rank=here.rank),
-            )  # fmt: skip
-            bind(executor, rank, shard_batch(self.plan, rank.stage, here.coordinates, batch, self.device))
-            rank.account(executor, self.optimizers[index : index + 1])
-            self.evaluators.append(executor)
-        step_together(self.transport, self.evaluators, [executor.program.steps for executor in self.evaluators])
-        places, mesh_shape = [rank.executor.coordinates for rank in self.ranks], self.held[0].mesh.shape
-        found = collect(
-            self.evaluators, outputs,
-            lambda shape, layout, parts: join(shape, layout, mesh_shape, lambda at: parts[places.index(at)]),
-        )  # fmt: skip
-        return found if outputs != "global" else without_padding(self.plan, found, missing_rows(self.plan, batch))
+    def _take(self, part: str, executors: Sequence[Executor], steps: Sequence[Sequence[Step]]) -> None:
+        """All ranks in this thread, instruction by instruction."""
+        is_noted = self.record and part != BESIDE
+        step_together(self.transport, executors, steps, None if is_noted else Observer())
+
+    def _whole(self, shape: Dims, layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+        places = [rank.executor.coordinates for rank in self.ranks]
+        return join(shape, layout, self.held[0].mesh.shape, lambda at: parts[places.index(at)])
+
+    def _grads(self, rank: Rank) -> Mapping[str, Tensor]:
+        return rank.grads()
 
     @property
-    def metrics(self) -> Mapping[str, Tensor]:
-        """Each of several losses of the last step, unweighted, by name."""
-        return metrics_of(self.ranks[0].executor)
-
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Forward, backward and gradient reduction of one global batch.
-
-        Returns:
-            The loss (0-dim), of the whole batch.
-        """
-        if any(rank.has_begun for rank in self.ranks):  # the optimizer's step was skipped
-            self.flush()
-        if any(rank.is_stale for rank in self.ranks):
-            self._together(lambda rank: rank.lists.restoring)
-            for rank in self.ranks:
-                rank.settled()
-        self.attributes.check()
-        batch = self.attributes.fill(batch)
-        for index, rank in enumerate(self.ranks):
-            rank.start(shard_batch(self.plan, rank.stage, rank.executor.coordinates, batch, self.device))
-            rank.executor.noting = self.record
-            if self.record:
-                rank.begin_account(self.optimizers[index : index + 1])
-        step_together(self.transport, [rank.executor for rank in self.ranks], [rank.before for rank in self.ranks])
-        return self.ranks[0].loss()
-
-    def flush(self) -> None:
-        """As `Trainer.flush`."""
-        if any(rank.is_due for rank in self.ranks):
-            self._together(lambda rank: rank.lists.flush if rank.is_due else ())
-
-    def _together(self, steps: Callable[[Rank], Sequence[Step]]) -> None:
-        """Steps of every rank beside a training step, of which no account is kept."""
-        before = [rank.executor.noting for rank in self.ranks]
-        for rank in self.ranks:
-            rank.executor.noting = False
-        step_together(self.transport, [rank.executor for rank in self.ranks], [steps(rank) for rank in self.ranks])
-        for rank, noting in zip(self.ranks, before, strict=True):
-            rank.executor.noting = noting
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """One per rank, once they are made."""
+        return [optimizer for rank in self.ranks for optimizer in rank.optimizers]
 
     def losses(self) -> list[Tensor]:
         """The loss as each rank has it."""
@@ -180,9 +110,6 @@ class InProcessTrainer:
             found |= {name: x for name, x in of(rank).items() if name in self._counted(rank) and name not in found}
         return found
 
-    def _counted(self, rank: Rank) -> frozenset[str]:
-        return counted_here(self.plan.program, self.held, rank.stage)
-
     def _join(self, name: str, local: Any) -> Tensor:
         first = next(rank for rank in self.ranks if name in rank.stage.params)
         by_coordinates = {rank.executor.coordinates: rank for rank in self.ranks if rank.stage == first.stage}
@@ -191,29 +118,15 @@ class InProcessTrainer:
 
     def entries(self, rank: int) -> list[Entry]:
         """What a rank did since the step began."""
-        return self.ranks[rank].executor.entries
+        return self.ranks[rank].executor.account.entries
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes a rank held at once since the step began."""
-        return self.ranks[rank].executor.ledger.peak_bytes
+        return self.ranks[rank].executor.account.ledger.peak_bytes
 
     def tier_peak_bytes(self, rank: int) -> dict[str, int]:
         """Per tier, the most bytes a rank had there at once since the step began."""
-        return self.ranks[rank].executor.ledger.tier_peak_bytes
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch's, over the gradients of the last step; refuses what `Trainer.clip_grad_norm_` does."""
-        norm_type = check_norm(max_norm, norm_type)
-        shares = []
-        for rank in self.ranks:
-            grads = {name: grad for name, grad in rank.grads().items() if name in self._counted(rank)}
-            place, waiting = rank.executor.coordinates, rank.waiting
-            shares.append(norm_share(grads, rank.layouts, place, norm_type, self.device, waiting))
-        total = torch.stack(shares).max() if norm_type == float("inf") else torch.stack(shares).sum()
-        norm = norm_of(total, norm_type)
-        for rank in self.ranks:
-            clip(rank.grads(), norm, max_norm, rank.waiting)
-        return norm
+        return self.ranks[rank].executor.account.ledger.tier_peak_bytes
 
     def apply_optimizer(
         self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
@@ -224,16 +137,8 @@ class InProcessTrainer:
         With a scaler, an update that finds an infinite gradient is skipped.
         """
         if not self.optimizers:
-            self.optimizers = [make_optimizer(rank, cls, groups, params, options) for rank in self.ranks]
-            self._staging = [
-                Staging(rank, optimizer, self.transport.tracker)
-                for rank, optimizer in zip(self.ranks, self.optimizers, strict=True)
-                if rank.staged
-            ]
-            staging = {each.rank: each for each in self._staging}
-            for rank, optimizer in zip(self.ranks, self.optimizers, strict=True):
-                if rank.late:
-                    LateUpdates(rank, optimizer, self.transport.tracker, False, staging.get(rank))
+            for rank in self.ranks:
+                self._optimizer(rank, cls, groups, params, options, False)
         for rank in self.ranks:
             rank.take_grads()
         if scaler is not None:
@@ -242,31 +147,20 @@ class InProcessTrainer:
         if scaler is not None:
             scaler.update()
         if all(stepped):
-            step_together(self.transport, [rank.executor for rank in self.ranks], [rank.tail() for rank in self.ranks])
-            for rank in self.ranks:
-                rank.settled()
+            self._finish_update()
         for rank in self.ranks:
-            for param in rank.params.values():
-                param.grad = None
+            rank.drop_grads()
 
     def _update(self, rank: Rank, optimizer: torch.optim.Optimizer, scaler: Scaler | None) -> bool:
         """One rank's update; whether it was made."""
         made: list[object] = []
         hook = optimizer.register_step_post_hook(lambda *_: made.append(None))
         tracker = self.transport.tracker
-        with tracker.updating(rank.executor.ledger, rank.homes()) if self.record else nullcontext():
+        with tracker.updating(rank.executor.account.ledger, rank.homes()) if self.record else nullcontext():
             if scaler is None:
                 optimizer.step()
             else:
                 scaler.step(optimizer)
         hook.remove()
-        for name, param in rank.params.items():
-            if not made or name not in rank.staged:  # others are updated in what follows
-                param.grad = None
+        rank.drop_grads(but=rank.staged if made else ())  # they are updated in what follows
         return bool(made)
-
-    def scaler(self, **options: Any) -> Scaler:
-        """As `Trainer.scaler`, one for all ranks: give it to `apply_optimizer`."""
-        scales = [rank.tensors[LOSS_SCALE] for rank in self.ranks if LOSS_SCALE in rank.tensors]
-        waiting = [rank.waiting for rank in self.ranks]
-        return Scaler(self.plan, lambda found: found, scales, self.device, waiting, **options)

@@ -7,7 +7,7 @@ steps (`ir.lower.phases`); here is decided which of them is due.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,13 +25,13 @@ from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.copies import tensor_of
-from paraplan.runtime.executor import Executor
+from paraplan.runtime.executor import Executor, Late
 from paraplan.runtime.grads import WaitingGrads
 from paraplan.runtime.optim import GroupMaker, param_groups
 from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part, travels
 
 
-class Updates(Protocol):
+class Updates(Late, Protocol):
     """What does late updates (`late.LateUpdates`)."""
 
     @property
@@ -92,7 +92,7 @@ class Rank:
         lists: of steps.
         waiting: the gradients that wait beside states.
         torn: whether an update failed on its way, so that stored copies are to be written from their states again.
-        has_optimizer: whether one was made over its parameters.
+        optimizers: over its parameters.
     """
 
     def __init__(self, plan: Plan, executor: Executor, values: Values | Rank, seed: int, device: str = "cpu") -> None:
@@ -101,7 +101,8 @@ class Rank:
         self.program: RankProgram = executor.program
         self.lists, self.phase = step_lists(self.program), Phase.STEADY
         self.updates: Updates | None = None
-        self.torn = self.has_optimizer = False
+        self.torn = False
+        self.optimizers: list[torch.optim.Optimizer] = []
         shared = values if isinstance(values, Rank) else None
         self.clock = Clock(seed) if shared is None else shared.clock
         source: Values = Nothing() if isinstance(values, Rank) else values
@@ -146,6 +147,16 @@ class Rank:
         held = holdings(self.plan)
         everywhere = [(name, each.params[name].update_tier) for each in held for name in each.trained]
         return param_groups(self.params, groups, params, self.tiers, everywhere)
+
+    def train_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was made over parameters."""
+        self.optimizers.append(optimizer)
+        self.clock.is_trained = True
+
+    def update_late_with(self, updates: Updates) -> None:
+        """Who does late updates."""
+        self.updates = updates
+        self.executor.update_with(late=updates)
 
     @property
     def seed(self) -> int:
@@ -221,23 +232,20 @@ class Rank:
             outer[name].fill_(segment_seed(self.seed, self.steps_done, segment))
         self.steps_done += 1
 
-    def begin_account(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Book everything alive, forget old entries, measure the peak from here."""
-        self.account(self.executor, optimizers)
-
-    def account(self, executor: Executor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """As `begin_account`, of an executor with this rank's tensors."""
-        ledger, tier_of = executor.ledger, {param: self.tiers[name] for name, param in self.params.items()}
+    def begin_account(self, executor: Executor) -> None:
+        """Book everything alive in an executor with this rank's tensors, forget old entries, measure the peak from
+        here."""
+        ledger, tier_of = executor.account.ledger, {param: self.tiers[name] for name, param in self.params.items()}
         apart = {self.params[name] for name in self.staged}  # but for scalars, what they have is in the namespace
         for value in executor.outer.values():
             ledger.register_all(value)
-        for optimizer in optimizers:
+        for optimizer in self.optimizers:
             for param, slots in optimizer.state.items():
                 for key, slot in slots.items():
                     if isinstance(slot, Tensor) and not (param in apart and travels(key, slot, param)):
                         ledger.adopt(slot, tier_of.get(param, ""))
         ledger.reset_peak()
-        executor.entries.clear()
+        executor.account.entries.clear()
 
     def homes(self) -> list[tuple[str, Tensor]]:
         """Parameters and gradients on tiers, with their tiers."""
@@ -271,12 +279,20 @@ class Rank:
         grads = {name: param.grad for name, param in self.params.items() if param.grad is not None}
         return {name: (id(grad), grad._version) for name, grad in grads.items()}
 
+    def drop_grads(self, but: Collection[str] = ()) -> None:
+        """Let the parameters' gradients go, some names' excepted."""
+        for name, param in self.params.items():
+            if name not in but:
+                param.grad = None
+
     def loss(self) -> Tensor:
         """The step's loss, detached from the program's own storage."""
         return self.executor.outer[self.program.loss].clone()
 
     def tail(self) -> tuple[Step, ...]:
-        """The steps after the optimizer: those that are possible with what is there."""
+        """The steps after the optimizer: those that are possible with what is there. Until `settled`, stored copies are
+        to be written again."""
+        self.torn = True
         steps, outer = self.lists.phases[self.phase], self.executor.outer
         ahead = [name for step in self.lists.ahead for name in step.outs]
         has_grads, is_there = (all(name in outer for name in names) for names in (steps.grads, ahead))

@@ -49,7 +49,7 @@ class Staging:
         self._ended = optimizer.register_step_post_hook(lambda *_: self._end())
         self._depth = 0
         self._count_from_here()
-        rank.executor.updater = self.update
+        rank.executor.update_with(self.update)
 
     def _count_from_here(self) -> None:
         """A class whose step calls its base's runs hooks for both; what the user calls is the outermost."""
@@ -185,7 +185,7 @@ class Staging:
         self.inside = True
         try:
             if booked and not first:
-                with self.tracker.homing(self.rank.executor.ledger, there):
+                with self.tracker.homing(self.rank.executor.account.ledger, there):
                     self.optimizer.step()
             else:
                 with self.tracker.booking(None):

@@ -11,8 +11,9 @@ from paraplan.ir.rank_program import RankProgram, Step
 from paraplan.ir.sources import Locate, no_source
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor, Modules, make_tapes
+from paraplan.runtime.observers import Observer
 from paraplan.runtime.plain import plainly
-from paraplan.runtime.transport import InProcessTransport
+from paraplan.runtime.transport import InProcessTransport, Transport
 
 
 def make_executors(
@@ -46,23 +47,27 @@ def make_executors(
 
 
 def step_together(
-    transport: InProcessTransport, executors: Sequence[Executor], steps: Sequence[Iterable[Step]]
-) -> None:
-    """Record the given steps of every rank, each going on until it waits for a peer.
+    transport: Transport, executors: Sequence[Executor], steps: Sequence[Iterable[Step]],
+    observer: Observer | None = None,
+) -> None:  # fmt: skip
+    """Record the given steps of every rank of this process, each going on until it waits for a peer.
 
-    Where no rank notes anything, nothing is tracked either: what is computed is the same and takes a third of the time.
-
+    Args:
+        transport: of all of them.
+        executors: one per rank.
+        steps: of each.
+        observer: of all of them; left out, each one's account. Another tracks nothing, which takes a third of the time.
     Raises:
         RuntimeFailure: a rank failed, or all that are left wait for each other.
     """
-    running = [(executor, executor.record(mine)) for executor, mine in zip(executors, steps, strict=True)]
-    noting = any(executor.noting for executor in executors)
-    with plainly(), transport.tracker if noting else nullcontext():
+    tracker, tracks = transport.tracker, observer is None
+    running = [(executor, executor.record(mine, observer)) for executor, mine in zip(executors, steps, strict=True)]
+    with plainly(), tracker if tracks else nullcontext():
         while running:
             issued = transport.num_issued
             left = []
             for executor, recording in running:
-                with transport.tracker.booking(executor.ledger):
+                with tracker.booking(executor.account.ledger if tracks else None):
                     if next(recording, "end") != "end":
                         left.append((executor, recording))
             # Only what is issued can end a wait: a round in which nobody issues and nobody ends is the last.
@@ -72,5 +77,5 @@ def step_together(
 
 
 def _last(executor: Executor) -> str:
-    last = executor.entries[-1] if executor.entries else None
+    last = executor.account.entries[-1] if executor.account.entries else None
     return f"rank {executor.rank} after {'nothing' if last is None else f'{last.note} {last.target} of {last.action}'}"

@@ -10,7 +10,6 @@ when the last peer issues, which is before any of them can be past its wait.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -23,7 +22,7 @@ from paraplan.ir.mesh import Mesh
 from paraplan.runtime import ops
 from paraplan.runtime.collectives import IMPLEMENTATIONS, Route
 from paraplan.runtime.torch_private import untracked
-from paraplan.runtime.tracker import Ledger, Tracker
+from paraplan.runtime.tracker import Tracker
 
 
 @dataclass
@@ -58,8 +57,20 @@ class Port(Protocol):
     def ready(self, handle: Handle) -> bool:
         """Whether it is done; a port that can only block does so and says yes."""
 
-    def booking(self, ledger: Ledger | None) -> AbstractContextManager[None]:
-        """While inside, what is allocated is booked to a ledger."""
+
+class Transport(Protocol):
+    """What the ranks of this process share.
+
+    Attributes:
+        tracker: books what they allocate.
+        num_issued: collectives and messages issued so far; stays 0 where waiting blocks.
+    """
+
+    tracker: Tracker
+    num_issued: int
+
+    def agree(self, x: Tensor, reduction: str = "sum") -> Tensor:
+        """x, reduced over the ranks of this process already, over all ranks, in place."""
 
 
 class _Letter(NamedTuple):
@@ -110,6 +121,10 @@ class InProcessTransport:
     def port(self, rank: int) -> InProcessPort:
         """The port of a device of the mesh."""
         return InProcessPort(self, rank)
+
+    def agree(self, x: Tensor, reduction: str = "sum") -> Tensor:
+        """All ranks are in this process."""
+        return x
 
     def issue(
         self, rank: int, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False,
@@ -200,10 +215,6 @@ class InProcessPort:
     def ready(self, handle: Handle) -> bool:
         """Whether every peer has issued it."""
         return handle.done
-
-    def booking(self, ledger: Ledger | None) -> AbstractContextManager[None]:
-        """Book to a ledger."""
-        return self.transport.tracker.booking(ledger)
 
 
 def _complete(meeting: _Meeting, group: tuple[int, ...]) -> None:

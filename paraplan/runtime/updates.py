@@ -40,7 +40,7 @@ def make_optimizer(
         PlanMismatchError: it is no torch optimizer, or on this plan's shards it is another optimizer than on whole
             tensors.
     """
-    if rank.has_optimizer and (rank.staged or rank.late):
+    if rank.optimizers and (rank.staged or rank.late):
         raise PlanMismatchError(
             "the trainer has an optimizer already, and states that are brought to their update, or updated one step "
             "late, follow one; give all parameters to one optimizer (groups=), or plan with states on "
@@ -66,7 +66,6 @@ def make_optimizer(
                 "the device (place_states='device')"
             )
         made.register_step_pre_hook(lambda _, args, kwargs: _check_closure(name, args[1:], kwargs))
-    rank.has_optimizer = True
     held = holdings(rank.plan)
     own = {id(param) for group in made.param_groups for param in group["params"]}
     names = {name for name, param in rank.params.items() if params is None or id(param) in own}
@@ -84,6 +83,7 @@ def make_optimizer(
     _warn_of_memory(rank.plan.optimizer, made, fused)
     warned: list[bool] = []
     made.register_step_post_hook(lambda *_: None if warned else warned.extend([True] * _warn_of_states(rank, made)))
+    rank.train_with(made)
     return made
 
 
@@ -96,7 +96,7 @@ def _warn_of_memory(planned: Optimizer, made: torch.optim.Optimizer, fused: Fuse
                 f"the plan counts on torch's fused kernels, whose update allocates nothing; as {each.name!r} is to be "
                 f"executed here, it takes {each.workspace_slots} tensors of a parameter's size or more: leave out "
                 "fused=, foreach=, capturable= and differentiable=",
-                stacklevel=4,
+                stacklevel=5,
             )
             return
         more = each.workspace_slots > planned.workspace_slots and not group["fused"]
@@ -104,7 +104,7 @@ def _warn_of_memory(planned: Optimizer, made: torch.optim.Optimizer, fused: Fuse
             warnings.warn(
                 f"the plan counts the memory of optimizer {planned.name!r}; this one is {each.name!r}, whose states or "
                 f"update take more: peaks may exceed the predicted ones; plan with optimizer={each.name!r}",
-                stacklevel=4,
+                stacklevel=5,
             )
             return
 

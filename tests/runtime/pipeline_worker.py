@@ -35,7 +35,7 @@ def trained(plan: Plan) -> Trainer:
         assert torch.allclose(trainer.clip_grad_norm_(0.1), local.clip_grad_norm_(0.1), rtol=1e-12)
         if trainer.record:
             tracker = trainer.transport.tracker
-            with tracker, tracker.booking(trainer.state.executor.ledger):
+            with tracker, tracker.booking(trainer.state.executor.account.ledger):
                 optimizer.step()
             program = plan.programs[data.schedule.rank_class[trainer.rank]]
             assert [each.key for each in trainer.entries] == [each.key for each in entries(program)]

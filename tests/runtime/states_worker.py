@@ -44,7 +44,7 @@ def step(trainer: Trainer, optimizer: torch.optim.Optimizer, number: int) -> tor
     trainer.clip_grad_norm_(0.1)
     if trainer.record:
         state = trainer.state
-        with trainer.transport.tracker.updating(state.executor.ledger, state.homes()):
+        with trainer.transport.tracker.updating(state.executor.account.ledger, state.homes()):
             optimizer.step()
     else:
         optimizer.step()

@@ -15,15 +15,18 @@ from paraplan.cost_models.costs import Costs
 from paraplan.ir.collectives import COLLECTIVES
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.mesh import R, make_mesh
-from paraplan.ir.names import Role, batch, value
+from paraplan.ir.names import Role
 from paraplan.ir.rank_program import Block, BlockRole, InstrKind, OuterValue, Step, StepKind
 from paraplan.ir.tensor import TensorSpec
 from paraplan.runtime.collectives import IMPLEMENTATIONS
 from paraplan.runtime.stepping import make_executors, step_together
 from paraplan.runtime.transport import Handle, InProcessTransport
+from tests.named import named
 
 from .collective_cases import Case, cases
 from .programs import collectives_program, pair
+
+X, MADE = named("x@0"), named("made@0")
 
 
 def issued(case: Case, in_place: bool = False) -> tuple[list[torch.Tensor], list[Handle]]:
@@ -84,18 +87,17 @@ def test_lowered_emitted_and_priced_it_is_the_same(name: str) -> None:
     assert ("%x" in wait.args) != COLLECTIVES[name].in_place, "the input is held until others are done"
     costs = Costs(parse_cluster("1xh100:2"), pair())
     assert costs.instr_s(block, issue) == costs.moves.collective_s(name, 0, case.inputs[0].nbytes) > 0.0
-    x, made = batch("x", 0), value("made", 0)
-    call = Step(kind=StepKind.CALL, action="0F0", block=block.name, args=(x,), outs=(made,))
+    call = Step(kind=StepKind.CALL, action="0F0", block=block.name, args=(X,), outs=(MADE,))
     given = OuterValue(
         role=Role.BATCH, source="x", dtype="float64", shape=block.values["x"].shape, layout="R", nbytes=8
     )
     program = msgspec.structs.replace(
-        collectives_program(), blocks={block.name: block}, outer={x: given}, steps=(call,)
+        collectives_program(), blocks={block.name: block}, outer={X: given}, steps=(call,)
     )
     transport, executors = make_executors(pair(), [program], (0, 0), [build_modules(program)])
-    for executor, given_here in zip(executors, case.inputs, strict=True):
-        executor.bind({x: given_here.clone()})
-        executor.ledger.register(executor.outer[x])
+    for executor, x in zip(executors, case.inputs, strict=True):
+        executor.bind({X: x.clone()})
+        executor.account.ledger.register(executor.outer[X])
     step_together(transport, executors, [program.steps] * 2)
     for executor, wanted in zip(executors, case.wanted, strict=True):
-        assert torch.equal(executor.outer[made], wanted)
+        assert torch.equal(executor.outer[MADE], wanted)

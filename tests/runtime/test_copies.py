@@ -119,15 +119,15 @@ def test_values_return_and_the_account_is_the_predicted_one(
     for _ in range(3):  # a file and a stream are used again and again
         executor.outer.clear()
         executor.bind({X: x_of(strides)})
-        executor.ledger.register(executor.outer[X])
-        executor.ledger.reset_peak()
-        executor.entries.clear()
+        executor.account.ledger.register(executor.outer[X])
+        executor.account.ledger.reset_peak()
+        executor.account.entries.clear()
         step_together(transport, [executor], [program.steps])
         assert torch.equal(executor.outer[Z], x_of(strides) ** 2)
         assert torch.equal(executor.outer[Y], x_of(strides) * 2)
-        assert [entry.key for entry in executor.entries] == [entry.key for entry in entries(program)]
+        assert [entry.key for entry in executor.account.entries] == [entry.key for entry in entries(program)]
         trace = simulate_rank(program, toy_costs(1))
-        assert executor.ledger.tier_peak_bytes == trace.tier_peak_bytes == {tier: 192}
+        assert executor.account.ledger.tier_peak_bytes == trace.tier_peak_bytes == {tier: 192}
         assert executor.copier.files == []
         executor.outer.clear()
         executor.bind({X: x_of(strides)})

@@ -119,8 +119,8 @@ def test_what_runs_is_what_was_predicted(seed: int) -> None:
     walk = MemoryWalk(predicted)
     peak = max(walk.advance(step).peak for step in predicted.steps)
     for executor in trainer.evaluators:
-        assert [e.key for e in executor.entries] == [e.key for e in entries(predicted)]
-        assert 1.0 <= peak / executor.ledger.peak_bytes <= 1.02
+        assert [e.key for e in executor.account.entries] == [e.key for e in entries(predicted)]
+        assert 1.0 <= peak / executor.account.ledger.peak_bytes <= 1.02
     training = lower(plan)[0]
     walk = MemoryWalk(training)
     assert peak < max(walk.advance(step).peak for step in training.steps)

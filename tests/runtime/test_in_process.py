@@ -12,6 +12,7 @@ from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.rank_program import Block, BlockRole, RankProgram, Step, StepKind
 from paraplan.ir.struct import Value
 from paraplan.runtime.executor import Executor
+from paraplan.runtime.observers import Observer
 from paraplan.runtime.stepping import make_executors, step_together
 from tests.named import all_named, named
 
@@ -32,9 +33,9 @@ def run(program: RankProgram) -> list[Executor]:
     for executor in executors:
         executor.bind(values_of(executor.rank))
         for tensor in executor.outer.values():
-            executor.ledger.register(tensor)
+            executor.account.ledger.register(tensor)
         del tensor
-        executor.ledger.reset_peak()
+        executor.account.ledger.reset_peak()
     step_together(transport, executors, [program.steps] * 2)
     return executors
 
@@ -71,9 +72,11 @@ def test_gathered_rows_and_maximum() -> None:
 def test_entries_and_peak_are_exact() -> None:
     program = collectives_program()
     first, second = run(program)
-    assert [entry.key for entry in first.entries] == [entry.key for entry in second.entries]
+    assert [entry.key for entry in first.account.entries] == [entry.key for entry in second.account.entries]
     keys = [
-        (e.target, e.shapes, e.allocated_bytes, e.freed_bytes, e.collective) for e in first.entries if e.microbatch == 0
+        (e.target, e.shapes, e.allocated_bytes, e.freed_bytes, e.collective)
+        for e in first.account.entries
+        if e.microbatch == 0
     ]
     assert keys == [
         ("drop", (), 0, 40, ""),  # idle: given up and never read
@@ -87,16 +90,16 @@ def test_entries_and_peak_are_exact() -> None:
         ("paraplan.shard", ((2, 3),), 48, 0, ""), ("aten.add.Tensor", ((2, 3),), 48, 96, ""),
         ("accumulate", ((4, 3),), 0, 0, ""), ("drop", (), 0, 224, ""),
     ]  # fmt: skip
-    assert [entry.key for entry in first.entries] == [entry.key for entry in entries(program)]
+    assert [entry.key for entry in first.account.entries] == [entry.key for entry in entries(program)]
     walk = MemoryWalk(program)
     predicted = max(walk.advance(step).peak for step in program.steps)
-    assert first.ledger.peak_bytes == predicted == second.ledger.peak_bytes
-    assert first.ledger.live_bytes == sum(t.untyped_storage().nbytes() for t in first.outer.values())
+    assert first.account.ledger.peak_bytes == predicted == second.account.ledger.peak_bytes
+    assert first.account.ledger.live_bytes == sum(t.untyped_storage().nbytes() for t in first.outer.values())
 
 
 def test_the_second_accumulation_frees_its_addend() -> None:
     first, _ = run(collectives_program())
-    freed = [entry.freed_bytes for entry in first.entries if entry.target == "accumulate"]
+    freed = [entry.freed_bytes for entry in first.account.entries if entry.target == "accumulate"]
     assert freed == [0, 96]
 
 
@@ -161,9 +164,8 @@ def test_ranks_that_wait_forever_are_told_so(noting: bool) -> None:
 def _run_two(a: RankProgram, b: RankProgram, noting: bool = True) -> None:
     transport, executors = make_executors(pair(), [a, b], (0, 1), [build_modules(a), build_modules(b)])
     for executor in executors:
-        executor.noting = noting
         executor.bind(values_of(executor.rank))
-    step_together(transport, executors, [a.steps, b.steps])
+    step_together(transport, executors, [a.steps, b.steps], None if noting else Observer())
 
 
 def test_shapes_are_checked_when_bound() -> None:

@@ -46,7 +46,7 @@ def test_every_rank_does_what_was_predicted(seed: int) -> None:
     walk = MemoryWalk(program)
     predicted = max(walk.advance(step).peak for step in program.steps)
     # what kernels take inside is said by the rules; here only that nothing else is missed
-    seen = trainer.ranks[0].executor.workspaces
+    seen = trainer.ranks[0].executor.account.workspaces
     unsaid = max(
         bytes_ - program.blocks[block].instrs[index].workspace_bytes for (block, index), bytes_ in seen.items()
     )

@@ -42,7 +42,7 @@ def values_of(rank: int) -> Tensors:
 def book(executor: Executor) -> None:
     executor.bind(values_of(executor.rank))
     for tensor in executor.outer.values():
-        executor.ledger.register(tensor)
+        executor.account.ledger.register(tensor)
 
 
 def by_hand(transport: DistributedTransport) -> None:
@@ -59,14 +59,12 @@ def by_hand(transport: DistributedTransport) -> None:
     fast.run(program.steps)
     recorded = Executor(program, modules, (transport.rank,), transport, transport.rank)
     book(recorded)
-    with torch.no_grad(), transport.tracker, transport.booking(recorded.ledger):
-        for _ in recorded.record(program.steps):
-            pass
+    step_together(transport, [recorded], [program.steps])
     for other in (fast, recorded):
         assert set(other.outer) == set(wanted.outer)
         assert all(torch.equal(other.outer[name], wanted.outer[name]) for name in wanted.outer)
-    assert [e.key for e in recorded.entries] == [e.key for e in wanted.entries]
-    assert recorded.ledger.peak_bytes == wanted.ledger.peak_bytes
+    assert [e.key for e in recorded.account.entries] == [e.key for e in wanted.account.entries]
+    assert recorded.account.ledger.peak_bytes == wanted.account.ledger.peak_bytes
 
 
 def by_definition(transport: DistributedTransport) -> None:
