@@ -32,7 +32,7 @@ from paraplan.jobs.differences import Difference, differences, floor_of, max_err
 from paraplan.jobs.eager import Call, Taken
 from paraplan.jobs.models import Made
 from paraplan.jobs.replay import repeated
-from paraplan.runtime import ragged
+from paraplan.runtime.ragged import RowPadding
 
 __all__ = ["Captured", "Errors", "SingleDevice", "max_error", "relative"]
 
@@ -130,7 +130,7 @@ class SingleDevice:
     def __init__(self, plan: Plan, made: Made, optimizer: MakeOptimizer, seed: int, choice: LossChoice = None) -> None:
         refuse_hooks(made.model)  # copies of it have none
         self.program, self.errors, self._step = plan.program, Errors(), 0
-        self.captured = Captured(plan, made.model, optimizer, seed)
+        self.captured, self._padding = Captured(plan, made.model, optimizer, seed), RowPadding(plan)
         self.eager = AgainstEager(Call.of(made, plan.program, choice), plan.program, plan.reduce_dtype)
         self._limit = max(TOLERANCE[each] for each in (plan.program.precision, plan.reduce_dtype) if each)
         self._updates = _Updates(self.eager, self.captured, optimizer)
@@ -151,7 +151,7 @@ class SingleDevice:
             buffers: likewise, after the step; those left out are taken to be as they were.
         """
         captured, before = self.captured, dict(self.captured.buffers)
-        rows, batch = batch, ragged.pad(captured.plan, batch)
+        rows, batch = batch, self._padding.pad(batch)
         if self.eager.num_draws:
             rows = batch
         held = None if buffers is None else with_aliases({**before, **_named(buffers, before)}, captured.aliases)

@@ -18,7 +18,6 @@ from paraplan.jobs.against_eager import AgainstEager
 from paraplan.jobs.captured import Outcome, aliases_of, run_program_on, with_aliases
 from paraplan.jobs.check import eager_failure, shared_numbers
 from paraplan.jobs.eager import Call, generators_kept
-from paraplan.runtime import ragged
 from paraplan.runtime.fitted_step import FittedStep
 
 Tensors = Mapping[str, Tensor]
@@ -57,7 +56,7 @@ class FirstSteps:
         against = AgainstEager(self._call, program)
 
         def captured(other: Program, seeds: Sequence[int]) -> Outcome:
-            taken = run_program_on(other, params, buffers, ragged.pad(step.plan, batch), seeds)
+            taken = run_program_on(other, params, buffers, step.padding.pad(batch), seeds)
             after = with_aliases({**buffers, **taken.buffers}, aliases_of(model))
             return Outcome(float(taken.loss), taken.grads, after)
 
@@ -86,7 +85,7 @@ def _taken_aside(step: FittedStep, batch: Tensors) -> tuple[Outcome, list[int]]:
             grads = torch.autograd.grad(loss, [named[name] for name in wanted], allow_unused=True)
         after = {name: x.detach().clone() for name, x in step.model.named_buffers(remove_duplicate=False)}
     finally:
-        step.steps_done = done
+        step.go_on_from(done, step.seed)
         with torch.no_grad():
             for x, before in held:
                 x.copy_(before)

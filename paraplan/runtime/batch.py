@@ -19,8 +19,8 @@ from paraplan.ir.names import Name
 from paraplan.ir.plan import Plan
 from paraplan.ir.program import given_inputs
 from paraplan.ir.trace.fake import not_dense, overrides_functions, own_functions
-from paraplan.runtime import ragged
 from paraplan.runtime.params import Dims, cut, pad
+from paraplan.runtime.ragged import RowPadding
 
 
 class ShardedBatch(dict[str, Tensor]):
@@ -31,16 +31,23 @@ class ShardedBatch(dict[str, Tensor]):
 
 
 def shard_batch(
-    plan: Plan, stage: Holding, coordinates: Dims, batch: Mapping[str, Tensor], device: str = "cpu"
-) -> ShardedBatch:
+    plan: Plan, stage: Holding, coordinates: Dims, batch: Mapping[str, Tensor], device: str = "cpu",
+    padding: RowPadding | None = None,
+) -> ShardedBatch:  # fmt: skip
     """Cut a global batch; one with fewer rows is padded first, where that changes nothing (see `ragged`).
 
+    Args:
+        plan: the plan.
+        stage, coordinates: what the rank holds, and its place.
+        batch: by input.
+        device: of the rank.
+        padding: of the plan, where there is one.
     Raises:
         PlanMismatchError: inputs are missing, unknown or no dense tensors, or have another dtype or another shape than
             the plan was made for.
     """
     check_values(plan, batch)
-    batch = ragged.pad(plan, batch)
+    batch = (padding or RowPadding(plan)).pad(batch)
     _check_shapes(plan, batch)
     found, given = ShardedBatch(), plan.program.step_batch
     for name, text in stage.batch.items():

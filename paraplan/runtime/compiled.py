@@ -258,7 +258,7 @@ class CompiledPhases:
                 raise CodegenError(f"block {name}: {why}; {REMEDY}")
             if name in self.blocks:
                 self.blocks[name].stay_eager(why)
-        self.executor.modules.update(self.blocks)
+        self.executor.replace_blocks(self.blocks)
 
     def _samples(self, block: Block) -> Iterator[list[Any]]:
         """Inputs of every call of a block that may be compiled for by itself: they differ in offsets."""

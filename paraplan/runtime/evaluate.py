@@ -21,7 +21,7 @@ from paraplan.ir.rank_program import OutputPlace, RankProgram
 from paraplan.runtime.batch import ShardedBatch, check_values, microbatches
 from paraplan.runtime.executor import Executor, Modules
 from paraplan.runtime.params import Dims, own_part
-from paraplan.runtime.ragged import row_dims, rows_of
+from paraplan.runtime.ragged import RowPadding, rows_of
 from paraplan.runtime.rank import Rank
 
 Build = Callable[[RankProgram], Modules]
@@ -136,10 +136,10 @@ def missing_rows(plan: Plan, batch: Mapping[str, Tensor]) -> int | None:
     return None if rows == plan.program.rows else rows
 
 
-def without_padding(plan: Plan, found: Evaluation, rows: int | None) -> Evaluation:
+def without_padding(padding: RowPadding, found: Evaluation, rows: int | None) -> Evaluation:
     """Whole outputs without the rows that were added."""
     if rows is None:
         return found
-    dims = row_dims(plan)
+    dims = padding.how.row_dims
     outputs = {name: x.narrow(dims[name], 0, rows) if name in dims else x for name, x in found.outputs.items()}
     return replace(found, outputs=outputs)

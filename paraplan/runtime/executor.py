@@ -20,6 +20,7 @@ from paraplan.ir.errors import ParaplanError, RuntimeFailure
 from paraplan.ir.names import Name, Role
 from paraplan.ir.offsets import offset_value, place_of
 from paraplan.ir.rank_program import MESSAGES, Block, RankProgram, Step, StepKind
+from paraplan.ir.seeds import segment_seed
 from paraplan.ir.sources import Locate, no_source
 from paraplan.runtime.copies import Away, Copier
 from paraplan.runtime.interpret import Player, Tape, make_tape
@@ -78,10 +79,15 @@ class Executor:
         self._player = Player(port)
         self._place = place_of(coordinates, program.mesh_shape)
         self._messages: dict[tuple[str, int], Handle] = {}
+        self._seeds = [(name, int(each.source)) for name, each in program.outer.items() if each.role is Role.SEED]
 
     def update_with(self, updater: Updater | None = None, late: Late | None = None) -> None:
         """Who does updates: of what is brought for them, and late ones; None leaves it as it is."""
         self.updater, self._late = updater or self.updater, late or self._late
+
+    def replace_blocks(self, blocks: Mapping[str, Callable[[list[Any]], Any]]) -> None:
+        """Run these instead of what was emitted; what is observed is played as it was emitted."""
+        self.modules.update(blocks)
 
     def bind(self, values: Mapping[Name, Tensor]) -> None:
         """Put tensors into the outer namespace.
@@ -103,6 +109,15 @@ class Executor:
                 self.outer[name] = away
             else:
                 self.outer[name] = tensor
+
+    def seed(self, base: int, step: int) -> None:
+        """Give segments their random seeds of a step, in the memory that they have where they have any."""
+        for name, segment in self._seeds:
+            seed, held = segment_seed(base, step, segment), self.outer.get(name)
+            if held is None:
+                self.outer[name] = torch.full((), seed, dtype=torch.int64, device=self.copier.device)
+            else:
+                held.fill_(seed)
 
     def inputs(self, step: Step) -> list[Any]:
         """What a call is given: its arguments, its offsets, the copier; names the step drops are given up."""

@@ -189,7 +189,7 @@ class FittedModule(nn.Module):
                         for key, x in slots.items()
                     }
         give_numbers(numbers, optimizers, scheduler, scaler)
-        self._fit_step.steps_done, self._fit_step.seed = numbers["steps_done"], numbers["seed"]
+        self._fit_step.go_on_from(numbers["steps_done"], numbers["seed"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Made again of the model and its plan: what runs them holds functions and handles."""

@@ -21,13 +21,12 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.program import given_inputs
 from paraplan.ir.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.schedule import ActionKind
-from paraplan.ir.seeds import segment_seed
 from paraplan.ir.sources import source_lines
 from paraplan.ir.trace.fake import overrides_functions, own_functions
-from paraplan.runtime import ragged
 from paraplan.runtime.batch import refuse_dtype, refuse_not_dense
 from paraplan.runtime.copies import Copier
 from paraplan.runtime.executor import Executor, Modules, make_tapes
+from paraplan.runtime.ragged import RowPadding
 from paraplan.runtime.transport import InProcessTransport
 
 _SEEDS = (1 << 63) - 1
@@ -60,6 +59,7 @@ class FittedStep:
         self.read_later = tuple(dict.fromkeys(n for s in self.backward for n in s.args if n.role in _READ))
         written = {name for step in self.writes for name in step.args if name.role is Role.BUFFER}
         self.held = tuple(name for name in self.read_later if name in written)
+        self.padding = RowPadding(plan)
         self.names = tuple(program.grads)
         self.device = plan.cluster.backend
         self.steps_done = steps_done
@@ -73,7 +73,8 @@ class FittedStep:
         with torch.no_grad():
             bound = {**self._state(params), **self._inputs(batch)}
             executor.bind(bound)
-            self._seed(executor)
+            executor.seed(*self.draw())
+            self.steps_done += 1
         return _Step.apply(self, executor, bound, *(params[name] for name in self.names))  # type: ignore[no-any-return]
 
     def take_forward(self, executor: Executor) -> Tensor:
@@ -156,7 +157,7 @@ class FittedStep:
             refuse_not_dense(name, x)
             if overrides_functions(x):
                 raise PlanMismatchError(f"input {name!r} {own_functions(x)}")
-        batch, found = ragged.pad(self.plan, batch), {}
+        batch, found = self.padding.pad(batch), {}
         for name, entry in program.step_batch.items():
             given, dtype = batch[name], getattr(torch, entry.spec.dtype)
             given = given.to(self.device) if entry.attribute else given
@@ -182,13 +183,9 @@ class FittedStep:
         given."""
         return (int(torch.randint(_SEEDS, (), device="cpu")), 0) if self.seed is None else (self.seed, self.steps_done)
 
-    def _seed(self, executor: Executor) -> None:
-        base, step = self.draw()
-        for name, value in self.program.outer.items():
-            if value.role is Role.SEED:
-                seed = segment_seed(base, step, int(value.source))
-                executor.outer[name] = torch.full((), seed, dtype=torch.int64, device=self.device)
-        self.steps_done += 1
+    def go_on_from(self, steps_done: int, seed: int | None) -> None:
+        """Take the next step as if so many had been taken, from this base of random seeds."""
+        self.steps_done, self.seed = steps_done, seed
 
 
 def refuse_gradients(batch: Mapping[str, object]) -> None:

@@ -57,7 +57,8 @@ class Account(Observer):
 
     def begin(self, step: Step, index: int = -1) -> None:
         """Measure from here."""
-        self._step, self._index, self._shapes = step, index, ()
+        self._step, self._index = step, index
+        self._shapes: tuple[tuple[int, ...], ...] = ()
         self._before, self._tiers = self._middle, self._most = self.ledger.open_window(), self.ledger.levels()
 
     def call(self, is_plain: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -71,7 +72,7 @@ class Account(Observer):
 
     def made(self, results: Sequence[Tensor | Away]) -> None:
         """What is alive now was allocated, what dies from here on is freed."""
-        self._shapes: tuple[tuple[int, ...], ...] = tuple(tuple(x.shape) for x in results)
+        self._shapes = tuple(tuple(x.shape) for x in results)
         self._middle, self._most = self.ledger.live_bytes, self.ledger.levels()
 
     def played(self, instr: Instr) -> None:

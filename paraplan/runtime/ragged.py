@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,56 +61,45 @@ def rows_of(program: Program, batch: Mapping[str, Tensor]) -> int:
     return rows if 0 < rows < program.rows else program.rows
 
 
-def pad(plan: Plan, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The batch with as many rows as the plan's; itself where nothing is missing.
-
-    Raises:
-        PlanMismatchError: rows are missing, and padding would change the loss; says why.
-    """
-    program = plan.program
-    rows = rows_of(program, batch)
-    missing = program.rows - rows
-    if not missing:
-        return batch
-    how = padding(_Key(plan))
-    if how.reason:
-        raise PlanMismatchError(
-            f"the batch has {rows} rows, the plan was made for {program.rows}, and it cannot be padded: "
-            f"{how.reason}. Drop the loader's last batch, or plan again for {rows} rows"
-        )
-    found = {}
-    for name, entry in program.batch.items():
-        x, dim = batch[name], entry.batch_dim
-        if dim is None:
-            found[name] = x
-            continue
-        more = x.narrow(dim, 0, 1).repeat_interleave(missing, dim)
-        found[name] = torch.cat([x, more.fill_(how.labels[name]) if name in how.labels else more], dim)
-    return found
-
-
-def row_dims(plan: Plan) -> dict[str, int]:
-    """The batch dim of every output that has one row per sample."""
-    return padding(_Key(plan)).row_dims
-
-
-class _Key:
-    """A plan as a key: by the identity of its program."""
+class RowPadding:
+    """Pads the batches of a plan; how is found out where the first rows are missing."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def __hash__(self) -> int:
-        return id(self.plan.program)
+    @cached_property
+    def how(self) -> Padding:
+        """How, or why a batch cannot be padded."""
+        return _padding(self.plan.program)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.plan.program is other.plan.program
+    def pad(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The batch with as many rows as the plan's; itself where nothing is missing.
+
+        Raises:
+            PlanMismatchError: rows are missing, and padding would change the loss; says why.
+        """
+        program = self.plan.program
+        rows = rows_of(program, batch)
+        missing = program.rows - rows
+        if not missing:
+            return batch
+        if self.how.reason:
+            raise PlanMismatchError(
+                f"the batch has {rows} rows, the plan was made for {program.rows}, and it cannot be padded: "
+                f"{self.how.reason}. Drop the loader's last batch, or plan again for {rows} rows"
+            )
+        found, labels = {}, self.how.labels
+        for name, entry in program.batch.items():
+            x, dim = batch[name], entry.batch_dim
+            if dim is None:
+                found[name] = x
+                continue
+            more = x.narrow(dim, 0, 1).repeat_interleave(missing, dim)
+            found[name] = torch.cat([x, more.fill_(labels[name]) if name in labels else more], dim)
+        return found
 
 
-@lru_cache(maxsize=16)
-def padding(key: _Key) -> Padding:
-    """How a plan's batch is padded, or why it cannot be."""
-    program = key.plan.program
+def _padding(program: Program) -> Padding:
     if program.apart > 1:
         return Padding(reason=f"each of its {program.apart} microbatches is a batch by itself (per_microbatch)")
     try:

@@ -22,7 +22,6 @@ from paraplan.ir.mesh import Layout, parse_layout
 from paraplan.ir.names import Name, Role
 from paraplan.ir.plan import Plan
 from paraplan.ir.rank_program import RankProgram, Step
-from paraplan.ir.seeds import segment_seed
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.copies import tensor_of
 from paraplan.runtime.executor import Executor, Late
@@ -128,7 +127,6 @@ class Rank:
         }
         self.waiting = WaitingGrads(self.params, homes) if shared is None else shared.waiting
         self._own_shapes = {name: tuple(param.shape) for name, param in self.params.items()}
-        self._seeds = [(name, int(each.source)) for name, each in self.program.outer.items() if each.role is Role.SEED]
         self._late_names = {name for name, each in self.program.outer.items() if each.role is Role.LATE}
         if shared is None:
             self.settled()
@@ -228,8 +226,7 @@ class Rank:
         warm = self.plan.delayed_update is not None and self.steps_done < self.plan.delayed_update
         self.phase = Phase.STEADY if due or not self.lists.flush else Phase.WARM if warm else Phase.FIRST
         self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer, self.device, homes))
-        for name, segment in self._seeds:
-            outer[name].fill_(segment_seed(self.seed, self.steps_done, segment))
+        self.executor.seed(self.seed, self.steps_done)
         self.steps_done += 1
 
     def begin_account(self, executor: Executor) -> None:
@@ -264,6 +261,10 @@ class Rank:
             else:
                 param.grad.add_(grad)
         self.note_grads()
+
+    def notice_writes(self, wanted: bool) -> None:
+        """Whether writes to gradients are noticed from now on."""
+        self.clock.notes_grads = wanted
 
     def note_grads(self) -> None:
         """Gradients are as the plan made them, clipped them or unscaled them."""

@@ -97,7 +97,7 @@ class Trainer(TrainingStates):
         )  # fmt: skip
         values = values_of(plan.program, model, weights, seed) if share is None else share.state
         super().__init__(plan, transport, [executor], model, values, seed, transport.device, build, record, reads)
-        (self.state,) = self.ranks
+        self.state: Rank = self.ranks[0]
         own = dict(model.named_parameters(remove_duplicate=False))
         frozen = plan.program.params.keys() - set(trained_params(plan.program))
         self.frozen_dtypes = {name: own[name].dtype for name in sorted(frozen) if name in own}

@@ -42,11 +42,12 @@ from paraplan.runtime.graphs import AFTER, BEFORE
 from paraplan.runtime.late import LateUpdates
 from paraplan.runtime.optim import GroupMaker, check_norm, clip, norm_of, norm_share
 from paraplan.runtime.params import Dims, Values
+from paraplan.runtime.ragged import RowPadding
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.scaling import Scaler
 from paraplan.runtime.staged import Staging
 from paraplan.runtime.transport import Transport
-from paraplan.runtime.updates import make_optimizer
+from paraplan.runtime.updates import Couplings, make_optimizer
 
 BESIDE, EVALUATION = "beside", "evaluation"
 """What is no part of a training step, and of which no account is kept; an evaluation's steps."""
@@ -82,6 +83,8 @@ class TrainerCore:
         self.plan, self.transport, self.held, self.device, self.record = plan, transport, holdings(plan), device, record
         self.attributes = Attributes(plan, model, reads)
         self.ranks = tuple(Rank(plan, executor, values, seed, device) for executor in executors)
+        self._couplings = Couplings()
+        self._padding = RowPadding(plan)
         self.evaluators: list[Executor] = []
         self._evaluations = Evaluations(plan, build)
         self._evaluators: dict[tuple[str, ...], list[Executor]] = {}
@@ -111,7 +114,7 @@ class TrainerCore:
             return [self.attributes.refill(batch)]
         batch = self.attributes.fill(batch)
         places = [(rank.stage, rank.executor.coordinates) for rank in self.ranks]
-        return [shard_batch(self.plan, stage, place, batch, self.device) for stage, place in places]
+        return [shard_batch(self.plan, stage, place, batch, self.device, self._padding) for stage, place in places]
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward, backward and gradient reduction of one global batch.
@@ -187,7 +190,7 @@ class TrainerCore:
                 rank.begin_account(executor)
         self._take(EVALUATION, executors, [executor.program.steps for executor in executors])
         found = collect(executors, outputs, self._whole)
-        return found if outputs != "global" else without_padding(self.plan, found, rows)
+        return found if outputs != "global" else without_padding(self._padding, found, rows)
 
     def _evaluator(self, here: Executor, key: tuple[str, ...]) -> Executor:
         program, modules = self._evaluations.get(key, self.plan.schedule.rank_class[here.rank])
@@ -206,7 +209,7 @@ class TrainerCore:
             rank, cls, groups, params, options: see `updates.make_optimizer`.
             beside: whether late updates are done beside the program.
         """
-        made, tracker = make_optimizer(rank, cls, groups, params, options), self.transport.tracker
+        made, tracker = make_optimizer(rank, cls, groups, params, options, self._couplings), self.transport.tracker
         staging = Staging(rank, made, tracker) if rank.staged else None
         if rank.late:
             LateUpdates(rank, made, tracker, beside, staging)

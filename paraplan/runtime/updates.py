@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ _ALONE = "or use an optimizer that updates every element by itself (SGD, Adam, A
 
 def make_optimizer(
     rank: Rank, cls: Any, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None,
-    options: Mapping[str, Any],
+    options: Mapping[str, Any], couplings: Couplings,
 ) -> torch.optim.Optimizer:  # fmt: skip
     """An optimizer of a class over a rank's parameters.
 
@@ -36,6 +35,7 @@ def make_optimizer(
         cls: of the optimizer, or what makes one of param groups and options.
         groups, params: see `optim.param_groups`.
         options: for cls.
+        couplings: found before.
     Raises:
         PlanMismatchError: it is no torch optimizer, or on this plan's shards it is another optimizer than on whole
             tensors.
@@ -75,9 +75,9 @@ def make_optimizer(
         like = next((x.detach() for group in made.param_groups for x in group["params"]), None)
         if like is not None:
             asked = _Asked(cls, options, made.param_groups, dims, torch.empty(0, dtype=like.dtype, device=like.device))
-            _refuse_coupled(rank, name, _coupling(asked), trained)
+            _refuse_coupled(rank, name, couplings.of(asked), trained)
     if len(held) > 1 or any(_cut(each, rank.stage) for each in rank.params):
-        rank.clock.notes_grads = True
+        rank.notice_writes(True)
         made.register_step_pre_hook(lambda *_: _warn_of_grads(rank))
     fused = FusedUpdates(rank, made, params is not None) if type(made) in KERNELS else None
     _warn_of_memory(rank.plan.optimizer, made, fused)
@@ -122,7 +122,7 @@ def _name_of(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
 def _warn_of_grads(rank: Rank) -> None:
     """Warn once where gradients that are parts of all were written, since a norm of parts is none of the whole."""
     if rank.clock.notes_grads and rank.are_grads_written():
-        rank.clock.notes_grads = False
+        rank.notice_writes(False)
         warnings.warn(
             "gradients were written between trainer.step() and optimizer.step(), and under this plan a rank has a part "
             "of them (shards, or a stage's). What acts on each element by itself (a division, clip_grad_value_) is "
@@ -171,9 +171,19 @@ class _Asked:
         return isinstance(other, _Asked) and self.cls is other.cls and self._key == other._key
 
 
-@lru_cache(maxsize=32)
-def _coupling(asked: _Asked) -> Coupling:
-    return coupling(lambda given: asked.cls(given, **asked.options), asked.groups, asked.dims, asked.like)
+class Couplings:
+    """What optimizers were found to couple, each tried once."""
+
+    def __init__(self) -> None:
+        self._found: dict[_Asked, Coupling] = {}
+
+    def of(self, asked: _Asked) -> Coupling:
+        """What one couples."""
+        if asked not in self._found:
+            self._found[asked] = coupling(
+                lambda given: asked.cls(given, **asked.options), asked.groups, asked.dims, asked.like
+            )
+        return self._found[asked]
 
 
 def _refuse_coupled(rank: Rank, name: str, found: Coupling, names: set[str]) -> None:

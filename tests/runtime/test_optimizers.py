@@ -22,7 +22,7 @@ from paraplan.runtime.launches import LaunchCounter
 from paraplan.runtime.local import InProcessTrainer
 from paraplan.runtime.norms import chunk_norms, magnitude
 from paraplan.runtime.optim import norm_of, norm_share
-from paraplan.runtime.updates import make_optimizer
+from paraplan.runtime.updates import Couplings, make_optimizer
 
 from .plans import batch, net, planned
 
@@ -215,7 +215,7 @@ def _set_gradient(params: list[nn.Parameter]) -> None:
 def test_gradients_written_where_they_are_parts_are_warned_of_once(shard: bool, write: Any) -> None:
     trainer = trainer_of(shard)
     rank = trainer.ranks[0]
-    optimizer = make_optimizer(rank, torch.optim.SGD, None, None, {"lr": 0.1})
+    optimizer = make_optimizer(rank, torch.optim.SGD, None, None, {"lr": 0.1}, Couplings())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for step in range(3):

@@ -20,7 +20,7 @@ from paraplan.ir.program import Program
 from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.ragged import pad
+from paraplan.runtime.ragged import RowPadding
 
 from .test_evaluate import Net, batch, program, trainer_of
 from .test_evaluate import net as nested
@@ -78,7 +78,7 @@ def test_a_loss_that_padding_would_change_is_refused() -> None:
 
     captured = capture(Mean(), {"x": torch.zeros(8, 8), "y": torch.zeros(8, 4)})
     with pytest.raises(PlanMismatchError, match=r"has 3 rows, the plan was made for 8, .* divided by no count"):
-        pad(plan_of(captured, 0), {"x": torch.zeros(3, 8), "y": torch.zeros(3, 4)})
+        RowPadding(plan_of(captured, 0)).pad({"x": torch.zeros(3, 8), "y": torch.zeros(3, 4)})
 
     class Mixing(Net):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
@@ -86,7 +86,7 @@ def test_a_loss_that_padding_would_change_is_refused() -> None:
 
     captured = capture(Mixing(), {"x": torch.zeros(8, 8), "y": torch.zeros(8, dtype=torch.int64)})
     with pytest.raises(PlanMismatchError, match=r"cannot be padded: .* mixes samples"):
-        pad(plan_of(captured, 0), few(3))
+        RowPadding(plan_of(captured, 0)).pad(few(3))
     plan = plan_of(program(), 0)
     with pytest.raises(PlanMismatchError, match=r"\(9, 8\), the plan was made for the global batch \(8, 8\)"):
         trainer_of(plan, nested()).step({name: torch.cat([x, x[:1]]) for name, x in batch().items()})
@@ -280,7 +280,7 @@ def lossy(loss: Callable[..., Tensor]) -> tuple[Plan, Lossy, dict[str, Tensor]]:
 def test_padding_follows_what_becomes_of_labels_and_weights(name: str) -> None:
     loss, fills = PADDED[name]
     plan, model, whole = lossy(loss)
-    padded = pad(plan, {key: x[:5] for key, x in whole.items()})
+    padded = RowPadding(plan).pad({key: x[:5] for key, x in whole.items()})
     assert {key: float(padded[key][-1]) for key in fills} == fills
     trainer = trainer_of(plan, model)
     for rows in (5, 2):
@@ -299,4 +299,4 @@ def test_padding_that_would_count_is_refused(name: str) -> None:
     loss, words = REFUSED[name]
     plan, _, whole = lossy(loss)
     with pytest.raises(PlanMismatchError, match=words):
-        pad(plan, {key: x[:5] for key, x in whole.items()})
+        RowPadding(plan).pad({key: x[:5] for key, x in whole.items()})
