@@ -34,7 +34,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.flatten import Flattened, flatten
 from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.memory.whole import host_tiers
+from paraplan.planner.memory.whole import memory_tiers
 from paraplan.planner.search import search
 from paraplan.runtime.local import InProcessTrainer
 from tests.numerics import relative_error
@@ -86,7 +86,7 @@ def check_runs(actions: Actions) -> None:
     model, _, flat, wanted = planned()
     plan = ordered(actions)
     programs = verify_plan(plan)
-    problem = dataclasses.replace(flat.problem, tiers=host_tiers(plan.cluster))
+    problem = dataclasses.replace(flat.problem, tiers=memory_tiers(plan.cluster))
     priced = evaluate(problem, actions)
     trace = simulate_plan(plan, programs).traces[0]
     assert trace.peak_bytes == priced.peak_bytes
