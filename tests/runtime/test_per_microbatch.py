@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -48,6 +49,16 @@ class Standard(nn.Module):
         return F.cross_entropy(self.head(x), label)
 
 
+class Widening(Standard):
+    """As `Standard`, with norms of other widths one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (6, 7, 8, 9, 6)
+        self.layers = nn.ModuleList(nn.Linear(*sizes) for sizes in itertools.pairwise(widths))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for width in widths[1:])
+
+
 class Paired(nn.Module):
     """A contrastive loss over the rows it sees, without labels: a mean of means."""
 
@@ -87,9 +98,9 @@ def hold_to_eager(plan: Plan, make: type[nn.Module]) -> None:
     trainer, model = trainer_of(plan, model_of(make)), copy.deepcopy(model_of(make)).double()
     trainer.step(batch())
     total = 0.0
-    counted = int((batch()["label"] >= 0).sum()) if make is Standard else ROWS
+    counted = int((batch()["label"] >= 0).sum()) if issubclass(make, Standard) else ROWS
     for x, label in zip(*(each.chunk(MICROBATCHES) for each in batch().values()), strict=True):
-        mine = int((label >= 0).sum()) if make is Standard else len(label)
+        mine = int((label >= 0).sum()) if issubclass(make, Standard) else len(label)
         loss = model(x.double(), label) * (mine / counted)
         loss.backward()
         total += float(loss.detach())
@@ -113,6 +124,22 @@ def test_in_pipelines(schedule: str) -> None:
     program = program_of(Standard)
     bounds = [(0, 2), (2, len(program.segments))]
     hold_to_eager(pipeline_of(random_plan(job_of(program, 2), 5), schedule, 2, bounds), Standard)
+
+
+def test_stages_of_one_rank_write_their_own_buffers() -> None:
+    program = program_of(Widening)
+    last = len(program.segments)
+    bounds = [(0, 1), (1, 2), (2, 3), (3, last)]
+    plan = pipeline_of(random_plan(job_of(program, 1), 5), "interleaved", 2, bounds)
+    for made in lower(plan):
+        called = ((made.blocks[step.block], step.args) for step in made.steps if step.block)
+        given = (
+            (block.values[local], name)
+            for block, args in called
+            for local, name in zip(block.inputs, args, strict=True)
+        )
+        assert all(value.shape == made.outer[name].shape for value, name in given if name in made.outer)
+    hold_to_eager(plan, Widening)
 
 
 def test_groups_that_share_microbatches_out_cannot_keep_running_statistics() -> None:

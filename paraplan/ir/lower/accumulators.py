@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paraplan.ir.lower.emit import BlockEmitter
-from paraplan.ir.lower.flights import BlockCache, Call
+from paraplan.ir.lower.rank import Rank
+from paraplan.ir.lower.step_writer import StepWriter
 from paraplan.ir.mesh import R
 from paraplan.ir.names import Name
-from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.rank_program import Block, BlockRole, LocalValue
 from paraplan.ir.reshard import Move
 from paraplan.ir.strides import is_contiguous
@@ -28,20 +28,15 @@ class Accumulators:
     """Those of a group of ranks.
 
     Attributes:
-        layouts: of every parameter.
+        rank, writer: whose steps are written.
         dtypes: of every accumulator.
         fused: the places whose updates fused kernels make.
-        extended: the mesh, the microbatches before it.
-        call: writes one step.
-        blocks: of the rank.
     """
 
-    layouts: Mapping[str, ParamLayouts]
+    rank: Rank
+    writer: StepWriter
     dtypes: Mapping[str, str]
     fused: frozenset[str]
-    extended: Dims
-    call: Call
-    blocks: BlockCache
     _begun: set[str] = field(default_factory=set)
     _first_paths: dict[str, tuple[Move, ...]] = field(default_factory=dict)
 
@@ -60,15 +55,15 @@ class Accumulators:
         self, name: str, out: Name, value: LocalValue, dtype: str, m: int, index: int
     ) -> tuple[Name, LocalValue]:
         """A gradient in a dtype and, where a fused kernel is to read it as it was made, row by row."""
-        layouts = self.layouts[name]
+        layouts = self.rank.holding.params[name]
         rows = layouts.update_tier in self.fused and not layouts.grad_tier
         rows = rows and not is_contiguous(value.shape, value.strides)
         if value.dtype == dtype and not rows:
             return out, value
         spec = TensorSpec(value.dtype, value.shape)
-        block = self.blocks.get("cast.", _begin_block, spec, value.strides, dtype, rows, self.extended)
+        block = self.writer.cache.get("cast.", _begin_block, spec, value.strides, dtype, rows, self.rank.extended)
         made = out.cast(dtype)
-        self.call(block, (out,), (made,), m, index)
+        self.writer.call(block, (out,), (made,), m, index)
         return made, block.values[str(block.outputs[0])]
 
     def dtype_on_arrival(self, name: str, path: tuple[Move, ...]) -> str:

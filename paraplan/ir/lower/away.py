@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import msgspec
 
 from paraplan.ir.lower.finish import finish_block
-from paraplan.ir.lower.flights import BlockCache, Flight
+from paraplan.ir.lower.step_writer import BlockCache, Flight
 from paraplan.ir.names import Name, saved
 from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.strides import contiguous_strides, is_dense
+from paraplan.ir.tensor import TensorSpec
 
 
 def away_value(local: str, value: LocalValue, tier: str) -> LocalValue:
@@ -66,6 +67,13 @@ class AwayValue:
     def returning(self) -> tuple[str, LocalValue, LocalValue]:
         """As `BlockEmitter.arrive` takes it."""
         return self.local, self.back, self.there
+
+
+def leaving(local: str, part: TensorSpec, tier: str, strides: tuple[int, ...] | None = None) -> AwayValue:
+    """A rank's part of a value that is to wait on a tier; contiguous where no strides are given."""
+    strides = strides or contiguous_strides(part.shape)
+    value = LocalValue(dtype=part.dtype, shape=part.shape, strides=strides, base=local, storage_bytes=part.nbytes)
+    return AwayValue(local, strides, away_value(local, value, tier))
 
 
 def copies_away(blocks: BlockCache, values: tuple[AwayValue, ...], segment: int, m: int) -> Flight:

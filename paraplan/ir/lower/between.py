@@ -10,21 +10,20 @@ Limits: of values made and read within one stage, that lie dense.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower.away import AwayValue, away_block, away_value, back_block
+from paraplan.ir.lower.away import AwayValue, away_block, back_block, leaving
 from paraplan.ir.lower.fetch import came_block
-from paraplan.ir.lower.flights import BlockCache, Flight, Stop
-from paraplan.ir.lower.kind import Given
+from paraplan.ir.lower.flights import Stop
+from paraplan.ir.lower.rank import Rank
 from paraplan.ir.lower.states import leave_block
+from paraplan.ir.lower.step_writer import BlockCache, Flight
 from paraplan.ir.mesh import local_shape
 from paraplan.ir.names import Name, value
 from paraplan.ir.plan import Stage
 from paraplan.ir.program import Program
-from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.strides import contiguous_strides, is_dense
+from paraplan.ir.strides import is_dense
 from paraplan.ir.tensor import TensorSpec
 from paraplan.ir.tiers import TIERS
 
@@ -57,40 +56,42 @@ def boundary_tiers(program: Program, stage: Stage, tail: int) -> dict[str, str]:
     return found
 
 
-@dataclass
 class Boundaries:
     """The copies of such values.
 
+    Args:
+        rank: that they are of.
+        cache: its blocks.
+
     Attributes:
         tiers: of each of them.
-        blocks: of the rank.
+
+    Raises:
+        InvalidPlanError: one is read by a segment of another stage, or does not lie dense.
     """
 
-    tiers: Mapping[str, str]
-    blocks: BlockCache
-    _lies: dict[str, AwayValue] = field(default_factory=dict)
-    _there: set[tuple[str, int]] = field(default_factory=set)
+    def __init__(self, rank: Rank, cache: BlockCache) -> None:
+        self._cache = cache
+        self._there: set[tuple[str, int]] = set()
+        self.tiers: dict[str, str] = {}
+        for stage in () if rank.lowered.evaluates else rank.holding.stages:
+            self.tiers |= boundary_tiers(rank.program, rank.plan.stages[stage], rank.micro.tail)
+        self._lies = {name: self._part(rank, name, tier) for name, tier in self.tiers.items()}
 
-    def lies(self, name: str, given: Given, spec: TensorSpec, extended: tuple[int, ...]) -> None:
-        """How a value that is to leave lies on the device.
-
-        Raises:
-            InvalidPlanError: with gaps.
-        """
-        shape = local_shape(spec.shape, given.layout, extended)
-        strides = given.strides or contiguous_strides(shape)
-        if not is_dense(shape, strides):
-            raise InvalidPlanError(f"{name} is to wait on the {self.tiers[name]}, but does not lie dense; keep it here")
-        nbytes = TensorSpec(spec.dtype, shape).nbytes
-        here = LocalValue(dtype=spec.dtype, shape=shape, strides=strides, base="x", storage_bytes=nbytes)
-        self._lies[name] = AwayValue("x", strides, away_value("x", here, self.tiers[name]))
+    def _part(self, rank: Rank, name: str, tier: str) -> tuple[TensorSpec, tuple[int, ...] | None]:
+        """A rank's part of a value, and its strides."""
+        spec, given = rank.spec_of(name), rank.made(name)
+        shape = local_shape(spec.shape, given.layout, rank.extended)
+        if given.strides and not is_dense(shape, given.strides):
+            raise InvalidPlanError(f"{name} is to wait on the {tier}, but does not lie dense; keep it here")
+        return TensorSpec(spec.dtype, shape), given.strides
 
     def away(self, names: Names, segment: int, m: int) -> Flight:
         """The copies away of what a segment's forward is the last to read."""
         self._there.update((name, m) for name in names)
         values, outer = self._values(names, m)
-        issues = self.blocks.get("leave.b", leave_block, values)
-        waits = self.blocks.get("left.b", away_block, values)
+        issues = self._cache.get("leave.b", leave_block, values)
+        waits = self._cache.get("left.b", away_block, values)
         return Flight((issues, waits), outer, microbatch=m, segment=segment)
 
     def back(self, reads: Sequence[tuple[int, Names]], m: int) -> list[Stop]:
@@ -106,23 +107,15 @@ class Boundaries:
         if not names:
             return ()
         values, outer = self._values(names, m)
-        issues = self.blocks.get("back.b", back_block, values)
-        waits = self.blocks.get("came.b", came_block, values)
+        issues = self._cache.get("back.b", back_block, values)
+        waits = self._cache.get("came.b", came_block, values)
         return (Flight((issues, waits), outer, microbatch=m, segment=segment),)
 
     def _values(self, names: Names, m: int) -> tuple[tuple[AwayValue, ...], dict[str, Name]]:
         """Values as a block calls them, and the outer names of their copies."""
-        values = tuple(self._numbered(name, position) for position, name in enumerate(names))
+        parts = [(*self._lies[name], self.tiers[name]) for name in names]
+        values = tuple(leaving(f"x{at}", part, tier, strides) for at, (part, strides, tier) in enumerate(parts))
         outer: dict[str, Name] = {}
         for name, each in zip(names, values, strict=True):
             outer |= each.names(value(name, m))
         return values, outer
-
-    def _numbered(self, name: str, position: int) -> AwayValue:
-        """The value as a block of several calls it."""
-        lies, local = self._lies[name], f"x{position}"
-        here = LocalValue(
-            dtype=lies.issued.dtype, shape=lies.issued.shape, strides=lies.strides, base=local,
-            storage_bytes=lies.issued.storage_bytes,
-        )  # fmt: skip
-        return AwayValue(local, lies.strides, away_value(local, here, lies.issued.tier))

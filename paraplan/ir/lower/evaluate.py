@@ -19,7 +19,6 @@ from paraplan.ir.lower.kind import Given, extend
 from paraplan.ir.lower.messages import in_order
 from paraplan.ir.lower.program import RankSteps
 from paraplan.ir.lower.stage import PlanBlocks
-from paraplan.ir.lower.ties import exchange_loss
 from paraplan.ir.lower.updates import nearest, total_block
 from paraplan.ir.lower.whole import whole_of
 from paraplan.ir.mesh import Layout, P, Partial, R, Shard, layout_text, parse_layout
@@ -60,54 +59,56 @@ def lower_evaluation(plan: Plan, outputs: Sequence[str] = ()) -> tuple[RankProgr
     return implement_all(in_order(built), plan)
 
 
-class _Evaluation(RankSteps):
+class _Evaluation:
     """Writes the steps of one rank class."""
 
     def __init__(self, blocks: PlanBlocks, group: int, actions: Sequence[str], outputs: Sequence[str]) -> None:
-        super().__init__(blocks, group, actions)
-        if outputs and self.program.apart > 1:
+        self._steps = RankSteps(blocks, group, actions)
+        self._rank, self._writer = self._steps.rank, self._steps.writer
+        program = self._rank.program
+        if outputs and program.apart > 1:
             raise ConstraintError(
                 "outputs of an evaluation are those of one batch, and the program was captured for "
-                f"{self.program.apart} microbatches that are batches by themselves (per_microbatch); ask for "
+                f"{program.apart} microbatches that are batches by themselves (per_microbatch); ask for "
                 "the loss alone"
             )
-        self.wanted = {name: self.program.outputs[name] for name in outputs}
-        self.places: dict[str, OutputPlace] = {}
+        self._wanted = {name: program.outputs[name] for name in outputs}
+        self._places: dict[str, OutputPlace] = {}
 
     def evaluate(self) -> RankProgram:
-        self.action = self.first_action
-        layouts = self.denominators()
-        self.wake(self.actions)
-        for index, term in self.terms.items():
+        steps, losses = self._steps, self._steps.losses
+        self._writer.action = steps.first_action
+        layouts = losses.denominators()
+        steps.segments.wake(steps.actions)
+        for index, term in losses.terms.items():
             if term.denominator is not None:
-                spec = self.lowered.spec_of(term.numerator)
-                block = total_block(f"total{index}", spec, layouts[term.denominator], self.extended)
-                count = outer_names.denominator(term.denominator)
-                self.add(StepKind.CALL, block, args=(count,), outs=(outer_names.total(index),))
-        for text, action in zip(self.texts, self.actions, strict=True):
-            self.action = text
+                spec = self._rank.lowered.spec_of(term.numerator)
+                block = total_block(f"total{index}", spec, layouts[term.denominator], self._rank.extended)
+                self._writer.call(block, (outer_names.denominator(term.denominator),), (outer_names.total(index),))
+        for text, action in zip(steps.texts, steps.actions, strict=True):
+            self._writer.action = text
             if action.kind is ActionKind.F:
-                self._forward(action)
+                steps.forward(action)
                 last = self._is_last(action)
-                for name, output in self.wanted.items():
+                for name, output in self._wanted.items():
                     if not self._is_whole(name, output):
                         self._output(name, output, action.microbatch)
                     elif last:
                         self._whole_output(name, output)
             elif action.kind in (ActionKind.SEND_F, ActionKind.RECV_F):
-                self._transfer(action)
-        self.begin_loss((), [])()
-        exchange_loss(self)
-        names = [name for place in self.places.values() for name in place.names]
-        return self.ended({LOSS, *self.metrics.values(), *names}, {}, self.places)
+                steps.transfer(action)
+        losses.begin_loss(())()
+        steps.ends.exchange_loss()
+        names = [name for place in self._places.values() for name in place.names]
+        return steps.ended({LOSS, *losses.metrics.values(), *names}, {}, self._places)
 
     def _is_last(self, action: Action) -> bool:
         """Whether a forward is the last one."""
-        return action == [each for each in self.actions if each.kind is ActionKind.F][-1]
+        return action == [each for each in self._steps.actions if each.kind is ActionKind.F][-1]
 
     def _is_whole(self, name: str, output: Output) -> bool:
         """Whether an output is made once, of the whole batch: it mixes samples, or reads what does."""
-        if not self.micro.after.isdisjoint(output.inputs):
+        if not self._rank.micro.after.isdisjoint(output.inputs):
             return True
         try:
             self._micro(name, output)
@@ -120,10 +121,11 @@ class _Evaluation(RankSteps):
         given = tuple(self._given(source) for source in output.inputs)
         sources = []
         for source, lies in zip(output.inputs, given, strict=True):
-            made = source in self.micro.after or source in self.parts(0).wholes
-            sources.append(self._at(source, self.m) if made or whole_of(lies) == lies else self.gather(source))
+            made = source in self._rank.micro.after or source in self._rank.parts(0).wholes
+            whole = made or whole_of(lies) == lies
+            sources.append(self._at(source, self._rank.m) if whole else self._steps.stages.gather(source))
         micro = graph_micro(output.graph, {}, {}, 1, f"output {name}")
-        self._write(name, output, tuple(map(whole_of, given)), sources, micro, self.m)
+        self._write(name, output, tuple(map(whole_of, given)), sources, micro, self._rank.m)
 
     def _output(self, name: str, output: Output, m: int) -> None:
         """One microbatch's part of an output."""
@@ -136,11 +138,12 @@ class _Evaluation(RankSteps):
         self, name: str, output: Output, given: tuple[Given, ...], named: Sequence[Name], micro: KindMicro, m: int
     ) -> None:
         graph = output.graph
-        block, result = _output_block(f"output.{name}", output, given, micro, self.extended)
+        block, result = _output_block(f"output.{name}", output, given, micro, self._rank.extended)
         spec = graph.values[str(graph.outputs[0])]
         sources = dict(zip(graph.inputs, named, strict=True))
         outer, whole = outer_names.output(name, m), outer_names.output(name)
-        away = [n for n in output.inputs if (of := self._param_of(n)) is not None and self.fetches.is_away(of)]
+        params = self._rank.holding.params
+        away = [n for n in output.inputs if (of := self._param_of(n)) is not None and params[of].stored_tier]
         if away:
             raise ConstraintError(
                 f"output {name} reads {away[0]} outside of every segment, and the plan keeps that on the host; leave "
@@ -150,22 +153,22 @@ class _Evaluation(RankSteps):
             outer = sources[graph.inputs[0]]
         else:
             args = tuple(sources[local] for local in block.inputs)
-            self.add(StepKind.CALL, block, args=args, outs=(outer,), microbatch=m)
+            self._writer.call(block, args, (outer,), m)
         along = result.layout[0]
         if isinstance(along, Partial):
-            self.add(StepKind.ACCUMULATE, args=(whole, outer), microbatch=m)
+            self._writer.add(StepKind.ACCUMULATE, args=(whole, outer), microbatch=m)
             names: tuple[Name, ...] = (whole,)
-        elif isinstance(along, Shard) or m in (0, self.m):
-            names = (*(self.places[name].names if 0 < m < self.m else ()), outer)
+        elif isinstance(along, Shard) or m in (0, self._rank.m):
+            names = (*(self._places[name].names if 0 < m < self._rank.m else ()), outer)
         else:
-            names = self.places[name].names
-        self.places[name] = OutputPlace(names=names, spec=spec, layout=layout_text(result.layout))
+            names = self._places[name].names
+        self._places[name] = OutputPlace(names=names, spec=spec, layout=layout_text(result.layout))
 
     def _given(self, source: str) -> Given:
         param = self._param_of(source)
         if param is not None:
-            return Given((R, *parse_layout(self.holding.params[param].stored)))
-        return self.parts(0).given[source]
+            return Given((R, *parse_layout(self._rank.holding.params[param].stored)))
+        return self._rank.parts(0).given[source]
 
     def _param_of(self, value: str) -> str | None:
         """The parameter that a value is, if it is one."""
@@ -174,14 +177,14 @@ class _Evaluation(RankSteps):
 
     def _at(self, value: str, m: int) -> Name:
         param = self._param_of(value)
-        return super()._at(value, m) if param is None else self.stored(param)
+        return self._rank.at(value, m) if param is None else self._rank.stored(param)
 
     def _micro(self, name: str, output: Output) -> KindMicro:
         graph = output.graph
         given = {
             local: self._given(source).layout[0] for local, source in zip(graph.inputs, output.inputs, strict=True)
         }
-        return graph_micro(graph, given, {}, self.m, f"output {name}")
+        return graph_micro(graph, given, {}, self._rank.m, f"output {name}")
 
 
 def _output_block(

@@ -10,20 +10,18 @@ has the optimizer's dtype and ops read another (bf16), what has come is cast, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from paraplan.ir.lower.away import AwayValue, away_value, back_block
+from paraplan.ir.lower.away import AwayValue, back_block, leaving
 from paraplan.ir.lower.finish import finish_block
-from paraplan.ir.lower.flights import BlockCache, Flight
+from paraplan.ir.lower.rank import Rank
+from paraplan.ir.lower.step_writer import BlockCache, Flight
 from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.names import fetched, param
-from paraplan.ir.plan import ParamLayouts
-from paraplan.ir.program import ParamSpec
 from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
-from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
 
 Dims = tuple[int, ...]
@@ -34,45 +32,36 @@ class Fetches:
     """The copies of parameters to the device.
 
     Attributes:
-        params, layouts: of every parameter.
-        masters: of every trained parameter as the optimizer has it.
-        mesh_shape: of the stage.
-        blocks: of the rank.
+        rank: that they are of.
+        cache: its blocks.
     """
 
-    params: Mapping[str, ParamSpec]
-    layouts: Mapping[str, ParamLayouts]
-    masters: Mapping[str, TensorSpec]
-    mesh_shape: Dims
-    blocks: BlockCache
+    rank: Rank
+    cache: BlockCache
 
     def is_away(self, name: str) -> bool:
         """Whether a parameter is not on the device."""
-        return bool(self.layouts[name].stored_tier)
+        return bool(self.rank.holding.params[name].stored_tier)
 
     def flight(self, read: Sequence[tuple[int, str]], segment: int, m: int, action: str) -> Flight | None:
         """The copies of the parameters on tiers that a segment's block reads, by slot."""
         if not read:
             return None
         values = tuple(self._value(position, name) for position, (_, name) in enumerate(read))
-        dtypes = tuple(self.params[name].spec.dtype for _, name in read)
+        dtypes = tuple(self.rank.program.params[name].spec.dtype for _, name in read)
         role = BlockRole.FETCH
-        issues = self.blocks.get("fetch.p", back_block, values, role)
-        waits = self.blocks.get("came.p", came_block, values, dtypes, role)
+        issues = self.cache.get("fetch.p", back_block, values, role)
+        waits = self.cache.get("came.p", came_block, values, dtypes, role)
         here = tuple(fetched(segment, slot, action) for slot, _ in read)
         names = {value.there.base: param(name) for value, (_, name) in zip(values, read, strict=True)}
         names |= {value.back.base: name.coming() for value, name in zip(values, here, strict=True)}
         return Flight((issues, waits), names, here, m, segment)
 
     def _value(self, position: int, name: str) -> AwayValue:
-        spec, layouts = self.masters.get(name, self.params[name].spec), self.layouts[name]
-        shape = local_shape(spec.shape, parse_layout(layouts.stored), self.mesh_shape)
-        local = f"p{position}"
-        value = LocalValue(
-            dtype=spec.dtype, shape=shape, strides=contiguous_strides(shape), base=local,
-            storage_bytes=TensorSpec(spec.dtype, shape).nbytes,
-        )  # fmt: skip
-        return AwayValue(local, value.strides, away_value(local, value, layouts.stored_tier))
+        layouts, is_trained = self.rank.holding.params[name], name in self.rank.trained
+        spec = self.rank.grad_spec(name) if is_trained else self.rank.program.params[name].spec
+        shape = local_shape(spec.shape, parse_layout(layouts.stored), self.rank.holding.mesh.shape)
+        return leaving(f"p{position}", TensorSpec(spec.dtype, shape), layouts.stored_tier)
 
 
 def came_block(

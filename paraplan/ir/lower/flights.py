@@ -1,7 +1,6 @@
-"""Flights: what one step issues and a later one waits for, with other work between.
+"""When flights are issued and waited for.
 
-A flight is a collective or copies between tiers. Each use (gradients on their way, parameters of the next segment,
-states of the next update) has its `Flights`, which say when:
+Each use (gradients on their way, parameters of the next segment, states of the next update) has its `Flights`:
 
     send              now; the oldest is waited for where more are under way than allowed
     line_up, reach    so many stops before it is needed, and waited for there
@@ -11,106 +10,10 @@ states of the next update) has its `Flights`, which say when:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from paraplan.ir.names import Name, under_way
-from paraplan.ir.rank_program import Block
-
-Parted = tuple[Block | None, Block | None]
-"""What issues and what waits; None where another block does, or nothing has to."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class Call(Protocol):
-    """Writes a step that calls a block, for a segment in a microbatch where it belongs to one."""
-
-    def __call__(
-        self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...], microbatch: int = -1,
-        segment: int = -1,
-    ) -> None:  # fmt: skip
-        """Write it."""
-
-
-@dataclass
-class BlockCache:
-    """The blocks of a rank that several steps call, named by a stem and a number."""
-
-    _made: dict[str, dict[Hashable, Any]] = field(default_factory=dict)
-
-    def get(self, stem: str, make: Callable[Concatenate[str, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What was made of this stem with these arguments; else it is made, under the stem's next name."""
-        made = self._made.setdefault(stem, {})
-        key = (args, tuple(kwargs.items()))
-        if key not in made:
-            made[key] = make(f"{stem}{len(made)}", *args, **kwargs)
-        found: T = made[key]
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class Flight:
-    """What is issued by one step and waited for by another.
-
-    Attributes:
-        blocks: that issue and wait.
-        names: the outer name of what they read and make; what is issued and has none here is numbered.
-        results: outer names of what there is in the end, in order; None where `names` has them.
-        microbatch, segment: of both steps.
-        holds_bytes: of its input until it is waited for.
-        arrived: called then.
-    """
-
-    blocks: Parted
-    names: Mapping[str, Name]
-    results: tuple[Name | None, ...] | None = None
-    microbatch: int = -1
-    segment: int = -1
-    holds_bytes: int = 0
-    arrived: Callable[[], None] | None = None
-
-
-@dataclass
-class FlightWriter:
-    """Writes the steps of flights.
-
-    Attributes:
-        call: writes one step.
-        blocks: of the rank.
-    """
-
-    call: Call
-    blocks: BlockCache
-    _numbered: int = 0
-
-    def issue(self, flight: Flight) -> Callable[[], None]:
-        """Write the step that issues; returns what writes the step that waits."""
-        issues, waits = flight.blocks
-        names = dict(flight.names)
-        if issues is not None:
-            for local in issues.outputs:
-                if local is not None and local not in names:
-                    names[local] = under_way(self._numbered)
-                    self._numbered += 1
-            self._call(flight, issues, names, None)
-
-        def end() -> None:
-            if waits is not None:
-                self._call(flight, waits, names, flight.results)
-            if flight.arrived is not None:
-                flight.arrived()
-
-        return end
-
-    def _call(
-        self, flight: Flight, block: Block, names: Mapping[str, Name], results: tuple[Name | None, ...] | None
-    ) -> None:
-        if results is None:
-            results = tuple(None if local is None else names.get(local) for local in block.outputs)
-        self.call(block, tuple(names[local] for local in block.inputs), results, flight.microbatch, flight.segment)
+from paraplan.ir.lower.step_writer import Flight, StepWriter
 
 
 @dataclass(frozen=True)
@@ -138,7 +41,7 @@ class Flights:
         holding_bytes: what these may hold, where that allows more.
     """
 
-    writer: FlightWriter
+    writer: StepWriter
     depth: int = 1
     holding_bytes: int = 0
     _line: list[Stop] = field(default_factory=list)

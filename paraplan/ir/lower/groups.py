@@ -9,30 +9,38 @@ another, so few stages' are whole at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
+from paraplan.ir.lower.accumulators import Accumulators
 from paraplan.ir.lower.parcels import Parcel
+from paraplan.ir.lower.rank import Rank
+from paraplan.ir.lower.step_writer import StepWriter
 from paraplan.ir.names import Name, grouped
 from paraplan.ir.rank_program import LocalValue, StepKind
 from paraplan.ir.reshard import Move
 from paraplan.ir.schedule import Action, ActionKind
 from paraplan.ir.tensor import TensorSpec
 
-if TYPE_CHECKING:
-    from paraplan.ir.lower.walk import SegmentSteps
-
 
 class Groups:
     """The groups of a rank's actions.
 
     Args:
+        rank, writer: whose steps are written.
+        accumulators: of the rank.
+        send: takes a parameter's gradient that is brought to its accumulator.
         actions: of the rank, in order.
+
+    Attributes:
         every: microbatches of a group; those left over are one.
     """
 
-    def __init__(self, actions: Iterable[Action], every: int) -> None:
-        self.every = every
+    def __init__(
+        self, rank: Rank, writer: StepWriter, accumulators: Accumulators, send: Callable[[str, Parcel], None],
+        actions: Iterable[Action],
+    ) -> None:  # fmt: skip
+        self._rank, self._writer, self._accumulators, self._send = rank, writer, accumulators, send
+        every = self.every = rank.plan.group
         order: dict[int, list[int]] = {}
         for action in actions:
             if action.kind in (ActionKind.B, ActionKind.W):
@@ -46,42 +54,40 @@ class Groups:
         self._paths: dict[tuple[int, str], list[tuple[Move, ...]]] = {}
         self._last: dict[tuple[int, str, tuple[Move, ...]], int] = {}
 
-    def add_up(
-        self, steps: SegmentSteps, name: str, out: Name, value: LocalValue, m: int, index: int, path: tuple[Move, ...]
-    ) -> None:
+    def add_up(self, name: str, out: Name, value: LocalValue, m: int, index: int, path: tuple[Move, ...]) -> None:
         """Add a gradient to its group's, and send what that adds up to once nothing more comes.
 
         Args:
-            steps: where to write.
             name, out, value: the parameter; its gradient's outer name, as it was made.
             m, index: of which microbatch and segment.
             path: the moves to where it accumulates.
         """
-        stage = next(at for at, each in enumerate(steps.plan.stages) if each.first <= index < each.stop)
+        stage = next(at for at, each in enumerate(self._rank.plan.stages) if each.first <= index < each.stop)
         first, ends = self._of[stage, m]
         paths = self._paths.setdefault((stage, name), [])
         if path not in paths:  # one that two segments make in two layouts adds up apart
             paths.append(path)
-        total, dtype = grouped(name, stage, paths.index(path), first), steps.accumulators.dtypes[name]
+        total, dtype = grouped(name, stage, paths.index(path), first), self._accumulators.dtypes[name]
         if total not in self._begun:
             self._begun.add(total)
-            out, value = steps.accumulators.laid_out(name, out, value, dtype, m, index)
-        steps.add(StepKind.ACCUMULATE, args=(total, out), microbatch=m, segment=index)
-        if ends and index == self._last_of(steps, (stage, name, path), m):
+            out, value = self._accumulators.laid_out(name, out, value, dtype, m, index)
+        self._writer.add(StepKind.ACCUMULATE, args=(total, out), microbatch=m, segment=index)
+        if ends and index == self._last_of((stage, name, path), m):
             sums = any(move.reduction for move in path)
-            wire = steps.plan.wire_dtype if sums and steps.plan.wire_dtype else dtype
-            sent = TensorSpec(wire, steps.program.params[name].spec.shape)
-            arrives = steps.accumulators.dtype_on_arrival(name, path)
-            steps.partials.send(name, Parcel(total, total.moved, sent, path, arrives, dtype))
+            wire = self._rank.plan.wire_dtype if sums and self._rank.plan.wire_dtype else dtype
+            sent = TensorSpec(wire, self._rank.program.params[name].spec.shape)
+            arrives = self._accumulators.dtype_on_arrival(name, path)
+            self._send(name, Parcel(total, total.moved, sent, path, arrives, dtype))
 
-    def _last_of(self, steps: SegmentSteps, key: tuple[int, str, tuple[Move, ...]], m: int) -> int:
+    def _last_of(self, key: tuple[int, str, tuple[Move, ...]], m: int) -> int:
         """The last segment of a stage's backward whose gradient of a parameter has to move so."""
         if key not in self._last:
             stage, name, path = key
-            at, backwards = steps.plan.stages[stage], steps.parts(m).backwards
+            at, backwards = self._rank.plan.stages[stage], self._rank.parts(m).backwards
+            segments = self._rank.program.segments
             self._last[key] = next(
                 index for index in range(at.first, at.stop)
-                for param, moves in zip(steps.program.segments[index].params, backwards[index].partial, strict=True)
+                for param, moves in zip(segments[index].params, backwards[index].partial, strict=True)
                 if param == name and moves == path
             )  # fmt: skip
         return self._last[key]

@@ -11,26 +11,24 @@ it are left in the graph, of `Phase.STEP`, so that numbers of ops stay those of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from paraplan.ir.graph import Graph, Op, Phase
 from paraplan.ir.lower.casts import CAST, SCALE
 from paraplan.ir.lower.emit import BlockEmitter
+from paraplan.ir.lower.rank import Rank
+from paraplan.ir.lower.step_writer import StepWriter
 from paraplan.ir.memo import Lately, Same
 from paraplan.ir.mesh import Layout, Partial, Placement, R, Shard, layout_text, parse_layout
 from paraplan.ir.names import held
 from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Stage
-from paraplan.ir.program import ParamSpec, Program, Segment, SegmentKind
+from paraplan.ir.program import ParamSpec, Program, SegmentKind
 from paraplan.ir.rank_program import Block, BlockRole
 from paraplan.ir.rules.strategies import Strategy
 from paraplan.ir.tensor import TensorSpec
-
-if TYPE_CHECKING:
-    from paraplan.ir.lower.walk import SegmentSteps
 
 FORWARD, BACKWARD = "paraplan.float8_linear", "paraplan.float8_linear_grad_input"
 ROWS, TURNED, SCALED = "^8", "^8t", "^8s"
@@ -168,21 +166,28 @@ def _turned(place: Placement) -> Placement:
     return Shard(dim=1 - place.dim) if isinstance(place, Shard) else place
 
 
-def hold_casts(steps: SegmentSteps, index: int) -> None:
-    """Write the casts of the weights that a segment is the first to read."""
-    for param, dtype in _unmade(steps, steps.program.segments[index]):
-        spec, text = steps.program.params[param].spec, steps.holding.params[param].stored
-        block = steps.writer.blocks.get("held.", _cast_block, spec, parse_layout(text), dtype, steps.extended)
-        outs = tuple(held(f"{param}{suffix}") for suffix in SUFFIXES)
-        steps.are_cast.add(param)
-        steps.call(block, (steps.stored(param),), outs)
+class CastSteps:
+    """Writes the casts of weights.
 
+    Args:
+        rank, writer: whose steps are written.
+    """
 
-def _unmade(steps: SegmentSteps, segment: Segment) -> Iterator[tuple[str, str]]:
-    for name in segment.params:
-        param, dtype = steps.lowered.casts.get(name, ("", ""))
-        if param and name.endswith(ROWS) and param not in steps.are_cast:
-            yield param, dtype
+    def __init__(self, rank: Rank, writer: StepWriter) -> None:
+        self._rank, self._writer = rank, writer
+        self._cast: set[str] = set()
+
+    def reach(self, index: int) -> None:
+        """A segment is run next: the weights that it is the first to read are cast."""
+        rank = self._rank
+        for name in rank.program.segments[index].params:
+            weight, dtype = rank.lowered.casts.get(name, ("", ""))
+            if not weight or not name.endswith(ROWS) or weight in self._cast:
+                continue
+            self._cast.add(weight)
+            spec, stored = rank.program.params[weight].spec, parse_layout(rank.holding.params[weight].stored)
+            block = self._writer.cache.get("held.", _cast_block, spec, stored, dtype, rank.extended)
+            self._writer.call(block, (rank.stored(weight),), tuple(held(f"{weight}{suffix}") for suffix in SUFFIXES))
 
 
 def cast_graph(spec: TensorSpec, dtype: str) -> Graph:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
 import msgspec
 
@@ -19,6 +18,7 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.lower.emit import BlockEmitter
 from paraplan.ir.lower.kind import Given
 from paraplan.ir.lower.stage import Crossing, PlanBlocks
+from paraplan.ir.lower.step_writer import StepWriter
 from paraplan.ir.lower.transfers import Ends, Message, ends_of
 from paraplan.ir.mesh import R
 from paraplan.ir.names import Name
@@ -33,27 +33,20 @@ NameOf = Callable[[str, int], Name]
 """(value, group of ranks that sends it) -> its outer name."""
 
 
-class Add(Protocol):
-    """Writes a step."""
-
-    def __call__(self, kind: StepKind, block: Block | None = None, **fields: object) -> None:
-        """Write it."""
-
-
 class Messages:
     """Writes the steps that send and receive.
 
     Args:
         blocks: of the plan.
         group: of the rank.
-        add: writes a step.
+        writer: of its steps.
 
     Attributes:
         transfers: of the messages written so far.
     """
 
-    def __init__(self, blocks: PlanBlocks, group: int, add: Add) -> None:
-        self._blocks, self._group, self._add = blocks, group, add
+    def __init__(self, blocks: PlanBlocks, group: int, writer: StepWriter) -> None:
+        self._blocks, self._group, self._writer = blocks, group, writer
         self._m = blocks.plan.num_shares
         self.transfers: dict[str, Transfer] = {}
         self._made: dict[object, Block | None] = {}
@@ -89,7 +82,7 @@ class Messages:
         keys = self._keys(message, sends=False)
         names = [name if whole else name.part(index) for index in range(len(keys))]
         for key, out in zip(keys, names, strict=True):
-            self._add(StepKind.RECV, outs=(out,), microbatch=m, transfer=key)
+            self._writer.add(StepKind.RECV, outs=(out,), microbatch=m, transfer=key)
         self._posted[message.name, m] = names
 
     def arrived(self, message: Message, name: Name, m: int = -1) -> None:
@@ -97,11 +90,11 @@ class Messages:
         self.receive(message, name, m)
         names = self._posted.pop((message.name, m))
         for key, part in zip(self._keys(message, sends=False), names, strict=True):
-            self._add(StepKind.AWAIT, args=(part,), microbatch=m, transfer=key)
+            self._writer.add(StepKind.AWAIT, args=(part,), microbatch=m, transfer=key)
         block = self._joining(message)
         if block is not None:
             bound = dict(zip(block.inputs, names, strict=True))
-            self._add(StepKind.CALL, block, args=tuple(bound.values()), outs=(name,), microbatch=m)
+            self._writer.call(block, tuple(bound.values()), (name,), m)
 
     def _is_whole(self, message: Message) -> bool:
         """Whether one part is all there is to receive, in the layout it is to have."""
@@ -119,12 +112,12 @@ class Messages:
         block = self._packing(message, given)
         if block is not None:
             packed = name.packed(message.target)
-            self._add(StepKind.CALL, block, args=(name,), outs=(packed,), microbatch=m)
+            self._writer.call(block, (name,), (packed,), m)
             name = packed
         parts = []
         for index, key in enumerate(self._keys(message, sends=True)):
             part = name.part_for(message.target, index) if self.transfers[key].starts else None
-            self._add(StepKind.SEND, args=(name,), outs=(part,), microbatch=m, transfer=key)
+            self._writer.add(StepKind.SEND, args=(name,), outs=(part,), microbatch=m, transfer=key)
             parts.append((part or name, key, m))
         self._flying.setdefault(message.name, []).append(parts)
 
@@ -142,7 +135,7 @@ class Messages:
 
     def _await(self, parts: Iterable[tuple[Name, str, int]]) -> None:
         for name, key, m in parts:
-            self._add(StepKind.AWAIT, args=(name,), microbatch=m, transfer=key)
+            self._writer.add(StepKind.AWAIT, args=(name,), microbatch=m, transfer=key)
 
     def _keys(self, message: Message, sends: bool) -> list[str]:
         """The keys of a message's transfers at this end."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from paraplan.ir.lower.bundle import BUNDLE_BYTES, Key, bundle_key, is_full, is_small, move_together
 from paraplan.ir.lower.emit import BlockEmitter
-from paraplan.ir.lower.flights import BlockCache, Flight, Flights, Parted
+from paraplan.ir.lower.flights import Flights
+from paraplan.ir.lower.step_writer import BlockCache, Flight, Parted
 from paraplan.ir.mesh import local_shape
 from paraplan.ir.names import Name
 from paraplan.ir.rank_program import BlockRole

@@ -10,15 +10,20 @@ import msgspec
 
 from paraplan.ir import names as outer_names
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower.buffers import check_apart, send_buffers, write_buffers
-from paraplan.ir.lower.groups import Groups
+from paraplan.ir.fused import fusible_places
+from paraplan.ir.lower.buffers import BufferSteps
+from paraplan.ir.lower.gradients import Gradients
 from paraplan.ir.lower.losses import LossSteps
 from paraplan.ir.lower.messages import Messages, NameOf
 from paraplan.ir.lower.outer import outer_values, with_drops
+from paraplan.ir.lower.rank import Rank
 from paraplan.ir.lower.stage import PlanBlocks
 from paraplan.ir.lower.staged import StagedUpdates
-from paraplan.ir.lower.ties import exchange_ends
-from paraplan.ir.lower.whole import Turn
+from paraplan.ir.lower.states import StateCopies
+from paraplan.ir.lower.step_writer import StepWriter
+from paraplan.ir.lower.tail import StageSteps
+from paraplan.ir.lower.ties import EndSteps
+from paraplan.ir.lower.walk import SegmentSteps
 from paraplan.ir.names import LOSS, Name, Role
 from paraplan.ir.rank_program import OuterValue, OutputPlace, RankProgram, StepKind
 from paraplan.ir.schedule import Action, ActionKind, parse_action
@@ -28,7 +33,7 @@ from paraplan.ir.tiers import TIERS
 _BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
 
 
-class RankSteps(LossSteps):
+class RankSteps:
     """Writes the steps of one rank class, action by action.
 
     Args:
@@ -38,18 +43,23 @@ class RankSteps(LossSteps):
     """
 
     def __init__(self, blocks: PlanBlocks, group: int, actions: Sequence[str]) -> None:
-        super().__init__(blocks, group)
+        plan, rank = blocks.plan, Rank(blocks, group)
+        self.rank, self.writer = rank, StepWriter(plan.num_microbatches)
         self.texts = tuple(actions)
         self.actions: tuple[Action, ...] = tuple(parse_action(text) for text in actions)
-        self.groups = Groups(self.actions, self.plan.group)
-        stage = blocks.tail_stage
-        if stage in self.holding.stages:
-            self.turn = Turn(self.plan.schedule.name, stage, blocks.micro.mixes, self.actions)
-        self.messages = Messages(blocks, group, self.add)
-        update = lambda args, staged, drops: self.add(StepKind.UPDATE, args=args, staged=staged, drops=drops)  # noqa: E731
-        most = self.plan.bundle_bytes
-        self.staged = StagedUpdates(self.states, self.program.params, self.plan.optimizer, self.fused, most, update)
-        self.late = tuple(name for name in self.trained if self.plan.is_late(self.holding.params[name]))
+        layouts, writer = rank.holding.params, self.writer
+        masters = {name: rank.grad_spec(name) for name in rank.trained}
+        self._fused = fusible_places(plan.program, blocks.held) if plan.optimizer.fused else frozenset[str]()
+        self._states = StateCopies(layouts, masters, rank.holding.mesh.shape, writer)
+        self._gradients = Gradients(rank, writer, self._states, self._fused, self.actions)
+        self.losses = LossSteps(rank, writer)
+        self.segments = SegmentSteps(rank, writer, self._gradients, self.losses)
+        self.stages = StageSteps(rank, writer, self.segments, self.actions)
+        self._messages = Messages(blocks, group, writer)
+        self._buffers = BufferSteps(rank, writer, self._messages, self.stages.gather)
+        self.ends = EndSteps(rank, writer, self._messages, self.losses, self._gradients.strides_of)
+        self._staged = StagedUpdates(self._states, plan.program.params, plan.optimizer, self._fused, plan.bundle_bytes)
+        self._late = tuple(name for name in rank.trained if plan.is_late(layouts[name]))
 
     @property
     def first_action(self) -> str:
@@ -58,139 +68,142 @@ class RankSteps(LossSteps):
 
     def build(self) -> RankProgram:
         """The program of a training step."""
-        self.action = self.first_action
-        if self.late:
-            self.add(StepKind.UPDATE, args=tuple(map(outer_names.state, self.late)), late=True)
-        self.waits = self.tangents(self.denominators())
-        self.wake(self.actions)
-        finals = self.finals(self.actions)
+        self.writer.action = self.first_action
+        if self._late:
+            self.writer.add(StepKind.UPDATE, args=tuple(map(outer_names.state, self._late)), late=True)
+        self.losses.tangents(self.losses.denominators())
+        self.segments.wake(self.actions)
+        finals = self.stages.finals()
         last = {action.kind: index for index, action in enumerate(self.actions)}
         end_loss: Callable[[], None] = lambda: None  # noqa: E731
-        known = (0, self.action)
-        joined = self.joining()
+        known = (0, self.writer.action)
+        joined = self.losses.joining(self._gradients.reductions)
         last_backward = max(index for index, action in enumerate(self.actions) if action.kind in _BACKWARD)
         for index, (text, action) in enumerate(zip(self.texts, self.actions, strict=True)):
-            self.action = text
+            self.writer.action = text
             if action.kind is ActionKind.F:
-                self._forward(action)
-                if self.program.apart > 1:
-                    write_buffers(self, (action.stage, action.microbatch))
+                self.forward(action)
+                if self.rank.program.apart > 1:
+                    self._buffers.write((action.stage, action.microbatch))
                 if index == last[ActionKind.F]:
-                    end_loss = self.begin_loss(joined, self.waits)
-                    if self.plan.cluster.num_devices == 1:  # nothing to wait for: it is known before its gradients
-                        self.end_waits()
+                    end_loss = self.losses.begin_loss(joined)
+                    if self.rank.plan.cluster.num_devices == 1:  # nothing to wait for: it is known before its gradients
+                        self.losses.end_waits()
                         end_loss()
-                        known = (len(self.steps), text)
+                        known = (len(self.writer.steps), text)
             elif action.kind in _BACKWARD:
-                self.end_waits()
-                ahead = self._set_out if self.plan.states_ahead and index == last_backward else None
+                self.losses.end_waits()
+                ahead = self._set_out if self.rank.plan.states_ahead and index == last_backward else None
                 self._backward(action, finals.get(index, {}), ahead)
                 if index != last.get(ActionKind.B) and index != last.get(ActionKind.W):
-                    self.partials.end() if self.groups.every == 1 else self.partials.rest()
+                    self._gradients.pause()
             elif action.kind is ActionKind.REDUCE_GRAD:
                 if index == last[ActionKind.REDUCE_GRAD]:
-                    self.partials.end()
+                    self._gradients.partials.end()
                     for parcel in joined:
-                        self.reductions.send(parcel)
-                    self.reductions.end()
-                    if self.plan.cluster.num_devices > 1:
+                        self._gradients.reductions.send(parcel)
+                    self._gradients.reductions.end()
+                    if self.rank.plan.cluster.num_devices > 1:
                         end_loss()
-                    grads = self._leave(exchange_ends(self, send_buffers(self)))
+                    coming = self._buffers.send()
+                    grads = self._gradients.leave(self.ends.exchange(self._gradients.reductions.grads, coming))
                     self._write_buffers(*known)
             elif action.kind is ActionKind.UPDATE:
                 if index == last[ActionKind.UPDATE]:
                     self._update(grads)
             else:
-                self._transfer(action)
-        kept = {LOSS, *self.metrics.values(), *grads.values(), *self._measured}
-        ended = [grad for name, grad in grads.items() if name not in self.late and grad.role is not Role.WAITING]
-        self.add(StepKind.DROP, drops=(*ended, *self._measured))
+                self.transfer(action)
+        kept = {LOSS, *self.losses.metrics.values(), *grads.values(), *self._measured}
+        ended = [grad for name, grad in grads.items() if name not in self._late and grad.role is not Role.WAITING]
+        self.writer.add(StepKind.DROP, drops=(*ended, *self._measured))
         return self.ended(kept, grads, {})
 
     def _write_buffers(self, at: int, action: str) -> None:
         """Buffers get their new values once the step is through; on one device with the loss, as a model itself writes
         them, unless the backward reads what they held before."""
-        if self.program.apart > 1:
-            return check_apart(self)
-        first = len(self.steps)
-        write_buffers(self)
-        writes = self.steps[first:]
+        if self.rank.program.apart > 1:
+            return self._buffers.check_apart()
+        first = len(self.writer.steps)
+        self._buffers.write()
+        writes = self.writer.steps[first:]
         written = {name for step in writes for name in step.args if name.role is Role.BUFFER}
-        if self.plan.cluster.num_devices == 1 and written.isdisjoint(n for s in self.steps[at:first] for n in s.args):
+        between = self.writer.steps[at:first]
+        if self.rank.plan.cluster.num_devices == 1 and written.isdisjoint(n for s in between for n in s.args):
             moved = [msgspec.structs.replace(step, action=action) for step in writes]
-            self.steps[at:] = [*moved, *self.steps[at:first]]
+            self.writer.steps[at:] = [*moved, *between]
 
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
         """A stage's forward, what it reads received before and what it makes sent after, where no action says when."""
         stage, m = action.stage, action.microbatch
-        self.messages.arrive(self.lowered.route(m).values, stage, m, lambda value, _: outer_names.value(value, m))
-        self.forward(stage, m)
+        self._messages.arrive(self.rank.lowered.route(m).values, stage, m, lambda value, _: outer_names.value(value, m))
+        self.stages.forward(stage, m)
         if not self._is_scheduled(ActionKind.SEND_F, action):
             self._send_values(stage, m)
 
     def _backward(self, action: Action, final: dict[int, list[str]], ahead: Callable[[], None] | None = None) -> None:
         stage, m = action.stage, action.microbatch
         if action.kind is not ActionKind.W:
-            came = self.messages.arrive(self.lowered.route(m).grads, stage, m, _grad_from(m))
+            came = self._messages.arrive(self.rank.lowered.route(m).grads, stage, m, _grad_from(m))
             for value, name in came:
-                self.add(StepKind.ACCUMULATE, args=(outer_names.grad_of(value, m), name), microbatch=m)
-        self.backward(stage, m, action.kind, final, ahead)
+                self.writer.add(StepKind.ACCUMULATE, args=(outer_names.grad_of(value, m), name), microbatch=m)
+        self.stages.backward(stage, m, action.kind, final, ahead)
         if action.kind is not ActionKind.W and not self._is_scheduled(ActionKind.SEND_B, action):
             self._send_grads(stage, m)
 
     def _is_scheduled(self, kind: ActionKind, action: Action) -> bool:
         return Action(stage=action.stage, kind=kind, microbatch=action.microbatch) in self.actions
 
-    def _transfer(self, action: Action) -> None:
+    def transfer(self, action: Action) -> None:
         """An action that only sends or receives."""
         stage, m = action.stage, action.microbatch
+        route = self.rank.lowered.route(m)
         if action.kind is ActionKind.SEND_F:
             self._send_values(stage, m)
         elif action.kind is ActionKind.SEND_B:
             self._send_grads(stage, m)
         elif action.kind is ActionKind.RECV_F:
-            self.messages.post(self.lowered.route(m).values, stage, m, lambda value, _: outer_names.value(value, m))
+            self._messages.post(route.values, stage, m, lambda value, _: outer_names.value(value, m))
         elif action.kind is ActionKind.RECV_B:
-            self.messages.post(self.lowered.route(m).grads, stage, m, _grad_from(m))
+            self._messages.post(route.grads, stage, m, _grad_from(m))
         else:
             raise InvalidPlanError(f"action {action}: {action.kind.value} is not executed by this version")
 
     def _send_values(self, stage: int, m: int) -> None:
-        for each in self.messages.sent_by(self.lowered.route(m).values, stage):
-            self.messages.send(each, outer_names.value(each.value, m), self.parts(m).given[each.value], m)
+        for each in self._messages.sent_by(self.rank.lowered.route(m).values, stage):
+            self._messages.send(each, outer_names.value(each.value, m), self.rank.parts(m).given[each.value], m)
 
     def _send_grads(self, stage: int, m: int) -> None:
-        for each in self.messages.sent_by(self.lowered.route(m).grads, stage):
-            self.messages.send(each, outer_names.grad_of(each.value, m), self.parts(m).grads[each.value], m)
+        for each in self._messages.sent_by(self.rank.lowered.route(m).grads, stage):
+            self._messages.send(each, outer_names.grad_of(each.value, m), self.rank.parts(m).grads[each.value], m)
 
     def ended(self, kept: set[Name], grads: dict[str, Name], outputs: dict[str, OutputPlace]) -> RankProgram:
         """The program of the steps written so far; `kept` are values nothing gives up."""
-        outer = outer_values(self.lowered, self.group, [name for name in self.late if name in grads])
+        outer = outer_values(self.rank.lowered, self.rank.group, [name for name in self._late if name in grads])
         by_tier = self._update_bytes(outer)
         states, workspace = by_tier.pop("")
         return RankProgram(
-            mesh_axes=self.holding.mesh.axes,
-            mesh_shape=self.holding.mesh.shape,
-            num_microbatches=self.m,
-            blocks=self.blocks,
+            mesh_axes=self.rank.holding.mesh.axes,
+            mesh_shape=self.rank.holding.mesh.shape,
+            num_microbatches=self.rank.m,
+            blocks=self.writer.blocks,
             outer=outer,
-            steps=with_drops(tuple(self.steps), outer, kept),
+            steps=with_drops(tuple(self.writer.steps), outer, kept),
             loss=LOSS,
-            metrics=self.metrics,
+            metrics=self.losses.metrics,
             outputs=outputs,
             grads=grads,
             optimizer_bytes=states,
             update_workspace_bytes=workspace,
             update_tiers=by_tier,
-            transfers=self.messages.transfers,
+            transfers=self._messages.transfers,
         )
 
     def _update_bytes(self, outer: dict[Name, OuterValue]) -> dict[str, tuple[int, int]]:
         """Per place of an update, bytes of the states that stay there, and of the update's workspace."""
-        optimizer, layouts = self.plan.optimizer, self.holding.params
+        optimizer, layouts = self.rank.plan.optimizer, self.rank.holding.params
         sizes: dict[str, list[int]] = {"": []}
         scalars: Counter[str] = Counter()
-        for name in self.trained:
+        for name in self.rank.trained:
             value, tier = outer[outer_names.state(name)], layouts[name].update_tier
             here = sizes.setdefault(tier, [])
             scalars[tier] += optimizer.scalar_bytes
@@ -199,50 +212,40 @@ class RankSteps(LossSteps):
         return {
             tier: (
                 sum(here) * optimizer.state_slots + scalars[tier],
-                0 if tier in self.fused else optimizer.workspace_bytes(here),
+                0 if tier in self._fused else optimizer.workspace_bytes(here),
             )
             for tier, here in sizes.items()
         }
 
     def _update(self, grads: dict[str, Name]) -> None:
-        names = tuple(name for name in self.trained if name not in self.late)
-        plain = tuple(name for name in names if not self.holding.params[name].staged)
-        tiers = [tier for tier in ("", *TIERS) if self.states.on(tier, names)]
-        for tier in tiers or ([] if self.late else [""]):
-            on_tier = self.states.on(tier, names)
-            self.add(StepKind.UPDATE, args=tuple(map(outer_names.state, on_tier)))
-        if self.late:
+        names = tuple(name for name in self.rank.trained if name not in self._late)
+        plain = tuple(name for name in names if not self.rank.holding.params[name].staged)
+        tiers = [tier for tier in ("", *TIERS) if self._states.on(tier, names)]
+        for tier in tiers or ([] if self._late else [""]):
+            on_tier = self._states.on(tier, names)
+            self.writer.add(StepKind.UPDATE, args=tuple(map(outer_names.state, on_tier)))
+        if self._late:
             self._end_late(grads)
-        self.states.restore(plain, self.program.params)
-        self.staged.write(names)
+        self._states.restore(plain, self.rank.program.params)
+        self._staged.write(names)
 
     @property
     def _measured(self) -> tuple[Name, ...]:
         """What is known of gradients that wait beside states."""
         return tuple(
-            name for step in self.steps for name in step.outs if name is not None and name.role is Role.MAGNITUDE
+            name for step in self.writer.steps for name in step.outs if name is not None and name.role is Role.MAGNITUDE
         )
 
     def _set_out(self) -> None:
         """The first states that come to their update are begun."""
-        self.staged.set_out(self.trained)
+        self._staged.set_out(self.rank.trained)
 
     def _end_late(self, grads: dict[str, Name]) -> None:
         """What the host has updated meanwhile comes back, and this step's gradients are held for the next."""
-        self.add(StepKind.UPDATED, drops=tuple(map(outer_names.late, self.late)))
-        self.states.restore(self.late, self.program.params)
-        for name in self.late:
-            self.add(StepKind.ACCUMULATE, args=(outer_names.late(name), grads[name]))
-
-    def _leave(self, grads: dict[str, Name]) -> dict[str, Name]:
-        """Gradients where their parameters are updated: those that were exchanged set out only now."""
-        left = {
-            name: self.states.leave(name, grad, self.strides_of.get(self.reductions.grads.get(name, grad)))
-            for name, grad in grads.items()
-            if self.states.leaves(name) and name in self.tied
-        }
-        self.states.grads.end()
-        return grads | left
+        self.writer.add(StepKind.UPDATED, drops=tuple(map(outer_names.late, self._late)))
+        self._states.restore(self._late, self.rank.program.params)
+        for name in self._late:
+            self.writer.add(StepKind.ACCUMULATE, args=(outer_names.late(name), grads[name]))
 
 
 def _grad_from(m: int) -> NameOf:

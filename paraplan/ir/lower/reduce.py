@@ -11,53 +11,42 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
-from paraplan.ir.lower.flights import Flights, FlightWriter
+from paraplan.ir.lower.flights import Flights
 from paraplan.ir.lower.parcels import IN_FLIGHT, Parcel, ParcelBlocks, Parcels, travels_with
+from paraplan.ir.lower.rank import Rank
+from paraplan.ir.lower.step_writer import StepWriter
 from paraplan.ir.mesh import Layout, R, parse_layout
 from paraplan.ir.names import Name, accumulator, grad
-from paraplan.ir.plan import ParamLayouts
 from paraplan.ir.rank_program import BlockRole
 from paraplan.ir.reshard import Move, reshard_path
 from paraplan.ir.tensor import TensorSpec
 
-Dims = tuple[int, ...]
 
-
-@dataclass
 class Reductions:
     """The gradient reductions of a step.
 
-    Attributes:
-        layouts: of every parameter.
-        specs: of every gradient as the optimizer reads it.
+    Args:
+        rank, writer: whose steps are written.
         accumulates: the dtype of every accumulator.
-        mesh_shape: of the stage.
-        writer: of the rank.
-        most_bytes: the plan's bound on bundles.
-        holding_bytes: the plan's bound on what those under way hold.
-        wire_dtype: what sums over ranks are of, "" where of what accumulates.
         reduced: told of every parameter and its gradient, once that is in the optimizer's layout.
+
+    Attributes:
         grads: parameter -> outer name of its reduced gradient.
     """
 
-    layouts: Mapping[str, ParamLayouts]
-    specs: Mapping[str, TensorSpec]
-    accumulates: Mapping[str, str]
-    mesh_shape: Dims
-    writer: FlightWriter
-    most_bytes: int
-    holding_bytes: int = 0
-    wire_dtype: str = ""
-    reduced: Callable[[str, Name], None] = lambda name, grad: None
-    grads: dict[str, Name] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        blocks = ParcelBlocks(self.writer.blocks, "reduce.", BlockRole.REDUCE, self._extended)
-        flights = Flights(self.writer, IN_FLIGHT, self.holding_bytes)
-        self._parcels = Parcels(blocks, flights, self._arrived, most_bytes=self.most_bytes)
+    def __init__(
+        self, rank: Rank, writer: StepWriter, accumulates: Mapping[str, str], reduced: Callable[[str, Name], None]
+    ) -> None:
+        plan = rank.plan
+        self._layouts, self._accumulates, self._wire_dtype = rank.holding.params, accumulates, plan.wire_dtype
+        self._specs = {name: rank.grad_spec(name) for name in accumulates}
+        self._extended, self._reduced = (1, *rank.holding.mesh.shape), reduced
+        blocks = ParcelBlocks(writer.cache, "reduce.", BlockRole.REDUCE, self._extended)
+        flights = Flights(writer, IN_FLIGHT, plan.reducing_bytes)
+        self._parcels = Parcels(blocks, flights, self._arrived, most_bytes=plan.bundle_bytes)
         self._names: dict[Name, str] = {}
+        self.grads: dict[str, Name] = {}
 
     def final(self, names: Iterable[str]) -> None:
         """These parameters' gradients are complete: begin what can begin."""
@@ -67,17 +56,17 @@ class Reductions:
             self.grads[name] = reduced if path else added
             self._names[reduced] = name
             if path:
-                dtypes = self.specs[name].dtype, self.accumulates[name]
+                dtypes = self._specs[name].dtype, self._accumulates[name]
                 self._parcels.send(Parcel(added, reduced, self._sent(name), path, *dtypes))
             else:
-                self.reduced(name, added)
+                self._reduced(name, added)
 
     def takes(self, spec: TensorSpec, path: tuple[Move, ...]) -> bool:
         """Whether small gradients are reduced that something else can go with."""
         key = travels_with(spec, path, self._extended)
         return key is not None and any(
             path and travels_with(each, path, self._extended) == key
-            for each, path in ((self._sent(name), self._path(name)) for name in self.specs)
+            for each, path in ((self._sent(name), self._path(name)) for name in self._specs)
         )
 
     def send(self, parcel: Parcel) -> None:
@@ -90,44 +79,37 @@ class Reductions:
 
     def _arrived(self, parcel: Parcel) -> None:
         if parcel.result in self._names:
-            self.reduced(self._names[parcel.result], parcel.result)
+            self._reduced(self._names[parcel.result], parcel.result)
 
     def _path(self, name: str) -> tuple[Move, ...]:
-        layouts = self.layouts[name]
+        layouts = self._layouts[name]
         source, target = _extend(layouts.grad), _extend(layouts.state)
-        return reshard_path(self.specs[name].shape, source, target, self._extended, frozen=1)
+        return reshard_path(self._specs[name].shape, source, target, self._extended, frozen=1)
 
     def _sent(self, name: str) -> TensorSpec:
         """A gradient as it travels."""
         sums = any(move.reduction for move in self._path(name))
-        dtype = self.wire_dtype if self.wire_dtype and sums else self.accumulates[name]
-        return TensorSpec(dtype, self.specs[name].shape)
-
-    @property
-    def _extended(self) -> Dims:
-        return (1, *self.mesh_shape)
+        dtype = self._wire_dtype if self._wire_dtype and sums else self._accumulates[name]
+        return TensorSpec(dtype, self._specs[name].shape)
 
 
 class Partials:
     """Gradients on the way to their accumulators.
 
     Args:
-        mesh_shape: extended.
-        writer: of the rank.
+        rank, writer: whose steps are written.
         add: writes the step that adds a value to a parameter's gradient.
         final: told of parameters whose gradients are complete.
-        most_bytes: the plan's bound on bundles.
-        holding_bytes: the plan's bound on what those under way hold, where gradients of several microbatches go at
-            once.
     """
 
     def __init__(
-        self, mesh_shape: Dims, writer: FlightWriter, add: Callable[[str, Name], None],
-        final: Callable[[Iterable[str]], None], most_bytes: int, holding_bytes: int = 0,
+        self, rank: Rank, writer: StepWriter, add: Callable[[str, Name], None],
+        final: Callable[[Iterable[str]], None],
     ) -> None:  # fmt: skip
-        blocks = ParcelBlocks(writer.blocks, "sums.", BlockRole.REDUCE, mesh_shape)
-        flights = Flights(writer, IN_FLIGHT, holding_bytes)
-        self._parcels = Parcels(blocks, flights, self._arrived, all_hold=True, most_bytes=most_bytes)
+        plan = rank.plan
+        blocks = ParcelBlocks(writer.cache, "sums.", BlockRole.REDUCE, rank.extended)
+        flights = Flights(writer, IN_FLIGHT, plan.reducing_bytes if plan.group > 1 else 0)
+        self._parcels = Parcels(blocks, flights, self._arrived, all_hold=True, most_bytes=plan.bundle_bytes)
         self._add, self._final = add, final
         self._under_way: Counter[str] = Counter()
         self._passed: set[str] = set()

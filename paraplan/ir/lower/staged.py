@@ -25,18 +25,16 @@ import msgspec
 
 from paraplan.ir import names as outer_names
 from paraplan.ir.lower.finish import finish_block
-from paraplan.ir.lower.flights import Flight, Flights, Stop
+from paraplan.ir.lower.flights import Flights, Stop
 from paraplan.ir.lower.states import StateCopies
+from paraplan.ir.lower.step_writer import Flight
 from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.names import Name
 from paraplan.ir.plan import Optimizer, ParamLayouts
 from paraplan.ir.program import ParamSpec
-from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue, StagedUpdate
+from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue, StagedUpdate, StepKind
 from paraplan.ir.strides import contiguous_strides
 from paraplan.ir.tensor import TensorSpec
-
-Update = Callable[[tuple[Name, ...], StagedUpdate, tuple[Name, ...]], None]
-"""(parameters, what their update takes, gradients that are then given up)."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,6 @@ class StagedUpdates:
         optimizer: the plan's.
         fused: the places whose updates fused kernels make.
         most_bytes: of a run's states.
-        update: writes an UPDATE.
     """
 
     states: StateCopies
@@ -99,7 +96,6 @@ class StagedUpdates:
     optimizer: Optimizer
     fused: frozenset[str]
     most_bytes: int
-    update: Update
     _is_out: bool = False
 
     def __post_init__(self) -> None:
@@ -174,7 +170,8 @@ class StagedUpdates:
         workspace = 0 if tier in self.fused else self.optimizer.workspace_bytes(sizes)
         staged = StagedUpdate(tier=tier, state_bytes=slots * sum(sizes) + scalars, workspace_bytes=workspace)
         recalled = tuple(outer_names.waiting(name).up for name in run if self._grads(name))
-        self.update(tuple(self.states.updated(name) for name in run), staged, recalled)
+        args = tuple(map(self.states.updated, run))
+        self.states.writer.add(StepKind.UPDATE, args=args, staged=staged, drops=recalled)
 
     def _waiting(self, run: tuple[str, ...]) -> dict[Visitor, Name]:
         """Of a run's parameters, the gradients that wait beside states."""
@@ -199,7 +196,7 @@ class StagedUpdates:
         if not visitors:
             return ()
         issues, waits = (
-            self.states.writer.blocks.get(stem, make, tuple(visitors), role) for stem, make in (issue, wait)
+            self.states.writer.cache.get(stem, make, tuple(visitors), role) for stem, make in (issue, wait)
         )
         outer = {
             local: name

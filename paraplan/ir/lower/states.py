@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from paraplan.ir import names as outer_names
 from paraplan.ir.lower.away import AwayValue, away_block, away_value, back_block
 from paraplan.ir.lower.finish import finish_block
-from paraplan.ir.lower.flights import Flight, Flights, FlightWriter, stops
+from paraplan.ir.lower.flights import Flights, stops
 from paraplan.ir.lower.grads import keep_block, kept_block
+from paraplan.ir.lower.step_writer import Flight, StepWriter
 from paraplan.ir.lower.updates import restore_block
 from paraplan.ir.mesh import local_shape, parse_layout
 from paraplan.ir.names import Name
@@ -47,7 +48,7 @@ class StateCopies:
     layouts: Mapping[str, ParamLayouts]
     specs: Mapping[str, TensorSpec]
     mesh_shape: Dims
-    writer: FlightWriter
+    writer: StepWriter
 
     def __post_init__(self) -> None:
         self.grads, self._updated = Flights(self.writer), Flights(self.writer)
@@ -77,8 +78,8 @@ class StateCopies:
         if self.layouts[name].grad_tier:
             return self._keep(name, grad, value)
         away = AwayValue("x", value.strides, away_value("x", value, self.tier(name)))
-        issues = self.writer.blocks.get("leave.", leave_block, (away,))
-        waits = self.writer.blocks.get("left.", away_block, (away,))
+        issues = self.writer.cache.get("leave.", leave_block, (away,))
+        waits = self.writer.cache.get("left.", away_block, (away,))
         self.grads.send(Flight((issues, waits), away.names(grad)))
         return grad.on(self.tier(name))
 
@@ -86,8 +87,8 @@ class StateCopies:
         """As `leave`, to where states live."""
         tier, home, spec = self.layouts[name].grad_tier, outer_names.waiting(name), self.specs[name]
         layout = parse_layout(self.layouts[name].state)
-        issues = self.writer.blocks.get("keep.", keep_block, value, tier, spec, layout, self.mesh_shape)
-        waits = self.writer.blocks.get("kept.", kept_block, value, tier)
+        issues = self.writer.cache.get("keep.", keep_block, value, tier, spec, layout, self.mesh_shape)
+        waits = self.writer.cache.get("kept.", kept_block, value, tier)
         names = {"x": grad, "home": home, "home^!": home.leaving(), "magnitude": outer_names.magnitude(name)}
         self.grads.send(Flight((issues, waits), names))
         return home
@@ -113,7 +114,7 @@ class StateCopies:
     def _back(self, name: str) -> Flight:
         """The copy of an updated parameter to the device, for which its restoration waits."""
         away = self._state(name)
-        return Flight((self.writer.blocks.get("fetch.", back_block, (away,)), None), self._state_names(name, away))
+        return Flight((self.writer.cache.get("fetch.", back_block, (away,)), None), self._state_names(name, away))
 
     def _state_names(self, name: str, away: AwayValue) -> dict[str, Name]:
         coming = outer_names.state(name).coming(self.tier(name))
@@ -128,7 +129,7 @@ class StateCopies:
         layouts, dtype = self.layouts[name], self._dtype(name)
         away = self._state(name) if self.tier(name) else None
         stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
-        block = self.writer.blocks.get(
+        block = self.writer.cache.get(
             "restore.", restore_block, param.spec, dtype, stored, state, self.mesh_shape, away, layouts.staged
         )
         sources = {"stored": outer_names.param(name), "state": self.updated(name)}

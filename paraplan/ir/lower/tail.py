@@ -2,48 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paraplan.ir import names as outer_names
+from paraplan.ir.lower.halves import half_of
+from paraplan.ir.lower.rank import Rank
+from paraplan.ir.lower.step_writer import StepWriter
 from paraplan.ir.lower.walk import SegmentSteps
-from paraplan.ir.lower.whole import cut_block, gather_block
+from paraplan.ir.lower.whole import Turn, cut_block, gather_block
 from paraplan.ir.names import Name
-from paraplan.ir.program import Source, source_of
 from paraplan.ir.rank_program import StepKind
-from paraplan.ir.schedule import ActionKind
-from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.schedule import Action, ActionKind
 
 
-class TailSteps(SegmentSteps):
-    """The part of `RankSteps` that runs stages."""
+class StageSteps:
+    """Writes the steps that run stages.
+
+    Args:
+        rank, writer: whose steps are written.
+        segments: runs a stage's.
+        actions: of the rank.
+    Raises:
+        InvalidPlanError: of the stage that holds the tail, a backward precedes a forward.
+    """
+
+    def __init__(self, rank: Rank, writer: StepWriter, segments: SegmentSteps, actions: Sequence[Action]) -> None:
+        self._rank, self._writer, self._segments, self._actions = rank, writer, segments, actions
+        self._turn: Turn | None = None
+        stage = rank.lowered.tail_stage
+        if stage in rank.holding.stages:
+            self._turn = Turn(rank.plan.schedule.name, stage, rank.micro.mixes, actions)
 
     def forward(self, stage: int, m: int) -> None:
         """Run a stage's forward, and the tail's after the last one."""
         head, tail = self._halves(stage)
-        self.run_forward(head, m)
-        if self.turn is not None and self.turn.ends(stage, m):
-            for value in self.parts(m).wholes:
+        self._segments.run_forward(head, m)
+        if self._turn is not None and self._turn.ends(stage, m):
+            for value in self._rank.parts(m).wholes:
                 self.gather(value)
-            self.run_forward(tail, self.m)
+            self._segments.run_forward(tail, self._rank.m)
 
     def gather(self, value: str) -> Name:
         """Put together what the microbatches say of a value; the outer name of the whole."""
-        spec, given = self.spec_of(value), self.parts(0).given[value]
-        block = gather_block(f"gather.{value}", spec, given, self.extended)
-        whole = outer_names.value(value, self.m)
-        self.call(block, tuple(outer_names.value(value, int(local[1:])) for local in block.inputs), (whole,))
+        spec, given = self._rank.spec_of(value), self._rank.parts(0).given[value]
+        block = gather_block(f"gather.{value}", spec, given, self._rank.extended)
+        whole = outer_names.value(value, self._rank.m)
+        self._writer.call(block, tuple(outer_names.value(value, int(local[1:])) for local in block.inputs), (whole,))
         return whole
 
     def _halves(self, stage: int) -> tuple[range, range]:
         """A stage's segments before the tail, and those of it."""
-        held = self.plan.stages[stage]
-        middle = max(held.first, min(held.stop, self.micro.tail))
+        held = self._rank.plan.stages[stage]
+        middle = max(held.first, min(held.stop, self._rank.micro.tail))
         return range(held.first, middle), range(middle, held.stop)
-
-    def spec_of(self, value: str) -> TensorSpec:
-        """The global spec of what a segment may be given."""
-        source, name = source_of(value)
-        return self.program.batch[name].spec if source is Source.BATCH else self.lowered.spec_of(value)
 
     def backward(
         self, stage: int, m: int, half: ActionKind, final: dict[int, list[str]], ahead: Callable[[], None] | None = None
@@ -57,19 +68,38 @@ class TailSteps(SegmentSteps):
             ahead: writes what is to be under way beside the last segment.
         """
         head, tail = self._halves(stage)
-        if self.turn is not None and self.turn.begins(stage, m, half):
-            self.run_backward(tuple(reversed(tail)), self.m, half, final)
+        if self._turn is not None and self._turn.begins(stage, m, half):
+            self._segments.run_backward(tuple(reversed(tail)), self._rank.m, half, final)
         if tail and half is not ActionKind.W:
             self._cut(m)
-        self.run_backward(tuple(reversed(head)), m, half, final, ahead)
+        self._segments.run_backward(tuple(reversed(head)), m, half, final, ahead)
         if ahead is not None and not head:
             ahead()
 
     def _cut(self, m: int) -> None:
         """A microbatch's part of the gradients that the tail has given."""
-        parts = self.parts(m)
+        parts = self._rank.parts(m)
         for value, given in parts.whole_grads.items():
-            block = cut_block(f"cut.{value}", self.spec_of(value), given, parts.grads[value].layout, self.extended)
-            whole, grad = outer_names.grad_of(value, self.m), outer_names.grad_of(value, m)
-            self.call(block, (whole,), (grad.addend(),), m, self.micro.tail)
-            self.add(StepKind.ACCUMULATE, args=(grad, grad.addend()), microbatch=m)
+            spec, layout = self._rank.spec_of(value), parts.grads[value].layout
+            block = cut_block(f"cut.{value}", spec, given, layout, self._rank.extended)
+            whole, grad = outer_names.grad_of(value, self._rank.m), outer_names.grad_of(value, m)
+            self._writer.call(block, (whole,), (grad.addend(),), m, self._rank.micro.tail)
+            self._writer.add(StepKind.ACCUMULATE, args=(grad, grad.addend()), microbatch=m)
+
+    def finals(self) -> dict[int, dict[int, list[str]]]:
+        """Action, by its place -> segment -> the parameters whose gradients it is the last to add to."""
+        last: dict[str, tuple[int, int]] = {}
+        for position, action in enumerate(self._actions):
+            if action.kind not in (ActionKind.B, ActionKind.W):
+                continue
+            stage, parts = self._rank.plan.stages[action.stage], self._rank.parts(action.microbatch)
+            begins = self._turn is not None and self._turn.begins(action.stage, action.microbatch, action.kind)
+            for index in reversed(range(stage.first, stage.stop if begins else min(stage.stop, self._rank.micro.tail))):
+                params = self._rank.program.segments[index].params
+                grads = half_of(parts, index, action.kind).block.outputs[-len(params) :] if params else ()
+                last.update({n: (position, index) for n, grad in zip(params, grads, strict=True) if grad is not None})
+        found: dict[int, dict[int, list[str]]] = {}
+        for name in self._rank.holding.graded:
+            position, index = last[name]
+            found.setdefault(position, {}).setdefault(index, []).append(name)
+        return found

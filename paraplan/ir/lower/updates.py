@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paraplan.ir.lower.away import AwayValue
 from paraplan.ir.lower.emit import BlockEmitter
-from paraplan.ir.lower.flights import Parted
 from paraplan.ir.lower.kind import extend
+from paraplan.ir.lower.step_writer import Parted
 from paraplan.ir.mesh import Layout, P, R, is_view_of, local_shape
 from paraplan.ir.micro import KindMicro
 from paraplan.ir.program import Denominator, LossTerm
