@@ -87,7 +87,9 @@ def test_threads_work_on_the_device_of_who_starts_them(gpus: Callable[[int], lis
     assert flight.done.wait(10)
     assert told == [(found[0], 3)] and found[0] != threading.get_ident()
     told.clear()
-    rank = SimpleNamespace(executor=SimpleNamespace(rank=0), device="cuda", params={}, late=frozenset())
+    rank = SimpleNamespace(
+        executor=SimpleNamespace(rank=0), device="cuda", params={}, late=frozenset(), update_late_with=lambda late: None
+    )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     late = LateUpdates(rank, optimizer, None, True, None)  # type: ignore[arg-type]
     assert late._thread is not None

@@ -208,7 +208,8 @@ def test_learning_rate_schedules(name: str) -> None:
     """On the shards' optimizers as on the model's own."""
     plan, programs = plans.planned(2)
     trainer = InProcessTrainer(plan, programs, plans.emitted(programs), plans.net())
-    trainer.optimizers = [torch.optim.AdamW(param_groups(r.params, None, None), lr=1e-2) for r in trainer.ranks]
+    for rank in trainer.ranks:
+        rank.optimizers = [torch.optim.AdamW(param_groups(rank.params, None, None), lr=1e-2)]
     schedules = [SCHEDULES[name](optimizer) for optimizer in trainer.optimizers]
     model = plans.net()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
