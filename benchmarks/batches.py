@@ -19,13 +19,13 @@ from functools import cache, partial
 
 from benchmarks.table import Row, main
 from benchmarks.zoo.sized import flattened, vgg19
+from paraplan.baselines import MEMORY, Limits
+from paraplan.baselines.common import keep_all
 from paraplan.ir.errors import NoPlanError
 from paraplan.planner.memory.answer import MemoryAnswer
-from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.memory_schedule import evaluate
+from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
-from paraplan.planner.memory.schedule import evaluate
-from paraplan.planner.strategies import MEMORY, Limits
-from paraplan.planner.strategies.common import keep_all
 
 BUDGET_BYTES = 16 * 2**30
 MOST = 2048

@@ -29,7 +29,7 @@ STEPS = {
     "trace_s": "trace_model", "rewrite_s": "_rewrite", "kinds_s": "_segment",
     "loss_s": "_loss", "rules_s": "attach_rules", "outputs_s": "make_outputs", "fingerprint_s": "fingerprint",
 }  # fmt: skip
-"""Functions that `paraplan.ir.trace.capture` calls one after another."""
+"""Functions that `paraplan.capture.capture` calls one after another."""
 
 
 def llama_405b(layers: int) -> torch.nn.Module:
@@ -46,7 +46,7 @@ def llama_405b(layers: int) -> torch.nn.Module:
 
 def measure(layers: int) -> Row:
     """Capture once, here."""
-    module = import_module("paraplan.ir.trace.capture")
+    module = import_module("paraplan.capture.capture")
     seconds = dict.fromkeys(STEPS, 0.0)
     for step, name in STEPS.items():
         setattr(module, name, _timed(getattr(module, name), step, seconds))

@@ -20,20 +20,20 @@ from msgspec.structs import replace
 
 from benchmarks.table import Row, main
 from benchmarks.zoo.sized import MODELS, reference_cluster
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import plan_costs, simulate_plan
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import NoPlanError
-from paraplan.ir.lower import lower
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.trace import capture
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.flatten import flatten
-from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.recompute.split import finer
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 SHARES = (0.5, 0.3, 0.2)
 NAMES = ("gpt2-4-50k", "gpt2-12-50k")

@@ -18,9 +18,9 @@ from functools import partial
 
 from benchmarks.table import Row, main
 from benchmarks.zoo.sized import memory_problem
-from paraplan.planner.memory.plan import MemoryAnswer, MemoryLimits, plan_memory
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
+from paraplan.planner.memory.plan_memory import MemoryAnswer, MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemoryProblem, Tier
-from paraplan.planner.memory.schedule import evaluate, freeing
 
 SHARE = 0.3
 TIME_S = 60.0

@@ -15,7 +15,7 @@ import re
 import msgspec
 
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.program import ParamSpec, Program, Segment
+from paraplan.ir.model.program import ParamSpec, Program, Segment
 
 CAPTURED = 3
 """Layers to capture: a first, a last, and one between them."""

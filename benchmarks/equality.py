@@ -20,10 +20,10 @@ from pathlib import Path
 
 from benchmarks.table import main
 from benchmarks.zoo.language import settings
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.capture import capture
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS
 from paraplan.ir.struct import to_json
-from paraplan.ir.trace import capture
 from paraplan.jobs.models import hf_batch, make_model, model_ref
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan

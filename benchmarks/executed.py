@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from benchmarks.table import Row
 from benchmarks.zoo.sized import reference_cluster
 from benchmarks.zoo.twins import twin
+from paraplan.capture import capture
+from paraplan.capture.reference import Step, run_step
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import InfeasibleError, NoPlanError
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import Step, run_step
-from paraplan.jobs.check import max_error
+from paraplan.jobs.checking.check import max_error
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.memory.plan import MemoryLimits
-from paraplan.planner.memory.whole import memory_problem, peak_without, schedule_memory
+from paraplan.planner.memory.plan_memory import MemoryLimits
+from paraplan.planner.memory.single_device import memory_problem, peak_without, schedule_memory
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 EQUAL = 1e-9
 

@@ -26,23 +26,23 @@ from torch import Tensor
 
 from benchmarks.table import Row, main
 from benchmarks.zoo import NAMES, Small, build
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.against_eager import AgainstEager
-from paraplan.jobs.check import Captured, max_error, relative
-from paraplan.jobs.eager import Call
+from paraplan.jobs.checking.against_eager import AgainstEager
+from paraplan.jobs.checking.check import Captured, max_error, relative
+from paraplan.jobs.checking.eager import Call
 from paraplan.jobs.models import Made
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 PLANS = int(os.environ.get("PLANS", "50"))
 MICROBATCHES = {2: 4, 4: 2, 8: 2}

@@ -23,13 +23,13 @@ from benchmarks.fuzz import MICROBATCHES, captured, plans, subject
 from benchmarks.pipelines import MODELS, SCHEDULES, small
 from benchmarks.table import Row, main
 from benchmarks.zoo import NAMES
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.struct import to_json
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from paraplan.runtime.launch import spawn_local
+from paraplan.runtime.transport.launch import spawn_local
 
 PLANS = int(os.environ.get("PLANS", "6"))
 COLUMNS = (

@@ -13,11 +13,11 @@ import paraplan as pp
 from benchmarks.fuzz import LR, STEPS, Seen
 from benchmarks.pipelines import small as piped
 from benchmarks.zoo import build
-from paraplan.jobs.check import SingleDevice
+from paraplan.jobs.checking.check import SingleDevice
 from paraplan.jobs.models import Made
 from paraplan.jobs.run import RunResult, account, full_grads, update
 from paraplan.jobs.trainers import make_trainer
-from paraplan.runtime.launch import init_distributed, leave_job
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 
 SGD: dict[str, float] = {"lr": LR, "momentum": 0.9}
 

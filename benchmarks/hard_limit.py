@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 import paraplan as pp
 from benchmarks.table import Row, main
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import NoPlanError
-from paraplan.runtime.launch import spawn_local
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.runtime.transport.launch import spawn_local
 
 COLUMNS = (
     *("case", "ranks", "options", "keeping_mib", "peak_mib", "reserve_mib", "limit_mib", "used_mib", "spare_mib"),

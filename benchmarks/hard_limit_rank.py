@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import paraplan as pp
 from benchmarks.hard_limit import OPTIMIZERS, network
-from paraplan.runtime.launch import init_distributed, leave_job
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 
 STEPS = 4
 EVERY_S = 0.002

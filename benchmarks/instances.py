@@ -23,19 +23,19 @@ import torch
 
 from benchmarks.formats.alpa import Instance, limited, read_folder
 from benchmarks.table import Row, main
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.ir.mesh import make_mesh
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.milp import Status, solve
 from paraplan.planner.sharding.formulate import network_of
-from paraplan.planner.sharding.ilp import build_ilp
-from paraplan.planner.sharding.network import Network
-from paraplan.planner.sharding.optimise import least_activity, optimise
+from paraplan.planner.sharding.network.cost_network import Network
+from paraplan.planner.sharding.network.ilp import build_ilp
+from paraplan.planner.sharding.network.optimise import least_activity, optimise
 from paraplan.planner.sharding.solve import problem_of
+from paraplan.planner.solvers.milp import Status, solve
 
 TIME_S = 10.0
 COLUMNS = (

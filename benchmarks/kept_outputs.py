@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import msgspec
 
-from paraplan.ir.names import saved
-from paraplan.ir.rank_program import Block, BlockRole, RankProgram, StepKind
-from paraplan.ir.schedule import ActionKind
+from paraplan.ir.execution.names import saved
+from paraplan.ir.execution.rank_program import Block, BlockRole, RankProgram, StepKind
+from paraplan.ir.execution.schedule import ActionKind
 
 
 def with_logits_kept(program: RankProgram, vocab: int) -> RankProgram:

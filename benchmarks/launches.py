@@ -23,14 +23,14 @@ from torch.nn import functional as F
 
 from benchmarks.table import Row, main
 from examples.models.resnet import ResNet
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.ir.lower import lower
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.ir.execution.rank_program import BlockRole
 from paraplan.ir.plan import OPTIMIZERS
-from paraplan.ir.rank_program import BlockRole
-from paraplan.ir.trace import capture
-from paraplan.jobs.dry_run import dry_run
-from paraplan.jobs.local_ops import whole_plan
-from paraplan.runtime.launches import LaunchCounter
+from paraplan.jobs.checking.dry_run import dry_run
+from paraplan.jobs.measuring.local_ops import whole_plan
+from paraplan.lowering import lower
+from paraplan.runtime.executing.launch_counts import LaunchCounter
 
 Made = tuple[nn.Module, dict[str, Tensor]]
 PRECISION = torch.bfloat16

@@ -22,12 +22,12 @@ from benchmarks.attentions import ATTENTIONS, Stack
 from benchmarks.megatron_gpt import GPTSettings, gpt_batch, gpt_model
 from benchmarks.table import Row, main
 from paraplan.api import versions
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.ir.lower import lower
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.ir.execution.rank_program import Block, InstrKind, RankProgram, StepKind
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Block, InstrKind, RankProgram, StepKind
-from paraplan.ir.trace import capture
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search

@@ -24,9 +24,9 @@ from pathlib import Path
 from benchmarks.formats.checkmate import read_folder
 from benchmarks.table import Row, main
 from paraplan.ir.errors import InfeasibleError, NoPlanError
-from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
+from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemoryProblem
-from paraplan.planner.memory.schedule import evaluate, freeing
 
 SHARES = {"models": (0.8, 0.6, 0.5, 0.4, 0.3, 0.2), "graphs": (0.9, 0.8, 0.6, 0.5, 0.4)}
 QUICK = 0.5

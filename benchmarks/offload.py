@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import paraplan as pp
 from benchmarks.table import Row, main
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.runtime.trainer import Trainer
 
 STEPS, LAYERS = (int(os.environ.get(name, usual)) for name, usual in (("STEPS", "7"), ("LAYERS", "6")))

@@ -32,21 +32,21 @@ from torch import Tensor, nn
 
 from benchmarks.op_samples import OpSample, op_infos, samples
 from benchmarks.table import Row, main
+from paraplan.capture import capture
+from paraplan.capture.reference import run_program
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import CaptureError, ParaplanError, UnsupportedOpError
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rules.strategies import GraphKey, graph_strategies, kept_whole
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_program
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import max_error, relative
+from paraplan.jobs.checking.check import max_error, relative
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.rules.strategies import GraphKey, graph_strategies, kept_whole
+from paraplan.runtime.in_process import InProcessTrainer
 
 MAX_SECONDS = 150
 PLANS = (8, 3)

@@ -27,12 +27,12 @@ import torch
 import paraplan as pp
 from benchmarks.profiles import BATCH, SEQ, made
 from benchmarks.table import Row, main
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.trace import capture
-from paraplan.jobs.links import measure_links
+from paraplan.capture import capture
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.jobs.measuring.measure_links import measure_links
+from paraplan.jobs.measuring.profile_ops import profile_program
 from paraplan.jobs.models import hf_batch
-from paraplan.jobs.profile import profile_program
-from paraplan.runtime.launch import spawn_local
+from paraplan.runtime.transport.launch import spawn_local
 
 MODEL, MICROBATCHES = "gpt2", (1, 2, 4)
 COLUMNS = (*("plan", "predicted_ms", "measured_ms", "quickest_ms", "error_percent", "load", "plans", "worst_percent"),)

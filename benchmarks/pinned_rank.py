@@ -14,7 +14,7 @@ import torch.distributed as dist
 import paraplan as pp
 from benchmarks.profiles import made
 from paraplan.jobs.data import RandomBatches
-from paraplan.runtime.launch import init_distributed, leave_job
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 
 WARMUP = 2
 

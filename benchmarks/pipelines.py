@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from benchmarks.table import Row, main
 from benchmarks.zoo.small import Small, doubled
 from examples.models import unet
+from paraplan.capture import capture
 from paraplan.ir.errors import ParaplanError
-from paraplan.ir.trace import capture
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from tests.runtime.pipelines import account, cut, job_of, pipeline_of

@@ -15,10 +15,10 @@ import time
 import torch
 
 from benchmarks.table import main
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.ir.struct import to_json
-from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search

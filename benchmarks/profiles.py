@@ -28,12 +28,12 @@ import torch
 import paraplan as pp
 from benchmarks.table import main
 from examples.models.resnet import ResNet, images
-from paraplan.cost_models.curves import fit_curve
-from paraplan.ir.trace import capture
+from paraplan.capture import capture
+from paraplan.cost_models.profiles.curves import fit_curve
 from paraplan.jobs.data import RandomBatches
-from paraplan.jobs.links import link_times
+from paraplan.jobs.measuring.measure_links import link_times
+from paraplan.jobs.measuring.profile_ops import Measuring, profile_program
 from paraplan.jobs.models import Made, hf_batch, hf_model
-from paraplan.jobs.profile import Measuring, profile_program
 
 COLUMNS = (
     *("case", "predicted_ms", "measured_ms", "error_percent", "median_error_percent", "worst_error_percent", "points"),

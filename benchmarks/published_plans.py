@@ -25,19 +25,20 @@ from benchmarks.published_rows import DEPTH, Case, Pins, Row, cluster_of
 from benchmarks.steady import Carried, again, carried_on, few_microbatches
 from benchmarks.torchtitan_llama import TorchtitanLlama
 from paraplan.api import versions
+from paraplan.capture import capture
+from paraplan.capture.substituting import substitute
 from paraplan.cost_models.predict import predict as predict_plan
 from paraplan.cost_models.predict import simulate_plan, with_reserved
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InfeasibleError, ParaplanError
-from paraplan.ir.lower import lower
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture, substitute
 from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model, model_ref
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.overlap import in_pieces, piece_counts
+from paraplan.planner.passes.overlap_products import in_pieces, piece_counts
 from paraplan.planner.recompute.presets import layered
 from paraplan.planner.search import search
 

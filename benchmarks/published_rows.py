@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 
 from paraplan.api import as_cluster
-from paraplan.ir.cluster import ClusterSpec, Link
+from paraplan.ir.machine.cluster import ClusterSpec, Link
 
 Row = dict[str, Any]
 Pins = dict[str, Any]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paraplan.runtime.torch_private import TorchDispatchMode, tree_leaves
+from paraplan.runtime.executing.torch_private import TorchDispatchMode, tree_leaves
 
 READS = frozenset(("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2"))
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -78,7 +78,7 @@ class NotedGraphs:
         self.allowed = frozenset(allowed)
 
     def capture(self, run: Callable[[], Iterable[Tensor]]) -> Callable[[], None]:
-        """See `paraplan.runtime.graphs.Graphs`."""
+        """See `paraplan.runtime.executing.graphs.Graphs`."""
         noted = _Noted(self.allowed)
         try:
             with noted:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.runtime_rank import MODELS
 from benchmarks.table import main
-from paraplan.runtime.launch import spawn_local
+from paraplan.runtime.transport.launch import spawn_local
 
 COLUMNS = (
     *("case", "ratio", "ratio_min", "ratio_max", "cpu_ratio", "ours_min_ms", "ours_ms", "ours_max_ms"),

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import paraplan as pp
-from paraplan.runtime.launch import init_distributed, leave_job
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 
 Step = Callable[[dict[str, Tensor]], Tensor]
 

@@ -20,11 +20,11 @@ from collections.abc import Callable
 
 from benchmarks.table import Row, main
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.verify_schedule import verify_schedule
-from paraplan.planner.schedules.evaluate import Evaluation, evaluate
+from paraplan.lowering.verification.verify_schedule import verify_schedule
+from paraplan.planner.schedules.event_simulation import Evaluation, evaluate
 from paraplan.planner.schedules.named import NAMED, applicable
-from paraplan.planner.schedules.problem import PipelineProblem, StageCosts, stages_of
-from paraplan.planner.schedules.search import Effort, Searched, search
+from paraplan.planner.schedules.schedule_problem import PipelineProblem, StageCosts, stages_of
+from paraplan.planner.schedules.searching.schedule_search import Effort, Searched, search
 
 COUNTS = {"equal": 40, "uneven": 100, "tight": 60}
 COLUMNS = (

@@ -27,20 +27,20 @@ from benchmarks.sleeping_streams import Board, Clock, ClockedCopier, Flight, Mee
 from paraplan.codegen import build_modules
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.predict import plan_costs
-from paraplan.cost_models.simulate import Simulation
-from paraplan.ir.holding import holding_of, holdings
-from paraplan.ir.mesh import Layout
-from paraplan.ir.offsets import place_of
+from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.ir.execution.offsets import place_of
+from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram, Step, Transfer
+from paraplan.ir.machine.mesh import Layout
+from paraplan.ir.machine.rank_groups import holding_of, holdings
+from paraplan.ir.model.program import Program
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, Step, Transfer
-from paraplan.ir.tensor import TensorSpec
 from paraplan.runtime.batch import shard_batch
-from paraplan.runtime.executor import Executor, make_tapes
-from paraplan.runtime.ops import COPY_KERNELS, INSTR
-from paraplan.runtime.params import cut
+from paraplan.runtime.executing.executor import Executor, make_tapes
+from paraplan.runtime.executing.instructions import COPY_KERNELS, INSTR
 from paraplan.runtime.rank import Rank
-from paraplan.runtime.transport import Handle, Route
+from paraplan.runtime.state.params import cut
+from paraplan.runtime.transport.transport import Handle, Route
 
 
 class Blank:

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from paraplan.cost_models.moves import copy_stream
-from paraplan.ir.holding import holding_of, holdings
+from paraplan.cost_models.communication.move_costs import copy_stream
+from paraplan.ir.machine.rank_groups import holding_of, holdings
 from paraplan.ir.plan import Plan
-from paraplan.runtime.copies import Away, Copier
+from paraplan.runtime.transport.tier_copies import Away, Copier
 
 PATIENCE_S = 120.0
 _SHORT_S = 5e-4

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.table import Row, main
-from paraplan.cost_models.catalog import CATALOG, parse_cluster
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import CATALOG, parse_cluster
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search

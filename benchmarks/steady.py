@@ -23,12 +23,12 @@ from typing import NamedTuple
 import msgspec
 
 from paraplan.cost_models.predict import predict, simulate_plan
-from paraplan.ir.lower import lower
+from paraplan.ir.execution.schedule import split_classes, spread
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan, Prediction
-from paraplan.ir.program import Program
-from paraplan.ir.schedule import split_classes, spread
+from paraplan.lowering import lower
+from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.named import NAMED, named_orders
-from paraplan.planner.schedules.transfers import complete
 
 ROUNDS = {"1f1b": 1}
 """Rounds a plan is made of at first: until a pipeline is full and its first backward is through."""

@@ -33,19 +33,19 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.table import Row, main
+from paraplan.capture import capture
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec, Link
+from paraplan.ir.execution.rank_program import RankProgram, StepKind
+from paraplan.ir.machine.cluster import ClusterSpec, Link
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import RankProgram, StepKind
 from paraplan.ir.struct import to_json
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
-from paraplan.runtime.launch import spawn_local
+from paraplan.runtime.transport.launch import spawn_local
 
 COLUMNS = (
     *("case", "mesh", "stages", "step_ms", "predicted_s", "measured_s", "clock_s", "error_percent", "load"),

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import paraplan as pp
 from benchmarks.sleeping import SleepingRank
-from paraplan.ir.holding import holdings
+from paraplan.ir.machine.rank_groups import holdings
 from paraplan.ir.plan import Plan
-from paraplan.runtime.distributed import DistributedTransport
-from paraplan.runtime.launch import init_distributed, leave_job
+from paraplan.runtime.transport.distributed import DistributedTransport
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 
 _SOON_S = 0.1
 

@@ -26,11 +26,11 @@ from pathlib import Path
 
 from benchmarks.formats.checkmate import read_folder
 from benchmarks.table import Row, main
+from paraplan.baselines import MEMORY, OFFLOADING, Limits
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
-from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
+from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor, Tier
-from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.strategies import MEMORY, OFFLOADING, Limits
 
 TIME_S = 10.0
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3)

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.fuzz import Seen, Subject, run_plan, subject
 from benchmarks.table import Row, main
 from benchmarks.zoo import UNSEEN
+from paraplan.capture.precision import default_dtype
 from paraplan.ir.errors import ConstraintError, InfeasibleError, ParaplanError
 from paraplan.ir.plan import Plan
-from paraplan.ir.trace.precision import default_dtype
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import paraplan
-from paraplan.runtime.launch import leave_job
+from paraplan.runtime.transport.launch import leave_job
 
 Batch = dict[str, Tensor]
 BATCH, TOTAL_STEPS, WARM_UP_STEPS = 32, 64, 8

@@ -13,12 +13,12 @@ _PUBLIC = {
     "fit": "paraplan.fitting",
     "Plan": "paraplan.api",
     "Trainer": "paraplan.runtime.trainer",
-    "ClusterSpec": "paraplan.ir.cluster",
+    "ClusterSpec": "paraplan.ir.machine.cluster",
     "Constraints": "paraplan.planner.constraints",
     "ParaplanError": "paraplan.ir.errors",
     "InfeasibleError": "paraplan.ir.errors",
-    "register_rule": "paraplan.ir.trace.register",
-    "register_cost": "paraplan.ir.trace.register",
+    "register_rule": "paraplan.capture.register",
+    "register_cost": "paraplan.capture.register",
 }
 
 __all__ = ["__version__", *_PUBLIC]

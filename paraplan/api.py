@@ -16,49 +16,49 @@ from typing import TYPE_CHECKING, Any, Unpack
 import msgspec
 
 from paraplan import __version__
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import predict, priced_on, simulate_plan
-from paraplan.cost_models.simulate import Simulation
+from paraplan.cost_models.simulator.simulate import Simulation
 from paraplan.ir import plan as ir_plan
-from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ClusterError, ConstraintError
-from paraplan.ir.lazy import lazy
+from paraplan.ir.execution.rank_program import RankProgram
+from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
+from paraplan.ir.model.program import Program
 from paraplan.ir.options import check_fields, check_keywords, from_keywords, takes_options, with_keywords
+from paraplan.ir.process.lazy import lazy
 from paraplan.ir.profile import Profile
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import RankProgram
-from paraplan.ir.verify import verify_plan
 from paraplan.jobs.files import profile_for, read_plan, write_plan
-from paraplan.jobs.options import ExecutionKeywords, ExecutionOptions
+from paraplan.jobs.run_options import ExecutionKeywords, ExecutionOptions
 from paraplan.jobs.versions import library_versions
-from paraplan.options import CompileOptions, JobOptions
+from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.plan_options import CompileOptions, JobOptions
 from paraplan.planner.constraints import Constraints
 from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
-from paraplan.report.memory import MemoryTold, memory_told
+from paraplan.report.memory_report import MemoryTold, memory_told
 from paraplan.report.perfetto import chrome_trace
 from paraplan.report.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from paraplan.ir.trace.reading import Reads
+    from paraplan.capture.python_state.reading import Reads
     from paraplan.runtime.buckets import BucketTrainer
     from paraplan.runtime.trainer import Trainer
 
 Progress = Callable[[str], None]
 
 _PARTS = {
-    "capture_with_reads": "paraplan.ir.trace.capture",
-    "search_room": "paraplan.planner.room",
+    "capture_with_reads": "paraplan.capture.capture",
+    "search_room": "paraplan.planner.fits",
     "Job": "paraplan.planner.assemble",
     "hf_batch": "paraplan.jobs.models",
     "model_ref": "paraplan.jobs.models",
     "make_trainer": "paraplan.jobs.trainers",
-    "rehearse": "paraplan.jobs.rehearse",
+    "rehearse": "paraplan.jobs.checking.rehearse",
     "make_bucket_trainer": "paraplan.jobs.trainers",
     "check_buckets": "paraplan.runtime.buckets",
-    "attributes_set": "paraplan.ir.trace.dynamic",
+    "attributes_set": "paraplan.capture.python_state.dynamic",
 }
 _part = lazy(_PARTS)
 

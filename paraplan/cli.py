@@ -17,23 +17,23 @@ from typing import Annotated, Any
 import typer
 
 from paraplan import __version__
-from paraplan.ir.collecting import RARELY
 from paraplan.ir.errors import CheckError, ConstraintError, ParaplanError, RuntimeFailure
-from paraplan.ir.lazy import lazy
-from paraplan.jobs.options import RunOptions
-from paraplan.options import JobOptions
+from paraplan.ir.process.garbage import RARELY
+from paraplan.ir.process.lazy import lazy
+from paraplan.jobs.run_options import RunOptions
+from paraplan.plan_options import JobOptions
 from paraplan.planner.constraints import Constraints
-from paraplan.terminal import clusters, profiles
-from paraplan.terminal.options import AsJson, ModelName, Settings, with_options
-from paraplan.terminal.progress import Progress, out, print_fault, print_json
-from paraplan.terminal.settings import parse_settings
+from paraplan.terminal import cluster_commands, profile_commands
+from paraplan.terminal.command_options import AsJson, ModelName, Settings, with_options
+from paraplan.terminal.model_settings import parse_settings
+from paraplan.terminal.output import Progress, out, print_fault, print_json
 
 app = typer.Typer(
     name="paraplan", help="Plans how a PyTorch model trains on a cluster, and runs the plan.", no_args_is_help=True,
     add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
-app.add_typer(clusters.app, name="cluster")
-profiles.add_to(app)
+app.add_typer(cluster_commands.app, name="cluster")
+profile_commands.add_to(app)
 _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
@@ -41,20 +41,20 @@ _PARTS = {
     "make_model": "paraplan.jobs.models",
     "check_run": "paraplan.jobs.run",
     "check_local": "paraplan.jobs.run",
-    "prepare_ranks": "paraplan.jobs.launch",
-    "check_failure": "paraplan.terminal.run",
-    "spawn": "paraplan.terminal.run",
-    "run_rank": "paraplan.terminal.run",
-    "STRATEGIES": "paraplan.planner.compare",
-    "check_names": "paraplan.planner.compare",
+    "prepare_ranks": "paraplan.jobs.start_ranks",
+    "check_failure": "paraplan.terminal.run_output",
+    "spawn": "paraplan.terminal.run_output",
+    "run_rank": "paraplan.terminal.run_output",
+    "STRATEGIES": "paraplan.baselines.compare",
+    "check_names": "paraplan.baselines.compare",
     "show_plan": "paraplan.terminal.show",
     "plan_json": "paraplan.terminal.show",
     "show_summary": "paraplan.terminal.show",
     "show_simulation": "paraplan.terminal.show",
-    "show_memory": "paraplan.terminal.memory",
-    "memory_json": "paraplan.terminal.memory",
-    "compare_table": "paraplan.terminal.compare",
-    "compare_json": "paraplan.terminal.compare",
+    "show_memory": "paraplan.terminal.memory_tables",
+    "memory_json": "paraplan.terminal.memory_tables",
+    "compare_table": "paraplan.terminal.compare_table",
+    "compare_json": "paraplan.terminal.compare_table",
 }
 _part = lazy(_PARTS)
 RESULT_ENV = "PARAPLAN_RESULT"

@@ -10,10 +10,10 @@ import msgspec
 
 from paraplan.api import Progress, as_cluster
 from paraplan.api import compile as compile_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.baselines.compare import Comparison, compare
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.sizes import parse_bytes
-from paraplan.planner.compare import Comparison, compare
 from paraplan.planner.contradictions import check_time_limit
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def compare_memory(
         model, cluster: as for `compile`; a cluster of one device, whose memory does not count.
         memory: budgets: bytes, texts such as "12GiB", or shares such as "60%" of the peak without recomputation
             (of what it holds beside parameters and states).
-        strategies: names among `planner.compare.STRATEGIES`; "paraplan" is ours.
+        strategies: names among `baselines.compare.STRATEGIES`; "paraplan" is ours.
         strategy_time_s: seconds for each strategy at each budget.
         progress: told what is being done.
         given: as for `compile`.

@@ -18,29 +18,29 @@ import msgspec
 
 from paraplan.api import Plan, as_cluster
 from paraplan.api import compile as compile_plan
+from paraplan.capture.exporting.fake import name_inputs, refuse_kinds_held
+from paraplan.capture.python_state.autocast import ambient_autocast, forward_under
+from paraplan.capture.python_state.returned import Returned, returned_by
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import predict
-from paraplan.ir import names as outer_names
 from paraplan.ir import plan as ir_plan
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, NoPlanError
-from paraplan.ir.lower import lower
+from paraplan.ir.execution import names as outer_names
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.options import check_keywords, fields_of, from_keywords, takes_options
 from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.struct import from_json
-from paraplan.ir.trace.autocast import ambient_autocast, forward_under
-from paraplan.ir.trace.fake import name_inputs, refuse_kinds_held
-from paraplan.ir.trace.returned import Returned, returned_by
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.detect import detect
-from paraplan.jobs.eager import Call
-from paraplan.jobs.first_steps import FirstSteps
+from paraplan.jobs.checking.eager import Call
+from paraplan.jobs.checking.first_steps import FirstSteps
+from paraplan.jobs.measuring.detect import detect
 from paraplan.jobs.models import Made
-from paraplan.options import CaptureOptions, FitKeywords, FitOptions
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.plan_options import CaptureOptions, FitKeywords, FitOptions
 from paraplan.planner.contradictions import check_time_limit
-from paraplan.planner.memory.plan import MemoryLimits
+from paraplan.planner.memory.plan_memory import MemoryLimits
 from paraplan.planner.memory.problem import MemoryProblem, Tier
-from paraplan.planner.memory.whole import least_words, memory_problem, memory_tiers, schedule_memory
+from paraplan.planner.memory.single_device import least_words, memory_problem, memory_tiers, schedule_memory
 from paraplan.runtime.fitted import FittedModule
 from paraplan.runtime.fitted_step import FittedStep, held_bytes, refuse_gradients
 

@@ -12,9 +12,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paraplan.api import compile as compile_plan
-from paraplan.ir.trace.precision import default_dtype
-from paraplan.runtime.launch import init_distributed, leave_job
+from paraplan.capture.precision import default_dtype
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 from tests.against_eager import doubled
 from tests.test_complex import Fourier, fields
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.capture import capture, run_program
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture, run_program
 from paraplan.planner.assemble import Job
 
 torch.set_num_threads(1)

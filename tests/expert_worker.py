@@ -10,10 +10,10 @@ import torch
 from benchmarks.zoo import build
 from paraplan.codegen import build_modules
 from paraplan.jobs.files import decode_plan
-from paraplan.runtime.distributed import DistributedTransport
-from paraplan.runtime.launch import init_distributed, leave_job
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.distributed import DistributedTransport
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 
 Tensors = dict[str, torch.Tensor]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from paraplan.jobs.check import max_error
+from paraplan.jobs.checking.check import max_error
 
 
 def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor | None]) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import paraplan as pp
 from paraplan.ir.errors import CaptureError, ConstraintError, InvalidPlanError, PlanMismatchError
 from paraplan.ir.sizes import parse_bytes
-from paraplan.jobs.check import max_error, relative
+from paraplan.jobs.checking.check import max_error, relative
 
 
 class Net(nn.Module):

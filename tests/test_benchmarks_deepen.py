@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from benchmarks.deepen import CAPTURED, deepen
+from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
+from paraplan.ir.model.program import Program
 from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model
 

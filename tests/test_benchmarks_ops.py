@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from benchmarks import ops
 from benchmarks.op_samples import OpSample, _Slot, samples
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.micro import program_micro, splittable
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.rules.time_axis import program_micro, splittable
+from paraplan.runtime.in_process import InProcessTrainer
 
 torch.set_num_threads(1)
 

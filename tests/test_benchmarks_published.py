@@ -24,9 +24,9 @@ from benchmarks.published_rows import (
 )
 from benchmarks.steady import at_microbatches, few_microbatches, priced
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.lower import lower
+from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import RankProgram, StepKind
+from paraplan.lowering import lower
 
 GPT = {
     "device": "H100-SXM-80GB", "gpus_per_node": 8, "dtype": "bfloat16", "sequence": 64, "vocab": 256, "model": "gpt",

@@ -9,23 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from paraplan.cost_models.memory import entries
-from paraplan.cost_models.peak import peak_of
+from paraplan.capture import capture
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir import names
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.cost_models.simulator.peak_attribution import peak_of
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower.remat import boundary_values, recomputable
-from paraplan.ir.names import Name, Role, Transit
+from paraplan.ir.execution import names
+from paraplan.ir.execution.names import Name, Role, Transit
+from paraplan.ir.execution.rank_program import StepKind
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.rank_program import StepKind
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.blocks.remat import boundary_values, recomputable
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.realise import realised
+from paraplan.planner.evaluate_plan import realised
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.test_offload import Case, case, kept, trained_as_one_device
 from tests.test_offload_states import squares
 

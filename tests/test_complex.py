@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paraplan as pp
+from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace import capture
-from paraplan.runtime.launch import spawn_local
+from paraplan.runtime.transport.launch import spawn_local
 from tests.against_eager import assert_trains_as_eager
 
 

@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 from benchmarks.zoo.language import transformer
 from benchmarks.zoo.small import Small
+from paraplan.capture import capture
+from paraplan.capture.reference import Step, run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.execution.rank_program import InstrKind, RankProgram
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import InstrKind, RankProgram
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import Step, run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 from tests.told import assert_told
 

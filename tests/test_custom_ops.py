@@ -14,22 +14,22 @@ from torch.nn import functional as F
 
 import paraplan as pp
 from paraplan import api
+from paraplan.capture import capture, run_program
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import CodegenError, InvalidPlanError
-from paraplan.ir.op_rule import DISCOVERED, REGISTERED, UNKNOWN, OpRule
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.op_rule import DISCOVERED, REGISTERED, UNKNOWN, OpRule
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rules.registered import forget
 from paraplan.ir.struct import from_json, to_json
-from paraplan.ir.trace import capture, run_program
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime import ops
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.rules.registered_rules import forget
+from paraplan.runtime.executing import instructions
+from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.terminal.show import show_plan
 from tests.numerics import relative_error
 
@@ -230,6 +230,6 @@ def test_a_plan_with_a_wrong_rule_is_refused() -> None:
 
 def test_an_op_that_is_not_registered_is_named() -> None:
     with pytest.raises(CodegenError, match=r"nowhere.op.default.*import the module"):
-        ops.resolve("nowhere.op.default")
-    assert ops.resolve(f"{SPACE}.mix.default") is torch.ops.paraplan_custom_test.mix.default
-    assert not ops.is_factory(f"{SPACE}.mix.default")
+        instructions.resolve("nowhere.op.default")
+    assert instructions.resolve(f"{SPACE}.mix.default") is torch.ops.paraplan_custom_test.mix.default
+    assert not instructions.is_factory(f"{SPACE}.mix.default")

@@ -11,30 +11,30 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.constants import efficiency_of
-from paraplan.cost_models.memory import entries
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulate import Simulation
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.cost_models.simulator.simulate import Simulation
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, PlanMismatchError, RuntimeFailure
-from paraplan.ir.lower import lower
-from paraplan.ir.lower.late import Phase, flush_steps, in_phase
-from paraplan.ir.lower.phases import step_lists
-from paraplan.ir.names import Role
+from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import RankProgram, StepKind
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.phases import step_lists
+from paraplan.lowering.steps.delayed_update import Phase, flush_steps, in_phase
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, warm_up_steps
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.search import search
 from paraplan.runtime.buckets import check_buckets
-from paraplan.runtime.distributed import DistributedTransport
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.distributed import DistributedTransport
 from tests.numerics import relative_error
 from tests.test_offload_states import captured, job, moved, planned, squares, updated_at
 

@@ -19,29 +19,29 @@ from torch import Tensor, nn
 import paraplan as pp
 from benchmarks.zoo import Small, build
 from examples.models.switch import Mixture, Switch
+from paraplan.capture import capture
+from paraplan.capture.reference import Step, run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.catalog import catalog_cluster
-from paraplan.cost_models.memory import entries
+from paraplan.cost_models.machine.catalog import catalog_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.execution.rank_program import Instr, InstrKind, RankProgram
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Instr, InstrKind, RankProgram
-from paraplan.ir.rules.route import expected_rows
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import Step, run_step
-from paraplan.ir.trace.route_kernels import route_plan
-from paraplan.ir.verify import verify_plan
 from paraplan.jobs.files import write_plan
+from paraplan.kernels.route_kernels import route_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.planner.sharding import pins
-from paraplan.runtime.launch import spawn_local
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.rules.expansions.route import expected_rows
+from paraplan.runtime.in_process import InProcessTrainer
+from paraplan.runtime.transport.launch import spawn_local
 from tests.numerics import relative_error
 from tests.told import assert_told
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import paraplan
 from paraplan.ir.errors import ConstraintError, InfeasibleError, PlanMismatchError, RuntimeFailure
+from paraplan.runtime.executing.tracker import Ledger, Tracker
 from paraplan.runtime.fitted import FittedModule
-from paraplan.runtime.tracker import Ledger, Tracker
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)

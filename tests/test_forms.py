@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from paraplan.capture import capture
+from paraplan.capture.precision import default_dtype
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.micro import program_micro
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.precision import default_dtype
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
+from paraplan.rules.time_axis import program_micro
 from tests.against_eager import assert_trains_as_eager, eager_error, loss_by, plan_steps, plans_of
 from tests.runtime.pipelines import job_of
 

@@ -17,11 +17,11 @@ import paraplan
 from paraplan.api import Plan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.fused import is_fusible
+from paraplan.ir.model.fused_updates import is_fusible
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import ParamLayouts
-from paraplan.ir.tensor import TensorSpec
-from paraplan.ir.verify import verify_plan
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 STEPS = 3

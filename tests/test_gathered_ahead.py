@@ -9,27 +9,27 @@ import pytest
 import torch
 
 from benchmarks.megatron_gpt import GPTSettings, MegatronGPT, gpt_batch, gpt_model
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.cost_models.memory import entries
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulate import Simulation
-from paraplan.ir import names
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.cost_models.simulator.simulate import Simulation
 from paraplan.ir.errors import ConstraintError, InvalidPlanError
-from paraplan.ir.lower import lower
-from paraplan.ir.mesh import R, parse_layout
+from paraplan.ir.execution import names
+from paraplan.ir.execution.rank_program import InstrKind, RankProgram, StepKind
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import R, parse_layout
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import InstrKind, RankProgram, StepKind
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.capture import capture
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower import lower
+from paraplan.ir.execution.rank_program import InstrKind
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import InstrKind
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.realise import realised
-from paraplan.planner.reducing import grouped, reducing
+from paraplan.planner.evaluate_plan import realised
+from paraplan.planner.passes.grad_reductions import grouped, reducing
 from paraplan.planner.search import search
 from tests.against_eager import eager_steps, loss_by, worst_error
 

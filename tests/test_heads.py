@@ -13,20 +13,20 @@ import torch
 
 from benchmarks.attentions import ATTENTIONS, Stack
 from benchmarks.layer_collectives import collectives, given_bytes, layer_blocks, planned
+from paraplan.capture import capture
+from paraplan.capture.reference import Step, run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.lower import lower
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import Step, run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 from tests.told import assert_told
 

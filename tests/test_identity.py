@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import paraplan
+from paraplan.capture import capture
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
-from paraplan.ir.identity import model_fingerprint, refuse_other_model
+from paraplan.ir.model.digests import model_fingerprint, refuse_other_model
 from paraplan.ir.plan import Plan
-from paraplan.ir.trace import capture
 from paraplan.jobs.files import EDITED, encode_plan
-from paraplan.jobs.identity import check_model
-from paraplan.runtime.progress import check_header, header
+from paraplan.jobs.model_identity import check_model
+from paraplan.runtime.state.progress import check_header, header
 
 SOURCE = '''
 """A model of one attention layer."""

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo import build
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.graph import refs
-from paraplan.ir.lower.remat import RECOMPUTE, recomputable, remat_of
+from paraplan.ir.execution.rank_program import Instr, InstrKind, RankProgram, StepKind
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.graph import refs
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Instr, InstrKind, RankProgram, StepKind
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable, remat_of
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 FATES = {"host": ("host",), "disk": ("disk",), "mixed": ("host", "disk", "", RECOMPUTE, "host")}

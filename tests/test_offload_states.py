@@ -12,29 +12,29 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo import build
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.cost_models.memory import entries
-from paraplan.cost_models.peak import Role, peak_of
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir import names
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.cost_models.simulator.peak_attribution import Role, peak_of
 from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
-from paraplan.ir.lower import lower
-from paraplan.ir.names import Role as OuterRole
-from paraplan.ir.placement import HERE, PLACEMENTS
+from paraplan.ir.execution import names
+from paraplan.ir.execution.names import Role as OuterRole
+from paraplan.ir.execution.rank_program import InstrKind, StepKind
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.tier_placement import HERE, PLACEMENTS
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import InstrKind, StepKind
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.classes import param_classes
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.decision_classes import param_classes
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.against_eager import eager_error, loss_by
 from tests.numerics import relative_error
 

@@ -14,10 +14,10 @@ import paraplan
 from paraplan.api import Plan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.lower import lower
 from paraplan.ir.plan import OPTIMIZERS
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.lowering import lower
+from paraplan.runtime.in_process import InProcessTrainer
 
 BATCH = {"x": torch.randn(8, 16), "y": torch.arange(8) % 3}
 

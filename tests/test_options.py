@@ -32,11 +32,11 @@ from paraplan.ir.options import (
     keywords_of,
     takes_options,
 )
-from paraplan.jobs.options import ExecutionKeywords, ExecutionOptions, RunOptions
-from paraplan.options import CompileOptions, FitKeywords, FitOptions, JobOptions
+from paraplan.jobs.run_options import ExecutionKeywords, ExecutionOptions, RunOptions
+from paraplan.plan_options import CompileOptions, FitKeywords, FitOptions, JobOptions
 from paraplan.planner.constraints import Constraints, Pins
 from paraplan.planner.contradictions import check_constraints
-from paraplan.terminal.options import with_options
+from paraplan.terminal.command_options import with_options
 
 ROOT = Path(__file__).parents[1]
 PYTHON_ALONE = {"params", "example_inputs", "loss_fn", "loss", "batch_dims", "progress"}

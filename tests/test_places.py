@@ -13,23 +13,23 @@ import pytest
 import torch
 from torch import nn
 
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import NoPlanError, SolverLimitError
-from paraplan.ir.lower import lower
-from paraplan.ir.placement import HERE, PLACEMENTS, TierPlacement
+from paraplan.ir.machine.tier_placement import HERE, PLACEMENTS, TierPlacement
 from paraplan.ir.plan import Plan
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.classes import param_classes
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.placing import choose_places, with_places
-from paraplan.planner.realise import realised
+from paraplan.planner.decision_classes import param_classes
+from paraplan.planner.evaluate_plan import realised
+from paraplan.planner.passes.state_placement import choose_places, with_places
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 from tests.test_offload_states import captured, job, squares, updated_at
 

@@ -21,13 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import paraplan
 from paraplan.api import Buckets
+from paraplan.capture.capture import capture_with_reads
+from paraplan.capture.python_state.reading import Reads
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import CaptureError, PlanMismatchError
 from paraplan.ir.plan import Plan
-from paraplan.ir.trace.capture import capture_with_reads
-from paraplan.ir.trace.reading import Reads
-from paraplan.runtime.local import InProcessTrainer
-from paraplan.runtime.settings import Settings
+from paraplan.runtime.in_process import InProcessTrainer
+from paraplan.runtime.state.captured_settings import Settings
 
 FACTOR = 1.0
 SHARED = {"tau": 1.0, "seen": 0}

@@ -13,11 +13,11 @@ import transformers as hf
 
 from benchmarks.pipelines import tokens
 from benchmarks.sleeping import step_by_threads
+from paraplan.capture import capture
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 import paraplan
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir import names
-from paraplan.ir.rank_program import InstrKind
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.ir.execution import names
+from paraplan.ir.execution.rank_program import InstrKind
+from paraplan.runtime.in_process import InProcessTrainer
 
 
 class Deep(nn.Module):

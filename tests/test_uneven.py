@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from benchmarks.zoo.small import Small
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.mesh import padded_dims, parse_layout
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import padded_dims, parse_layout
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)

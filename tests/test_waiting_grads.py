@@ -13,23 +13,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
-from paraplan.cost_models.peak import Role, peak_of
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.cost_models.simulator.peak_attribution import Role, peak_of
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError, RuntimeFailure
-from paraplan.ir.lower import lower
-from paraplan.ir.mesh import padded_dims, parse_layout
+from paraplan.ir.machine.mesh import padded_dims, parse_layout
 from paraplan.ir.plan import Plan
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from paraplan.runtime.copies import Copier
-from paraplan.runtime.distributed import DistributedTransport
-from paraplan.runtime.homes import Region
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.disk_store import Region
+from paraplan.runtime.transport.distributed import DistributedTransport
+from paraplan.runtime.transport.tier_copies import Copier
 from tests.numerics import relative_error
 from tests.test_offload_states import captured, job, planned, squares
 from tests.test_places import with_host

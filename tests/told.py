@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import paraplan as pp
+from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import RankProgram
 from paraplan.report.html import html_page
 
 

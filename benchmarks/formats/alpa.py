@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paraplan.planner.sharding.network import Factor, Network, Row
+from paraplan.planner.sharding.network.cost_network import Factor, Network, Row
 
 Floats = NDArray[np.float64]
 

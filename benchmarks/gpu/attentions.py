@@ -1,6 +1,7 @@
 """Every kernel that attention may run as, on what it takes: against the reference in float64, and timed beside eager's.
 
-A plan without a profile takes the first of `ir/rules/cuda_attention.py`: the times here say whether that is right.
+A plan without a profile takes the first of `rules/device_kernels/cuda_attention.py`: the times here say whether that
+is right.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.place import Place, median_ms
 from benchmarks.table import Case, Row
-from paraplan.ir.kernel_choice import Call, fitting
-from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
-from paraplan.runtime.ops import resolve
+from paraplan.ir.execution.rank_program import LocalValue
+from paraplan.ir.machine.kernel_choice import Call, fitting
+from paraplan.rules.device_kernels import cuda  # noqa: F401  (records its kernels)
+from paraplan.runtime.executing.instructions import resolve
 
 KERNELS = ("flash", "efficient", "triton", "cudnn")
 FORWARD, BACKWARD = "paraplan.attention", "paraplan.attention_grad"

@@ -18,11 +18,11 @@ from benchmarks.gpu import attentions
 from benchmarks.gpu.place import Place, median_ms, ratio
 from benchmarks.gpu.training import RATE, Batch, eager_ms, text
 from benchmarks.table import Case, Row
-from paraplan.ir.collectives import COLLECTIVES
-from paraplan.ir.trace import capture
-from paraplan.jobs.profile import profile_program
-from paraplan.runtime import ops
-from paraplan.runtime.collectives import IMPLEMENTATIONS
+from paraplan.capture import capture
+from paraplan.ir.machine.collectives import COLLECTIVES
+from paraplan.jobs.measuring.profile_ops import profile_program
+from paraplan.runtime.executing import instructions
+from paraplan.runtime.transport.collectives import IMPLEMENTATIONS
 
 
 def _steps_of(plan: pp.Plan, model: nn.Module, batch: Batch) -> Callable[[], None]:
@@ -52,7 +52,7 @@ def per_instruction(place: Place) -> Row:
 
 
 def _ours(place: Place, target: str, kernel: str) -> Callable[..., Any]:
-    return ops.resolve(target, kernel if place.is_cuda else "")
+    return instructions.resolve(target, kernel if place.is_cuda else "")
 
 
 def _kernel_cases(place: Place) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
@@ -124,7 +124,7 @@ def collective(place: Place, name: str) -> Row:
                 torch.cuda._sleep(20_000_000)
             wanted = x * 2
             found = IMPLEMENTATIONS[name].start(x * 2, COLLECTIVES[name].reduction, 1, str(group.group_name))
-            found = ops.wait_holding(found)
+            found = instructions.wait_holding(found)
             wrong += not torch.equal(found, wanted)
     finally:
         if not joined:

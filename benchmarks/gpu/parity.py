@@ -13,19 +13,19 @@ from benchmarks.gpu import attentions
 from benchmarks.gpu.place import Place
 from benchmarks.table import Case, Row
 from benchmarks.zoo import build
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.ir.lower import lower
+from paraplan.ir.execution.rank_program import Instr, InstrKind, LocalValue, RankProgram
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Instr, InstrKind, LocalValue, RankProgram
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.torch_private import tree_leaves, tree_map_only
-from paraplan.jobs.check import max_error
-from paraplan.jobs.local_ops import whole_plan
+from paraplan.jobs.checking.check import max_error
+from paraplan.jobs.measuring.local_ops import whole_plan
+from paraplan.kernels.torch_private import tree_leaves, tree_map_only
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.local import InProcessTrainer
-from paraplan.runtime.ops import INSTR, resolve
+from paraplan.runtime.executing.instructions import INSTR, resolve
+from paraplan.runtime.in_process import InProcessTrainer
 
 MODELS = ("gpt2", "llama", "t5", "vit", "unet", "resnet", "dlrm", "mixtral")
 CLOSE = {"float32": 2e-4, "bfloat16": 2e-2, "float16": 4e-3, "float64": 1e-9}

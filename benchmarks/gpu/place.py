@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.table import Row
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.jobs.detect import detect
+from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.jobs.measuring.detect import detect
 
 
 class Place(NamedTuple):

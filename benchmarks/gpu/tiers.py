@@ -15,7 +15,7 @@ import paraplan as pp
 from benchmarks.gpu.place import Place, median_ms, ratio, watching
 from benchmarks.gpu.training import RATE, STEPS, eager_losses, text
 from benchmarks.table import Case, Row
-from paraplan.runtime.copies import Copier
+from paraplan.runtime.transport.tier_copies import Copier
 
 HELD_CYCLES = 20_000_000
 """Of the device's clock: some ten milliseconds, longer than the kernels that might run ahead of a copy."""

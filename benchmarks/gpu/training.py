@@ -21,8 +21,8 @@ from benchmarks.table import Case, Row
 from benchmarks.zoo.sized import decoder
 from examples.models.resnet import ResNet, images
 from examples.models.unet import UNet
-from paraplan.cost_models.graphs import graphs_bytes
-from paraplan.runtime.graphs import CudaGraphs
+from paraplan.cost_models.simulator.graph_memory import graphs_bytes
+from paraplan.runtime.executing.graphs import CudaGraphs
 from paraplan.runtime.trainer import Trainer
 
 Batch = dict[str, Tensor]

@@ -34,9 +34,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.table import Row, main
 from examples.models.unet import UNet
 from paraplan.ir.errors import SolverLimitError
-from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
+from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import GIVEN, MemOp, MemoryProblem, MemTensor
-from paraplan.planner.memory.schedule import evaluate, freeing
 
 KNOBS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 TIME_S = 60.0

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.random_models.recipe import Built
-from paraplan.ir.trace.precision import default_dtype
+from paraplan.capture.precision import default_dtype
 
 LR, MOMENTUM = 0.05, 0.9
 _LIFTED = {

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.micro import program_micro
+from paraplan.ir.execution.schedule import Schedule
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.schedule import Schedule
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import PRESETS, Constraints
-from paraplan.planner.pipeline import pipelined
+from paraplan.planner.pipeline.pipeline import pipelined
 from paraplan.planner.sampling import random_plan
+from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.named import NAMED, named_orders
-from paraplan.planner.schedules.problem import holders_of
-from paraplan.planner.schedules.transfers import complete
+from paraplan.planner.schedules.schedule_problem import holders_of
 from paraplan.planner.search import search
+from paraplan.rules.time_axis import program_micro
 
 SOLVE_S = 2.0
 STATES = ("host", "all", "disk", "fetched", "all-fetched", "disk-fetched", "disk-grads")

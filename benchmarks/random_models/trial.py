@@ -14,17 +14,17 @@ from torch import Tensor
 from benchmarks.random_models.eager import LR, MOMENTUM, EagerModel, lifted
 from benchmarks.random_models.plans import Make, job_of, plans
 from benchmarks.random_models.recipe import Built
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import CaptureError, ConstraintError, NoPlanError, PlanMismatchError, UnsupportedOpError
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import Captured, max_error, relative
+from paraplan.jobs.checking.check import Captured, max_error, relative
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 STEPS, TOLERANCE, PEAK_RATIO = 3, 1e-9, 1.02
 RIGHT, REFUSED, WRONG, RAW = "right", "refused", "wrong", "raw"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.zoo.small import Small
-from paraplan.ir.program import BatchInput
-from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.model.program import BatchInput
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.jobs.data import RandomBatches
 from paraplan.jobs.models import Made, hf_batch, hf_model
 

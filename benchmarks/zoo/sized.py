@@ -13,12 +13,12 @@ from examples.models.mlp import MLP
 from examples.models.resnet import ResNet
 from examples.models.unet import UNet
 from examples.models.vgg import VGG
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import plan_costs
-from paraplan.ir.cluster import ClusterSpec, Device
-from paraplan.ir.lower import lower
+from paraplan.ir.machine.cluster import ClusterSpec, Device
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.trace import capture
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.flatten import Flattened, flatten

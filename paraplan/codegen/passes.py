@@ -9,11 +9,11 @@ from torch import Tensor, fx
 
 from paraplan.codegen.boxed import box
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.rank_program import Block, in_place
+from paraplan.ir.execution.rank_program import Block, in_place
 from paraplan.ir.struct import Value
-from paraplan.runtime import ops
-from paraplan.runtime.collectives import IMPLEMENTATIONS
-from paraplan.runtime.ops import INSTR
+from paraplan.runtime.executing import instructions
+from paraplan.runtime.executing.instructions import INSTR
+from paraplan.runtime.transport.collectives import IMPLEMENTATIONS
 
 
 class EmitContext(Value, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ def place_factories(module: fx.GraphModule, block: Block, context: EmitContext) 
         if index is None or context.device == "cpu":
             continue
         target = block.instrs[index].target
-        if "." in target and ops.is_factory(target):
+        if "." in target and instructions.is_factory(target):
             node.kwargs = {
                 **node.kwargs,
                 "device": context.device if target == "paraplan.constant" else torch.device(context.device),
@@ -54,22 +54,22 @@ def bind_collectives(module: fx.GraphModule, block: Block, context: EmitContext)
     if context.groups is None:
         return module
     for node in module.graph.nodes:
-        if node.target is ops.collective:
+        if node.target is instructions.collective:
             source, _, reduction, axis, *more = node.args
             size = context.mesh_shape[axis]
             overwrites = in_place(block, block.instrs[node.meta[INSTR]])
             if size == 1:
-                node.target, node.args = ops.same if overwrites else ops.copy_alone, (source,)
+                node.target, node.args = instructions.same if overwrites else instructions.copy_alone, (source,)
             else:
                 node.target = _start(block, node.meta[INSTR], overwrites)
                 node.args = (source, reduction, size, context.groups[axis], *more)
-        elif node.target is ops.wait:
+        elif node.target is instructions.wait:
             if context.mesh_shape[block.instrs[node.meta[INSTR]].axis] == 1:
-                node.target = ops.same
+                node.target = instructions.same
             elif len(node.args) == 1:
                 node.target = torch.ops._c10d_functional.wait_tensor.default
             else:
-                node.target = ops.wait_holding
+                node.target = instructions.wait_holding
     return module
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import fx
 
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.graph import refs
-from paraplan.ir.names import Name
-from paraplan.ir.rank_program import Block, InstrKind, RankProgram, StepKind
-from paraplan.runtime.ops import INSTR, LOCAL
+from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.rank_program import Block, InstrKind, RankProgram, StepKind
+from paraplan.ir.model.graph import refs
+from paraplan.runtime.executing.instructions import INSTR, LOCAL
 
 
 def verify(module: fx.GraphModule, block: Block) -> None:

@@ -2,7 +2,7 @@
 
 A cluster's rates are peaks from data sheets; these numbers say what share of a peak real kernels reach.
 There are seven, and one of Hopper's power (`devices.HOPPER_WATTS`), none fitted per model or per published row.
-Bandwidths and latencies of links stand with the links (`links.py`). A CPU "cluster" carries measured rates
+Bandwidths and latencies of links stand with the links (`link_catalog.py`). A CPU "cluster" carries measured rates
 (`ClusterSpec.local`), so its shares are 1.
 """
 

@@ -12,12 +12,10 @@ from functools import cached_property
 
 import msgspec
 
-from paraplan.cost_models.collectives import input_bytes_of
+from paraplan.cost_models.communication.collectives import input_bytes_of
+from paraplan.cost_models.communication.move_costs import IN, OUT, Moves, copy_stream
 from paraplan.cost_models.constants import efficiency_of
-from paraplan.cost_models.curves import Curve
-from paraplan.cost_models.measured import MEASURED, MODELLED, MeasuredTimes, times_of
-from paraplan.cost_models.moves import IN, OUT, Moves, copy_stream
-from paraplan.cost_models.ops import (
+from paraplan.cost_models.ops.roofline import (
     OpWork,
     Outs,
     Specs,
@@ -29,13 +27,15 @@ from paraplan.cost_models.ops import (
     variant,
     work_of,
 )
-from paraplan.ir.cluster import ClusterSpec, Device
-from paraplan.ir.graph import Arg, refs
-from paraplan.ir.kernel_choice import Call
-from paraplan.ir.mesh import Mesh
+from paraplan.cost_models.profiles.curves import Curve
+from paraplan.cost_models.profiles.measured import MEASURED, MODELLED, MeasuredTimes, times_of
+from paraplan.ir.execution.rank_program import GROW, PUT, ROOM, SUM, SUMMED, Block, Instr, InstrKind, LocalValue
+from paraplan.ir.machine.cluster import ClusterSpec, Device
+from paraplan.ir.machine.kernel_choice import Call
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.model.graph import Arg, refs
 from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
-from paraplan.ir.rank_program import GROW, PUT, ROOM, SUM, SUMMED, Block, Instr, InstrKind, LocalValue
-from paraplan.ir.rules.launches import launch_count
+from paraplan.rules.device_kernels.kernel_counts import launch_count
 
 COMPUTE = "compute"
 UPDATE = "update"

@@ -10,23 +10,23 @@ from functools import partial
 import msgspec
 
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.measured import INTERPOLATED, MEASURED, MODELLED
-from paraplan.cost_models.ops import op_cost, rate_of, registered_work_of
-from paraplan.cost_models.reserved import reserved_bytes
-from paraplan.cost_models.simulate import Simulation, simulate
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.ops.roofline import op_cost, rate_of, registered_work_of
+from paraplan.cost_models.profiles.measured import INTERPOLATED, MEASURED, MODELLED
+from paraplan.cost_models.simulator.allocator_replay import reserved_bytes
+from paraplan.cost_models.simulator.simulate import Simulation, simulate
 from paraplan.ir.errors import CostModelError, PlanMismatchError
-from paraplan.ir.graph import Graph, Phase
-from paraplan.ir.memo import Lately, Same
-from paraplan.ir.mesh import Mesh
+from paraplan.ir.execution.rank_program import RankProgram
+from paraplan.ir.execution.schedule import split_classes
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.machine.tiers import TIERS
+from paraplan.ir.model.graph import Graph, Phase
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan, Prediction
+from paraplan.ir.process.memo import Lately, Same
 from paraplan.ir.profile import UPDATE, VIEW
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import RankProgram
-from paraplan.ir.rules.carried import registered_work
-from paraplan.ir.schedule import split_classes
 from paraplan.ir.sizes import say_size
-from paraplan.ir.tiers import TIERS
+from paraplan.rules.carried_rules import registered_work
 
 _COSTS = Lately[Costs](32, lambda costs: 1)
 

@@ -2,7 +2,7 @@
 
 A field is `name: Annotated[type, Option(help, doc, ...)] = default`. From it follow the struct's field, the keyword of
 the functions that take it, its line in their reference, its checks, and the option of `paraplan` commands
-(`terminal.options`).
+(`terminal.command_options`).
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.mesh import Mesh
-from paraplan.ir.placement import DEVICE, HOST, TierPlacement
+from paraplan.ir.execution.schedule import Schedule
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.machine.tier_placement import DEVICE, HOST, TierPlacement
+from paraplan.ir.model.program import Program
 from paraplan.ir.profile import Profile
-from paraplan.ir.program import Program
-from paraplan.ir.schedule import Schedule
 from paraplan.ir.struct import Value
 
 PLAN_VERSION = 3
@@ -49,7 +49,8 @@ class Optimizer(Value, frozen=True, kw_only=True):
         workspace_slots: tensors of one parameter's size alive at once while that parameter is updated.
         lingering_slots: tensors of the previous parameter's size still alive then.
         scalar_bytes: bytes of small state per parameter (step counters).
-        fused: whether torch's fused kernels update what has no gaps (`ir.fused`), which takes no workspace.
+        fused: whether torch's fused kernels update what has no gaps (`ir.model.fused_updates`), which takes no
+        workspace.
     """
 
     name: str
@@ -160,7 +161,7 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
 
 
 class Split(Value, frozen=True, kw_only=True):
-    """A run of a kind's ops that is executed in chunks of one dim, one after another (see `ir.lower.chunks`).
+    """A run of a kind's ops that is executed in chunks of one dim, one after another (see `lowering.rewrites.chunks`).
 
     Attributes:
         op: index of the op of the joint graph the run begins with.
@@ -181,10 +182,10 @@ class KindChoice(Value, frozen=True, kw_only=True):
 
     Attributes:
         kind: index into the program's kinds.
-        ops: per op of the joint graph, the key of its strategy (see `ir.rules.strategies`).
+        ops: per op of the joint graph, the key of its strategy (see `rules.strategies`).
         input_grads: per boundary input, the layout its gradient is handed over in, or None.
         activations: per value of the forward not simply kept for the backward: "recompute", or the tier it waits on
-            (see `ir.lower.remat`).
+            (see `lowering.blocks.remat`).
         split: what runs in chunks, or None.
     """
 
@@ -202,7 +203,7 @@ class Stage(Value, frozen=True, kw_only=True):
         first, stop: segments [first, stop).
         mesh: its devices.
         replicas: further meshes of the same shape that hold the stage as well, all with the same layouts; the schedule
-            says which microbatches each of them runs (bidirectional pipelines, `ir.schedule`).
+            says which microbatches each of them runs (bidirectional pipelines, `ir.execution.schedule`).
         choices: the kind choices used here.
         segment_choice: per segment, index into `choices`.
         batch: layout of each batch input the stage reads.
@@ -232,7 +233,7 @@ class Prediction(Value, frozen=True, kw_only=True):
         peak_bytes: per rank class, the most bytes alive on the device at once.
         reserved_bytes: per rank class, the most that torch's caching allocator reserves for it; () where devices have
             none.
-        tier_peak_bytes: per tier in use (`ir.tiers`), the most bytes any rank has there.
+        tier_peak_bytes: per tier in use (`ir.machine.tiers`), the most bytes any rank has there.
         compute_s, exposed_comm_s, exposed_copy_s: of the busiest rank.
         tokens_per_s: elements of the first batch input's leading two dims per second.
         mfu: model flops per second over the cluster's peak for the dtypes that they are in.
@@ -287,9 +288,10 @@ class Plan(Value, frozen=True, kw_only=True):
         reducing_bytes: what gradients on their way to the optimizer's layout may hold until they are there, where a
             collective holds what it reads (a reduce-scatter does); two are under way in any case.
         reduce_every: of how many microbatches of a stage gradients are added up, as they are made, before they are
-            brought to the layout they accumulate in (`ir.lower.groups`).
-        sum_products: whether products add the gradients of weights to their sums themselves (`ir.lower.sums`), and make
-            those of halves in float32 where they are to be (`ir.lower.wide_grads`).
+            brought to the layout they accumulate in (`lowering.steps.microbatch_groups`).
+        sum_products: whether products add the gradients of weights to their sums themselves
+        (`lowering.rewrites.summed_grads`), and make
+            those of halves in float32 where they are to be (`lowering.rewrites.wide_grads`).
         compiled: whether forward and backward blocks go through torch.compile.
         reduce_dtype: "fp32" or "bf16": the dtype in which gradients of parameters are summed over the ranks of a mesh,
             under half precisions. "": those reduced as they are made (ZeRO-2, ZeRO-3, tensor parallelism) in the half
@@ -297,14 +299,14 @@ class Plan(Value, frozen=True, kw_only=True):
             Accumulators, and what stages that share a parameter exchange, are float32 in any case.
         hold_casts: whether weights are cast to float8 once a step and held, not in every forward and backward.
         delayed_update: after how many steps the host's updates of states that stay there are done beside the next
-            step's work, and so are one step late (see `ir.lower.late`); None: never.
+            step's work, and so are one step late (see `lowering.steps.delayed_update`); None: never.
         states_ahead: whether the first states that come to their update set out before the last segment's backward, and
-            not after it (see `ir.lower.staged`).
+            not after it (see `lowering.transfers.streamed_update`).
         parted_messages: whether, of what a stage sends, ranks that hold the same send a part each, which the next stage
             gathers where it is read (Narayanan et al. 2021, section 4.1).
         stages, schedule: the plan proper.
         memory_actions: on one device, the order in which the step's ops run, are run again, and tensors are freed and
-            copied to a tier and back (`ir.memory_actions`); None: as lowered.
+            copied to a tier and back (`ir.execution.memory_actions`); None: as lowered.
         profile: measured times the prediction rests on, where there are any: those of this plan's ops alone.
         prediction, certificate: what is foretold and proved.
         notes: what the reader should know (ops replicated for want of a rule, times measured or modelled).

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from paraplan.ir.errors import ProfileError
-from paraplan.ir.graph import Arg
-from paraplan.ir.kernel_choice import has_choice
-from paraplan.ir.strides import contiguous_strides
+from paraplan.ir.machine.kernel_choice import has_choice
+from paraplan.ir.model.graph import Arg
+from paraplan.ir.model.strides import contiguous_strides
+from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.struct import Value
-from paraplan.ir.tensor import DTYPE_BYTES
 
 PROFILE_VERSION = 3
 VIEW = "view"
@@ -56,7 +56,7 @@ class OpTime(Value, frozen=True, kw_only=True):
 
     Attributes:
         target: of the instruction.
-        flag: what changes its work beyond shapes (`cost_models.ops.variant`).
+        flag: what changes its work beyond shapes (`cost_models.ops.roofline.variant`).
         inputs, outputs: tensors; None for an absent output.
         detail: see `detail_of`.
         seconds: median.
@@ -90,10 +90,10 @@ class CollectiveTime(Value, frozen=True, kw_only=True):
     """The time of a collective of one size.
 
     Attributes:
-        target: its name (`ir.collectives`).
+        target: its name (`ir.machine.collectives`).
         size: ranks in the group.
         local_size: how many of them share a node.
-        input_bytes: what one rank puts in (`cost_models.collectives`).
+        input_bytes: what one rank puts in (`cost_models.communication.collectives`).
         seconds, spread, samples: as of an op, but the mean of its rounds, over ranks that come when they are ready.
         called_s: of these, how long the thread that calls it is at work itself (Gloo copies what a reduce-scatter is
             given before it returns); 0 on GPUs.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import ParaplanError
+from paraplan.ir.model.program import BatchInput, given_inputs
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import BatchInput, given_inputs
 from paraplan.jobs.inputs import classes, vocabulary
 from paraplan.jobs.models import Made
 

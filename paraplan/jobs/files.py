@@ -9,15 +9,15 @@ from pathlib import Path
 import msgspec
 
 from paraplan.cost_models.predict import predict, with_reserved
-from paraplan.cost_models.profile_file import choose_profile, read_profiles
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.profiles.profile_file import choose_profile, read_profiles
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
-from paraplan.ir.identity import plan_digest, program_digest
+from paraplan.ir.execution.rank_program import RankProgram
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.digests import plan_digest, program_digest
 from paraplan.ir.plan import PLAN_VERSION, Plan
 from paraplan.ir.profile import Profile
-from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.struct import from_json, read_bytes, to_json, write_bytes
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 
 
 class _Head(msgspec.Struct):

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from paraplan.capture import fingerprint
+from paraplan.capture.exporting.export import LossFn
 from paraplan.ir.errors import ParaplanError
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import fingerprint
-from paraplan.ir.trace.export import LossFn
 from paraplan.jobs.inputs import hf_batch as hf_batch  # where callers find it beside the models
 
 _VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "architectures")

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from paraplan.cost_models.costs import lowered_op
-from paraplan.cost_models.learn import Learned, learn
-from paraplan.cost_models.profile_file import ProfileWriter
+from paraplan.cost_models.profiles.learn import Learned, learn
+from paraplan.cost_models.profiles.profile_file import ProfileWriter
 from paraplan.ir.errors import ConstraintError, ProfileError
+from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.plan import Plan
 from paraplan.ir.profile import OpTime, RunTimes, check_profile
-from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.struct import to_json, write_bytes
-from paraplan.jobs.profile import this_machine
+from paraplan.jobs.measuring.profile_ops import this_machine
 
 Samples = Mapping[tuple[str, int], list[float]]
 

@@ -15,31 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paraplan.cost_models.memory import entries
+from paraplan.capture.python_state.dynamic import with_attributes
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir import names as outer_names
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
-from paraplan.ir.lower import lower
-from paraplan.ir.lower.late import in_phase
-from paraplan.ir.mesh import Layout, parse_layout
+from paraplan.ir.execution import names as outer_names
+from paraplan.ir.execution.rank_program import RankProgram
+from paraplan.ir.machine.mesh import Layout, parse_layout
+from paraplan.ir.model.program import master_dtype, trained_params
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import master_dtype, trained_params
-from paraplan.ir.rank_program import RankProgram
-from paraplan.ir.tensor import TensorSpec
-from paraplan.ir.trace.dynamic import with_attributes
-from paraplan.jobs.check import Errors, SingleDevice
+from paraplan.jobs.checking.check import Errors, SingleDevice
 from paraplan.jobs.data import RandomBatches, TextBatches
-from paraplan.jobs.identity import check_model
+from paraplan.jobs.model_identity import check_model
 from paraplan.jobs.models import Made, plan_model
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
-from paraplan.jobs.options import ExecutionOptions, RunOptions
 from paraplan.jobs.record import check_recordable, write_run
+from paraplan.jobs.run_options import ExecutionOptions, RunOptions
 from paraplan.jobs.trainers import check_devices, check_graphs, make_trainer
-from paraplan.runtime.groups import check_timeout
-from paraplan.runtime.params import pad
-from paraplan.runtime.scaling import Scaler
+from paraplan.lowering import lower
+from paraplan.lowering.steps.delayed_update import in_phase
+from paraplan.runtime.optimizers.scaling import Scaler
+from paraplan.runtime.state.params import pad
+from paraplan.runtime.state.weights import fill, parameters_on_meta, values_of
 from paraplan.runtime.trainer import Trainer
-from paraplan.runtime.weights import fill, parameters_on_meta, values_of
+from paraplan.runtime.transport.process_groups import check_timeout
 
 STEPS_RECORDED = 5
 PEAK_TOLERANCE = 0.02

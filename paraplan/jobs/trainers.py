@@ -10,26 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paraplan.capture.python_state.dynamic import attributes_set
+from paraplan.capture.python_state.reading import Reads
 from paraplan.codegen import build_modules
-from paraplan.cost_models.graphs import graphs_bytes
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.graph_memory import graphs_bytes
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
-from paraplan.ir.holding import holdings
+from paraplan.ir.execution.rank_program import RankProgram
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.rank_groups import holdings
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import RankProgram
 from paraplan.ir.sizes import say_size
-from paraplan.ir.trace.dynamic import attributes_set
-from paraplan.ir.trace.reading import Reads
-from paraplan.jobs.identity import check_model
-from paraplan.jobs.options import ExecutionOptions
+from paraplan.jobs.model_identity import check_model
+from paraplan.jobs.run_options import ExecutionOptions
 from paraplan.runtime.buckets import BucketTrainer
-from paraplan.runtime.copies import Copier
-from paraplan.runtime.distributed import DistributedTransport
-from paraplan.runtime.executor import Modules
-from paraplan.runtime.graphs import CudaGraphs, refuse_graphs
-from paraplan.runtime.groups import check_timeout
-from paraplan.runtime.launch import init_distributed
+from paraplan.runtime.executing.executor import Modules
+from paraplan.runtime.executing.graphs import CudaGraphs, refuse_graphs
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.distributed import DistributedTransport
+from paraplan.runtime.transport.launch import init_distributed
+from paraplan.runtime.transport.process_groups import check_timeout
+from paraplan.runtime.transport.tier_copies import Copier
 
 
 def make_trainer(

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import MixedSamples
-from paraplan.ir.lower.bundle import BUNDLE_BYTES
-from paraplan.ir.mesh import Mesh
-from paraplan.ir.micro import ProgramMicro, program_micro, smallest_divisor
-from paraplan.ir.op_rule import DISCOVERED
+from paraplan.ir.execution.schedule import accumulate, split_classes
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.model.op_rule import DISCOVERED
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Split, Stage
 from paraplan.ir.profile import Profile
-from paraplan.ir.program import Program
-from paraplan.ir.rules.dims import ROUTING
-from paraplan.ir.rules.route import ROUTED
-from paraplan.ir.rules.strategies import kept_whole
-from paraplan.ir.schedule import accumulate, split_classes
-from paraplan.planner.classes import param_classes
+from paraplan.lowering.blocks.bundle import BUNDLE_BYTES
+from paraplan.planner.decision_classes import param_classes
+from paraplan.rules.dims import ROUTING
+from paraplan.rules.expansions.route import ROUTED
+from paraplan.rules.strategies import kept_whole
+from paraplan.rules.time_axis import ProgramMicro, program_micro, smallest_divisor
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from paraplan.cost_models.catalog import devices_with
+from paraplan.cost_models.machine.catalog import devices_with
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.tiers import TIERS
+from paraplan.ir.machine.tiers import TIERS
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.placements import ANY, ANYWHERE, ON_DEVICE

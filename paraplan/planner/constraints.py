@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError, InfeasibleError
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.tier_placement import HERE, TierPlacement
+from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.options import Option, Options, at_least, check_whole, documented, one_of
-from paraplan.ir.placement import HERE, TierPlacement
 from paraplan.ir.plan import REDUCE_DTYPES
 from paraplan.ir.sizes import parse_bytes, say_size
-from paraplan.ir.tiers import TIERS
 from paraplan.planner.param_pins import parse_param_pin
 from paraplan.planner.placements import (
     KEYWORDS,
@@ -185,7 +185,7 @@ class Constraints(Options, frozen=True, kw_only=True):
     pp: Annotated[int | Literal["auto"] | None, Option(
         "Pipeline-parallel degree, other degrees being within a stage; auto: the fastest.",
         "how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group. "
-        '"auto": as many as make the simulated step shortest (`planner.pipeline_degrees`).',
+        '"auto": as many as make the simulated step shortest (`planner.pipeline.degrees`).',
         PIPELINE, metavar="N|auto", parse=_parse_degree, check=_check_pp,
     )] = None  # fmt: skip
     schedule: Annotated[str | None, Option(
@@ -257,22 +257,23 @@ class Constraints(Options, frozen=True, kw_only=True):
     )] = None  # fmt: skip
     offload_states: Annotated[str | None, Option(
         "Those four as one word: host, all, disk, disk-all, fetched, ..., either, any, any-grads or none.",
-        'one word for those four: a placement by name (`ir.placement`), such as "host" (states on the host, updated '
-        'there), "all" (parameters too) or "disk-all-fetched-grads" (all on disk, updated on the device); "either", '
-        'states as the planner chooses, "any", parameters too, "any-grads", gradients too; "none", all on the device.',
+        'one word for those four: a placement by name (`ir.machine.tier_placement`), such as "host" (states on the '
+        'host, updated there), "all" (parameters too) or "disk-all-fetched-grads" (all on disk, updated on the '
+        'device); "either", states as the planner chooses, "any", parameters too, "any-grads", gradients too; '
+        '"none", all on the device.',
         MEMORY, check=one_of(*OFFLOAD_STATES),
     )] = None  # fmt: skip
     delayed_update: Annotated[int | None, Option(
         "After N steps the host's updates may be one step late, if faster.",
         "after how many steps the host's updates may be one step late, to be done beside the next step's work, "
-        "where that makes the step faster (`planner.delaying`); True: after 40; None: never, since it changes what "
-        "is computed (Ren et al. 2021, section 5.2).",
+        "where that makes the step faster (`planner.passes.delayed_updates`); True: after 40; None: never, since it "
+        "changes what is computed (Ren et al. 2021, section 5.2).",
         MEMORY, metavar="N", convert=warm_up_steps, check=_check_late,
     )] = None  # fmt: skip
     overlap: Annotated[int, Option(
         "Products in up to N pieces beside their collectives (TP).",
-        "in how many pieces at most products go beside the collectives of their rows (see `planner.overlap`); 1: "
-        "none does.",
+        "in how many pieces at most products go beside the collectives of their rows (see "
+        "`planner.passes.overlap_products`); 1: none does.",
         EXECUTION, metavar="N", check=at_least(1),
     )] = 1  # fmt: skip
     compiled: Annotated[bool, Option(

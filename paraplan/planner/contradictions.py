@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.model.program import HALVES
 from paraplan.ir.options import check_fields
-from paraplan.ir.program import HALVES
 from paraplan.planner.constraints import AUTO, Constraints
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paraplan.ir.errors import NoPlanError, SolverLimitError
-from paraplan.ir.mesh import Mesh
+from paraplan.ir.machine.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.placement import HERE, PLACEMENTS, TierPlacement, parse_placement
+from paraplan.ir.machine.tier_placement import HERE, PLACEMENTS, TierPlacement, parse_placement
 from paraplan.ir.plan import AHEAD
 
 

@@ -1,7 +1,7 @@
 """Which placements of states, parameters and gradients the user's options allow.
 
 `place_states`, `place_params` and `place_grads` are places, `update_on` who updates: one, several with commas, or any.
-What executes (`ir.placement.PLACEMENTS`) and has all that is said is allowed. What is left out:
+What executes (`ir.machine.tier_placement.PLACEMENTS`) and has all that is said is allowed. What is left out:
 
     states, params    as `offload` allows; else the device, and states where the others ask for them
     grads             where their update is done
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.placement import DEVICE, HOST, PLACEMENTS, TierPlacement, completed
-from paraplan.ir.tiers import NEAREST, TIERS
+from paraplan.ir.machine.tier_placement import DEVICE, HOST, PLACEMENTS, TierPlacement, completed
+from paraplan.ir.machine.tiers import NEAREST, TIERS
 
 ANY = "any"
 """Every place of the device and the tiers that `offload` allows (the nearest where it allows none); either updater."""

@@ -14,23 +14,34 @@ from dataclasses import replace
 
 import msgspec
 
-from paraplan.ir.graph import Phase
-from paraplan.ir.lower.chunks import gradients_known, letters_of
-from paraplan.ir.lower.kind import Given, chosen_strategies
-from paraplan.ir.lower.remat import RECOMPUTE, boundary_values, recomputable
-from paraplan.ir.lower.stage import PlanBlocks
-from paraplan.ir.mesh import Layout, P, Placement, R, S, is_shardable, layout_text, local_shape, make_mesh, parse_layout
-from paraplan.ir.micro import ProgramMicro, program_micro, splittable
-from paraplan.ir.placement import HERE, PLACEMENTS
+from paraplan.ir.machine.mesh import (
+    Layout,
+    P,
+    Placement,
+    R,
+    S,
+    is_shardable,
+    layout_text,
+    local_shape,
+    make_mesh,
+    parse_layout,
+)
+from paraplan.ir.machine.reshard import only_gathers
+from paraplan.ir.machine.tier_placement import HERE, PLACEMENTS
+from paraplan.ir.machine.tiers import TIERS
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.program import Program, trained_params
+from paraplan.ir.model.strides import contiguous_strides, is_dense
 from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Split
-from paraplan.ir.program import Program, trained_params
-from paraplan.ir.reshard import only_gathers
-from paraplan.ir.rules.strategies import GraphKey, graph_strategies
-from paraplan.ir.strides import contiguous_strides, is_dense
-from paraplan.ir.tiers import TIERS
+from paraplan.lowering.blocks.forward import Given, chosen_strategies
+from paraplan.lowering.blocks.remat import RECOMPUTE, boundary_values, recomputable
+from paraplan.lowering.rewrites.chunks import gradients_known, letters_of
+from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.planner.assemble import Decisions, Job, assemble
-from paraplan.planner.classes import grad_classes, param_classes
-from paraplan.planner.delaying import is_any_late
+from paraplan.planner.decision_classes import grad_classes, param_classes
+from paraplan.planner.passes.delayed_updates import is_any_late
+from paraplan.rules.strategies import GraphKey, graph_strategies
+from paraplan.rules.time_axis import ProgramMicro, program_micro, splittable
 
 Pick = Callable[[Sequence[str]], str]
 

@@ -16,33 +16,39 @@ from functools import partial
 import msgspec
 
 from paraplan.cost_models.predict import with_used_profile
-from paraplan.ir.collecting import seldom_collected
 from paraplan.ir.errors import ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
-from paraplan.ir.lower import lower
-from paraplan.ir.mesh import Mesh
+from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Plan
+from paraplan.ir.process.garbage import seldom_collected
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.certifying import certified
+from paraplan.planner.certificate import certified
 from paraplan.planner.checks import check_rates, check_tiers, with_states
 from paraplan.planner.constraints import AUTO, Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, check_time_limit
 from paraplan.planner.deadline import FLOOR, Deadline
-from paraplan.planner.delaying import delay_note
 from paraplan.planner.failures import Failure, failure, not_tried
-from paraplan.planner.leanest import what_would_do
-from paraplan.planner.meshes import candidate_meshes
-from paraplan.planner.microbatches import MOST_ORDERED, most_first, other_counts, pipeline_counts, usual_counts
-from paraplan.planner.op_by_op import solve_op_by_op
-from paraplan.planner.pipeline import alone_note
-from paraplan.planner.pipeline_degrees import search_degrees
-from paraplan.planner.pipeline_search import search_pipeline
+from paraplan.planner.passes.delayed_updates import delay_note
+from paraplan.planner.passes.leanest import what_would_do
+from paraplan.planner.passes.op_by_op import solve_op_by_op
+from paraplan.planner.passes.placement_note import places_note
+from paraplan.planner.passes.quickened import by_places, placed, quickened
+from paraplan.planner.pipeline.degrees import search_degrees
+from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.pipeline.microbatches import (
+    MOST_ORDERED,
+    most_first,
+    other_counts,
+    pipeline_counts,
+    usual_counts,
+)
+from paraplan.planner.pipeline.pipeline import alone_note
+from paraplan.planner.pipeline.pipeline_search import search_pipeline
+from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.placements import ANY, ON_DEVICE
-from paraplan.planner.placing_note import places_note
-from paraplan.planner.quickened import by_places, placed, quickened
 from paraplan.planner.recompute.presets import in_layers
-from paraplan.planner.recompute.solve import solve_with_recomputation
+from paraplan.planner.recompute.solve_jointly import solve_with_recomputation
 from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, choose, solve_mesh
-from paraplan.planner.stage_sharding import Shardings
 
 HIDDEN = 0.02
 """How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it

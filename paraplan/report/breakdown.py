@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from paraplan.cost_models.collectives import input_bytes_of
+from paraplan.cost_models.communication.collectives import input_bytes_of
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.ops import is_free, op_name, work_of
-from paraplan.cost_models.simulate import RankTrace
-from paraplan.ir.graph import refs
-from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
-from paraplan.ir.schedule import ActionKind
+from paraplan.cost_models.ops.roofline import is_free, op_name, work_of
+from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
+from paraplan.ir.execution.schedule import ActionKind
+from paraplan.ir.model.graph import refs
 from paraplan.ir.struct import Value
 
 _CLASS_WORDS = {

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paraplan.cost_models.predict import plan_costs
-from paraplan.cost_models.simulate import RankTrace, Simulation
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.memory_actions import Act, Actions, parse_actions
-from paraplan.ir.mesh import parse_layout
+from paraplan.cost_models.simulator.simulate import RankTrace, Simulation
+from paraplan.ir.execution.memory_actions import Act, Actions, parse_actions
+from paraplan.ir.execution.rank_program import RankProgram
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import parse_layout
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan, Stage
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import RankProgram
 from paraplan.report.breakdown import CollectiveRow, TimeRow, time_breakdown
 from paraplan.report.layouts import KindRow, float8_params, generic_name, kind_rows, layout_words
-from paraplan.report.memory import MemoryTold, class_told
+from paraplan.report.memory_report import MemoryTold, class_told
 from paraplan.report.units import show_bytes, show_count, show_seconds, show_share
 
 Fact = tuple[str, str]

@@ -11,16 +11,16 @@ from collections import Counter
 
 import msgspec
 
-from paraplan.ir.graph import Graph, Phase
-from paraplan.ir.lower.remat import RECOMPUTE, recomputable, remat_of
-from paraplan.ir.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, local_shape, parse_layout
+from paraplan.ir.machine.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, local_shape, parse_layout
+from paraplan.ir.machine.tiers import TIERS
+from paraplan.ir.model.graph import Graph, Phase
+from paraplan.ir.model.program import Program, SegmentKind
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
-from paraplan.ir.program import Program, SegmentKind
-from paraplan.ir.rules.dims import op_def
-from paraplan.ir.rules.strategies import choices_named
 from paraplan.ir.struct import Value
-from paraplan.ir.tensor import TensorSpec
-from paraplan.ir.tiers import TIERS
+from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable, remat_of
+from paraplan.rules.dims import op_def
+from paraplan.rules.strategies import choices_named
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

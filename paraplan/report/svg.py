@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from paraplan.cost_models.simulate import RankTrace
-from paraplan.cost_models.timeline import Span
+from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.cost_models.simulator.timeline import Span
 from paraplan.report.units import show_bytes, show_seconds
 
 WIDTH, LEFT, ROW, AXIS = 860, 118, 24, 20

@@ -11,16 +11,16 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor
 
-from paraplan.ir import names as outer_names
+from paraplan.capture.exporting.fake import not_dense, overrides_functions, own_functions
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.holding import Holding
-from paraplan.ir.mesh import Layout, R, S, local_shape, parse_layout
-from paraplan.ir.names import Name
+from paraplan.ir.execution import names as outer_names
+from paraplan.ir.execution.names import Name
+from paraplan.ir.machine.mesh import Layout, R, S, local_shape, parse_layout
+from paraplan.ir.machine.rank_groups import Holding
+from paraplan.ir.model.program import given_inputs
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import given_inputs
-from paraplan.ir.trace.fake import not_dense, overrides_functions, own_functions
-from paraplan.runtime.params import Dims, cut, pad
 from paraplan.runtime.ragged import RowPadding
+from paraplan.runtime.state.params import Dims, cut, pad
 
 
 class ShardedBatch(dict[str, Tensor]):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import PlanMismatchError
+from paraplan.ir.model.program import given_inputs
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import given_inputs
 from paraplan.runtime.evaluate import Evaluation, Wanted
-from paraplan.runtime.optim import GroupMaker
-from paraplan.runtime.scaling import Scaler
+from paraplan.runtime.optimizers.optim import GroupMaker
+from paraplan.runtime.optimizers.scaling import Scaler
 from paraplan.runtime.trainer import Trainer
 
 

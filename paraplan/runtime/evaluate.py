@@ -1,6 +1,6 @@
 """Evaluations: the forward of a plan alone, over the tensors a trainer holds.
 
-The program is `ir.lower.lower_evaluation`'s, run by an executor of its own that shares the trainer's parameters and
+The program is `lowering.lower_evaluation`'s, run by an executor of its own that shares the trainer's parameters and
 buffers, so an evaluation between a step and its update disturbs neither.
 """
 
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
-from paraplan.ir.lower import lower_evaluation
-from paraplan.ir.mesh import Layout, Shard, local_shape, parse_layout
+from paraplan.ir.execution.rank_program import OutputPlace, RankProgram
+from paraplan.ir.machine.mesh import Layout, Shard, local_shape, parse_layout
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import OutputPlace, RankProgram
+from paraplan.lowering import lower_evaluation
 from paraplan.runtime.batch import ShardedBatch, check_values, microbatches
-from paraplan.runtime.executor import Executor, Modules
-from paraplan.runtime.params import Dims, own_part
+from paraplan.runtime.executing.executor import Executor, Modules
 from paraplan.runtime.ragged import RowPadding, rows_of
 from paraplan.runtime.rank import Rank
+from paraplan.runtime.state.params import Dims, own_part
 
 Build = Callable[[RankProgram], Modules]
 Wanted = Literal["global", "local"] | None

@@ -21,18 +21,18 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from paraplan.capture.exporting.fake import parameter_names, taken
+from paraplan.capture.python_state.autocast import ambient_autocast
+from paraplan.capture.python_state.dynamic import with_attributes
+from paraplan.capture.python_state.reading import Reads
+from paraplan.capture.python_state.returned import Returned
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.trace.autocast import ambient_autocast
-from paraplan.ir.trace.dynamic import with_attributes
-from paraplan.ir.trace.fake import parameter_names, taken
-from paraplan.ir.trace.reading import Reads
-from paraplan.ir.trace.returned import Returned
-from paraplan.runtime.checkpoint import is_like
+from paraplan.runtime.executing.torch_private import function_modes, in_transform
 from paraplan.runtime.fitted_step import FittedStep
-from paraplan.runtime.progress import Optimizers, groups_of, optimizers_in, pack, unpack
-from paraplan.runtime.settings import Settings
-from paraplan.runtime.torch_private import function_modes, in_transform
-from paraplan.runtime.training_state import ABOUT, about_run, give_numbers, read_numbers
+from paraplan.runtime.state.captured_settings import Settings
+from paraplan.runtime.state.checkpoint import is_like
+from paraplan.runtime.state.progress import Optimizers, groups_of, optimizers_in, pack, unpack
+from paraplan.runtime.state.training_state import ABOUT, about_run, give_numbers, read_numbers
 
 
 class FittedModule(nn.Module):

@@ -13,21 +13,21 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir import names as outer_names
+from paraplan.capture.exporting.fake import overrides_functions, own_functions
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
-from paraplan.ir.lower.phases import split_steps
-from paraplan.ir.names import Name, Role
+from paraplan.ir.execution import names as outer_names
+from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.execution.schedule import ActionKind
+from paraplan.ir.model.program import given_inputs
+from paraplan.ir.model.sources import source_lines
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import given_inputs
-from paraplan.ir.rank_program import RankProgram, Step, StepKind
-from paraplan.ir.schedule import ActionKind
-from paraplan.ir.sources import source_lines
-from paraplan.ir.trace.fake import overrides_functions, own_functions
+from paraplan.lowering.phases import split_steps
 from paraplan.runtime.batch import refuse_dtype, refuse_not_dense
-from paraplan.runtime.copies import Copier
-from paraplan.runtime.executor import Executor, Modules, make_tapes
+from paraplan.runtime.executing.executor import Executor, Modules, make_tapes
 from paraplan.runtime.ragged import RowPadding
-from paraplan.runtime.transport import InProcessTransport
+from paraplan.runtime.transport.tier_copies import Copier
+from paraplan.runtime.transport.transport import InProcessTransport
 
 _SEEDS = (1 << 63) - 1
 _READ = frozenset({Role.PARAMETER, Role.BATCH, Role.BUFFER})

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paraplan.capture.reference import run_op
 from paraplan.ir.errors import ParaplanError
-from paraplan.ir.graph import Graph, Op, Phase
-from paraplan.ir.mesh import Placement, R, Shard
-from paraplan.ir.micro import ProgramMicro
-from paraplan.ir.program import Program, Source, source_of
-from paraplan.ir.trace.reference import run_op
+from paraplan.ir.machine.mesh import Placement, R, Shard
+from paraplan.ir.model.graph import Graph, Op, Phase
+from paraplan.ir.model.program import Program, Source, source_of
+from paraplan.rules.time_axis import ProgramMicro
 
 Fills = Mapping[str, float]
 """Batch input -> the number it holds in the rows in question."""

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
-from paraplan.ir.graph import Phase
-from paraplan.ir.mesh import Shard
-from paraplan.ir.micro import ProgramMicro, graph_micro, program_micro
+from paraplan.ir.machine.mesh import Shard
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Program
+from paraplan.rules.time_axis import ProgramMicro, graph_micro, program_micro
 from paraplan.runtime.padded import Rows
 
 MAX_TRIES = 400

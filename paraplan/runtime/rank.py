@@ -2,7 +2,7 @@
 
 A step runs everything up to UPDATE (gradients then lie in the state layout), the user's optimizer updates the
 state tensors, and the rest (copies back into the stored parameters, drops) follows it. Lowering gives the lists of
-steps (`ir.lower.phases`); here is decided which of them is due.
+steps (`lowering.phases`); here is decided which of them is due.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir import names as outer_names
-from paraplan.ir.holding import Holding, holding_of, holdings
-from paraplan.ir.lower.late import Phase
-from paraplan.ir.lower.phases import step_lists
-from paraplan.ir.mesh import Layout, parse_layout
-from paraplan.ir.names import Name, Role
+from paraplan.ir.execution import names as outer_names
+from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.rank_program import RankProgram, Step
+from paraplan.ir.machine.mesh import Layout, parse_layout
+from paraplan.ir.machine.rank_groups import Holding, holding_of, holdings
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import RankProgram, Step
+from paraplan.lowering.phases import step_lists
+from paraplan.lowering.steps.delayed_update import Phase
 from paraplan.runtime.batch import ShardedBatch, microbatches
-from paraplan.runtime.copies import tensor_of
-from paraplan.runtime.executor import Executor, Late
-from paraplan.runtime.grads import WaitingGrads
-from paraplan.runtime.optim import GroupMaker, param_groups
-from paraplan.runtime.params import Nothing, Values, cut, inside, local_tensors, own_part, travels
+from paraplan.runtime.executing.executor import Executor, Late
+from paraplan.runtime.optimizers.optim import GroupMaker, param_groups
+from paraplan.runtime.optimizers.waiting_grads import WaitingGrads
+from paraplan.runtime.state.params import Nothing, Values, cut, inside, local_tensors, own_part, travels
+from paraplan.runtime.transport.tier_copies import tensor_of
 
 
 class Updates(Late, Protocol):
@@ -87,7 +87,7 @@ class Rank:
         staged: names of those whose states live elsewhere.
         late: names of those that the host updates one step late.
         updates: does so; None where there is no optimizer yet.
-        phase: of the step, see `ir.lower.late`.
+        phase: of the step, see `lowering.steps.delayed_update`.
         lists: of steps.
         waiting: the gradients that wait beside states.
         torn: whether an update failed on its way, so that stored copies are to be written from their states again.

@@ -21,33 +21,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir.entry import Entry
+from paraplan.capture.python_state.reading import Reads
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.holding import holding_of, holdings
-from paraplan.ir.mesh import Layout
-from paraplan.ir.names import Name
+from paraplan.ir.execution.entry import Entry
+from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.rank_program import RankProgram, Step
+from paraplan.ir.machine.mesh import Layout
+from paraplan.ir.machine.rank_groups import holding_of, holdings
+from paraplan.ir.model.program import trained_params
+from paraplan.ir.model.sources import source_lines
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import trained_params
-from paraplan.ir.rank_program import RankProgram, Step
-from paraplan.ir.sources import source_lines
-from paraplan.ir.trace.reading import Reads
-from paraplan.runtime.ahead import Ahead
 from paraplan.runtime.batch import ShardedBatch
-from paraplan.runtime.compiled import Backend, CompiledPhases
-from paraplan.runtime.copies import Copier
-from paraplan.runtime.devices import on_this_device
-from paraplan.runtime.distributed import DistributedTransport
 from paraplan.runtime.evaluate import Build
-from paraplan.runtime.executor import Executor, Modules
-from paraplan.runtime.graphs import AFTER, BEFORE, Graphs, ReplayedSteps, refuse_host_decisions
-from paraplan.runtime.observers import Timer
-from paraplan.runtime.optim import GroupMaker
-from paraplan.runtime.params import Dims, join_over
+from paraplan.runtime.executing.compiled import Backend, CompiledPhases
+from paraplan.runtime.executing.executor import Executor, Modules
+from paraplan.runtime.executing.graphs import AFTER, BEFORE, Graphs, ReplayedSteps, refuse_host_decisions
+from paraplan.runtime.executing.observers import Timer
+from paraplan.runtime.executing.stepping import step_together
+from paraplan.runtime.optimizers.optim import GroupMaker
+from paraplan.runtime.optimizers.prefetch import Ahead
 from paraplan.runtime.rank import Rank, message_pairs
-from paraplan.runtime.stepping import step_together
+from paraplan.runtime.state.params import Dims, join_over
+from paraplan.runtime.state.training_state import TrainingStates
+from paraplan.runtime.state.weights import values_of
 from paraplan.runtime.trainer_core import BESIDE
-from paraplan.runtime.training_state import TrainingStates
-from paraplan.runtime.weights import values_of
+from paraplan.runtime.transport.current_device import on_this_device
+from paraplan.runtime.transport.distributed import DistributedTransport
+from paraplan.runtime.transport.tier_copies import Copier
 
 
 class Trainer(TrainingStates):
@@ -55,10 +55,10 @@ class Trainer(TrainingStates):
 
     Args:
         plan: the plan.
-        programs: `ir.lower.lower(plan)`, per rank class.
+        programs: `lowering.lower(plan)`, per rank class.
         modules: of this rank's class, `codegen.build_modules(program, transport.groups, transport.device)`.
         model: with values, on any device, or on meta; only this rank's shards are kept.
-        transport: of the plan's meshes, in the order of `ir.holding.holdings`.
+        transport: of the plan's meshes, in the order of `ir.machine.rank_groups.holdings`.
         seed: base of the random seeds; the same on every rank.
         record: note every instruction and the memory it takes (slow); entries and `peak_bytes` then say what was.
         compile_phases: "F" and/or "B": run these phases through torch.compile, checked against eager once.
@@ -189,7 +189,7 @@ class Trainer(TrainingStates):
     def shard(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[ShardedBatch]:
         """This rank's part of every global batch of a loader, the same loader on every rank.
 
-        With CUDA the next one is loaded and cut in a thread while a step runs (see `ahead`).
+        With CUDA the next one is loaded and cut in a thread while a step runs (see `runtime.optimizers.prefetch`).
         """
         device = self.transport.device
         return Ahead(self.cut, loader, on_this_device(device)) if device == "cuda" else map(self.cut, loader)

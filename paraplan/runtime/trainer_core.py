@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir.holding import counted_here, holdings
-from paraplan.ir.mesh import Layout
-from paraplan.ir.names import LOSS_SCALE, Name
+from paraplan.capture.python_state.reading import Reads
+from paraplan.ir.execution.names import LOSS_SCALE, Name
+from paraplan.ir.execution.rank_program import Step
+from paraplan.ir.machine.mesh import Layout
+from paraplan.ir.machine.rank_groups import counted_here, holdings
+from paraplan.ir.model.sources import source_lines
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import Step
-from paraplan.ir.sources import source_lines
-from paraplan.ir.trace.reading import Reads
-from paraplan.runtime.attributes import Attributes
 from paraplan.runtime.batch import ShardedBatch, shard_batch
 from paraplan.runtime.evaluate import (
     Build,
@@ -37,17 +36,18 @@ from paraplan.runtime.evaluate import (
     missing_rows,
     without_padding,
 )
-from paraplan.runtime.executor import Executor
-from paraplan.runtime.graphs import AFTER, BEFORE
-from paraplan.runtime.late import LateUpdates
-from paraplan.runtime.optim import GroupMaker, check_norm, clip, norm_of, norm_share
-from paraplan.runtime.params import Dims, Values
+from paraplan.runtime.executing.executor import Executor
+from paraplan.runtime.executing.graphs import AFTER, BEFORE
+from paraplan.runtime.optimizers.delayed import LateUpdates
+from paraplan.runtime.optimizers.optim import GroupMaker, check_norm, clip, norm_of, norm_share
+from paraplan.runtime.optimizers.scaling import Scaler
+from paraplan.runtime.optimizers.streamed import Staging
+from paraplan.runtime.optimizers.updates import Couplings, make_optimizer
 from paraplan.runtime.ragged import RowPadding
 from paraplan.runtime.rank import Rank
-from paraplan.runtime.scaling import Scaler
-from paraplan.runtime.staged import Staging
-from paraplan.runtime.transport import Transport
-from paraplan.runtime.updates import Couplings, make_optimizer
+from paraplan.runtime.state.attributes import Attributes
+from paraplan.runtime.state.params import Dims, Values
+from paraplan.runtime.transport.transport import Transport
 
 BESIDE, EVALUATION = "beside", "evaluation"
 """What is no part of a training step, and of which no account is kept; an evaluation's steps."""

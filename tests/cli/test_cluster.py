@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.cost_models.devices import CATALOG
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.cluster_file import read_cluster
+from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.cost_models.machine.device_catalog import CATALOG
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.cluster_file import read_cluster
 from paraplan.ir.schema import json_schema
 from paraplan.ir.struct import from_json
-from paraplan.jobs import detect as detect_module
+from paraplan.jobs.measuring import detect as detect_module
 
 
 def last_line(text: str) -> Any:
@@ -113,7 +113,7 @@ def test_detect_refuses(here: Path, command: Any, quick: None, args: tuple[str, 
 
 def test_showing_clusters_needs_no_torch() -> None:
     program = (
-        "import sys, paraplan.terminal.clusters, paraplan.report.clusters, paraplan.ir.schema;"
+        "import sys, paraplan.terminal.cluster_commands, paraplan.report.cluster_rows, paraplan.ir.schema;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -15,7 +15,7 @@ import pytest
 from paraplan import Plan
 from paraplan.jobs.files import read_plan, write_plan
 from paraplan.jobs.run import RunResult
-from paraplan.terminal.run import run_table
+from paraplan.terminal.run_output import run_table
 
 PLAN_KEYS = ["step_s", "peak_bytes", "bound_s", "gap", "status", "solve_s", "total_s", "tokens_per_s", "mfu"]
 RUN_KEYS = {

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.machine.cluster import ClusterSpec
 
 
 def refuse(outcome: Any, *words: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paraplan.ir.graph import Arg
-from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
+from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
+from paraplan.ir.model.graph import Arg
 
 
 def vector(name: str, base: str = "") -> LocalValue:

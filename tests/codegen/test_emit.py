@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paraplan.codegen import EmitContext, build_block, build_modules
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.rank_program import Block, Instr, RankProgram, Step, StepKind
+from paraplan.ir.execution.rank_program import Block, Instr, RankProgram, Step, StepKind
 from tests.named import all_named, named
 
 from .blocks import block, issue, op, wait

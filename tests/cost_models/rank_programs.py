@@ -5,12 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from paraplan.cost_models.costs import Costs
-from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup
-from paraplan.ir.entry import Entry
-from paraplan.ir.graph import refs
-from paraplan.ir.mesh import make_mesh
-from paraplan.ir.names import Role
-from paraplan.ir.rank_program import (
+from paraplan.ir.execution.entry import Entry
+from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.rank_program import (
     Block,
     BlockRole,
     Instr,
@@ -20,8 +17,11 @@ from paraplan.ir.rank_program import (
     RankProgram,
     Step,
     StepKind,
-)  # fmt: skip
-from paraplan.ir.tiers import TIERS
+)
+from paraplan.ir.machine.cluster import ClusterSpec, Device, Link, NodeGroup
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.ir.machine.tiers import TIERS
+from paraplan.ir.model.graph import refs
 from tests.named import all_named, named, some_named
 
 ADD = "aten.add.Tensor"

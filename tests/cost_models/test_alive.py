@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from paraplan.cost_models.alive import BEFORE, STATES, WORKSPACE, alive_at
-from paraplan.ir.rank_program import BlockRole, RankProgram, Step, StepKind
-from paraplan.ir.tiers import TIERS
+from paraplan.cost_models.simulator.live_storages import BEFORE, STATES, WORKSPACE, alive_at
+from paraplan.ir.execution.rank_program import BlockRole, RankProgram, Step, StepKind
+from paraplan.ir.machine.tiers import TIERS
 from tests.cost_models.rank_programs import (
     NaiveReplay,
     block,

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from paraplan.cost_models import allocator as allocator_module
-from paraplan.cost_models import reserved as reserved_module
-from paraplan.cost_models.allocator import AllocatedBlock, CachingAllocator
-from paraplan.cost_models.reserved import reserved_bytes
-from paraplan.cost_models.simulate import simulate_rank
-from paraplan.ir.rank_program import RankProgram
+from paraplan.cost_models.simulator import allocator as allocator_module
+from paraplan.cost_models.simulator import allocator_replay as reserved_module
+from paraplan.cost_models.simulator.allocator import AllocatedBlock, CachingAllocator
+from paraplan.cost_models.simulator.allocator_replay import reserved_bytes
+from paraplan.cost_models.simulator.simulate import simulate_rank
+from paraplan.ir.execution.rank_program import RankProgram
 
 from .rank_programs import random_programs, toy_costs
 

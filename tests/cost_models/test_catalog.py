@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from paraplan.cost_models import catalog as catalog_module
-from paraplan.cost_models.catalog import catalog_device, catalog_entry, parse_cluster
-from paraplan.cost_models.devices import ALIASES, CATALOG
-from paraplan.cost_models.links import pcie_bytes_per_s
-from paraplan.ir.cluster import ClusterSpec, check_cluster
+from paraplan.cost_models.machine import catalog as catalog_module
+from paraplan.cost_models.machine.catalog import catalog_device, catalog_entry, parse_cluster
+from paraplan.cost_models.machine.device_catalog import ALIASES, CATALOG
+from paraplan.cost_models.machine.link_catalog import pcie_bytes_per_s
 from paraplan.ir.errors import ClusterError
+from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
 from paraplan.ir.struct import to_json
 
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.cost_models.collectives import (
+from paraplan.cost_models.communication.collectives import (
     TIMES_S,
     AxisLink,
     all_gather_s,
@@ -25,10 +24,11 @@ from paraplan.cost_models.collectives import (
 )
 from paraplan.cost_models.constants import GPU
 from paraplan.cost_models.costs import Costs
-from paraplan.ir.cluster import ClusterSpec, Link
-from paraplan.ir.collectives import COLLECTIVES
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.mesh import Mesh, make_mesh
+from paraplan.ir.machine.cluster import ClusterSpec, Link
+from paraplan.ir.machine.collectives import COLLECTIVES
+from paraplan.ir.machine.mesh import Mesh, make_mesh
 
 FLAT = AxisLink(size=8, latency_s=1e-6, bytes_per_s=1e9)
 TWO = AxisLink(

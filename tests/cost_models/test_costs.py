@@ -4,18 +4,18 @@ import msgspec
 import pytest
 
 from paraplan.cost_models import costs as costs_module
-from paraplan.cost_models.catalog import catalog_device, parse_cluster
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.ops import op_cost, op_time_s
+from paraplan.cost_models.machine.catalog import catalog_device, parse_cluster
+from paraplan.cost_models.ops.roofline import op_cost, op_time_s
 from paraplan.cost_models.predict import model_flops, predict
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.graph import Graph, Op, Phase
-from paraplan.ir.mesh import make_mesh
+from paraplan.ir.execution.rank_program import LocalValue
+from paraplan.ir.execution.schedule import accumulate
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.ir.model.graph import Graph, Op, Phase
+from paraplan.ir.model.program import BatchInput, Program, Segment, SegmentKind
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan, Stage
-from paraplan.ir.program import BatchInput, Program, Segment, SegmentKind
-from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.schedule import accumulate
-from paraplan.ir.tensor import TensorSpec
 
 from .rank_programs import block, call, issue, op, own, program, view, wait
 

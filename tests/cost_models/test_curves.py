@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paraplan.cost_models.curves import Curve, fit_curve, pooled
+from paraplan.cost_models.profiles.curves import Curve, fit_curve, pooled
 
 
 def least_squares(values: list[float]) -> float:

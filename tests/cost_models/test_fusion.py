@@ -8,10 +8,10 @@ from math import prod
 import msgspec
 import pytest
 
-from paraplan.cost_models.blocks import compile_time
-from paraplan.cost_models.fusion import Fused, fused_kernels
-from paraplan.ir.graph import Arg
-from paraplan.ir.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
+from paraplan.cost_models.ops.fusion import Fused, fused_kernels
+from paraplan.cost_models.simulator.block_replay import compile_time
+from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
+from paraplan.ir.model.graph import Arg
 
 from .rank_programs import toy_costs
 

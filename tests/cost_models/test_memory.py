@@ -2,9 +2,9 @@
 
 from hypothesis import given, settings
 
-from paraplan.cost_models.memory import MemoryWalk, entries, live_bytes
-from paraplan.cost_models.simulate import simulate_rank
-from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.cost_models.simulator.live_bytes import MemoryWalk, entries, live_bytes
+from paraplan.cost_models.simulator.simulate import simulate_rank
+from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
 from tests.named import all_named
 
 from .rank_programs import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paraplan.cost_models.messages import Mailbox
+from paraplan.cost_models.simulator.message_times import Mailbox
 from paraplan.ir.errors import CostModelError
 
 

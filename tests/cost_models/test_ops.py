@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from paraplan.cost_models.catalog import catalog_device
 from paraplan.cost_models.constants import GPU
-from paraplan.cost_models.ops import OpWork, is_free, op_cost, op_time_s
+from paraplan.cost_models.machine.catalog import catalog_device
+from paraplan.cost_models.ops.roofline import OpWork, is_free, op_cost, op_time_s
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.tensor import TensorSpec
-from paraplan.runtime.ops import resolve
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.runtime.executing.instructions import resolve
 
 B, S, H, F = 4, 128, 256, 1024
 

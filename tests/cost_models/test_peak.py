@@ -10,21 +10,21 @@ import msgspec
 import pytest
 
 from benchmarks.zoo import build
+from paraplan.capture import capture
 from paraplan.cost_models.constants import CUDA_BLOCK_BYTES
-from paraplan.cost_models.memory import MemoryWalk
-from paraplan.cost_models.peak import Peak, Role, peak_of
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulate import RankTrace
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.graph import Phase
-from paraplan.ir.lower.remat import RECOMPUTE, recomputable
-from paraplan.ir.names import Role as OuterRole
+from paraplan.cost_models.simulator.live_bytes import MemoryWalk
+from paraplan.cost_models.simulator.peak_attribution import Peak, Role, peak_of
+from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.ir.execution.names import Role as OuterRole
+from paraplan.ir.execution.rank_program import RankProgram, StepKind
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.program import Program
+from paraplan.ir.model.sources import graph_of_block
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import RankProgram, StepKind
-from paraplan.ir.sources import graph_of_block
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search

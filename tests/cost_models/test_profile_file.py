@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from paraplan.cost_models.profile_file import ProfileWriter, choose_profile, read_profiles
+from paraplan.cost_models.profiles.profile_file import ProfileWriter, choose_profile, read_profiles
 from paraplan.ir.errors import ProfileError
 from paraplan.ir.profile import CollectiveTime, Measured, OpTime, Profile
 
@@ -99,7 +99,7 @@ def test_a_damaged_or_missing_or_locked_file_is_an_error_of_ours(
         read_profiles(tmp_path / "half.db")
     with pytest.raises(ProfileError, match=r"no profile file .*paraplan profile MODEL -o"):
         read_profiles(tmp_path / "none.db")
-    monkeypatch.setattr("paraplan.cost_models.profile_file._LOCK_WAIT_S", 0.01)
+    monkeypatch.setattr("paraplan.cost_models.profiles.profile_file._LOCK_WAIT_S", 0.01)
     holder = sqlite3.connect(tmp_path / "p.db")
     holder.execute("BEGIN EXCLUSIVE")
     with pytest.raises(ProfileError, match="is locked: another process writes it"):

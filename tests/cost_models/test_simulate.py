@@ -4,12 +4,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from paraplan.cost_models import simulate as simulate_module
 from paraplan.cost_models.bound import rank_bound, stream_bound
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.simulate import simulate, simulate_rank
+from paraplan.cost_models.simulator import simulate as simulate_module
+from paraplan.cost_models.simulator.simulate import simulate, simulate_rank
 from paraplan.ir.errors import ClusterError, CostModelError
-from paraplan.ir.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
 from tests.named import all_named
 
 from .rank_programs import block, call, copy, issue, op, own, program, random_programs, toy_costs, view, wait

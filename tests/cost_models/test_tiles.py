@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paraplan.cost_models.tiles import PARTS, TILES, filled
+from paraplan.cost_models.ops.tiles import PARTS, TILES, filled
 
 SMS = 108
 """Of an A100, as in the guide's examples."""

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import paraplan
 from examples import train
-from paraplan.runtime.launch import spawn_local
+from paraplan.runtime.transport.launch import spawn_local
 
 from .fences import ROOT, fences
 

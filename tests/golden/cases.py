@@ -7,10 +7,10 @@ import functools
 import msgspec
 
 from benchmarks.zoo import NAMES, build
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.capture import capture
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan

@@ -7,15 +7,15 @@ import json
 from collections.abc import Iterator, Sequence
 
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulate import Simulation
-from paraplan.ir.lower.evaluate import lower_evaluation
-from paraplan.ir.names import Name, Role
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.rank_program import Block, OuterValue, RankProgram, Step
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import Block, OuterValue, RankProgram, Step
 from paraplan.ir.struct import to_json
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.evaluation import lower_evaluation
+from paraplan.lowering.verification.verify_plan import verify_plan
 
 DIGITS = 10
 """Significant digits of times: what mathematical libraries of two machines agree on."""

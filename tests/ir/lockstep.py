@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paraplan.ir.graph import Arg, decode_number
-from paraplan.ir.lower import lower
-from paraplan.ir.mesh import Layout, Partial, Replicate, Shard, parse_layout
-from paraplan.ir.names import Name, Role
-from paraplan.ir.offsets import offset_value
+from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.offsets import offset_value
+from paraplan.ir.execution.rank_program import Block, InstrKind, Step, StepKind
+from paraplan.ir.machine.mesh import Layout, Partial, Replicate, Shard, parse_layout
+from paraplan.ir.model.graph import Arg, decode_number
+from paraplan.ir.model.seeds import segment_seed
+from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import Block, InstrKind, Step, StepKind
-from paraplan.ir.seeds import segment_seed
-from paraplan.ir.strides import contiguous_strides
-from paraplan.ir.trace import kernels
+from paraplan.kernels import reference_kernels
+from paraplan.lowering import lower
 
 Dims = tuple[int, ...]
 Pieces = dict[Dims, Tensor]
@@ -123,7 +123,7 @@ def placed(x: Tensor, strides: Dims) -> Tensor:
 
 
 def function(target: str):  # type: ignore[no-untyped-def]
-    """What an instruction computes, written independently of `runtime.ops`."""
+    """What an instruction computes, written independently of `runtime.executing.instructions`."""
     space, name = target.split(".")[:2]
     if space == "aten":
         return getattr(getattr(torch.ops.aten, name), target.split(".")[2])
@@ -139,7 +139,7 @@ def function(target: str):  # type: ignore[no-untyped-def]
         "write": lambda dst, src: dst.copy_(src),
         "put_": _into,
         "grow_": lambda total, addend: total.copy_(total + addend),
-        "linear_grad_weight_": lambda total, *given: total.copy_(total + kernels.linear_grad_weight(*given)),
+        "linear_grad_weight_": lambda total, *given: total.copy_(total + reference_kernels.linear_grad_weight(*given)),
         "pack": lambda xs, n, dims: torch.cat(
             [
                 x.chunk(n, dim)[r].flatten() if n > 1 else x.flatten()
@@ -150,7 +150,7 @@ def function(target: str):  # type: ignore[no-untyped-def]
         "unpack": _views,
         "unpack_stacked": _joined,
     }
-    return own.get(name) or getattr(kernels, name)
+    return own.get(name) or getattr(reference_kernels, name)
 
 
 def _block(x: Tensor, dim: int, length: int, start: int) -> Tensor:

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.lower import bundle, lower
-from paraplan.ir.mesh import P, R, S
+from paraplan.ir.execution.rank_program import Block, InstrKind, RankProgram, in_place
+from paraplan.ir.machine.mesh import P, R, S
+from paraplan.ir.machine.reshard import reshard_path
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import Block, InstrKind, RankProgram, in_place
-from paraplan.ir.reshard import reshard_path
+from paraplan.lowering import lower
+from paraplan.lowering.blocks import bundle
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from paraplan.runtime import ops
+from paraplan.runtime.executing import instructions
 
 from .lockstep import run_plan
 
@@ -168,18 +169,18 @@ def test_loss_and_denominator_are_summed_beside_the_work(tiny_gpt2) -> None:  # 
 def test_packing(dims: tuple[int, ...]) -> None:
     """Scattering what is packed gives every rank its chunks; gathering gives them back."""
     tensors = [torch.randn(4), torch.randn(6, 4), torch.randn(2, 3, 8).transpose(0, 2).contiguous().transpose(0, 2)]
-    buffer = ops.pack(tensors, 2, dims)
+    buffer = instructions.pack(tensors, 2, dims)
     shards = [x.chunk(2, dim) for x, dim in zip(tensors, dims, strict=True)]
     shapes = [tuple(parts[0].shape) for parts in shards]
     for rank, half in enumerate(buffer.chunk(2)):
-        pieces = ops.unpack(half, shapes)
+        pieces = instructions.unpack(half, shapes)
         assert all(torch.equal(a, parts[rank]) for a, parts in zip(pieces, shards, strict=True))
         assert {piece.untyped_storage().data_ptr() for piece in pieces} == {buffer.untyped_storage().data_ptr()}
-    joined = ops.unpack_stacked(buffer, 2, shapes, dims)
+    joined = instructions.unpack_stacked(buffer, 2, shapes, dims)
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(joined, tensors, strict=True))
     assert len({x.untyped_storage().data_ptr() for x in (buffer, *joined)}) == 4
     scalars = [torch.tensor(2.0), torch.randn(3, 2).t()]
-    alone = ops.unpack(ops.pack(scalars, 1, (0, 0)), [(), (2, 3)])
+    alone = instructions.unpack(instructions.pack(scalars, 1, (0, 0)), [(), (2, 3)])
     assert all(torch.equal(a, b) for a, b in zip(alone, scalars, strict=True))
 
 

@@ -6,18 +6,18 @@ import msgspec
 import pytest
 
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.graph import Phase
-from paraplan.ir.lower import lower
-from paraplan.ir.lower.chunks import Chunks, chunks_of, letters_of
-from paraplan.ir.lower.remat import RECOMPUTE, recomputable
-from paraplan.ir.lower.stage import PlanBlocks
-from paraplan.ir.mesh import P, S
+from paraplan.ir.machine.mesh import P, S
+from paraplan.ir.model.graph import Phase
 from paraplan.ir.plan import Plan, Split
 from paraplan.ir.struct import from_json, to_json
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable
+from paraplan.lowering.rewrites.chunks import Chunks, chunks_of, letters_of
+from paraplan.lowering.stage_blocks import PlanBlocks
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 

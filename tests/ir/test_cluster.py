@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.ir.cluster import ClusterSpec, Link, check_cluster
-from paraplan.ir.cluster_file import cluster_yaml, read_cluster
 from paraplan.ir.errors import ClusterError
+from paraplan.ir.machine.cluster import ClusterSpec, Link, check_cluster
+from paraplan.ir.machine.cluster_file import cluster_yaml, read_cluster
 from paraplan.ir.struct import to_json
 
 

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 import torch
 
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.graph import refs
-from paraplan.ir.lower import lower
-from paraplan.ir.names import LOSS, Name, Role
+from paraplan.capture import run_program
+from paraplan.ir.execution.names import LOSS, Name, Role
+from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.graph import refs
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
-from paraplan.ir.trace import run_program
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from paraplan.ir.lower import lower, stage
-from paraplan.ir.memo import Lately, Same
+from paraplan.ir.process.memo import Lately, Same
+from paraplan.lowering import lower, stage_blocks
 from paraplan.planner.sampling import random_plan
 
 
@@ -35,6 +35,6 @@ def test_blocks_are_shared_and_as_if_made_alone(tiny_gpt2, monkeypatch: pytest.M
     forward = [name for name in first.blocks if name.endswith((".F", ".B"))]
     assert forward and all(second.blocks[name] is first.blocks[name] for name in forward)
     for memo in ("_FORWARDS", "_BACKWARDS"):
-        monkeypatch.setattr(stage, memo, Lately(0, lambda made: 1))
+        monkeypatch.setattr(stage_blocks, memo, Lately(0, lambda made: 1))
     alone = lower(other)[0]
     assert alone == second and all(alone.blocks[name] is not first.blocks[name] for name in forward)

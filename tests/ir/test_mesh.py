@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.mesh import (
+from paraplan.ir.machine.mesh import (
     Layout,
     P,
     Partial,

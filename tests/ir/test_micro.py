@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paraplan.capture import capture
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.mesh import P, R, S
-from paraplan.ir.micro import dual, program_micro
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
+from paraplan.ir.machine.mesh import P, R, S
+from paraplan.ir.model.program import Program
+from paraplan.rules.time_axis import dual, program_micro
 
 from .toy import toy_program
 

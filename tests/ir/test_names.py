@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from paraplan.ir import names
-from paraplan.ir.names import LOSS, LOSS_SCALE, Name, Role
-from paraplan.ir.program import Source, source_of
+from paraplan.ir.execution import names
+from paraplan.ir.execution.names import LOSS, LOSS_SCALE, Name, Role
+from paraplan.ir.model.program import Source, source_of
 
 TEXTS = {
     "param:w": names.param("w"),

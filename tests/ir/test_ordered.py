@@ -18,25 +18,25 @@ from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional as F
 
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import plan_costs, simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower import lower
-from paraplan.ir.memory_actions import Act, Actions, format_actions, free, parse_actions, run
+from paraplan.ir.execution.memory_actions import Act, Actions, format_actions, free, parse_actions, run
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.struct import from_json, to_json
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.flatten import Flattened, flatten
-from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.memory.whole import memory_tiers
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
+from paraplan.planner.memory.single_device import memory_tiers
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.graph import Phase
-from paraplan.ir.lower import lower
-from paraplan.ir.lower.remat import RECOMPUTE, read_by_backward, recomputable, remat_of
+from paraplan.ir.execution.rank_program import Block, InstrKind
+from paraplan.ir.model.graph import Phase
 from paraplan.ir.plan import Plan
-from paraplan.ir.rank_program import Block, InstrKind
+from paraplan.lowering import lower
+from paraplan.lowering.blocks.remat import RECOMPUTE, read_by_backward, recomputable, remat_of
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 

@@ -10,8 +10,8 @@ import random
 import pytest
 import torch
 
-from paraplan.ir.lower.emit import BlockEmitter
-from paraplan.ir.mesh import (
+from paraplan.ir.execution.rank_program import BlockRole
+from paraplan.ir.machine.mesh import (
     Layout,
     P,
     Partial,
@@ -24,9 +24,9 @@ from paraplan.ir.mesh import (
     local_shape,
     padded_dims,
 )
-from paraplan.ir.rank_program import BlockRole
-from paraplan.ir.reshard import NoPath, reshard_path
-from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.machine.reshard import NoPath, reshard_path
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.lowering.blocks.emit import BlockEmitter
 
 from .lockstep import assert_close, everywhere, gather, local_strides, placed, run_block, scatter
 

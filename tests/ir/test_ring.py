@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from paraplan.cost_models.costs import COMPUTE, Costs
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.graph import Graph, Op
-from paraplan.ir.lower.emit import BlockEmitter
-from paraplan.ir.lower.kind import extend
-from paraplan.ir.mesh import R, layout_text, make_mesh
-from paraplan.ir.offsets import offset_value, parse_offset
-from paraplan.ir.rank_program import Block, BlockRole, InstrKind
-from paraplan.ir.rules.strategies import AxisChoice, Strategy, op_strategies
-from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.execution.offsets import offset_value, parse_offset
+from paraplan.ir.execution.rank_program import Block, BlockRole, InstrKind
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import R, layout_text, make_mesh
+from paraplan.ir.model.graph import Graph, Op
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.lowering.blocks.emit import BlockEmitter
+from paraplan.lowering.blocks.forward import extend
 from paraplan.planner.sharding.prices import Prices
+from paraplan.rules.strategies import AxisChoice, Strategy, op_strategies
 
 SHAPE, STATS = (2, 4, 12, 8), (2, 4, 12)
 

@@ -7,14 +7,14 @@ import itertools
 import pytest
 
 from paraplan.cost_models.costs import COMPUTE, Costs
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.graph import Graph, Op
-from paraplan.ir.mesh import make_mesh
-from paraplan.ir.rank_program import InstrKind
-from paraplan.ir.rules.route import expected_rows
-from paraplan.ir.rules.strategies import op_strategies
-from paraplan.ir.tensor import TensorSpec
+from paraplan.ir.execution.rank_program import InstrKind
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.ir.model.graph import Graph, Op
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.planner.sharding.prices import Prices
+from paraplan.rules.expansions.route import expected_rows
+from paraplan.rules.strategies import op_strategies
 
 from .test_ring import lowered, strategy
 

@@ -6,8 +6,16 @@ import msgspec
 import pytest
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.schedule import PER_STEP, Action, ActionKind, Schedule, accumulate, parse_action, split_classes
-from paraplan.ir.verify_schedule import verify_schedule
+from paraplan.ir.execution.schedule import (
+    PER_STEP,
+    Action,
+    ActionKind,
+    Schedule,
+    accumulate,
+    parse_action,
+    split_classes,
+)
+from paraplan.lowering.verification.verify_schedule import verify_schedule
 
 
 def schedule(*ranks: str) -> Schedule:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paraplan.ir.cluster import ClusterSpec, Device, Link, NodeGroup
+from paraplan.ir.machine.cluster import ClusterSpec, Device, Link, NodeGroup
 from paraplan.ir.plan import Plan
 from paraplan.ir.schema import field_docs, json_schema, unit_of
 from paraplan.ir.struct import Value

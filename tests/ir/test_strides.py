@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from paraplan.ir.strides import (
+from paraplan.ir.model.strides import (
     channels_last_strides,
     contiguous_strides,
     elementwise_strides,

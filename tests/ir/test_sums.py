@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.lower import lower
-from paraplan.ir.names import Role
+from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.rank_program import SUM, SUMMED, RankProgram, StepKind
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.rank_program import SUM, SUMMED, RankProgram, StepKind
-from paraplan.ir.trace import capture
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from paraplan.runtime.pieces import linear_grad_weight_
+from paraplan.runtime.executing.products_into import linear_grad_weight_
 
 
 class Model(nn.Module):

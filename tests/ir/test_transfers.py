@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from paraplan.ir.lower.transfers import Message, crossing_layouts, ends_of
-from paraplan.ir.mesh import Layout, Mesh, P, R, S, local_shape, make_mesh
-from paraplan.ir.tensor import TensorSpec
-from paraplan.runtime.params import cut
+from paraplan.ir.machine.mesh import Layout, Mesh, P, R, S, local_shape, make_mesh
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.lowering.transfers.mesh_transfers import Message, crossing_layouts, ends_of
+from paraplan.runtime.state.params import cut
 
 SPEC = TensorSpec("float64", (8, 12, 4))
 MESHES = (

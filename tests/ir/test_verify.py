@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.execution.schedule import accumulate
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.schedule import accumulate
 from paraplan.ir.struct import from_json, to_json
-from paraplan.ir.verify import verify_plan
-from paraplan.ir.verify_program import verify_graph, verify_program
+from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.lowering.verification.verify_program import verify_graph, verify_program
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paraplan.codegen.emit import emit_block
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.capture import capture
+from paraplan.codegen.block_graph import emit_block
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.lower import implement, lower
-from paraplan.ir.lower.finish import with_frees
-from paraplan.ir.lower.whole_norms import WHOLE, WHOLE_GRAD, join_norms
+from paraplan.ir.execution.rank_program import Block, Instr, LocalValue, RankProgram
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.rank_program import Block, Instr, LocalValue, RankProgram
-from paraplan.ir.trace import capture
+from paraplan.lowering import implement, lower
+from paraplan.lowering.blocks.finish import with_frees
+from paraplan.lowering.rewrites.whole_norms import WHOLE, WHOLE_GRAD, join_norms
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search

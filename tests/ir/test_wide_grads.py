@@ -9,21 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paraplan.codegen.emit import emit_block
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.capture import capture
+from paraplan.codegen.block_graph import emit_block
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.lower import implement, lower, wide_grads
-from paraplan.ir.lower.wide_grads import widen_grads
+from paraplan.ir.execution.rank_program import CAST_MANY, SUMMED, Block, RankProgram
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.rank_program import CAST_MANY, SUMMED, Block, RankProgram
-from paraplan.ir.trace import capture
-from paraplan.jobs.dry_run import dry_run
-from paraplan.jobs.local_ops import whole_plan
+from paraplan.jobs.checking.dry_run import dry_run
+from paraplan.jobs.measuring.local_ops import whole_plan
+from paraplan.lowering import implement, lower
+from paraplan.lowering.rewrites import wide_grads
+from paraplan.lowering.rewrites.wide_grads import widen_grads
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from paraplan.runtime.ops import cast_many
+from paraplan.runtime.executing.instructions import cast_many
 
 CAST = "aten._to_copy.default"
 

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paraplan.codegen.emit import emit_block
+from paraplan.capture import capture
+from paraplan.codegen.block_graph import emit_block
 from paraplan.codegen.verify import verify, verify_program
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir import names
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.lower import implement, lower
-from paraplan.ir.lower.writes import write_together
-from paraplan.ir.names import Role
+from paraplan.ir.execution import names
+from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.rank_program import WRITE_MANY, RankProgram, Step, StepKind
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.rank_program import WRITE_MANY, RankProgram, Step, StepKind
-from paraplan.ir.trace import capture
-from paraplan.jobs.dry_run import dry_run
+from paraplan.jobs.checking.dry_run import dry_run
+from paraplan.lowering import implement, lower
+from paraplan.lowering.rewrites.fused_writes import write_together
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paraplan.ir.graph import Graph, Op, Phase
-from paraplan.ir.mesh import make_mesh
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.ir.model.graph import Graph, Op, Phase
+from paraplan.ir.model.program import BatchInput, LossTerm, ParamSpec, Program, Segment, SegmentKind
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import ParamLayouts
-from paraplan.ir.program import BatchInput, LossTerm, ParamSpec, Program, Segment, SegmentKind
-from paraplan.ir.tensor import TensorSpec
 from paraplan.planner.assemble import Decisions, Job, assemble
 
 

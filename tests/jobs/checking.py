@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.graph import Op
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.graph import Op
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import Errors, SingleDevice
+from paraplan.jobs.checking.check import Errors, SingleDevice
 from paraplan.jobs.models import Made
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 torch.set_num_threads(1)
 Tensors = dict[str, Tensor]

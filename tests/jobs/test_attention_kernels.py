@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import with_used_profile
-from paraplan.ir.kernel_choice import Call, Kernel, fitting
-from paraplan.ir.lower import lower
+from paraplan.ir.execution.rank_program import LocalValue
+from paraplan.ir.machine.kernel_choice import Call, Kernel, fitting
 from paraplan.ir.plan import OPTIMIZERS, Plan
 from paraplan.ir.profile import OpTime, Profile
-from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
-from paraplan.ir.trace import attention_kernels, capture, kernels
-from paraplan.ir.trace.torch_private import fake_mode
-from paraplan.jobs.local_ops import LocalOp, block_ops, whole_plan
-from paraplan.jobs.without_device import dispatched_methods
-from paraplan.runtime import gpu
-from paraplan.runtime.gpu import cudnn, efficient
-from paraplan.runtime.launches import LaunchCounter
-from paraplan.runtime.tracker import Ledger, Tracker
+from paraplan.jobs.checking.without_device import dispatched_methods
+from paraplan.jobs.measuring.local_ops import LocalOp, block_ops, whole_plan
+from paraplan.kernels import attention_kernels, gpu, reference_kernels
+from paraplan.kernels.gpu.attention import cudnn, efficient
+from paraplan.kernels.torch_private import fake_mode
+from paraplan.lowering import lower
+from paraplan.rules.device_kernels import cuda  # noqa: F401  (records its kernels)
+from paraplan.runtime.executing.launch_counts import LaunchCounter
+from paraplan.runtime.executing.tracker import Ledger, Tracker
 
 B, H, D = 2, 4, 16
 LAYOUTS = ("heads last", "heads first", "parts of one")
@@ -170,7 +170,7 @@ class _Torchs:
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert mask is None and logs and p == 0.0 and not debug
         whole = (*q.shape[:3], k.shape[2])
-        out, lse = kernels.attention(q, k, v, None, None, 0.0, 0, causal, scale, whole, (0, 0, 0, 0))
+        out, lse = reference_kernels.attention(q, k, v, None, None, 0.0, 0, causal, scale, whole, (0, 0, 0, 0))
         return torch.empty_like(q).copy_(out), lse.unsqueeze(-1) if self.stats_dims == 4 else lse
 
     def _scaled_dot_product_cudnn_attention_backward(
@@ -183,7 +183,7 @@ class _Torchs:
             and (s, t) == (q.shape[2], k.shape[2])
         )
         rest = 0.0, 0, causal, scale, (*q.shape[:3], t), (0, 0, 0, 0), False
-        found = kernels.attention_grad(g, q, k, v, None, None, out, lse.view(q.shape[:3]), *rest)[:3]
+        found = reference_kernels.attention_grad(g, q, k, v, None, None, out, lse.view(q.shape[:3]), *rest)[:3]
         return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), found, strict=True))
 
 
@@ -193,7 +193,7 @@ def _assert_reference(module: Any, target: str, args: tuple[Any, ...]) -> None:
         forward = module.attention(*args[1:6], *args[8:14])
         args = (*args[:6], *forward, *args[8:])
         args[0].normal_()
-    reference = getattr(kernels, name)
+    reference = getattr(reference_kernels, name)
     for mine, other in zip(getattr(module, name)(*args), reference(*args), strict=True):
         assert (mine is None) == (other is None)
         if mine is not None:
@@ -233,8 +233,8 @@ def test_blocks_of_a_causal_ring(monkeypatch: pytest.MonkeyPatch, module: Any, d
         for key in (0, 4, 8):
             given = (q.narrow(2, first, 4), k.narrow(2, key, 4), v.narrow(2, key, 4))
             block = module.attention(*given, None, None, 0.0, 0, True, 0.3, whole, (0, 0, first, key))
-            joined = block if joined is None else kernels.attention_merge(*joined, *block, q.dtype)
-        wanted = kernels.attention(q, k, v, None, None, 0.0, 0, True, 0.3, whole, (0, 0, 0, 0))
+            joined = block if joined is None else reference_kernels.attention_merge(*joined, *block, q.dtype)
+        wanted = reference_kernels.attention(q, k, v, None, None, 0.0, 0, True, 0.3, whole, (0, 0, 0, 0))
         for mine, other in zip(joined or (), wanted, strict=True):
             torch.testing.assert_close(mine, other.narrow(2, first, 4), rtol=1e-5, atol=1e-6)
 

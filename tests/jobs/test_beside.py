@@ -15,14 +15,14 @@ import pytest
 from benchmarks.sleeping import step_by_threads
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.predict import predict, simulate_plan
-from paraplan.cost_models.profile_file import ProfileWriter, choose_profile, read_profiles
-from paraplan.ir.cluster import ClusterSpec, check_cluster
+from paraplan.cost_models.profiles.profile_file import ProfileWriter, choose_profile, read_profiles
 from paraplan.ir.errors import ClusterError, ProfileError, RuntimeFailure
-from paraplan.ir.mesh import Mesh
+from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
+from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.profile import CollectiveTime, Measured, OpTime, Profile
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.beside import companions, crowding
-from paraplan.jobs.profile import Book, this_machine
+from paraplan.jobs.measuring.contention import companions, crowding
+from paraplan.jobs.measuring.profile_ops import Book, this_machine
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import Captured, Errors, SingleDevice, max_error
+from paraplan.jobs.checking.check import Captured, Errors, SingleDevice, max_error
 from paraplan.jobs.models import Made
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 STEPS, LIMIT = 3, 1e-9
 Spoil = Callable[[dict[str, Tensor]], None]

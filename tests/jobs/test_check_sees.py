@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paraplan.ir.graph import Op, Phase
-from paraplan.ir.program import Program
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.ir.model.graph import Op, Phase
+from paraplan.ir.model.program import Program
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.jobs.checking import Net, Run, captured, check, planned, with_ops
 
 Edit = Callable[[Program], Program]

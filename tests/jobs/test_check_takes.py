@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import paraplan
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.jobs.check import max_error
-from paraplan.jobs.differences import differences
+from paraplan.jobs.checking.check import max_error
+from paraplan.jobs.checking.differences import differences
 from tests.jobs.checking import Run, batch, captured, check, planned
 
 

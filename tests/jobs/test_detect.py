@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from paraplan.cost_models.devices import CATALOG
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.machine.device_catalog import CATALOG
 from paraplan.ir.errors import ClusterError, ConstraintError
-from paraplan.jobs import detect as module
-from paraplan.jobs.detect import Gpu, catalog_name, cpu_cluster, detect, gpu_cluster, visible
-from paraplan.jobs.measure import copy_bytes_per_s, launch_s, matmul_flops_per_s
-from paraplan.jobs.topology import Launch
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.jobs.measuring import detect as module
+from paraplan.jobs.measuring.detect import Gpu, catalog_name, cpu_cluster, detect, gpu_cluster, visible
+from paraplan.jobs.measuring.measure import copy_bytes_per_s, launch_s, matmul_flops_per_s
+from paraplan.jobs.measuring.topology import Launch
 
 from . import topologies
 

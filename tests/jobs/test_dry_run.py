@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 from benchmarks.attentions import ATTENTIONS, Stack
 from benchmarks.zoo import build
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.lower import lower
-from paraplan.ir.lower.evaluate import lower_evaluation
-from paraplan.ir.lower.implement import call_of
+from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram
+from paraplan.ir.model.program import Program
+from paraplan.ir.model.strides import is_contiguous
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import Block, Instr, InstrKind, RankProgram
-from paraplan.ir.rules.float8 import filled
-from paraplan.ir.rules.launches import launch_count
-from paraplan.ir.strides import is_contiguous
-from paraplan.ir.trace import capture
-from paraplan.jobs.dry_run import InstrRun, dry_run
-from paraplan.jobs.local_ops import whole_plan
+from paraplan.jobs.checking.dry_run import InstrRun, dry_run
+from paraplan.jobs.measuring.local_ops import whole_plan
+from paraplan.lowering import lower
+from paraplan.lowering.evaluation import lower_evaluation
+from paraplan.lowering.implement import call_of
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
+from paraplan.rules.device_kernels.kernel_counts import launch_count
+from paraplan.rules.layers.float8 import filled
 
 pytest.importorskip("triton")
 ADAMW = OPTIMIZERS["adamw"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace import capture
 from paraplan.jobs.models import hf_batch, hf_model, model_ref
 
 SMALL = {

@@ -11,15 +11,15 @@ import pytest
 import paraplan as pp
 from examples.models.mlp import factory
 from paraplan.cost_models.costs import lowered_op
-from paraplan.cost_models.learn import learn, merged
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.profile_file import ProfileWriter, read_profiles
+from paraplan.cost_models.profiles.learn import learn, merged
+from paraplan.cost_models.profiles.profile_file import ProfileWriter, read_profiles
 from paraplan.ir.errors import ConstraintError, ProfileError
 from paraplan.ir.profile import Measured, OpTime, Profile, RunTimes
-from paraplan.jobs.options import RunOptions
-from paraplan.jobs.profile import this_machine
+from paraplan.jobs.measuring.profile_ops import this_machine
 from paraplan.jobs.record import check_recordable, learn_into, read_run
 from paraplan.jobs.run import run
+from paraplan.jobs.run_options import RunOptions
 
 
 def small(**options: object) -> pp.Plan:

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.zoo import build
-from paraplan.cost_models.collectives import AxisLink, collective_time_s
-from paraplan.cost_models.link_fit import fit_link
-from paraplan.cost_models.profile_file import read_profiles
+from paraplan.capture import capture
+from paraplan.cost_models.communication.collectives import AxisLink, collective_time_s
+from paraplan.cost_models.machine.link_fit import fit_link
+from paraplan.cost_models.profiles.profile_file import read_profiles
 from paraplan.ir.errors import ConstraintError, CostModelError
+from paraplan.ir.model.program import Program
 from paraplan.ir.profile import CollectiveTime, Measured, OpTime
-from paraplan.ir.program import Program
 from paraplan.ir.struct import to_json
-from paraplan.ir.trace import capture
-from paraplan.jobs import links, measure_ops, profile
-from paraplan.jobs.link_rank import LARGE_BYTES, LinkTimes, group_sizes, sizes
-from paraplan.jobs.links import link_times
-from paraplan.jobs.local_ops import LocalOp
-from paraplan.jobs.measure_ops import measure_op, measure_update
-from paraplan.jobs.profile import profile_program, this_machine
+from paraplan.jobs.measuring import measure_links, measure_ops, profile_ops
+from paraplan.jobs.measuring.link_rank import LARGE_BYTES, LinkTimes, group_sizes, sizes
+from paraplan.jobs.measuring.local_ops import LocalOp
+from paraplan.jobs.measuring.measure_links import link_times
+from paraplan.jobs.measuring.measure_ops import measure_op, measure_update
+from paraplan.jobs.measuring.profile_ops import profile_program, this_machine
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_a_model_is_measured_once_and_a_cut_run_goes_on(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "p.db"
-    really, calls = profile.measure_op, []
+    really, calls = profile_ops.measure_op, []
 
     def cut(op: LocalOp, device: str) -> OpTime:
         calls.append(op.full_key)
@@ -48,7 +48,7 @@ def test_a_model_is_measured_once_and_a_cut_run_goes_on(
             raise KeyboardInterrupt
         return really(op, device)
 
-    monkeypatch.setattr(profile, "measure_op", cut)
+    monkeypatch.setattr(profile_ops, "measure_op", cut)
     with pytest.raises(KeyboardInterrupt):
         profile_program(program, path, ways=2)
     first = calls[:39]
@@ -76,8 +76,8 @@ def test_each_kernel_of_a_device_is_measured(program: Program, tmp_path: Path, m
         given = (op.inputs, op.outputs, op.detail)
         return OpTime(target=op.target, flag=op.flag, inputs=given[0], outputs=given[1], detail=given[2], seconds=1.0)
 
-    monkeypatch.setattr(profile, "_kind", lambda device: ("cuda", 9))
-    monkeypatch.setattr(profile, "measure_op", measure)
+    monkeypatch.setattr(profile_ops, "_kind", lambda device: ("cuda", 9))
+    monkeypatch.setattr(profile_ops, "measure_op", measure)
     small = build("gpt2", 0.0)
     plain = capture(small.model, small.batch)
     done = profile_program(plain, tmp_path / "p.db", ways=1)
@@ -153,9 +153,9 @@ def test_links_take_the_median_of_jobs_that_alternate(monkeypatch: pytest.Monkey
         Path(args[0]).write_bytes(to_json(LinkTimes(times=times, device_share=0.5 if took < 9 else 0.9)))
         return 0
 
-    monkeypatch.setattr(links, "spawn_local", job)
+    monkeypatch.setattr(measure_links, "spawn_local", job)
     small, large = link_times(2, 64, 128)
-    assert asked == ["64", "128"] * links.JOBS
+    assert asked == ["64", "128"] * measure_links.JOBS
     assert (small.times[0].seconds, small.times[0].called_s) == (pytest.approx(1.07), pytest.approx(1.07 / 4))
     assert small.times[0].spread == pytest.approx((9.0 - 1.01) / 1.07)
     assert (small.times[0].samples, small.device_share) == (25, 0.5)

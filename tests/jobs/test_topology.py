@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.jobs.topology import Launch, in_node_link, parse_pcie, parse_port_rate, parse_topology, read_launch
+from paraplan.jobs.measuring.topology import (
+    Launch,
+    in_node_link,
+    parse_pcie,
+    parse_port_rate,
+    parse_topology,
+    read_launch,
+)
 
 from . import topologies
 

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
-from paraplan.planner.certifying import FAULT, certified
+from paraplan.planner.certificate import FAULT, certified
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.meshes import candidate_meshes
-from paraplan.planner.realise import realise
+from paraplan.planner.evaluate_plan import realise
+from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.search import search
-from paraplan.planner.sharding.evaluate import work_of_choices
 from paraplan.planner.sharding.formulate import network_of
-from paraplan.planner.sharding.optimise import optimise
+from paraplan.planner.sharding.network.optimise import optimise
+from paraplan.planner.sharding.objective import work_of_choices
 from paraplan.planner.sharding.solve import Limits, decisions_of, problem_of, solve_mesh
 
 PINS = [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
-from paraplan.ir.placement import HERE, TierPlacement
+from paraplan.ir.machine.tier_placement import HERE, TierPlacement
 from paraplan.planner import search as search_module
-from paraplan.planner.classes import grad_classes, param_classes
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
-from paraplan.planner.meshes import candidate_meshes
+from paraplan.planner.decision_classes import grad_classes, param_classes
 from paraplan.planner.param_pins import parse_param_pin
+from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.search import search
 
 

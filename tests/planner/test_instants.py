@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.lower import lower
-from paraplan.ir.mesh import make_mesh
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.lowering import lower
 from paraplan.planner.assemble import assemble
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sharding.formulate import formulate, with_rows
 from paraplan.planner.sharding.instants import instant_row, peak_instant
-from paraplan.planner.sharding.optimise import optimise
+from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.solve import decisions_of, problem_of
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paraplan.capture import capture
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.microbatches import most_first
+from paraplan.planner.pipeline.microbatches import most_first
 from paraplan.planner.search import search
 from tests.runtime.pipelines import job_of
 

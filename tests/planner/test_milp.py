@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paraplan.planner.milp import Milp, MilpBuilder, Solution, SolverError, Status, backends, solve
-from paraplan.planner.milp_problem import dual_bound, normalised
+from paraplan.planner.solvers.milp import Milp, MilpBuilder, Solution, SolverError, Status, backends, solve
+from paraplan.planner.solvers.milp_problem import dual_bound, normalised
 
 LP_ONLY = ("mathopt-glop", "mathopt-pdlp")
 INTEGER_ONLY = ("mathopt-cpsat",)

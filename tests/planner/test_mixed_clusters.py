@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from paraplan.codegen import build_modules
-from paraplan.cost_models.catalog import parse_cluster
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.memory import entries
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec, NodeGroup, check_cluster
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import CostModelError, InfeasibleError, InvalidPlanError
-from paraplan.ir.mesh import make_mesh
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup, check_cluster
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.tensor import TensorSpec
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 LOCAL = ClusterSpec.local(2)
 

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paraplan.planner.milp import Status, solve
-from paraplan.planner.sharding import branch, messages
-from paraplan.planner.sharding import optimise as optimise_module
-from paraplan.planner.sharding.bound import step_bound
 from paraplan.planner.sharding.consistent import consistent
-from paraplan.planner.sharding.ilp import build_ilp
-from paraplan.planner.sharding.lagrangian import evaluate, scalarised
-from paraplan.planner.sharding.messages import Messages, groupings
-from paraplan.planner.sharding.network import Factor, Network, Row
-from paraplan.planner.sharding.optimise import least_activity, optimise
+from paraplan.planner.sharding.network import branch, message_passing
+from paraplan.planner.sharding.network import optimise as optimise_module
+from paraplan.planner.sharding.network.cost_network import Factor, Network, Row
+from paraplan.planner.sharding.network.ilp import build_ilp
+from paraplan.planner.sharding.network.lagrangian import evaluate, scalarised
+from paraplan.planner.sharding.network.message_passing import Messages, groupings
+from paraplan.planner.sharding.network.optimise import least_activity, optimise
 from paraplan.planner.sharding.solve import Limits
+from paraplan.planner.sharding.step_bound import step_bound
+from paraplan.planner.solvers.milp import Status, solve
 
 STREAMS = 2
 
@@ -165,9 +165,9 @@ def test_many_readers_are_looked_at_by_sets(monkeypatch: pytest.MonkeyPatch) -> 
             continue
         network = whole.restricted(kept)
         costs = scalarised(network, np.ones(STREAMS), np.zeros(0))
-        monkeypatch.setattr(messages, "MANY", 1)
+        monkeypatch.setattr(message_passing, "MANY", 1)
         by_sets = Messages(network, *costs)
-        monkeypatch.setattr(messages, "MANY", 9)
+        monkeypatch.setattr(message_passing, "MANY", 9)
         by_groups = Messages(network, *costs)
         for _ in range(3):
             by_sets.sweep()
@@ -182,7 +182,7 @@ def test_many_readers_are_looked_at_by_sets(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("part", [1, 2])
 def test_readers_in_parts_keep_the_optimum_and_its_bounds(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     for name, value in (("MANY", 99), ("MOST", 0), ("PART", part)):
-        monkeypatch.setattr(messages, name, value)
+        monkeypatch.setattr(message_passing, name, value)
     for seed in range(24):
         network = random_network(seed, seed % 2)
         agrees(network, min((float(work.sum()) for _, work in every_choice(network)), default=math.inf))
@@ -192,7 +192,7 @@ def test_readers_in_parts_keep_the_optimum_and_its_bounds(monkeypatch: pytest.Mo
 def test_many_readers_of_many_layouts_take_no_more_groupings_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen readers, which have ten thousand million groupings, of thirteen layouts."""
     asked: list[int] = []
-    monkeypatch.setattr(messages, "groupings", lambda count: (asked.append(count), groupings(count))[1])
+    monkeypatch.setattr(message_passing, "groupings", lambda count: (asked.append(count), groupings(count))[1])
     rng = np.random.default_rng(0)
     readers, layouts = 16, 13
     moved = rng.random((layouts, layouts, STREAMS))
@@ -201,7 +201,7 @@ def test_many_readers_of_many_layouts_take_no_more_groupings_than_few(monkeypatc
     network = Network(tuple(rng.random((layouts, STREAMS)) for _ in range(readers + 1)), (factor,))
     point = evaluate(network, np.ones(STREAMS), np.zeros(0), time.perf_counter() + 60)
     found = optimise(network)
-    assert asked and max(asked) <= messages.PART
+    assert asked and max(asked) <= message_passing.PART
     assert found.status is Status.OPTIMAL and point.bound <= found.objective * (1 + 1e-9)
     assert network.work(point.choices).sum() <= 1.2 * found.objective
 

@@ -7,21 +7,21 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.megatron_gpt import GPTSettings, MegatronGPT, gpt_batch, gpt_model
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.cost_models.memory import entries
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.lower import lower
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.overlap import in_pieces, piece_counts
+from paraplan.planner.passes.overlap_products import in_pieces, piece_counts
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 from tests.told import assert_told
 

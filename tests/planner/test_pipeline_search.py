@@ -11,24 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import predict, simulate_plan
 from paraplan.ir.errors import ConstraintError, SolverLimitError
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.pipeline import rescheduled
-from paraplan.planner.pipeline_memory import in_flight
-from paraplan.planner.recompute.stage import options_of
-from paraplan.planner.schedules.evaluate import evaluate
+from paraplan.planner.pipeline.pipeline import rescheduled
+from paraplan.planner.pipeline.searched_schedule import stage_costs
+from paraplan.planner.pipeline.stage_cuts import chain_memory, cut_chain, segment_seconds
+from paraplan.planner.pipeline.stage_memory import in_flight
+from paraplan.planner.recompute.stage_recompute import options_of
+from paraplan.planner.schedules.complete import complete, orders_of
+from paraplan.planner.schedules.event_simulation import evaluate
 from paraplan.planner.schedules.named import named_schedule
-from paraplan.planner.schedules.transfers import complete, orders_of
 from paraplan.planner.search import search
-from paraplan.planner.searched import stage_costs
-from paraplan.planner.stage_cuts import chain_memory, cut_chain, segment_seconds
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.runtime.pipelines import cut, job_of, pipeline_of, run
 from tests.runtime.test_pipelines import batch, one_stage, program, web
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.placement import PLACEMENTS, TierPlacement
+from paraplan.ir.machine.tier_placement import PLACEMENTS, TierPlacement
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.placements import KEYWORDS, OFFLOAD_STATES, PlacementChoice

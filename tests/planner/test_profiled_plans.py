@@ -10,20 +10,20 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.zoo import build
+from paraplan.capture import capture
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.measured import INTERPOLATED, MEASURED, MeasuredTimes
-from paraplan.cost_models.ops import op_cost, op_time_s, variant
+from paraplan.cost_models.ops.roofline import op_cost, op_time_s, variant
 from paraplan.cost_models.predict import plan_costs, simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.profiles.measured import INTERPOLATED, MEASURED, MeasuredTimes
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.lower import lower
-from paraplan.ir.mesh import make_mesh
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.profile import VIEW, CollectiveTime, Measured, OpTime, Profile, shape_key
-from paraplan.ir.program import Program
 from paraplan.ir.struct import from_json, to_json
-from paraplan.ir.trace import capture
-from paraplan.jobs.local_ops import LocalOp, block_ops, families, meshes, moves
+from paraplan.jobs.measuring.local_ops import LocalOp, block_ops, families, meshes, moves
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
@@ -114,7 +114,7 @@ def among_local_ops(program: Program, plans: int, hold_casts: bool = False) -> t
 
 
 def _is_kernel(block: object, instr: object) -> bool:
-    from paraplan.jobs import local_ops  # noqa: PLC0415 - the very test that block_ops uses
+    from paraplan.jobs.measuring import local_ops  # noqa: PLC0415 - the very test that block_ops uses
 
     return instr.kind.value == "op" and not local_ops._is_view(block, instr)  # type: ignore[attr-defined]
 

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 
 import paraplan as pp
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.cost_models.devices import CATALOG
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.cost_models.machine.device_catalog import CATALOG
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec, check_cluster
 from paraplan.ir.errors import ClusterError, ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
-from paraplan.ir.lower import lower
-from paraplan.ir.mesh import Mesh
+from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.machine.reserves import Reserve
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.reserves import Reserve
-from paraplan.ir.trace import capture
-from paraplan.planner import room as room_module
+from paraplan.lowering import lower
+from paraplan.planner import fits as room_module
 from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.room import needed_bytes, search_room
+from paraplan.planner.fits import needed_bytes, search_room
 from paraplan.planner.search import Found, search
 from paraplan.planner.sharding.solve import Limits
 from paraplan.report.explain import verdict

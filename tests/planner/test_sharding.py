@@ -13,26 +13,26 @@ import pytest
 
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
-from paraplan.ir.lower import lower
-from paraplan.ir.mesh import Mesh, P, R, Shard, make_mesh, parse_layout
+from paraplan.ir.machine.mesh import Mesh, P, R, Shard, make_mesh, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.struct import to_json
+from paraplan.lowering import lower
 from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
-from paraplan.planner.classes import grad_classes, param_classes
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.milp import Status, solve
+from paraplan.planner.decision_classes import grad_classes, param_classes
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.planner.sharding import solve as solve_module
-from paraplan.planner.sharding.bound import step_bound
-from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
 from paraplan.planner.sharding.formulate import network_of
-from paraplan.planner.sharding.ilp import build_ilp
-from paraplan.planner.sharding.optimise import optimise
+from paraplan.planner.sharding.network.ilp import build_ilp
+from paraplan.planner.sharding.network.optimise import optimise
+from paraplan.planner.sharding.objective import held_bytes, work_of_choices
 from paraplan.planner.sharding.pins import LINEAR, NORMS
 from paraplan.planner.sharding.solve import Limits, problem_of, solve_mesh
 from paraplan.planner.sharding.space import Decider, End, Space
+from paraplan.planner.sharding.step_bound import step_bound
+from paraplan.planner.solvers.milp import Status, solve
 
 NO_LIMIT = Limits(time_s=60.0, memory_bytes=float(1 << 40))
 LINE, GRID = make_mesh((2,), ("axis0",)), make_mesh((2, 2), ("axis0", "axis1"))

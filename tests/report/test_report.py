@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import paraplan as pp
-from paraplan.ir.mesh import make_mesh, parse_layout
-from paraplan.ir.names import Role
+from paraplan.ir.execution.names import Role
+from paraplan.ir.machine.mesh import make_mesh, parse_layout
 from paraplan.ir.plan import ParamLayouts
 from paraplan.report.html import html_page
 from paraplan.report.layouts import generic_name, layout_words, param_words

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paraplan.ir.collectives import COLLECTIVES
-from paraplan.runtime.collectives import Route
+from paraplan.ir.machine.collectives import COLLECTIVES
+from paraplan.runtime.transport.collectives import Route
 
 Dims = tuple[int, ...]
 Array = NDArray[np.float64]

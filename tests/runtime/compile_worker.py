@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.rank_program import InstrKind
-from paraplan.runtime.distributed import DistributedTransport
-from paraplan.runtime.launch import init_distributed, leave_job
+from paraplan.ir.execution.rank_program import InstrKind
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.distributed import DistributedTransport
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 from runtime import plans
 
 SEED = 0

@@ -15,12 +15,12 @@ from torch.distributed.distributed_c10d import _world
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from paraplan.ir.mesh import make_mesh, parse_layout
-from paraplan.jobs.link_rank import measure
-from paraplan.runtime.checkpoint import Checkpointing
-from paraplan.runtime.distributed import DistributedTransport
-from paraplan.runtime.launch import init_distributed, leave_job
-from paraplan.runtime.torch_private import TorchDispatchMode
+from paraplan.ir.machine.mesh import make_mesh, parse_layout
+from paraplan.jobs.measuring.link_rank import measure
+from paraplan.runtime.executing.torch_private import TorchDispatchMode
+from paraplan.runtime.state.checkpoint import Checkpointing
+from paraplan.runtime.transport.distributed import DistributedTransport
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 
 PAIRS = [(0, 2), (1, 3), (2, 0), (3, 1), (0, 3)]
 

@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paraplan.api import Plan
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.ir.lower.remat import recomputable
-from paraplan.ir.names import Role
-from paraplan.ir.verify import verify_plan
-from paraplan.runtime.launch import init_distributed, leave_job
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.ir.execution.names import Role
+from paraplan.lowering.blocks.remat import recomputable
+from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.runtime.in_process import InProcessTrainer
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 from runtime import plans
 
 

@@ -12,11 +12,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from paraplan.api import Plan
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
-from paraplan.jobs.check import max_error
-from paraplan.runtime.launch import init_distributed, leave_job
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.jobs.checking.check import max_error
+from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 from tests.runtime.test_pipelines import batch, web
 
 

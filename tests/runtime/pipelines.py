@@ -10,24 +10,24 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.ir.execution.schedule import spread
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
+from paraplan.ir.model.seeds import segment_seed
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.schedule import spread
-from paraplan.ir.seeds import segment_seed
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import max_error
+from paraplan.jobs.checking.check import max_error
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.pipeline import cut_stages, pipelined
+from paraplan.planner.pipeline.pipeline import cut_stages, pipelined
+from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.named import NAMED, named_orders
-from paraplan.planner.schedules.problem import holders_of
-from paraplan.planner.schedules.transfers import complete
-from paraplan.runtime.local import InProcessTrainer
-from paraplan.runtime.params import full_tensors
+from paraplan.planner.schedules.schedule_problem import holders_of
+from paraplan.runtime.in_process import InProcessTrainer
+from paraplan.runtime.state.params import full_tensors
 
 Bounds = Sequence[tuple[int, int]]
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.lower import lower
+from paraplan.ir.execution.rank_program import RankProgram
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import RankProgram
-from paraplan.ir.trace import capture
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 

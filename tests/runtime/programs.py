@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from paraplan.ir.graph import Arg
-from paraplan.ir.mesh import Mesh, make_mesh
-from paraplan.ir.names import Role
-from paraplan.ir.rank_program import (
+from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.rank_program import (
     Block,
     BlockRole,
     Instr,
@@ -16,8 +14,10 @@ from paraplan.ir.rank_program import (
     Step,
     StepKind,
 )
-from paraplan.ir.strides import contiguous_strides
-from paraplan.ir.tensor import DTYPE_BYTES
+from paraplan.ir.machine.mesh import Mesh, make_mesh
+from paraplan.ir.model.graph import Arg
+from paraplan.ir.model.strides import contiguous_strides
+from paraplan.ir.model.tensor import DTYPE_BYTES
 from tests.named import all_named, named, some_named
 
 Dims = tuple[int, ...]

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import paraplan as pp
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.runtime.launch import init_distributed, leave_job
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 
 
 class Net(nn.Module):

@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paraplan.api import Plan
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
-from paraplan.ir.verify import verify_plan
-from paraplan.runtime.launch import init_distributed, leave_job
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 from runtime import plans
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paraplan.runtime.ahead import Ahead
 from paraplan.runtime.batch import ShardedBatch, microbatches, shard_batch
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
+from paraplan.runtime.optimizers.prefetch import Ahead
 from paraplan.runtime.trainer import Trainer
 from tests.runtime import plans
 

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from examples.models import resnet
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from paraplan.codegen import build_modules
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.cost_models.collectives import TIMES_S
+from paraplan.cost_models.communication.collectives import TIMES_S
 from paraplan.cost_models.costs import Costs
-from paraplan.ir.collectives import COLLECTIVES
-from paraplan.ir.lower.emit import BlockEmitter
-from paraplan.ir.mesh import R, make_mesh
-from paraplan.ir.names import Role
-from paraplan.ir.rank_program import Block, BlockRole, InstrKind, OuterValue, Step, StepKind
-from paraplan.ir.tensor import TensorSpec
-from paraplan.runtime.collectives import IMPLEMENTATIONS
-from paraplan.runtime.stepping import make_executors, step_together
-from paraplan.runtime.transport import Handle, InProcessTransport
+from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.rank_program import Block, BlockRole, InstrKind, OuterValue, Step, StepKind
+from paraplan.ir.machine.collectives import COLLECTIVES
+from paraplan.ir.machine.mesh import R, make_mesh
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.lowering.blocks.emit import BlockEmitter
+from paraplan.runtime.executing.stepping import make_executors, step_together
+from paraplan.runtime.transport.collectives import IMPLEMENTATIONS
+from paraplan.runtime.transport.transport import Handle, InProcessTransport
 from tests.named import named
 
 from .collective_cases import Case, cases

@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 import paraplan as pp
 from paraplan.codegen import EmitContext, build_block
 from paraplan.ir.errors import CodegenError, ConstraintError
-from paraplan.ir.mesh import make_mesh
-from paraplan.ir.rank_program import Block, BlockRole, Instr
-from paraplan.runtime.compiled import CheckedBlock, _on_host, written_inputs
-from paraplan.runtime.distributed import DistributedTransport
-from paraplan.runtime.launch import spawn_local
-from paraplan.runtime.torch_private import find_backend
+from paraplan.ir.execution.rank_program import Block, BlockRole, Instr
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.runtime.executing.compiled import CheckedBlock, _on_host, written_inputs
+from paraplan.runtime.executing.torch_private import find_backend
+from paraplan.runtime.transport.distributed import DistributedTransport
+from paraplan.runtime.transport.launch import spawn_local
 
 from .programs import op, own
 

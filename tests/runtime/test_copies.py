@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
-from paraplan.cost_models.simulate import simulate_rank
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.cost_models.simulator.simulate import simulate_rank
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.ir.mesh import make_mesh
-from paraplan.ir.names import Role
-from paraplan.ir.rank_program import (
+from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.rank_program import (
     Block,
     BlockRole,
     Instr,
@@ -31,11 +30,12 @@ from paraplan.ir.rank_program import (
     Step,
     StepKind,
 )
-from paraplan.runtime.copies import Copier
-from paraplan.runtime.executor import Executor
-from paraplan.runtime.folders import TensorFolder, sweep
-from paraplan.runtime.stepping import step_together
-from paraplan.runtime.transport import InProcessTransport
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.runtime.executing.executor import Executor
+from paraplan.runtime.executing.stepping import step_together
+from paraplan.runtime.transport.folders import TensorFolder, sweep
+from paraplan.runtime.transport.tier_copies import Copier
+from paraplan.runtime.transport.transport import InProcessTransport
 from tests.cost_models.rank_programs import toy_costs
 from tests.named import all_named
 
@@ -187,7 +187,7 @@ def test_the_folder_goes_with_its_last_file_and_comes_with_the_next(tmp_path: Pa
 HOLDER = """
 import sys
 import tempfile
-from paraplan.runtime.folders import TensorFolder
+from paraplan.runtime.transport.folders import TensorFolder
 folder = TensorFolder(sys.argv[1], 3)
 folder.path().write_bytes(b"left")
 print("made", flush=True)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.runtime.launch import init_distributed, spawn_local
+from paraplan.runtime.transport.launch import init_distributed, spawn_local
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from benchmarks.zoo.language import transformer
 from benchmarks.zoo.small import Small
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import MemoryWalk, entries
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import MemoryWalk, entries
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
-from paraplan.ir.graph import Phase
-from paraplan.ir.lower import lower, lower_evaluation
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower, lower_evaluation
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 
 class Net(nn.Module):

@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paraplan as pp
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import ConstraintError, InvalidPlanError
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import Captured, max_error
+from paraplan.jobs.checking.check import Captured, max_error
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 VOCABULARY, WIDTH, BATCH, SEQUENCE = 48, 32, 8, 6
 

@@ -13,12 +13,12 @@ from benchmarks.zoo.adapters import adapted_gpt2
 from benchmarks.zoo.language import transformer
 from benchmarks.zoo.small import Small
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
-from paraplan.ir.graph import Phase
-from paraplan.ir.names import Role
-from paraplan.ir.program import trained_params
-from paraplan.ir.rank_program import StepKind
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.rank_program import StepKind
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.program import trained_params
+from paraplan.runtime.in_process import InProcessTrainer
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import paraplan
+from paraplan.capture import capture
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.trace import capture
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from tests.against_eager import eager_error, loss_by

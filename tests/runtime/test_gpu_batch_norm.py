@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paraplan.ir.trace import kernels
+from paraplan.kernels import reference_kernels
 
 pytest.importorskip("triton")
 
-from paraplan.runtime.gpu import batch_norm, split_lookup, whole_batch_norm
+from paraplan.kernels.gpu import batch_norm, whole_batch_norm
+from paraplan.kernels.gpu.rows import split_lookup
 from tests.runtime.compiling import compiled
 
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -50,11 +51,11 @@ def test_parts_of_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None
     ]  # fmt: skip
     for name, args in calls:
         made = getattr(batch_norm, name)(*args)
-        told = getattr(kernels, name)(*args)
+        told = getattr(reference_kernels, name)(*args)
         assert [x.dtype for x in ([made] if isinstance(made, Tensor) else made)] == [
             x.dtype for x in ([told] if isinstance(told, Tensor) else told)
         ]
-        _same(made, getattr(kernels, name)(*_wide(args)))
+        _same(made, getattr(reference_kernels, name)(*_wide(args)))
 
 
 def test_sums_over_shards_are_those_of_the_whole() -> None:
@@ -62,7 +63,7 @@ def test_sums_over_shards_are_those_of_the_whole() -> None:
     x, g = (torch.randn(8, 3, 20, 30, generator=generator, dtype=torch.float64) for _ in range(2))
     mean, rstd = x.mean((0, 2, 3)), x.var((0, 2, 3)).rsqrt()
     halves = [batch_norm.bn_grad_affine(*each, mean, rstd) for each in zip(g.chunk(2), x.chunk(2), strict=True)]
-    _same([a + b for a, b in zip(*halves, strict=True)], kernels.bn_grad_affine(g, x, mean, rstd))
+    _same([a + b for a, b in zip(*halves, strict=True)], reference_kernels.bn_grad_affine(g, x, mean, rstd))
     sums = sum(batch_norm.bn_squares(part, mean) for part in x.chunk(2))
     torch.testing.assert_close(sums, x.var((0, 2, 3), correction=0) * 4800)
 
@@ -83,17 +84,17 @@ def test_batch_norm_of_all_samples(shape: tuple[int, ...], dtype: torch.dtype) -
             (x, None, bias, old_mean, old_var, None, 0.3, 1e-5, True),
             (x, None, None, None, None, None, 0.0, 1e-5, False),
         ):  # fmt: skip
-            made, told = whole_batch_norm.bn_whole(*args), kernels.bn_whole(*args)
+            made, told = whole_batch_norm.bn_whole(*args), reference_kernels.bn_whole(*args)
             assert [x if x is None else x.dtype for x in made] == [x if x is None else x.dtype for x in told]
-            wanted = kernels.bn_whole(*_wide(args))
+            wanted = reference_kernels.bn_whole(*_wide(args))
             _same([x for x in made if x is not None], [x for x in wanted if x is not None])
         out, mean, rstd = made[:3]
         for rest in ((out, mean, rstd, w, dtype, True), (None, mean, rstd, None, wide, False)):
             given = (turned, x, *rest)
-            made, told = whole_batch_norm.bn_whole_grad(*given), kernels.bn_whole_grad(*given)
+            made, told = whole_batch_norm.bn_whole_grad(*given), reference_kernels.bn_whole_grad(*given)
             assert [x if x is None else x.dtype for x in made] == [x if x is None else x.dtype for x in told]
             wide_args = [x if isinstance(x, torch.dtype) else _wide((x,))[0] for x in given]
-            wanted = kernels.bn_whole_grad(*wide_args)
+            wanted = reference_kernels.bn_whole_grad(*wide_args)
             _same([x for x in made if x is not None], [x for x in wanted if x is not None])
 
 
@@ -104,11 +105,11 @@ def test_rows_of_a_split_table(dtype: torch.dtype, width: int) -> None:
     w, ids = torch.randn(10, width, generator=generator).to(dtype), torch.randint(0, 30, (4, 6), generator=generator)
     ids[0, :2], ids[1, 0] = 12, 19
     g = torch.randn(4, 6, width, generator=generator).to(dtype)
-    assert torch.equal(split_lookup.embedding(w, ids, 10, 30), kernels.embedding(w, ids, 10, 30))
+    assert torch.equal(split_lookup.embedding(w, ids, 10, 30), reference_kernels.embedding(w, ids, 10, 30))
     assert not split_lookup.embedding(w, torch.tensor([-1, 7, 31]), 10, 30).count_nonzero()
     for padding in (-1, 12):
         made = split_lookup.embedding_grad(g.transpose(0, 1), ids.t(), 10, padding, 10)
-        torch.testing.assert_close(made, kernels.embedding_grad(g.transpose(0, 1), ids.t(), 10, padding, 10))
+        torch.testing.assert_close(made, reference_kernels.embedding_grad(g.transpose(0, 1), ids.t(), 10, padding, 10))
         assert (padding == 12) == (not made[2].count_nonzero())
 
 
@@ -118,16 +119,16 @@ def test_rows_of_parts_of_many_tables() -> None:
     g = torch.randn(7, 3, 4, 6, generator=generator)
     for rest in ((0, 20), (10, 20)):
         made = split_lookup.embedding_tables(w, ids, *rest)
-        assert torch.equal(made, kernels.embedding_tables(w, ids, *rest))
+        assert torch.equal(made, reference_kernels.embedding_tables(w, ids, *rest))
         sums = split_lookup.embedding_tables_grad(g, ids, 10, rest[0])
-        torch.testing.assert_close(sums, kernels.embedding_tables_grad(g, ids, 10, rest[0]))
+        torch.testing.assert_close(sums, reference_kernels.embedding_tables_grad(g, ids, 10, rest[0]))
 
 
 _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paraplan.runtime.gpu import batch_norm, split_lookup, whole_batch_norm
+from paraplan.kernels.gpu import batch_norm, split_lookup, whole_batch_norm
 tensors = dict.fromkeys(("x", "g", "w", "bias", "running"), "*bf16") | {"ids": "*i64", "local": "*i64"}
 tensors |= dict.fromkeys(("mean", "rstd", "dw", "db", "parts", "first", "second", "squares", "total"), "*fp32")
 tensors |= dict.fromkeys(("y", "added", "dx", "masked", "old_mean", "old_var", "new_mean", "new_var"), "*bf16")

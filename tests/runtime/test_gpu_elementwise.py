@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.trace import kernels
+from paraplan.ir.execution.rank_program import LocalValue
+from paraplan.kernels import reference_kernels
 
 pytest.importorskip("triton")
 
-from paraplan.ir.kernel_choice import Call, chosen
-from paraplan.ir.rules import cuda  # noqa: F401  (records its kernels)
-from paraplan.runtime.gpu import elementwise
+from paraplan.ir.machine.kernel_choice import Call, chosen
+from paraplan.kernels.gpu import elementwise
+from paraplan.rules.device_kernels import cuda  # noqa: F401  (records its kernels)
 from tests.runtime.compiling import compiled
 
 CLOSE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -39,9 +39,9 @@ def test_rotary_embeddings(dtype: torch.dtype, transposed: bool) -> None:
         (drawn(9, 2), drawn(9, 2), drawn(1, 2)),
     ]
     for x, cos, sin in cases:
-        made, told = (each.rotary(x, cos, sin, transposed) for each in (elementwise, kernels))
+        made, told = (each.rotary(x, cos, sin, transposed) for each in (elementwise, reference_kernels))
         assert made.stride() == told.stride() and made.dtype == told.dtype
-        _same(made, kernels.rotary(x.double(), cos.double(), sin.double(), transposed))
+        _same(made, reference_kernels.rotary(x.double(), cos.double(), sin.double(), transposed))
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -56,7 +56,7 @@ def test_gated_activations(dtype: torch.dtype, activation: str) -> None:
         grad = g[0, 0, 0] if not gate.dim() else g if gate is halves[0] else g[:1, :1, :1].expand_as(gate)
         made = (elementwise.gated(gate, up, activation), *elementwise.gated_grad(grad, gate, up, activation))
         wide = [x.double() for x in (grad, gate, up)]
-        wanted = (kernels.gated(*wide[1:], activation), *kernels.gated_grad(*wide, activation))
+        wanted = (reference_kernels.gated(*wide[1:], activation), *reference_kernels.gated_grad(*wide, activation))
         for mine, other in zip(made, wanted, strict=True):
             assert mine.is_contiguous() and mine.dtype == dtype
             _same(mine, other)
@@ -85,7 +85,7 @@ _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paraplan.runtime.gpu import elementwise
+from paraplan.kernels.gpu import elementwise
 tensors = ("x", "cos", "sin", "out", "g", "gate", "up", "d_gate", "d_up")
 four = ("i64",) * 4
 types = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(("xs", "cs", "ss", "os"), four) | {"sizes": ("i32",) * 3}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paraplan.ir.trace import expert_kernels
+from paraplan.kernels import expert_kernels
 
 pytest.importorskip("triton")
 
-from paraplan.runtime.gpu import experts, grouped
+from paraplan.kernels.gpu.rows import experts, grouped_products
 from tests.runtime.compiling import compiled
 
 TOKENS, CHOICES, TOTAL = 40, 2, 8
@@ -93,16 +93,16 @@ def test_grouped_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     stack = torch.randn(4, 40, 72, generator=generator).to(dtype)
     for torchs in (dtype == torch.bfloat16, True):  # the interpreter multiplies the bits of bfloat16 as integers
         if torchs:
-            assert grouped._is_torchs(a, stack) == (dtype == torch.bfloat16)
+            assert grouped_products._is_torchs(a, stack) == (dtype == torch.bfloat16)
         else:
-            monkeypatch.setattr(grouped, "_is_torchs", lambda a, b: False)
+            monkeypatch.setattr(grouped_products, "_is_torchs", lambda a, b: False)
         for turned in (stack, stack.transpose(1, 2).contiguous().transpose(1, 2)):
-            made, start = grouped.product(a, turned, ENDS), 0
+            made, start = grouped_products.product(a, turned, ENDS), 0
             for index, end in enumerate(ENDS.tolist()):
                 if end > start:
                     _same(made[start:end], a[start:end].double() @ stack[index].double())
                 start = end
-        sums, start = grouped.outer(a, b, ENDS), 0
+        sums, start = grouped_products.outer(a, b, ENDS), 0
         for index, end in enumerate(ENDS.tolist()):
             wanted = a[start:end].double().t() @ b[start:end].double()
             _same(sums[index], wanted)
@@ -113,17 +113,19 @@ def test_grouped_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_torchs_product_does_not_take_is_ours() -> None:
     half = torch.zeros(16, 24, dtype=torch.bfloat16)
-    assert grouped._is_torchs(half, torch.zeros(2, 24, 8, dtype=torch.bfloat16))
-    assert not grouped._is_torchs(half, torch.zeros(2, 24, 12, dtype=torch.bfloat16))
-    assert not grouped._is_torchs(half.flatten()[4:-20].view(15, 24), torch.zeros(2, 24, 8, dtype=torch.bfloat16))
-    assert not grouped._is_torchs(half.float(), torch.zeros(2, 24, 8))
+    assert grouped_products._is_torchs(half, torch.zeros(2, 24, 8, dtype=torch.bfloat16))
+    assert not grouped_products._is_torchs(half, torch.zeros(2, 24, 12, dtype=torch.bfloat16))
+    assert not grouped_products._is_torchs(
+        half.flatten()[4:-20].view(15, 24), torch.zeros(2, 24, 8, dtype=torch.bfloat16)
+    )
+    assert not grouped_products._is_torchs(half.float(), torch.zeros(2, 24, 8))
 
 
 _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paraplan.runtime.gpu import experts, grouped
+from paraplan.kernels.gpu import experts, grouped
 tensors = dict.fromkeys(("x", "g", "xs", "gs", "u", "d", "y", "a", "b", "out", "total", "part"), "*bf16")
 tensors |= dict.fromkeys(("weights", "gw"), "*fp32") | dict.fromkeys(("ends", "inverse"), "*i32")
 tensors |= dict.fromkeys(("ranked", "order", "first", "ids"), "*i64") | {"bs": ("i64", "i64", "i64")}

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from paraplan.ir.trace import attention_kernels, float8_kernels, kernels, random_kernels
+from paraplan.kernels import attention_kernels, float8_kernels, random_kernels, reference_kernels
 
 pytest.importorskip("triton")
 
-from paraplan.runtime.gpu import attention, cross_entropy, flash, float8
-from paraplan.runtime.gpu import random_kernels as gpu_random
+from paraplan.kernels.gpu import cross_entropy, float8
+from paraplan.kernels.gpu import random as gpu_random
+from paraplan.kernels.gpu.attention import flash, tiled
 from tests.runtime.compiling import compiled
 
 SEED = torch.tensor(-12345678901)
@@ -69,27 +70,27 @@ def test_parts_of_cross_entropy(shape: tuple[int, ...], v_start: int, columns: i
         assert made.dtype == wanted.dtype
         torch.testing.assert_close(made, wanted, rtol=close, atol=1e-6)
 
-    m = kernels.ce_max(logits, columns, v_start)
+    m = reference_kernels.ce_max(logits, columns, v_start)
     same(cross_entropy.ce_max(logits, columns, v_start), m)
     m = m.nan_to_num(neginf=0.0)
-    s = kernels.ce_sumexp(logits, m, columns, v_start)
+    s = reference_kernels.ce_sumexp(logits, m, columns, v_start)
     same(cross_entropy.ce_sumexp(logits, m, columns, v_start), s)
     classes = 3 * shape[-1]
-    t = kernels.ce_target(logits, labels, -100, v_start, classes)
+    t = reference_kernels.ce_target(logits, labels, -100, v_start, classes)
     same(cross_entropy.ce_target(logits, labels, -100, v_start, classes), t)
     s, g = s.clamp(min=1e-3), torch.tensor(0.37, dtype=m.dtype)
-    same(cross_entropy.ce_loss(m, s, t, labels, -100), kernels.ce_loss(m, s, t, labels, -100))
+    same(cross_entropy.ce_loss(m, s, t, labels, -100), reference_kernels.ce_loss(m, s, t, labels, -100))
     same(
         cross_entropy.ce_grad(g, logits, m, s, labels, -100, v_start),
-        kernels.ce_grad(g, logits, m, s, labels, -100, v_start),
+        reference_kernels.ce_grad(g, logits, m, s, labels, -100, v_start),
     )
 
 
-@pytest.mark.parametrize("kernel", [kernels.ce_grad, cross_entropy.ce_grad])
+@pytest.mark.parametrize("kernel", [reference_kernels.ce_grad, cross_entropy.ce_grad])
 def test_ignored_rows_have_no_gradient_even_of_an_infinite_one(kernel: Any) -> None:
     logits, labels = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([-100, 3])
-    m = kernels.ce_max(logits)
-    found = kernel(torch.tensor(float("inf")), logits, m, kernels.ce_sumexp(logits, m), labels, -100)
+    m = reference_kernels.ce_max(logits)
+    found = kernel(torch.tensor(float("inf")), logits, m, reference_kernels.ce_sumexp(logits, m), labels, -100)
     assert not found[0].count_nonzero() and not found[1].isfinite().any()
 
 
@@ -165,14 +166,14 @@ def test_tiled_attention_of_a_block(mask: str, causal: bool, p: float) -> None:
         given[0, 0, 3] = False
     whole, starts = (2 * b, 2 * h, 2 * s, 2 * t), (b, h, s, t if mask == "none" else 0)
     rest = (p, 3, causal, 0.25, whole, starts)
-    out, lse = attention.attention(q, k, v, given, SEED, *rest)
+    out, lse = tiled.attention(q, k, v, given, SEED, *rest)
     call = attention_kernels._make_call(q, k, given, SEED, *rest)
     wanted, wanted_lse = attention_kernels._attention_math(q, k, v, call)
     torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
     assert out.stride() == wanted.stride()
     asks = mask == "bias"
-    made = attention.attention_grad(grad, q, k, v, given, SEED, wanted, wanted_lse, *rest, asks)
+    made = tiled.attention_grad(grad, q, k, v, given, SEED, wanted, wanted_lse, *rest, asks)
     dmask = torch.zeros_like(given) if asks and given is not None else None
     told = attention_kernels._attention_grad_math(grad, q, k, v, wanted, wanted_lse, call, dmask)
     for mine, other in zip(made, told, strict=True):
@@ -192,7 +193,7 @@ class _Torchs:
     ) -> tuple[Tensor, ...]:
         self.causal.append(causal)
         shape = (*q.shape[:3], k.shape[2])
-        return kernels.attention(q, k, v, None, None, p, 0, causal, scale, shape, (0, 0, 0, 0))
+        return reference_kernels.attention(q, k, v, None, None, p, 0, causal, scale, shape, (0, 0, 0, 0))
 
 
 def test_blocks_of_a_causal_ring_by_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,9 +208,11 @@ def test_blocks_of_a_causal_ring_by_flash_attention(monkeypatch: pytest.MonkeyPa
         for key in (0, 4, 8):
             given = (q.narrow(2, first, 4), k.narrow(2, key, 4), v.narrow(2, key, 4))
             block = flash.attention(*given, None, None, 0.0, 0, True, 0.3, whole, (0, 0, first, key))
-            joined = block if out is None or lse is None else kernels.attention_merge(out, lse, *block, q.dtype)
+            joined = (
+                block if out is None or lse is None else reference_kernels.attention_merge(out, lse, *block, q.dtype)
+            )
             out, lse = joined
-        wanted, wanted_lse = kernels.attention(q, k, v, None, None, 0.0, 0, True, 0.3, whole, (0, 0, 0, 0))
+        wanted, wanted_lse = reference_kernels.attention(q, k, v, None, None, 0.0, 0, True, 0.3, whole, (0, 0, 0, 0))
         torch.testing.assert_close(out, wanted.narrow(2, first, 4), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(lse, wanted_lse.narrow(2, first, 4), rtol=1e-5, atol=1e-6)
     assert sorted(torchs.causal) == [False] * 3 + [True] * 3
@@ -219,7 +222,7 @@ _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paraplan.runtime.gpu import cross_entropy, float8, random_kernels
+from paraplan.kernels.gpu import cross_entropy, float8, random_kernels
 types = dict(x="*bf16", seed="*i64", out="*bf16", count="i64", columns="i32", sizes=("i32", "i32"),
              wholes=("i32", "i32"), starts=("i32", "i32"), column_start="i32", slot_key="i64", logits="*bf16",
              parts="*fp32", scale="*fp32", rows="*u8", turned="*u8", height="i32",

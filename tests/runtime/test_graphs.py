@@ -16,14 +16,14 @@ from torch import Tensor, nn
 import paraplan as pp
 from benchmarks.replaying import NotedGraphs
 from paraplan.api import Buckets, Plan
-from paraplan.cost_models.graphs import graphs_bytes
+from paraplan.cost_models.simulator.graph_memory import graphs_bytes
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.errors import ConstraintError
 from paraplan.jobs.run import RunResult, account, update
 from paraplan.jobs.trainers import check_graphs
-from paraplan.runtime.graphs import ReplayedSteps, refuse_graphs
+from paraplan.runtime.executing.graphs import ReplayedSteps, refuse_graphs
+from paraplan.runtime.executing.tracker import Ledger, Tracker
 from paraplan.runtime.rank import Rank
-from paraplan.runtime.tracker import Ledger, Tracker
 from paraplan.runtime.trainer import Trainer
 
 ROWS, STEPS = 6, 7

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from paraplan.ir.errors import ConstraintError, RuntimeFailure
-from paraplan.runtime.copies import Copier, Flight
-from paraplan.runtime.late import LateUpdates
-from paraplan.runtime.launch import host_threads, init_distributed, spawn_local
+from paraplan.runtime.optimizers.delayed import LateUpdates
+from paraplan.runtime.transport.launch import host_threads, init_distributed, spawn_local
+from paraplan.runtime.transport.tier_copies import Copier, Flight
 
 WORKER = str(Path(__file__).with_name("groups_worker.py"))
 

@@ -12,9 +12,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.runtime import launch
+from paraplan.runtime.transport import launch
 
-CALL = "from paraplan.runtime.launch import check_guard as start\n"
+CALL = "from paraplan.runtime.transport.launch import check_guard as start\n"
 SCRIPTS = {
     "top": CALL + "start()\n",
     "called": CALL + "def run():\n    start()\nrun()\n",
@@ -55,7 +55,7 @@ def test_a_child_that_runs_the_script_again_says_so(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
         "import multiprocessing\n"
-        "from paraplan.runtime.launch import check_guard\n"
+        "from paraplan.runtime.transport.launch import check_guard\n"
         "if __name__ == '__main__':\n    print('once')\n"
         "check_guard()\n"
         "process = multiprocessing.get_context('spawn').Process(target=print)\nprocess.start()\nprocess.join()\n"

@@ -12,23 +12,23 @@ import torch
 from torch import nn
 
 import paraplan as pp
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import MemoryWalk, entries
-from paraplan.ir import names
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import MemoryWalk, entries
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.lower.late import in_phase
-from paraplan.ir.names import Role
+from paraplan.ir.execution import names
+from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.rank_program import StepKind
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program, trained_params
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program, trained_params
-from paraplan.ir.rank_program import StepKind
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import Captured, max_error
+from paraplan.jobs.checking.check import Captured, max_error
+from paraplan.lowering.steps.delayed_update import in_phase
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.local import InProcessTrainer
-from paraplan.runtime.optim import param_groups
+from paraplan.runtime.in_process import InProcessTrainer
+from paraplan.runtime.optimizers.optim import param_groups
 
 from . import plans
 

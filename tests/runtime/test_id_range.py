@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import paraplan
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.ir.trace import kernels
+from paraplan.kernels import reference_kernels
 
 ROWS, CLASSES, BATCH = 20, 10, 6
 
@@ -71,13 +71,13 @@ def test_split_plans_refuse_them_too(options: dict[str, int]) -> None:
 
 def test_blocks_of_a_vocabulary_know_its_whole_size() -> None:
     w, logits = torch.randn(10, 4), torch.randn(3, 5)
-    assert torch.equal(kernels.embedding(w, torch.tensor([3, 12]), 10, 20)[0], torch.zeros(4))
-    assert kernels.ce_target(logits, torch.tensor([7, 1, -100]), -100, 5, 10).tolist()[1:] == [0, 0]
+    assert torch.equal(reference_kernels.embedding(w, torch.tensor([3, 12]), 10, 20)[0], torch.zeros(4))
+    assert reference_kernels.ce_target(logits, torch.tensor([7, 1, -100]), -100, 5, 10).tolist()[1:] == [0, 0]
     for start in (0, 10):
         for wrong in (-1, 20):
             with pytest.raises(IndexError, match=f"id {wrong}"):
-                kernels.embedding(w, torch.tensor([3, wrong]), start, 20)
+                reference_kernels.embedding(w, torch.tensor([3, wrong]), start, 20)
             with pytest.raises(IndexError, match=f"label {wrong}"):
-                kernels.ce_target(logits, torch.tensor([1, wrong, -100]), -100, start, 20)
+                reference_kernels.ce_target(logits, torch.tensor([1, wrong, -100]), -100, start, 20)
             with pytest.raises(IndexError, match=f"id {wrong}"):
-                kernels.embedding_tables(torch.randn(2, 10, 4), torch.tensor([[3, wrong]]), start, 20)
+                reference_kernels.embedding_tables(torch.randn(2, 10, 4), torch.tensor([[3, wrong]]), start, 20)

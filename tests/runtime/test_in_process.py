@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import MemoryWalk, entries
+from paraplan.cost_models.simulator.live_bytes import MemoryWalk, entries
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.ir.rank_program import Block, BlockRole, RankProgram, Step, StepKind
+from paraplan.ir.execution.rank_program import Block, BlockRole, RankProgram, Step, StepKind
 from paraplan.ir.struct import Value
-from paraplan.runtime.executor import Executor
-from paraplan.runtime.observers import Observer
-from paraplan.runtime.stepping import make_executors, step_together
+from paraplan.runtime.executing.executor import Executor
+from paraplan.runtime.executing.observers import Observer
+from paraplan.runtime.executing.stepping import make_executors, step_together
 from tests.named import all_named, named
 
 from .programs import collectives_program, issue, op, own, pair, view, wait

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paraplan.cost_models.memory import MemoryWalk, entries
+from paraplan.cost_models.simulator.live_bytes import MemoryWalk, entries
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 from .plans import SEEDS, batch, eager, emitted, net, planned
 

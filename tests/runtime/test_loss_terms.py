@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paraplan
+from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from tests.against_eager import doubled, eager_error

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
-from paraplan.runtime import ops
-from paraplan.runtime.torch_private import tree_leaves
-from paraplan.runtime.tracker import Ledger, Tracker
+from paraplan.runtime.executing import instructions
+from paraplan.runtime.executing.torch_private import tree_leaves
+from paraplan.runtime.executing.tracker import Ledger, Tracker
 
 
 def _fresh(result: Tensor, source: Tensor) -> bool:
@@ -25,9 +25,9 @@ def _fresh(result: Tensor, source: Tensor) -> bool:
 @pytest.mark.parametrize("n", (1, 2, 4))
 def test_stack_and_unstack(dim: int, n: int) -> None:
     x = torch.arange(4 * 8 * 4).reshape(4, 8, 4)
-    stacked = ops.stack(x, n, dim)
+    stacked = instructions.stack(x, n, dim)
     assert torch.equal(stacked, torch.cat(x.chunk(n, dim), 0)) and _fresh(stacked, x)
-    back = ops.unstack(stacked, n, dim)
+    back = instructions.unstack(stacked, n, dim)
     assert torch.equal(back, x) and _fresh(back, stacked)
 
 
@@ -35,32 +35,33 @@ def test_every_op_of_lowering_returns_fresh_contiguous_storage() -> None:
     x = torch.arange(12.0).reshape(3, 4).t()
     assert not x.is_contiguous()
     for result, wanted in (
-        (ops.shard(x, 0, 2, 2), x[2:]), (ops.first_only(x, 0), x), (ops.first_only(x, 1), torch.zeros(4, 3)),
-        (ops.reshape_copy(x, (2, 6)), x.reshape(2, 6)), (ops.reshape_copy(x, (4, 3)), x), (ops.copy_alone(x), x),
+        (instructions.shard(x, 0, 2, 2), x[2:]), (instructions.first_only(x, 0), x), (instructions.first_only(x, 1),
+        torch.zeros(4, 3)), (instructions.reshape_copy(x, (2, 6)), x.reshape(2, 6)), (instructions.reshape_copy(x, (4,
+        3)), x), (instructions.copy_alone(x), x),
     ):  # fmt: skip
         assert torch.equal(result, wanted) and _fresh(result, x)
 
 
 MADE_BY = {
-    "shard": lambda x: (ops.shard(x, 0, 2, 2), ops.shard(x, 0, 3, 3)),
-    "stack": lambda x: (ops.stack(x.t(), 2, 1), ops.stack(x, 2, 1, 2)),
-    "unstack": lambda x: (ops.unstack(x.contiguous(), 2, 1), ops.unstack(x.contiguous(), 2, 1, 5)),
-    "first_only": lambda x: ops.first_only(x, 1),
-    "reshape_copy": lambda x: ops.reshape_copy(x, (2, 6)), "write": lambda x: ops.write(x, x + 1),
-    "write_many": lambda x: ops.write_many([x], [x + 1]),
-    "cast_many": lambda x: ops.cast_many([x, x.t()], torch.float64),
-    "fill_tail": lambda x: ops.fill_tail(x, 0, 7, 4), "fill_tail_": lambda x: ops.fill_tail_(x, 0, 7, 4),
-    "put_": lambda x: ops.put_(x, x[:2] + 1, 0, 1), "grow_": lambda x: ops.grow_(x, x + 1),
-    "constant": lambda x: ops.constant([1.0, 2.0], torch.float64, (2,)),
-    "pack": lambda x: ops.pack([x, x.contiguous()], 2, [0, 0]),
-    "unpack": lambda x: ops.unpack(x.reshape(-1), [(3,), (9,)]),
-    "linear_rows": lambda x: ops.linear_rows(x, x.t(), None, True, 2, 1, 0, 0),
-    "linear_into_": lambda x: ops.linear_into_(x.new_zeros(4, 4), x[:2], x.t(), None, True, 1, 2, 1, 0),
-    "unpack_stacked": lambda x: ops.unpack_stacked(x.reshape(-1), 2, [(2,), (4,)], [0, 0]),
+    "shard": lambda x: (instructions.shard(x, 0, 2, 2), instructions.shard(x, 0, 3, 3)),
+    "stack": lambda x: (instructions.stack(x.t(), 2, 1), instructions.stack(x, 2, 1, 2)),
+    "unstack": lambda x: (instructions.unstack(x.contiguous(), 2, 1), instructions.unstack(x.contiguous(), 2, 1, 5)),
+    "first_only": lambda x: instructions.first_only(x, 1),
+    "reshape_copy": lambda x: instructions.reshape_copy(x, (2, 6)), "write": lambda x: instructions.write(x, x + 1),
+    "write_many": lambda x: instructions.write_many([x], [x + 1]),
+    "cast_many": lambda x: instructions.cast_many([x, x.t()], torch.float64),
+    "fill_tail": lambda x: instructions.fill_tail(x, 0, 7, 4), "fill_tail_": lambda x: instructions.fill_tail_(x, 0,
+    7, 4), "put_": lambda x: instructions.put_(x, x[:2] + 1, 0, 1), "grow_": lambda x: instructions.grow_(x, x + 1),
+    "constant": lambda x: instructions.constant([1.0, 2.0], torch.float64, (2,)),
+    "pack": lambda x: instructions.pack([x, x.contiguous()], 2, [0, 0]),
+    "unpack": lambda x: instructions.unpack(x.reshape(-1), [(3,), (9,)]),
+    "linear_rows": lambda x: instructions.linear_rows(x, x.t(), None, True, 2, 1, 0, 0),
+    "linear_into_": lambda x: instructions.linear_into_(x.new_zeros(4, 4), x[:2], x.t(), None, True, 1, 2, 1, 0),
+    "unpack_stacked": lambda x: instructions.unpack_stacked(x.reshape(-1), 2, [(2,), (4,)], [0, 0]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("function", sorted(ops.LAYOUT_KERNELS, key=lambda f: f.__name__))
+@pytest.mark.parametrize("function", sorted(instructions.LAYOUT_KERNELS, key=lambda f: f.__name__))
 def test_a_change_of_layout_makes_its_results_alone(function: Callable[..., object]) -> None:
     """A recording books the results of these without looking inside them."""
     x = torch.arange(12.0).reshape(3, 4).t()
@@ -79,7 +80,7 @@ def test_a_change_of_layout_makes_its_results_alone(function: Callable[..., obje
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, function.__name__, watched)
+        patch.setattr(instructions, function.__name__, watched)
         MADE_BY[function.__name__](x)
     assert calls
 
@@ -91,28 +92,28 @@ def _is_among(tensor: Tensor, args: object) -> bool:
 
 def test_write_goes_into_the_destination() -> None:
     x = torch.zeros(2)
-    assert ops.resolve("paraplan.write")(x, torch.ones(2)) is None
+    assert instructions.resolve("paraplan.write")(x, torch.ones(2)) is None
     assert x.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("target", ("paraplan.nothing", "aten.no_such.default", "nowhere.mm.default"))
 def test_unknown_ops_are_named(target: str) -> None:
     with pytest.raises(CodegenError, match=target):
-        ops.resolve(target)
+        instructions.resolve(target)
 
 
 def test_factories_are_told_by_their_schemas() -> None:
     for name in ("full", "hann_window", "tril_indices", "fft_rfftfreq", "scalar_tensor", "empty.memory_format"):
-        assert ops.is_factory(f"aten.{name}" if "." in name else f"aten.{name}.default"), name
-    assert ops.is_factory("prims.iota.default") and ops.is_factory("paraplan.constant")
+        assert instructions.is_factory(f"aten.{name}" if "." in name else f"aten.{name}.default"), name
+    assert instructions.is_factory("prims.iota.default") and instructions.is_factory("paraplan.constant")
     for target in ("aten.full_like.default", "aten.new_zeros.default", "aten._to_copy.default", "aten.sym_size.int"):
-        assert not ops.is_factory(target), target
-    assert not ops.is_factory("paraplan.linear")
+        assert not instructions.is_factory(target), target
+    assert not instructions.is_factory("paraplan.linear")
 
 
 def test_unbound_collectives_refuse_to_run() -> None:
     with pytest.raises(CodegenError, match="before it was bound"):
-        ops.collective(torch.ones(1), "all_reduce", "sum", 0)
+        instructions.collective(torch.ones(1), "all_reduce", "sum", 0)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["rows", "transposed"])
@@ -121,7 +122,7 @@ def test_a_gradient_of_another_dtype_is_added_without_a_copy(order: tuple[int, i
     given = addend.permute(order)
     wanted = total + given.float()
     with torch.profiler.profile(profile_memory=True) as profile:
-        ops.grow_(total, given)
+        instructions.grow_(total, given)
     assert torch.equal(total, wanted)
     made = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    assert made and max(made) <= 4 * ops.GROWN < total.nbytes / 2
+    assert made and max(made) <= 4 * instructions.GROWN < total.nbytes / 2

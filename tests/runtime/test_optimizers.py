@@ -14,15 +14,15 @@ from torch.profiler import ProfilerActivity, profile
 import paraplan
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
-from paraplan.ir.lower import lower
-from paraplan.ir.lower.grads import CHUNK
 from paraplan.ir.plan import Plan
-from paraplan.runtime.coupling import coupling
-from paraplan.runtime.launches import LaunchCounter
-from paraplan.runtime.local import InProcessTrainer
-from paraplan.runtime.norms import chunk_norms, magnitude
-from paraplan.runtime.optim import norm_of, norm_share
-from paraplan.runtime.updates import Couplings, make_optimizer
+from paraplan.lowering import lower
+from paraplan.lowering.transfers.offloaded_grads import CHUNK
+from paraplan.runtime.executing.launch_counts import LaunchCounter
+from paraplan.runtime.in_process import InProcessTrainer
+from paraplan.runtime.optimizers.coupling import coupling
+from paraplan.runtime.optimizers.grad_norms import chunk_norms, magnitude
+from paraplan.runtime.optimizers.optim import norm_of, norm_share
+from paraplan.runtime.optimizers.updates import Couplings, make_optimizer
 
 from .plans import batch, net, planned
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
-from paraplan.ir.mesh import Layout, R, S, is_shardable, local_shape, parse_layout
-from paraplan.runtime.params import cut, join, join_over, narrow_state, own_part, owned_here, pad
+from paraplan.ir.machine.mesh import Layout, R, S, is_shardable, local_shape, parse_layout
+from paraplan.runtime.state.params import cut, join, join_over, narrow_state, own_part, owned_here, pad
 
 
 @st.composite

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paraplan import compile as compile_plan
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, PlanMismatchError
-from paraplan.ir.lower import lower
+from paraplan.ir.model.program import Program
+from paraplan.ir.model.seeds import segment_seed
 from paraplan.ir.plan import Plan
-from paraplan.ir.program import Program
-from paraplan.ir.seeds import segment_seed
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import SingleDevice
+from paraplan.jobs.checking.check import SingleDevice
 from paraplan.jobs.models import Made
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.sampling import random_plan
 from paraplan.report.explain import facts
-from paraplan.runtime.local import InProcessTrainer
-from paraplan.runtime.params import full_tensors
+from paraplan.runtime.in_process import InProcessTrainer
+from paraplan.runtime.state.params import full_tensors
 from tests.numerics import relative_error
 from tests.runtime.pipelines import job_of, pipeline_of
 

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir import names
 from paraplan.ir.errors import ConstraintError, CostModelError, InvalidPlanError
-from paraplan.ir.lower import lower, lower_evaluation
-from paraplan.ir.lower.remat import recomputable
-from paraplan.ir.names import Name, Role
+from paraplan.ir.execution import names
+from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.rank_program import StepKind
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan, Stage
-from paraplan.ir.program import Program
-from paraplan.ir.rank_program import StepKind
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower, lower_evaluation
+from paraplan.lowering.blocks.remat import recomputable
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.against_eager import eager_error, loss_by
 from tests.runtime.pipelines import cut, job_of, mixed, pipeline_of, run
 

@@ -9,8 +9,8 @@ import pytest
 
 from paraplan.api import Plan
 from paraplan.cost_models.predict import predict
-from paraplan.ir.lower import lower
-from paraplan.runtime.launch import spawn_local
+from paraplan.lowering import lower
+from paraplan.runtime.transport.launch import spawn_local
 from tests.runtime.pipelines import cut, pipeline_of
 from tests.runtime.test_pipelines import one_stage, stages_of
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import paraplan as pp
 from paraplan.api import Buckets
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.capture import capture
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.names import Role
+from paraplan.ir.execution.names import Role
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 from paraplan.runtime.ragged import RowPadding

@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paraplan as pp
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import MemoryWalk, entries
-from paraplan.ir import names
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import MemoryWalk, entries
 from paraplan.ir.errors import ConstraintError, InvalidPlanError
-from paraplan.ir.names import Role
+from paraplan.ir.execution import names
+from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.rank_program import RankProgram, StepKind
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program, trained_params
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.program import Program, trained_params
-from paraplan.ir.rank_program import RankProgram, StepKind
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import Captured, max_error
+from paraplan.jobs.checking.check import Captured, max_error
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 
 class Net(nn.Module):

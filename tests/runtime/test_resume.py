@@ -10,8 +10,8 @@ import torch
 
 import paraplan as pp
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.runtime.launch import spawn_local
-from paraplan.runtime.progress import matched, take_groups
+from paraplan.runtime.state.progress import matched, take_groups
+from paraplan.runtime.transport.launch import spawn_local
 
 from .resume_worker import GROUPS, KINDS, SCHEDULES, batch, example, go, net
 

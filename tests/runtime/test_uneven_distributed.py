@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paraplan.runtime.launch import spawn_local
+from paraplan.runtime.transport.launch import spawn_local
 
 WORKER = str(Path(__file__).with_name("uneven_worker.py"))
 

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo import build
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.cost_models.catalog import parse_cluster
-from paraplan.ir.collectives import ROUTE
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.ir.lower import lower
+from paraplan.ir.machine.collectives import ROUTE
 from paraplan.ir.plan import OPTIMIZERS
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.torch_private import fake_mode
-from paraplan.jobs.local_ops import whole_plan
-from paraplan.jobs.without_device import dispatched_methods
-from paraplan.runtime import collectives, row_counts
-from paraplan.runtime.distributed import DistributedTransport
-from paraplan.runtime.torch_private import TorchDispatchMode, tree_leaves
+from paraplan.jobs.checking.without_device import dispatched_methods
+from paraplan.jobs.measuring.local_ops import whole_plan
+from paraplan.kernels.torch_private import fake_mode
+from paraplan.lowering import lower
+from paraplan.runtime.executing.torch_private import TorchDispatchMode, tree_leaves
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport import collectives, row_counts
+from paraplan.runtime.transport.distributed import DistributedTransport
 
 pytest.importorskip("triton")
 READS = {

@@ -11,14 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo.language import settings
+from paraplan.capture import capture
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.mesh import R, S
-from paraplan.ir.trace import capture
+from paraplan.ir.machine.mesh import R, S
 from paraplan.jobs.models import hf_batch, make_model
-from paraplan.runtime import weights
-from paraplan.runtime.local import InProcessTrainer
-from paraplan.runtime.tracker import Ledger, Tracker
-from paraplan.runtime.weights import FileValues, SeededValues, fill, initialise, parameters_on_meta, slices, values_of
+from paraplan.runtime.executing.tracker import Ledger, Tracker
+from paraplan.runtime.in_process import InProcessTrainer
+from paraplan.runtime.state import weights
+from paraplan.runtime.state.weights import (
+    FileValues,
+    SeededValues,
+    fill,
+    initialise,
+    parameters_on_meta,
+    slices,
+    values_of,
+)
 
 from . import plans
 

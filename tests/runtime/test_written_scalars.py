@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paraplan.capture import capture
 from paraplan.ir.plan import Plan
-from paraplan.ir.trace import capture
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from tests.against_eager import eager_error, loss_by

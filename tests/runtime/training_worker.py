@@ -12,18 +12,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.replaying import NotedGraphs
 from paraplan.api import Buckets, Plan, compile
+from paraplan.capture import capture
 from paraplan.codegen import build_modules
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.names import LOSS_SCALE
+from paraplan.ir.execution.names import LOSS_SCALE
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.trace import capture
-from paraplan.ir.verify import verify_plan
-from paraplan.jobs.check import max_error
+from paraplan.jobs.checking.check import max_error
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.launch import init_distributed, leave_job
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 from runtime import test_evaluate, test_ragged
 
 SEEDS = (1, 4)

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Shard
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import paraplan as pp
-from paraplan.cost_models.memory import entries
-from paraplan.jobs.check import max_error
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.jobs.checking.check import max_error
 from paraplan.jobs.run import full_grads
-from paraplan.runtime.launch import init_distributed, leave_job
-from paraplan.runtime.params import pad
+from paraplan.runtime.state.params import pad
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 
 WORDS, WIDTH, INNER, LENGTH = 21, 9, 11, 13
 

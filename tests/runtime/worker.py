@@ -13,16 +13,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paraplan.codegen import build_modules
-from paraplan.ir.collectives import COLLECTIVES
-from paraplan.ir.names import Name
-from paraplan.runtime import ops
-from paraplan.runtime.collectives import IMPLEMENTATIONS
-from paraplan.runtime.distributed import DistributedTransport
-from paraplan.runtime.executor import Executor
-from paraplan.runtime.launch import init_distributed, leave_job
-from paraplan.runtime.local import InProcessTrainer
-from paraplan.runtime.stepping import make_executors, step_together
+from paraplan.ir.execution.names import Name
+from paraplan.ir.machine.collectives import COLLECTIVES
+from paraplan.runtime.executing import instructions
+from paraplan.runtime.executing.executor import Executor
+from paraplan.runtime.executing.stepping import make_executors, step_together
+from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.transport.collectives import IMPLEMENTATIONS
+from paraplan.runtime.transport.distributed import DistributedTransport
+from paraplan.runtime.transport.launch import init_distributed, leave_job
 from runtime import plans
 from runtime.collective_cases import cases
 from runtime.programs import collectives_program, pair
@@ -75,7 +75,7 @@ def by_definition(transport: DistributedTransport) -> None:
         for start in (implementation.start, implementation.start_in_place):
             if start is not None:
                 found = start(case.inputs[rank].clone(), case.reduction, 2, group, *(route or ()))
-                assert torch.equal(ops.wait_holding(found), case.wanted[rank]), case
+                assert torch.equal(instructions.wait_holding(found), case.wanted[rank]), case
         for in_place in (False, record.in_place):
             x = case.inputs[rank].clone()
             handle = transport.issue(case.name, x, case.reduction, 0, in_place, route)

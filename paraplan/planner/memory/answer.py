@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from paraplan.ir.memory_actions import Actions
-from paraplan.planner.memory.schedule import Evaluation
+from paraplan.ir.execution.memory_actions import Actions
+from paraplan.planner.memory.memory_schedule import Evaluation
 
 
 class MemoryStatus(Enum):

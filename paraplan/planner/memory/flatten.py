@@ -1,4 +1,4 @@
-"""The memory problem of a rank's program: its ops and storages (`ir.lower.flat`), timed as the simulator times it.
+"""The memory problem of a rank's program: its ops and storages (`lowering.flat`), timed as the simulator times it.
 
 So what is planned is what would run. The base's storages are always there and vanish from what ops read.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.simulate import RankEngine
-from paraplan.ir.lower.flat import FlatOp, FlatProgram
-from paraplan.ir.lower.flat import flatten as flat_program
-from paraplan.ir.memory_actions import Actions
-from paraplan.ir.rank_program import RankProgram, StepKind
-from paraplan.ir.sources import UNKNOWN, Locate
+from paraplan.cost_models.simulator.simulate import RankEngine
+from paraplan.ir.execution.memory_actions import Actions
+from paraplan.ir.execution.rank_program import RankProgram, StepKind
+from paraplan.ir.model.sources import UNKNOWN, Locate
+from paraplan.lowering.flat import FlatOp, FlatProgram
+from paraplan.lowering.flat import flatten as flat_program
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
 
 
@@ -41,7 +41,7 @@ def flatten(program: RankProgram, costs: Costs, locate: Locate | None = None) ->
     Args:
         program: of one device.
         costs: of its mesh.
-        locate: where ops come from (`ir.sources`).
+        locate: where ops come from (`ir.model.sources`).
     Raises:
         InvalidPlanError: the program communicates.
     """

@@ -1,6 +1,6 @@
 """Recomputation as systems mean it: by layer, after what they keep.
 
-A named strategy says of a layer (`ir.layers`) which values are made again and which ops are executed again though
+A named strategy says of a layer (`ir.model.layers`) which values are made again and which ops are executed again though
 nothing needs it. Layers are then one segment each (`in_layers`), so that what is kept is kept of a layer, not of the
 segments it was cut into; what is in no layer (embeddings, the loss) is kept. Of a model without layers every segment
 counts as one.
@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import msgspec
 
-from paraplan.cost_models.ops import is_free
-from paraplan.ir.graph import Phase, users
-from paraplan.ir.joined import join
-from paraplan.ir.layers import layers_of
-from paraplan.ir.lower.casts import SCALE
-from paraplan.ir.lower.remat import RECOMPUTE, RERUN, recomputable
-from paraplan.ir.program import Program, SegmentKind
+from paraplan.cost_models.ops.roofline import is_free
+from paraplan.ir.model.graph import Phase, users
+from paraplan.ir.model.joined_segments import join
+from paraplan.ir.model.layers import layers_of
+from paraplan.ir.model.program import Program, SegmentKind
+from paraplan.lowering.blocks.remat import RECOMPUTE, RERUN, recomputable
+from paraplan.lowering.rewrites.float8_casts import SCALE
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 

@@ -16,18 +16,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paraplan.cost_models.simulate import Simulation
-from paraplan.ir.graph import Phase
-from paraplan.ir.lower.chunks import gradients_known, letters_of
-from paraplan.ir.lower.kind import chosen_strategies
-from paraplan.ir.mesh import local_shape
-from paraplan.ir.micro import program_micro
+from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.ir.machine.mesh import local_shape
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import Plan, Split
-from paraplan.ir.rules.strategies import Strategy, dims_of
-from paraplan.ir.tensor import TensorSpec
+from paraplan.lowering.blocks.forward import chosen_strategies
+from paraplan.lowering.rewrites.chunks import gradients_known, letters_of
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.realise import realise
-from paraplan.planner.recompute.stage import Fitted, Unfit, fit
+from paraplan.planner.evaluate_plan import realise
+from paraplan.planner.recompute.stage_recompute import Fitted, Unfit, fit
+from paraplan.rules.strategies import Strategy, dims_of
+from paraplan.rules.time_axis import program_micro
 
 MOST_CHUNKS = 64
 ROUNDS = 10

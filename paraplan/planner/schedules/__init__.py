@@ -1,1 +1,1 @@
-"""Pipeline schedules: who runs what when, as orders of computations that `transfers` completes into schedules."""
+"""Pipeline schedules: who runs what when, as orders of computations that `complete` completes into schedules."""

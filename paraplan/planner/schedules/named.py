@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.schedule import Schedule
-from paraplan.planner.schedules.bidirectional import chimera, gems
-from paraplan.planner.schedules.interleaved import interleaved
-from paraplan.planner.schedules.problem import Orders, StageCosts
-from paraplan.planner.schedules.synchronous import gpipe, one_f_one_b
-from paraplan.planner.schedules.transfers import complete
-from paraplan.planner.schedules.wave import hanayo
-from paraplan.planner.schedules.zero_bubble import zb_h1, zb_v
+from paraplan.ir.execution.schedule import Schedule
+from paraplan.planner.schedules.complete import complete
+from paraplan.planner.schedules.families.bidirectional import chimera, gems
+from paraplan.planner.schedules.families.interleaved import interleaved
+from paraplan.planner.schedules.families.synchronous import gpipe, one_f_one_b
+from paraplan.planner.schedules.families.wave import hanayo
+from paraplan.planner.schedules.families.zero_bubble import zb_h1, zb_v
+from paraplan.planner.schedules.schedule_problem import Orders, StageCosts
 
 
 class Named(NamedTuple):

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.planner.schedules.evaluate import Evaluation
-from paraplan.planner.schedules.problem import COMPUTE
+from paraplan.planner.schedules.event_simulation import Evaluation
+from paraplan.planner.schedules.schedule_problem import COMPUTE
 
 
 def draw(evaluation: Evaluation, columns: int = 120) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paraplan.planner.sharding.network import Ints, Network
+from paraplan.planner.sharding.network.cost_network import Ints, Network
 
 
 def consistent(network: Network) -> list[Ints] | None:

@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from paraplan.ir.mesh import Layout
-from paraplan.ir.tiers import TIERS
-from paraplan.planner.sharding.network import Factor, Floats, Ints, Network, Row
+from paraplan.ir.machine.mesh import Layout
+from paraplan.ir.machine.tiers import TIERS
+from paraplan.planner.sharding.network.cost_network import Factor, Floats, Ints, Network, Row
 from paraplan.planner.sharding.space import End, Space, Transfer
 
 Held = list[tuple[int, tuple[int, ...]]]

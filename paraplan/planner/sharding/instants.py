@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost_models.simulate import Simulation
-from paraplan.ir.graph import Phase
-from paraplan.ir.program import Program, SegmentKind
-from paraplan.ir.rank_program import RankProgram, StepKind
-from paraplan.ir.schedule import ActionKind
+from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.ir.execution.rank_program import RankProgram, StepKind
+from paraplan.ir.execution.schedule import ActionKind
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.program import Program, SegmentKind
 from paraplan.planner.sharding.formulate import Formulation
-from paraplan.planner.sharding.network import Floats, Row
-from paraplan.planner.sharding.options import storage_roots
+from paraplan.planner.sharding.layout_options import storage_roots
+from paraplan.planner.sharding.network.cost_network import Floats, Row
 from paraplan.planner.sharding.space import Space
 
 

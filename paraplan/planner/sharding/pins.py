@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.graph import Op
-from paraplan.ir.lower.bundle import SMALL_BYTES
-from paraplan.ir.lower.casts import CAST, SCALE
-from paraplan.ir.mesh import Layout, P, Partial, Placement, R, Shard, layout_text, pads_little
-from paraplan.ir.micro import ProgramMicro, program_micro, smallest_divisor
-from paraplan.ir.placement import TierPlacement
-from paraplan.ir.program import Program, SegmentKind
-from paraplan.ir.rules.strategies import AxisChoice, AxisKeys, Strategy, dims_of, mesh_choices
-from paraplan.planner.classes import ParamClass
+from paraplan.ir.machine.mesh import Layout, P, Partial, Placement, R, Shard, layout_text, pads_little
+from paraplan.ir.machine.tier_placement import TierPlacement
+from paraplan.ir.model.graph import Op
+from paraplan.ir.model.program import Program, SegmentKind
+from paraplan.lowering.blocks.bundle import SMALL_BYTES
+from paraplan.lowering.rewrites.float8_casts import CAST, SCALE
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_param_names
+from paraplan.planner.decision_classes import ParamClass
 from paraplan.planner.param_pins import parse_param_pin
-from paraplan.planner.sharding.experts import ExpertAxis, expert_axis
-from paraplan.planner.sharding.options import ParamOption
+from paraplan.planner.sharding.expert_pins import ExpertAxis, expert_axis
+from paraplan.planner.sharding.layout_options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
+from paraplan.rules.strategies import AxisChoice, AxisKeys, Strategy, dims_of, mesh_choices
+from paraplan.rules.time_axis import ProgramMicro, program_micro, smallest_divisor
 
 LINEAR = tuple(
     f"paraplan.{name}{what}" for name in ("linear", "float8_linear") for what in ("", "_grad_input", "_grad_weight")

@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from paraplan.cost_models.collectives import input_bytes_of
+from paraplan.cost_models.communication.collectives import input_bytes_of
+from paraplan.cost_models.communication.move_costs import IN, OUT, copy_stream
 from paraplan.cost_models.costs import COMPUTE, Costs, update_stream
-from paraplan.cost_models.moves import IN, OUT, copy_stream
-from paraplan.ir.collectives import COLLECTIVES
-from paraplan.ir.graph import Graph, Op
-from paraplan.ir.lower.bundle import is_small
-from paraplan.ir.lower.whole_norms import vanishing
-from paraplan.ir.mesh import Layout, R, S, local_shape
-from paraplan.ir.placement import HERE, TierPlacement
-from paraplan.ir.reshard import SLICE, Move, ReshardTable, reshard_table
-from paraplan.ir.rules.carried import registered_work
-from paraplan.ir.rules.dims import op_def
-from paraplan.ir.rules.localise import expansion
-from paraplan.ir.rules.strategies import Strategy
-from paraplan.ir.tensor import TensorSpec
-from paraplan.ir.tiers import TIERS
+from paraplan.ir.machine.collectives import COLLECTIVES
+from paraplan.ir.machine.mesh import Layout, R, S, local_shape
+from paraplan.ir.machine.reshard import SLICE, Move, ReshardTable, reshard_table
+from paraplan.ir.machine.tier_placement import HERE, TierPlacement
+from paraplan.ir.machine.tiers import TIERS
+from paraplan.ir.model.graph import Graph, Op
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.lowering.blocks.bundle import is_small
+from paraplan.lowering.rewrites.whole_norms import vanishing
+from paraplan.rules.carried_rules import registered_work
+from paraplan.rules.dims import op_def
+from paraplan.rules.localise import expansion
+from paraplan.rules.strategies import Strategy
 
 Price = tuple[float, ...]
 Floats = NDArray[np.float64]
@@ -180,7 +180,7 @@ class Prices:
     def reshard(
         self, spec: TensorSpec, source: Layout, target: Layout, bundled: bool = False, wire: str = ""
     ) -> Price | None:
-        """A change of layout; None where there is no way. `bundled`, `wire`: see `transfers`."""
+        """A change of layout; None where there is no way. `bundled`, `wire`: see `lowering.transfers`."""
         if source == target:
             return self.zero
         key = (spec, source, target, bundled, wire)
@@ -216,7 +216,7 @@ class Prices:
 
     def _wire_cast(self, spec: TensorSpec, wire: str, source: Layout) -> Price:
         """A gradient cast to what it is summed in; nothing of halves on CUDA, where the product may give it so at once
-        (`ir.lower.wide_grads`)."""
+        (`lowering.rewrites.wide_grads`)."""
         is_wide = self.costs.cluster.backend != "cpu" and wire == "float32" and spec.dtype in ("bfloat16", "float16")
         return self.zero if is_wide else self.cast(spec, wire, source)
 

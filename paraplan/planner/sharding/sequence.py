@@ -1,7 +1,7 @@
 """What context parallelism leaves of the option space: the sequence sharded on one axis, from the batch to the loss.
 
-The sequence dim of every value is found as the batch dim is found for data parallelism (`ir.micro`): starting from
-the batch inputs, each op does what needs the fewest changes of layout. Where an op mixes positions (a shift of
+The sequence dim of every value is found as the batch dim is found for data parallelism (`rules.time_axis`): starting
+from the batch inputs, each op does what needs the fewest changes of layout. Where an op mixes positions (a shift of
 labels, a view that merges the sequence into another dim) nothing is pinned and its results count as whole; what reads
 them next to sharded values is pinned again. Attention mixes positions too, in the way that is asked for:
 
@@ -9,17 +9,17 @@ them next to sharded values is pinned again. Attention mixes positions too, in t
     alltoall    sequences are exchanged for heads around it (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509)
     ring        keys and values go round (Liu et al. 2023, arXiv 2310.01889)
     stripes     keys are gathered, and of a causal mask every rank takes as many early queries as late ones
-                (`ir.rules.stripes`); attention without one is in balance, and is done as by gather
+                (`rules.expansions.stripes`); attention without one is in balance, and is done as by gather
 """
 
 from __future__ import annotations
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.graph import Graph, Op, Phase
-from paraplan.ir.mesh import Partial, Placement, R, S, Shard, is_shardable, pads_little
-from paraplan.ir.program import Program
-from paraplan.ir.rules.strategies import RING, STRIPES, AxisChoice, axis_choices, dims_of, fits_letter, ring_choices
+from paraplan.ir.machine.mesh import Partial, Placement, R, S, Shard, is_shardable, pads_little
+from paraplan.ir.model.graph import Graph, Op, Phase
+from paraplan.ir.model.program import Program
 from paraplan.planner.constraints import CP_MODES
+from paraplan.rules.strategies import RING, STRIPES, AxisChoice, axis_choices, dims_of, fits_letter, ring_choices
 
 KEYS = {"gather": "s", "alltoall": "h", "ring": RING, "stripes": STRIPES}
 ATTENTION = ("paraplan.attention", "paraplan.attention_grad")

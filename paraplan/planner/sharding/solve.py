@@ -10,20 +10,17 @@ from functools import partial
 import numpy as np
 
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.simulate import Simulation
+from paraplan.cost_models.simulator.simulate import Simulation
 from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
-from paraplan.ir.mesh import Mesh, layout_text
+from paraplan.ir.machine.mesh import Mesh, layout_text
+from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.plan import Plan
 from paraplan.ir.sizes import say_size
-from paraplan.ir.tiers import TIERS
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.classes import grad_classes
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.milp import Status
-from paraplan.planner.realise import Realised, realise
-from paraplan.planner.sharding.bound import step_bound
-from paraplan.planner.sharding.build import build_space
-from paraplan.planner.sharding.evaluate import held_bytes, work_of_choices
+from paraplan.planner.decision_classes import grad_classes
+from paraplan.planner.evaluate_plan import Realised, realise
+from paraplan.planner.sharding.build_space import build_space
 from paraplan.planner.sharding.formulate import (
     Formulation,
     formulate,
@@ -33,11 +30,14 @@ from paraplan.planner.sharding.formulate import (
     with_rows,
 )
 from paraplan.planner.sharding.instants import Instant, instant_row, peak_instant
-from paraplan.planner.sharding.network import Row
-from paraplan.planner.sharding.optimise import Optimum, least_activity, optimise
+from paraplan.planner.sharding.network.cost_network import Row
+from paraplan.planner.sharding.network.optimise import Optimum, least_activity, optimise
+from paraplan.planner.sharding.objective import held_bytes, work_of_choices
 from paraplan.planner.sharding.pins import make_pins
 from paraplan.planner.sharding.prices import Prices
 from paraplan.planner.sharding.space import Space
+from paraplan.planner.sharding.step_bound import step_bound
+from paraplan.planner.solvers.milp import Status
 
 ROUNDS = 12
 """Plans tried before giving up on memory between the loss and the update."""

@@ -15,16 +15,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paraplan.ir.graph import Phase
-from paraplan.ir.mesh import Layout
-from paraplan.ir.micro import ProgramMicro
-from paraplan.ir.rules.strategies import Strategy
-from paraplan.ir.tensor import TensorSpec
-from paraplan.planner.classes import ParamClass
-from paraplan.planner.sharding.options import (
-    ParamOption,
-)
+from paraplan.ir.machine.mesh import Layout
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.planner.decision_classes import ParamClass
+from paraplan.planner.sharding.layout_options import ParamOption
 from paraplan.planner.sharding.prices import Floats, Price, Prices
+from paraplan.rules.strategies import Strategy
+from paraplan.rules.time_axis import ProgramMicro
 
 
 @dataclass(frozen=True)

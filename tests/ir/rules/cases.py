@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paraplan.ir.graph import Arg
-from paraplan.ir.trace import kernels
+from paraplan.ir.model.graph import Arg
+from paraplan.kernels import reference_kernels
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Case:
     """An op on inputs.
 
     Attributes:
-        args, kwargs: as in `ir.graph`, inputs called a, b, c, ... in order.
+        args, kwargs: as in `ir.model.graph`, inputs called a, b, c, ... in order.
         inputs: their values.
         rows: inputs whose last dim lies densely whatever the memory order (kernels rely on it).
         fixed: inputs that are row-major always.
@@ -383,9 +383,9 @@ def elementwise_cases() -> dict[str, list[Case]]:
 def lookup_cases() -> dict[str, list[Case]]:
     logits, labels = randn(4, 6, 12), ints(12, 4, 6)
     labels[0, :3] = -100
-    top = kernels.ce_max(logits)
-    sums = kernels.ce_sumexp(logits, top)
-    hits = kernels.ce_target(logits, labels, -100)
+    top = reference_kernels.ce_max(logits)
+    sums = reference_kernels.ce_sumexp(logits, top)
+    hits = reference_kernels.ce_target(logits, labels, -100)
     return {
         "paraplan.embedding": [
             case([randn(12, 6), ints(12, 4, 2)], "%a", "%b", 0),
@@ -456,7 +456,7 @@ def _attention_forward(
 
 def _attention_backward(call: tuple[Arg, ...], mask_grad: bool) -> Case:
     q, k, v, mask, seed, *rest = call
-    out, lse = kernels.attention(*call, (0, 0, 0, 0))
+    out, lse = reference_kernels.attention(*call, (0, 0, 0, 0))
     extra = [x for x in (mask, seed) if x is not None]
     names = iter(_NAMES[4:])
     args = [None if x is None else f"%{next(names)}" for x in (mask, seed, out, lse)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paraplan.ir.trace import kernels
+from paraplan.kernels import reference_kernels
 
 from .cases import Case, case, positive, randn
 
@@ -17,7 +17,7 @@ def _conv_family(x: Tensor, w: Tensor, bias: Tensor | None, *rest: object) -> tu
     """Forward, gradient of the input and of the weight of one convolution."""
     given = [x, w] if bias is None else [x, w, bias]
     forward = case(given, "%a", "%b", None if bias is None else "%c", *rest)
-    g = torch.randn_like(kernels.conv(x, w, bias, *rest))  # type: ignore[arg-type]
+    g = torch.randn_like(reference_kernels.conv(x, w, bias, *rest))  # type: ignore[arg-type]
     into = case([g, w], "%a", "%b", tuple(x.shape[2:]), *rest)
     return forward, into, case([g, x], "%a", "%b", tuple(w.shape[2:]), *rest)
 
@@ -46,15 +46,15 @@ def pool_cases() -> dict[str, list[Case]]:
         (randn(2, 4, 3, 3, 4), (2, 2, 2), (1, 1, 2), (0, 0, 0)),
     ):  # fmt: skip
         space = tuple(x.shape[-len(window) :])
-        made, indices = kernels.max_pool(x, window, stride, padding, (1,) * len(window), False)
+        made, indices = reference_kernels.max_pool(x, window, stride, padding, (1,) * len(window), False)
         found["paraplan.max_pool"].append(case([x], "%a", window, stride, padding, (1,) * len(window), False))
         found["paraplan.max_pool_grad"].append(case([torch.randn_like(made), indices], "%a", "%b", space))
         rest = (window, stride, padding, True, False, None)
-        averaged = kernels.avg_pool(x, *rest)
+        averaged = reference_kernels.avg_pool(x, *rest)
         found["paraplan.avg_pool"].append(case([x], "%a", *rest))
         found["paraplan.avg_pool_grad"].append(case([torch.randn_like(averaged)], "%a", space, *rest))
         size = (2,) * len(window)
-        picked, _ = kernels.adaptive_max_pool(x, size)
+        picked, _ = reference_kernels.adaptive_max_pool(x, size)
         found["paraplan.adaptive_max_pool"].append(case([x], "%a", size))
         found["paraplan.adaptive_avg_pool"].append(case([x], "%a", size))
         found["paraplan.adaptive_avg_pool_grad"].append(case([torch.randn_like(picked)], "%a", space))
@@ -89,7 +89,7 @@ def group_norm_cases() -> dict[str, list[Case]]:
         w, bias = randn(channels), randn(channels)
         at = ("%b", "%c") if affine else (None, None)
         forward.append(case([x, w, bias] if affine else [x], "%a", *at, groups, 1e-5))
-        _, mean, rstd = kernels.group_norm(x, w, bias, groups, 1e-5)
+        _, mean, rstd = reference_kernels.group_norm(x, w, bias, groups, 1e-5)
         given = [torch.randn_like(x), x, mean, rstd, *([w] if affine else [])]
         weight = "%e" if affine else None
         backward.append(case(given, "%a", "%b", "%c", "%d", weight, groups, (True, affine, affine), fixed="cd"))

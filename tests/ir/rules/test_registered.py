@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import paraplan as pp
+from paraplan.capture.register import apply_annotation, work_terms
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.graph import Op
-from paraplan.ir.op_rule import Term, amount_of, fit_amount
-from paraplan.ir.rules import registered
-from paraplan.ir.rules.registered import cost_for, forget, parse, rule_for
-from paraplan.ir.tensor import TensorSpec
-from paraplan.ir.trace.register import apply_annotation, work_terms
+from paraplan.ir.model.graph import Op
+from paraplan.ir.model.op_rule import Term, amount_of, fit_amount
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.rules import registered_rules
+from paraplan.rules.registered_rules import cost_for, forget, parse, rule_for
 
 NAME = "paraplan_rules_test::mlp"
 TARGET = "paraplan_rules_test.mlp.default"
@@ -123,7 +123,7 @@ def op_and_values(lead: tuple[int, ...]) -> tuple[Op, dict[str, TensorSpec]]:
 def test_a_rule_that_does_not_fit_the_schema_is_refused_at_once(op: str, rule: str, said: str) -> None:
     with pytest.raises(ConstraintError, match=said):
         pp.register_rule(op, rule, whole=[])
-    assert rule_for(registered.target_of(op)) is None
+    assert rule_for(registered_rules.target_of(op)) is None
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_rule_that_does_not_fit_the_schema_is_refused_at_once(op: str, rule: s
 )
 def test_a_wrong_rule_is_refused_at_capture_without_examples(rule: str, settings: dict, said: str) -> None:
     pp.register_rule(NAME, rule, **settings)
-    found = rule_for(registered.target_of(NAME))
+    found = rule_for(registered_rules.target_of(NAME))
     assert found is not None and not found.checked
     op, values = op_and_values((4, 6))
     try:
@@ -185,7 +185,7 @@ def test_costs_become_numbers_over_shares() -> None:
             work_terms(op, values, rule)
     with pytest.raises(ConstraintError, match="give flops="):
         pp.register_cost(NAME)
-    assert cost_for(TARGET) is not None and registered.target_of("a::b.out") == "a.b.out"
+    assert cost_for(TARGET) is not None and registered_rules.target_of("a::b.out") == "a.b.out"
 
 
 def test_amounts_are_fitted_exactly() -> None:

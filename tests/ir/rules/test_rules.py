@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from paraplan.ir import reshard
-from paraplan.ir.graph import Graph, Op
-from paraplan.ir.lower.emit import BlockEmitter
-from paraplan.ir.lower.kind import extend
-from paraplan.ir.mesh import P, Partial, R, local_shape, padded_dims
-from paraplan.ir.rank_program import BlockRole
-from paraplan.ir.rules import known_targets
-from paraplan.ir.rules.strategies import AxisChoice, Strategy, axis_choices, dims_of, op_strategies, strategy_named
-from paraplan.ir.tensor import TensorSpec
-from paraplan.ir.trace.reference import run_op
+from paraplan.capture.reference import run_op
+from paraplan.ir.execution.rank_program import BlockRole
+from paraplan.ir.machine import reshard
+from paraplan.ir.machine.mesh import P, Partial, R, local_shape, padded_dims
+from paraplan.ir.model.graph import Graph, Op
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.lowering.blocks.emit import BlockEmitter
+from paraplan.lowering.blocks.forward import extend
+from paraplan.rules import known_targets
+from paraplan.rules.strategies import AxisChoice, Strategy, axis_choices, dims_of, op_strategies, strategy_named
 
 from ..lockstep import (  # noqa: TID252
     assert_close,
@@ -229,7 +229,7 @@ def test_strides_in_other_memory_orders(target: str, number: int) -> None:
 @pytest.fixture
 def any_padding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Dims of any size are sharded over any number of ranks, some of which hold nothing but padding."""
-    monkeypatch.setattr("paraplan.ir.mesh.PADDED_SHARE", 0)
+    monkeypatch.setattr("paraplan.ir.machine.mesh.PADDED_SHARE", 0)
     reshard._padded_axes.cache_clear()
     yield
     reshard._padded_axes.cache_clear()

@@ -1,4 +1,5 @@
-"""The formulas of `ir.rules.workspace` against what the kernels allocate inside: never below, at most 3 % above."""
+"""The formulas of `rules.workspace.workspace` against what the kernels allocate inside: never below, at most 3 %
+above."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paraplan.ir.rank_program import LocalValue
-from paraplan.ir.rules import op_def
-from paraplan.runtime.ops import resolve
-from paraplan.runtime.tracker import Ledger, Tracker
+from paraplan.ir.execution.rank_program import LocalValue
+from paraplan.rules import op_def
+from paraplan.runtime.executing.instructions import resolve
+from paraplan.runtime.executing.tracker import Ledger, Tracker
 
 B, S, D, V = 3, 64, 16, 500
 SLACK_BYTES = 4096

@@ -1,4 +1,4 @@
-"""The formulas of `ir.rules.vision_workspace` against what the kernels allocate inside."""
+"""The formulas of `rules.workspace.vision_workspace` against what the kernels allocate inside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paraplan.ir.trace import kernels
+from paraplan.kernels import reference_kernels
 
 from .test_workspace import SLACK_BYTES, measured, predicted
 
@@ -30,14 +30,14 @@ def calls(dtype: torch.dtype) -> Iterator[Call]:
         yield "paraplan.conv", (x, w, draw(8), *rest)
         yield "paraplan.conv_grad_input", (g, w, (24, 20), *rest)
         yield "paraplan.conv_grad_weight", (g, x, (3, 3), *rest)
-        pooled, indices = kernels.max_pool(x, (2, 2), (2, 2), (0, 0), (1, 1), False)
+        pooled, indices = reference_kernels.max_pool(x, (2, 2), (2, 2), (0, 0), (1, 1), False)
         yield "paraplan.max_pool", (x, (2, 2), (2, 2), (0, 0), (1, 1), False)
         yield "paraplan.max_pool_grad", (both_orders(pooled)[1], indices, (24, 20))
         yield "paraplan.avg_pool", (x, (2, 2), (2, 2), (0, 0), False, True, None)
         yield "paraplan.avg_pool_grad", (pooled, (24, 20), (2, 2), (2, 2), (0, 0), False, True, None)
         yield "paraplan.upsample", (x, "upsample_nearest2d", (48, 40), (2.0, 2.0))
         yield "paraplan.upsample_grad", (x, "upsample_nearest2d", (24, 20), (12, 10), (2.0, 2.0))
-        _, mean, rstd = kernels.group_norm(x, draw(16), draw(16), 4, 1e-5)
+        _, mean, rstd = reference_kernels.group_norm(x, draw(16), draw(16), 4, 1e-5)
         yield "paraplan.group_norm", (x, draw(16), draw(16), 4, 1e-5)
         yield "paraplan.group_norm_grad", (x, draw(4, 16, 24, 20), mean, rstd, draw(16), 4, (True, True, True))
         yield from batch_norm_calls(x, draw)

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture, run_program
+from paraplan.capture import capture, run_program
+from paraplan.ir.model.program import Program
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paraplan as pp
+from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace import capture
 
 
 class Asking(nn.Module):

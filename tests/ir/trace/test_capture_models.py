@@ -8,11 +8,11 @@ import pytest
 import torch
 from ir_trace_models import batch_of, build, captured, eager, run, worst_error
 
+from paraplan.capture import capture, fingerprint
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.graph import Graph, Phase
-from paraplan.ir.program import Program
+from paraplan.ir.model.graph import Graph, Phase
+from paraplan.ir.model.program import Program
 from paraplan.ir.struct import from_json, to_json
-from paraplan.ir.trace import capture, fingerprint
 
 MODELS = ("mlp", "gpt2", "llama", "bert", "t5")
 

@@ -8,12 +8,12 @@ from ir_trace_models import MLP, batch_of, build, captured, eager, run, worst_er
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paraplan.capture import capture
+from paraplan.capture.precision import default_dtype
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.graph import Phase
-from paraplan.ir.micro import splittable
-from paraplan.ir.seeds import segment_seed
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.precision import default_dtype
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.seeds import segment_seed
+from paraplan.rules.time_axis import splittable
 
 
 class Base(nn.Module):

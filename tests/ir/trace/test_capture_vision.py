@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.models import resnet, unet, vgg
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.ir.errors import ConstraintError, InvalidPlanError
-from paraplan.ir.micro import program_micro, splittable
-from paraplan.ir.program import Program
+from paraplan.ir.model.program import Program
 from paraplan.ir.struct import from_json, to_json
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify_program import verify_program
+from paraplan.lowering.verification.verify_program import verify_program
+from paraplan.rules.time_axis import program_micro, splittable
 from tests.numerics import relative_error
 
 Batch = dict[str, Tensor]

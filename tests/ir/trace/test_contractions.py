@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir.rules.strategies import axis_choices, dims_of
-from paraplan.ir.trace import capture, contractions
+from paraplan.capture import capture
+from paraplan.capture.rewriting import contractions
+from paraplan.rules.strategies import axis_choices, dims_of
 
 SIZES = dict(zip("gtechfbnsd", (2, 3, 4, 5, 6, 7, 2, 3, 4, 5), strict=True))
 EQUATIONS = (

@@ -12,15 +12,15 @@ import torch
 import torch._dynamo  # what a dispatch mode loads on first use: once here, not in every process
 from torch import Tensor
 
-from paraplan.ir.graph import Graph, Op
-from paraplan.ir.op_rule import ALIAS, UNKNOWN, OpRule
-from paraplan.ir.rules.dims import OpDims
-from paraplan.ir.rules.strategies import dims_of
-from paraplan.ir.tensor import TensorSpec
-from paraplan.ir.trace.discover import discover, discovered, ended
-from paraplan.ir.trace.discover_apart import run_apart
-from paraplan.ir.trace.discover_cache import cache_path
-from paraplan.ir.trace.discover_draws import Draw, told_by_nothing
+from paraplan.capture.discovery.discover import discover, discovered, ended
+from paraplan.capture.discovery.discover_apart import run_apart
+from paraplan.capture.discovery.discover_cache import cache_path
+from paraplan.capture.discovery.discover_draws import Draw, told_by_nothing
+from paraplan.ir.model.graph import Graph, Op
+from paraplan.ir.model.op_rule import ALIAS, UNKNOWN, OpRule
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.rules.dims import OpDims
+from paraplan.rules.strategies import dims_of
 
 from ..rules.cases import all_cases, pointwise_cases  # noqa: TID252
 from ..rules.test_rules import Example, _whole_first  # noqa: TID252
@@ -181,7 +181,7 @@ def test_rules_are_kept_and_never_trusted_blindly(monkeypatch: pytest.MonkeyPatc
     first = discovered([graph_of("aten.lgamma.default", 8), graph_of(f"{SPACE}.noisy.default", 8)])
     text = cache_path().read_text()
     assert cache_path().is_relative_to(tmp_path) and SPACE not in text
-    monkeypatch.setattr("paraplan.ir.trace.discover.run_apart", lambda jobs, *rest: [None for _ in jobs])
+    monkeypatch.setattr("paraplan.capture.discovery.discover.run_apart", lambda jobs, *rest: [None for _ in jobs])
     assert discovered([graph_of("aten.lgamma.default", 8)]) == {key: first[key] for key in first if SPACE not in key}
     assert list(discovered([graph_of("aten.lgamma.default", 12)]).values()) == [None], "other shapes are found anew"
     monkeypatch.undo()

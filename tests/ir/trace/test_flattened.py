@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paraplan as pp
+from paraplan.capture.rewriting.flattened import refined
 from paraplan.codegen import build_modules
-from paraplan.ir.trace.flattened import refined
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 
 
 class Encoder(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paraplan.ir.graph import Graph
+from paraplan.ir.model.graph import Graph
 from tests.against_eager import assert_trains_as_eager
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paraplan.ir.trace import kernels
-from paraplan.ir.trace.attention_kernels import attention, attention_grad
-from paraplan.ir.trace.canonical import ops
-from paraplan.ir.trace.torch_private import fake_mode
+from paraplan.capture.canonical.canonical import ops
+from paraplan.kernels import reference_kernels
+from paraplan.kernels.attention_kernels import attention, attention_grad
+from paraplan.kernels.torch_private import fake_mode
 
 SEED = torch.tensor(1234)
 
@@ -53,7 +53,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: boo
 def test_attention_and_its_gradients(groups: int, mask_name: str, causal: bool, p: float, mask_grad: bool) -> None:
     mask = _masks()[mask_name]
     shape, zeros = [2, 4, 6, 6], [0] * 4
-    keep = kernels.dropout(torch.ones(shape, dtype=torch.float64), SEED, p, 3, shape, zeros) if p else None
+    keep = reference_kernels.dropout(torch.ones(shape, dtype=torch.float64), SEED, p, 3, shape, zeros) if p else None
     leaves = [x.requires_grad_() for x in _qkv(groups)]
     wanted_mask = mask.clone().requires_grad_() if mask_grad and mask is not None else mask
     wanted = _reference(*leaves, wanted_mask, causal, keep)
@@ -106,7 +106,8 @@ def test_attention_in_bfloat16_keeps_float32_statistics() -> None:
 def test_dropout_statistics() -> None:
     x = torch.ones(1000, 1000)
     first, second, other = (
-        kernels.dropout(x, torch.tensor(s), 0.3, slot, [1000, 1000], [0, 0]) for s, slot in ((1, 0), (1, 1), (2, 0))
+        reference_kernels.dropout(x, torch.tensor(s), 0.3, slot, [1000, 1000], [0, 0])
+        for s, slot in ((1, 0), (1, 1), (2, 0))
     )
     for y in (first, second, other):
         keep = (y != 0).float()
@@ -122,44 +123,44 @@ def test_dropout_statistics() -> None:
 
 def test_dropout_shards_are_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 6, 10)
-    whole = kernels.dropout(x, SEED, 0.5, 2, [4, 6, 10], [0, 0, 0])
+    whole = reference_kernels.dropout(x, SEED, 0.5, 2, [4, 6, 10], [0, 0, 0])
     for start in ((0, 0, 0), (2, 3, 0), (1, 2, 5), (3, 5, 9)):
         block = x[start[0] :, start[1] :, start[2] :]
-        part = kernels.dropout(block, SEED, 0.5, 2, [4, 6, 10], list(start))
+        part = reference_kernels.dropout(block, SEED, 0.5, 2, [4, 6, 10], list(start))
         assert torch.equal(part, whole[start[0] :, start[1] :, start[2] :])
     for dtype in (torch.float64, torch.bfloat16):
-        assert torch.equal(kernels.dropout(x.to(dtype), SEED, 0.5, 2, [4, 6, 10], [0, 0, 0]) != 0, whole != 0)
-    monkeypatch.setattr("paraplan.ir.trace.random_kernels.CHUNK_ELEMENTS", 7)
-    assert torch.equal(kernels.dropout(x, SEED, 0.5, 2, [4, 6, 10], [0, 0, 0]), whole)
-    assert kernels.dropout(torch.tensor(2.0), SEED, 0.0, 0, [], []) == 2.0
+        assert torch.equal(reference_kernels.dropout(x.to(dtype), SEED, 0.5, 2, [4, 6, 10], [0, 0, 0]) != 0, whole != 0)
+    monkeypatch.setattr("paraplan.kernels.random_kernels.CHUNK_ELEMENTS", 7)
+    assert torch.equal(reference_kernels.dropout(x, SEED, 0.5, 2, [4, 6, 10], [0, 0, 0]), whole)
+    assert reference_kernels.dropout(torch.tensor(2.0), SEED, 0.0, 0, [], []) == 2.0
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
 def test_cross_entropy_whole_and_sharded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(reference_kernels, "CHUNK_ELEMENTS", 40)
     logits = (torch.randn(3, 5, 12, dtype=torch.float64) * 4).to(dtype)
     labels = torch.randint(0, 12, (3, 5))
     labels[0, 1] = labels[2, 2] = -100
     leaf = logits.double().requires_grad_()
     wanted = F.cross_entropy(leaf.flatten(0, 1), labels.flatten(), reduction="sum")
     (grad,) = torch.autograd.grad(wanted * 3, leaf)
-    m = kernels.ce_max(logits)
+    m = reference_kernels.ce_max(logits)
     parts = [(start, logits[..., start : start + 4]) for start in (0, 4, 8)]
-    m_parts = torch.stack([kernels.ce_max(part) for _, part in parts]).amax(0)
-    s = sum(kernels.ce_sumexp(part, m) for _, part in parts)
-    t = sum(kernels.ce_target(part, labels, -100, start, 12) for start, part in parts)
+    m_parts = torch.stack([reference_kernels.ce_max(part) for _, part in parts]).amax(0)
+    s = sum(reference_kernels.ce_sumexp(part, m) for _, part in parts)
+    t = sum(reference_kernels.ce_target(part, labels, -100, start, 12) for start, part in parts)
     tight = 1e-10 if dtype == torch.float64 else 1e-5
     assert torch.equal(m, m_parts)
-    assert torch.allclose(kernels.ce_sumexp(logits, m), s, rtol=tight) and torch.equal(
-        kernels.ce_target(logits, labels, -100), t
+    assert torch.allclose(reference_kernels.ce_sumexp(logits, m), s, rtol=tight) and torch.equal(
+        reference_kernels.ce_target(logits, labels, -100), t
     )
-    assert float(kernels.ce_loss(m, s, t, labels, -100)) == pytest.approx(wanted.item(), rel=tight)
+    assert float(reference_kernels.ce_loss(m, s, t, labels, -100)) == pytest.approx(wanted.item(), rel=tight)
     g = torch.tensor(3.0, dtype=m.dtype)
-    pieces = torch.cat([kernels.ce_grad(g, part, m, s, labels, -100, start) for start, part in parts], -1)
+    pieces = torch.cat([reference_kernels.ce_grad(g, part, m, s, labels, -100, start) for start, part in parts], -1)
     assert pieces.dtype == dtype and torch.allclose(
         pieces.double(), grad, rtol=1e-2 if dtype == torch.bfloat16 else tight, atol=tight
     )
-    assert torch.equal(kernels.ce_grad(g, logits, m, s, labels, -100), pieces)
+    assert torch.equal(reference_kernels.ce_grad(g, logits, m, s, labels, -100), pieces)
 
 
 def test_embedding_splits_over_the_vocabulary() -> None:
@@ -169,10 +170,10 @@ def test_embedding_splits_over_the_vocabulary() -> None:
     g = torch.randn_like(wanted)
     (grad,) = torch.autograd.grad(wanted, w, g)
     table = w.detach()
-    parts = [kernels.embedding(table[start : start + 5], ids, start, 10) for start in (0, 5)]
-    assert torch.equal(parts[0] + parts[1], wanted) and torch.equal(kernels.embedding(table, ids), wanted)
-    pieces = torch.cat([kernels.embedding_grad(g, ids, 5, 2, start) for start in (0, 5)])
-    assert torch.allclose(pieces, grad) and torch.allclose(kernels.embedding_grad(g, ids, 10, 2), grad)
+    parts = [reference_kernels.embedding(table[start : start + 5], ids, start, 10) for start in (0, 5)]
+    assert torch.equal(parts[0] + parts[1], wanted) and torch.equal(reference_kernels.embedding(table, ids), wanted)
+    pieces = torch.cat([reference_kernels.embedding_grad(g, ids, 5, 2, start) for start in (0, 5)])
+    assert torch.allclose(pieces, grad) and torch.allclose(reference_kernels.embedding_grad(g, ids, 10, 2), grad)
 
 
 @pytest.mark.parametrize("transposed", (False, True))
@@ -181,12 +182,12 @@ def test_linear_gradients(transposed: bool, lead: tuple[int, ...]) -> None:
     x = torch.randn(*lead, 6, dtype=torch.float64, requires_grad=True)
     w = torch.randn((6, 4) if transposed else (4, 6), dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, dtype=torch.float64)
-    y = kernels.linear(x, w, bias, transposed)
+    y = reference_kernels.linear(x, w, bias, transposed)
     assert torch.allclose(y, F.linear(x, w.t() if transposed else w, bias))
     g = torch.randn_like(y)
     gx, gw = torch.autograd.grad(y, (x, w), g)
-    assert torch.allclose(kernels.linear_grad_input(g, w, transposed), gx)
-    assert torch.allclose(kernels.linear_grad_weight(g, x, transposed), gw)
+    assert torch.allclose(reference_kernels.linear_grad_input(g, w, transposed), gx)
+    assert torch.allclose(reference_kernels.linear_grad_weight(g, x, transposed), gw)
 
 
 def test_shape_functions_agree_with_kernels() -> None:
@@ -196,7 +197,7 @@ def test_shape_functions_agree_with_kernels() -> None:
     out, lse = attention(q, k, v, mask, SEED, 0.1, 0, False, 0.3, shape, zeros)
     x, w, ids = torch.randn(3, 5, 6), torch.randn(4, 6), torch.randint(0, 4, (3, 5))
     logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
-    m, s = kernels.ce_max(logits), kernels.ce_sumexp(logits, kernels.ce_max(logits))
+    m, s = reference_kernels.ce_max(logits), reference_kernels.ce_sumexp(logits, reference_kernels.ce_max(logits))
     calls = [
         (ops.linear, (x, w, None, False)),
         (ops.linear_grad_input, (x[..., :4].contiguous(), w, False)),

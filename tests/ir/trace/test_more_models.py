@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from benchmarks.zoo import build
 from examples.models.lstm import factory
-from paraplan.ir.mesh import S
-from paraplan.ir.micro import program_micro
-from paraplan.ir.program import Program
-from paraplan.ir.rules import expert_workspace
-from paraplan.ir.rules.strategies import op_strategies
-from paraplan.ir.trace import capture, expert_kernels, moments, run_program
+from paraplan.capture import capture, run_program
+from paraplan.capture.rewriting import moments
+from paraplan.ir.machine.mesh import S
+from paraplan.ir.model.program import Program
+from paraplan.kernels import expert_kernels
+from paraplan.rules.strategies import op_strategies
+from paraplan.rules.time_axis import program_micro
+from paraplan.rules.workspace import expert_workspace
 
 
 def captured(name: str) -> Program:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paraplan.ir.graph import Op, Phase
-from paraplan.ir.trace import capture, run_program
+from paraplan.capture import capture, run_program
+from paraplan.ir.model.graph import Op, Phase
 
 Body = Callable[[Tensor, Tensor, Tensor], Tensor]
 

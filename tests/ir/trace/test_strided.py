@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paraplan.capture import capture, run_program
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace import capture, run_program
 
 
 class Filled(nn.Module):

@@ -10,8 +10,8 @@ from ir_trace_models import eager, run, worst_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
-from paraplan.ir.trace import capture
 
 BATCH = {
     "x": torch.randn(8, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64),

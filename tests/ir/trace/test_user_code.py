@@ -11,17 +11,18 @@ import torch
 from ir_trace_models import eager, run, worst_error
 from torch import Tensor, nn
 
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.trace import capture, kernels
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.kernels import reference_kernels
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 X = {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)}
@@ -163,12 +164,12 @@ def test_random_numbers_are_the_same_on_any_mesh(seed: int) -> None:
 def test_uniform_numbers() -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.empty(1000, 1000, dtype=dtype)
-        found = kernels.uniform(x, torch.tensor(7), 1, [1000, 1000], [0, 0])
+        found = reference_kernels.uniform(x, torch.tensor(7), 1, [1000, 1000], [0, 0])
         assert 0 < found.min() and found.max() < 1 and found.dtype == dtype
         assert float(found.mean()) == pytest.approx(0.5, abs=2e-3)
         assert float(found.var()) == pytest.approx(1 / 12, abs=1e-3)
         assert abs(float(torch.corrcoef(torch.stack([found[:-1].flatten(), found[1:].flatten()]))[0, 1])) < 5e-3
-        part = kernels.uniform(x[200:300, 10:30], torch.tensor(7), 1, [1000, 1000], [200, 10])
+        part = reference_kernels.uniform(x[200:300, 10:30], torch.tensor(7), 1, [1000, 1000], [200, 10])
         assert torch.equal(part, found[200:300, 10:30])
 
 

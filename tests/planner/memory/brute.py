@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from paraplan.ir.memory_actions import Actions, free, run
+from paraplan.ir.execution.memory_actions import Actions, free, run
 from paraplan.planner.memory.problem import GIVEN, MemoryProblem
 
 State = tuple[frozenset[int], frozenset[int]]

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paraplan.planner.memory.copies import Copies, actions_of, fit
+from paraplan.planner.memory.copy_times import Copies, actions_of, fit
+from paraplan.planner.memory.memory_schedule import evaluate
 from paraplan.planner.memory.problem import Tier
 from paraplan.planner.memory.reruns import Arrays, profile_of, with_first
-from paraplan.planner.memory.schedule import evaluate
 from tests.planner.memory.graphs import chain, random_step
 
 

@@ -7,23 +7,23 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks.zoo import build
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import plan_costs, simulate_plan
-from paraplan.ir.cluster import ClusterSpec
-from paraplan.ir.lower import lower
-from paraplan.ir.memory_actions import Act, format_actions
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.ir.execution.memory_actions import Act, format_actions
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.flatten import flatten
-from paraplan.planner.memory.plan import MemoryLimits, plan_memory
-from paraplan.planner.memory.schedule import evaluate, freeing
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
+from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)

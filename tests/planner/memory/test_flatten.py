@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.zoo import build
-from paraplan.cost_models.catalog import parse_cluster
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import plan_costs, simulate_plan
-from paraplan.ir.lower import lower
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
-from paraplan.ir.trace import capture
+from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.flatten import flatten
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import verify_problem
-from paraplan.planner.memory.schedule import evaluate, freeing
 from paraplan.planner.search import search
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from paraplan.ir.errors import SolverLimitError
-from paraplan.planner.memory.copies import Copies, actions_of, fit
-from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.copy_times import Copies, actions_of, fit
+from paraplan.planner.memory.memory_schedule import evaluate
+from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor, Tier
-from paraplan.planner.memory.relaxation import build_relaxation
+from paraplan.planner.memory.relaxations.relaxation import build_relaxation
 from paraplan.planner.memory.reruns import Arrays, profile_of, with_first
-from paraplan.planner.memory.schedule import evaluate
-from paraplan.planner.milp import solve
+from paraplan.planner.solvers.milp import solve
 from tests.planner.memory.graphs import chain, random_step
 
 LIMITS = MemoryLimits(time_s=6.0, rounds=3)

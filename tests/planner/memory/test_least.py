@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from paraplan.ir.errors import InfeasibleError
-from paraplan.planner.memory.least import least_need, need_bytes
-from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
+from paraplan.planner.memory.relaxations.least_budget import least_need, need_bytes
 from paraplan.planner.memory.reruns import Arrays, profile_of
-from paraplan.planner.memory.whole import least_budget, peak_without
+from paraplan.planner.memory.single_device import least_budget, peak_without
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain, random_step
 

@@ -7,15 +7,15 @@ import time
 import numpy as np
 import pytest
 
-from paraplan.planner.memory.merge import improve_merging, merge
-from paraplan.planner.memory.merge_program import MergeProgram
+from paraplan.planner.memory.improvement.greedy_eviction import polish, squeeze
+from paraplan.planner.memory.improvement.merge import improve_merging, merge
+from paraplan.planner.memory.improvement.merge_program import MergeProgram
+from paraplan.planner.memory.just_in_time import separating
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import MemoryProblem
-from paraplan.planner.memory.realise import separating
-from paraplan.planner.memory.relaxation import build_relaxation
+from paraplan.planner.memory.relaxations.relaxation import build_relaxation
 from paraplan.planner.memory.reruns import Arrays, Ints, Profile, profile_of, with_first
-from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.memory.squeeze import polish, squeeze
-from paraplan.planner.milp import SolverError, Status, solve
+from paraplan.planner.solvers.milp import SolverError, Status, solve
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain, random_step
 
@@ -102,7 +102,7 @@ def test_a_solver_that_answers_wrongly_changes_nothing(monkeypatch: pytest.Monke
     def wrong(*_: object, **__: object) -> None:
         raise SolverError("called a point optimal that breaks a row")
 
-    monkeypatch.setattr("paraplan.planner.memory.merge.solve", wrong)
+    monkeypatch.setattr("paraplan.planner.memory.improvement.merge.solve", wrong)
     profile, budget = squeezed(0, 16)
     assert merge(profile, np.empty(0, int), budget, time.perf_counter() + 1.0) == (profile, False)
 

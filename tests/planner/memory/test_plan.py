@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.ir.errors import InfeasibleError
-from paraplan.planner.memory import exact, relaxation
 from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
-from paraplan.planner.memory.exact import search_states
-from paraplan.planner.memory.improve import improve
-from paraplan.planner.memory.plan import MemoryLimits, plan_memory
+from paraplan.planner.memory.improvement import exact
+from paraplan.planner.memory.improvement.exact import search_states
+from paraplan.planner.memory.improvement.greedy_eviction import polish, squeeze
+from paraplan.planner.memory.improvement.improve import improve
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
+from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
-from paraplan.planner.memory.relaxation import build_relaxation, useful
+from paraplan.planner.memory.relaxations import relaxation
+from paraplan.planner.memory.relaxations.relaxation import build_relaxation, useful
 from paraplan.planner.memory.reruns import Arrays, profile_of, with_first, without_dead
-from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.memory.squeeze import polish, squeeze
-from paraplan.planner.milp import Status, solve
+from paraplan.planner.solvers.milp import Status, solve
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain, random_step, trained_chain
 

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
 from paraplan.planner.memory.reruns import Arrays, profile_of, with_first, without_dead
-from paraplan.planner.memory.schedule import evaluate, freeing
 from tests.planner.memory.graphs import chain, random_step
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.memory_actions import parse_actions
+from paraplan.ir.execution.memory_actions import parse_actions
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor, Tier, verify_problem
-from paraplan.planner.memory.schedule import evaluate, freeing
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain, random_step
 

@@ -8,24 +8,24 @@ import pytest
 import torch
 
 from benchmarks.zoo import build
+from paraplan.capture import capture
+from paraplan.capture.reference import Step, run_step
 from paraplan.codegen import build_modules
-from paraplan.ir.cluster import ClusterSpec
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.graph import Phase
-from paraplan.ir.layers import layers_of
-from paraplan.ir.lower import lower
-from paraplan.ir.lower.remat import remat_of
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.layers import layers_of
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.program import Program
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import Step, run_step
-from paraplan.ir.verify import verify_plan
-from paraplan.ir.verify_program import verify_program
+from paraplan.lowering import lower
+from paraplan.lowering.blocks.remat import remat_of
+from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.lowering.verification.verify_program import verify_program
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.recompute.presets import layered, preset_fates
 from paraplan.planner.search import search
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)

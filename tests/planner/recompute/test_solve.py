@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.zoo import Small, build
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
-from paraplan.cost_models.memory import entries
 from paraplan.cost_models.predict import predict
-from paraplan.ir.cluster import ClusterSpec
+from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import ConstraintError, CostModelError, InfeasibleError, SolverLimitError
-from paraplan.ir.mesh import make_mesh
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.ir.trace import capture
-from paraplan.ir.trace.reference import run_step
-from paraplan.ir.verify import verify_plan
+from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import PRESETS, Constraints
-from paraplan.planner.recompute.solve import solve_with_recomputation
+from paraplan.planner.recompute.solve_jointly import solve_with_recomputation
 from paraplan.planner.search import search
 from paraplan.planner.sharding.solve import Limits
-from paraplan.runtime.local import InProcessTrainer
+from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)

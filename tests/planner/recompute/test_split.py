@@ -8,12 +8,12 @@ from msgspec.structs import replace
 
 from paraplan.cost_models.predict import plan_costs, simulate_plan
 from paraplan.ir.errors import NoPlanError, SolverLimitError
-from paraplan.ir.lower import lower
-from paraplan.ir.rank_program import GROW, PUT
+from paraplan.ir.execution.rank_program import GROW, PUT
+from paraplan.lowering import lower
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.flatten import flatten
-from paraplan.planner.memory.plan import MemoryLimits, plan_memory
-from paraplan.planner.memory.schedule import evaluate
+from paraplan.planner.memory.memory_schedule import evaluate
+from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.recompute.split import finer
 from paraplan.planner.search import search
 from tests.conftest import Tiny, captured

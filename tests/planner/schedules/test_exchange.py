@@ -8,11 +8,11 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.schedule import spread
-from paraplan.planner.schedules.exchange import from_csv, from_text, to_csv, to_text
+from paraplan.ir.execution.schedule import spread
+from paraplan.planner.schedules.complete import orders_of
+from paraplan.planner.schedules.exchange_formats import from_csv, from_text, to_csv, to_text
 from paraplan.planner.schedules.named import NAMED, named_schedule
-from paraplan.planner.schedules.problem import stages_of
-from paraplan.planner.schedules.transfers import orders_of
+from paraplan.planner.schedules.schedule_problem import stages_of
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))

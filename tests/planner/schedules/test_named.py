@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.verify_schedule import verify_schedule
-from paraplan.planner.schedules.evaluate import Evaluation, evaluate
+from paraplan.lowering.verification.verify_schedule import verify_schedule
+from paraplan.planner.schedules.complete import orders_of
+from paraplan.planner.schedules.event_simulation import Evaluation, evaluate
 from paraplan.planner.schedules.named import NAMED, applicable, named_orders, named_schedule
-from paraplan.planner.schedules.problem import COMPUTE, Orders, StageCosts, stages_of
-from paraplan.planner.schedules.transfers import orders_of
+from paraplan.planner.schedules.schedule_problem import COMPUTE, Orders, StageCosts, stages_of
 
 EQUAL = StageCosts(backward_s=1.0)
 """Forward and backward a slot each."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.planner.schedules.evaluate import evaluate
+from paraplan.planner.schedules.event_simulation import evaluate
 from paraplan.planner.schedules.named import named_orders
 from paraplan.planner.schedules.picture import draw
-from paraplan.planner.schedules.problem import StageCosts
+from paraplan.planner.schedules.schedule_problem import StageCosts
 
 
 def test_drawn() -> None:

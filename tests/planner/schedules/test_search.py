@@ -8,17 +8,17 @@ import random
 import pytest
 
 from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
-from paraplan.ir.schedule import Action, ActionKind
-from paraplan.ir.verify_schedule import verify_schedule
-from paraplan.planner.schedules.bound import machine_bound, preemptive
-from paraplan.planner.schedules.dispatch import dispatch, rules
-from paraplan.planner.schedules.evaluate import Noise, evaluate
-from paraplan.planner.schedules.exact import solve_exactly
+from paraplan.ir.execution.schedule import Action, ActionKind
+from paraplan.lowering.verification.verify_schedule import verify_schedule
+from paraplan.planner.schedules.event_simulation import Noise, evaluate
 from paraplan.planner.schedules.named import NAMED, applicable
-from paraplan.planner.schedules.problem import PipelineProblem, StageCosts, stages_of
-from paraplan.planner.schedules.search import Effort, search
-from paraplan.planner.schedules.shop import Placed, build_shop, placements
-from paraplan.planner.schedules.timing import timing
+from paraplan.planner.schedules.schedule_problem import PipelineProblem, StageCosts, stages_of
+from paraplan.planner.schedules.searching.dispatch import dispatch, rules
+from paraplan.planner.schedules.searching.exact_schedule import solve_exactly
+from paraplan.planner.schedules.searching.job_shop import Placed, build_shop, placements
+from paraplan.planner.schedules.searching.schedule_search import Effort, search
+from paraplan.planner.schedules.searching.shop_bound import machine_bound, preemptive
+from paraplan.planner.schedules.searching.timing import timing
 
 SMALL = Effort(dispatched=20_000, improved=60_000, exact=100, work=0.02)
 

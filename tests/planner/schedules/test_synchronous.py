@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.ir.schedule import spread
-from paraplan.ir.verify_schedule import verify_schedule
-from paraplan.planner.schedules.evaluate import evaluate
-from paraplan.planner.schedules.problem import StageCosts, stages_of
-from paraplan.planner.schedules.synchronous import gpipe, one_f_one_b
-from paraplan.planner.schedules.transfers import complete, orders_of
+from paraplan.ir.execution.schedule import spread
+from paraplan.lowering.verification.verify_schedule import verify_schedule
+from paraplan.planner.schedules.complete import complete, orders_of
+from paraplan.planner.schedules.event_simulation import evaluate
+from paraplan.planner.schedules.families.synchronous import gpipe, one_f_one_b
+from paraplan.planner.schedules.schedule_problem import StageCosts, stages_of
 
 
 @given(p=st.integers(1, 8), m=st.integers(1, 12), forward_s=st.floats(0.5, 2), backward_s=st.floats(0.5, 4))

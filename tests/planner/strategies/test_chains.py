@@ -7,13 +7,13 @@ from math import comb, isqrt
 
 import pytest
 
+from paraplan.baselines import MEMORY, Limits
+from paraplan.baselines.chains.chain_blocks import Step, chain_of, forwards
+from paraplan.baselines.chains.revolve import best_split, reversal
+from paraplan.baselines.common import pruned
 from paraplan.ir.errors import ConstraintError, SolverLimitError
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
-from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.strategies import MEMORY, Limits
-from paraplan.planner.strategies.blocks import Step, chain_of, forwards
-from paraplan.planner.strategies.common import pruned
-from paraplan.planner.strategies.revolve import best_split, reversal
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain
 from tests.planner.strategies.steps import two_results

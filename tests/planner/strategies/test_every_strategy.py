@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from paraplan.baselines import MEMORY, OFFLOADING, UNBUDGETED, Limits
 from paraplan.ir.errors import ConstraintError, InfeasibleError, ParaplanError, SolverLimitError
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import MemoryProblem
-from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.strategies import MEMORY, OFFLOADING, UNBUDGETED, Limits
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain, random_step
 from tests.planner.strategies.steps import training, with_tier

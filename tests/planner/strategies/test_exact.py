@@ -6,14 +6,14 @@ import itertools
 
 import pytest
 
+from paraplan.baselines import MEMORY, Limits
+from paraplan.baselines.kusumoto import lower_sets
+from paraplan.baselines.lower_sets import LowerSet, forward_of
 from paraplan.ir.errors import SolverLimitError
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import MemoryProblem
-from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.milp import Status
-from paraplan.planner.milp_intervals import IntervalBuilder, solve_intervals
-from paraplan.planner.strategies import MEMORY, Limits
-from paraplan.planner.strategies.kusumoto import lower_sets
-from paraplan.planner.strategies.lower_sets import LowerSet, forward_of
+from paraplan.planner.solvers.milp import Status
+from paraplan.planner.solvers.milp_intervals import IntervalBuilder, solve_intervals
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import random_step
 from tests.planner.strategies.steps import least_in_stages, training

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from paraplan.baselines import MEMORY, Limits
+from paraplan.baselines.recompute_in_order import recomputed
+from paraplan.baselines.swapping.swap_writing import Gap, Spans, timed, within_capacity, written
+from paraplan.baselines.swapping.swapadvisor import listed
+from paraplan.baselines.swapping.vdnn import is_conv
 from paraplan.ir.errors import SolverLimitError
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor, Tier
-from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.strategies import MEMORY, Limits
-from paraplan.planner.strategies.recompute import recomputed
-from paraplan.planner.strategies.swapadvisor import listed
-from paraplan.planner.strategies.swaps import Gap, Spans, timed, within_capacity, written
-from paraplan.planner.strategies.vdnn import is_conv
 from tests.planner.memory.graphs import chain
 from tests.planner.strategies.steps import training, with_tier
 

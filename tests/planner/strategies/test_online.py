@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
+from paraplan.baselines import MEMORY, Limits
+from paraplan.baselines.policies.coop import FREE, _Coop
+from paraplan.baselines.policies.dtr import HEURISTICS, dtr
 from paraplan.ir.errors import SolverLimitError
+from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import MemOp, MemoryProblem, MemTensor
-from paraplan.planner.memory.schedule import evaluate, freeing
-from paraplan.planner.strategies import MEMORY, Limits
-from paraplan.planner.strategies.coop import FREE, _Coop
-from paraplan.planner.strategies.dtr import HEURISTICS, dtr
 from tests.planner.memory.graphs import chain, random_step
 from tests.planner.strategies.steps import training
 

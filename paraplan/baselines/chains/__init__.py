@@ -1,0 +1,1 @@
+"""Strategies for chains of blocks: dynamic programs and closed forms of checkpointing."""

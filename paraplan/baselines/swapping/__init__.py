@@ -1,0 +1,1 @@
+"""Strategies that swap to a slower tier: by free time, by layer, by cost, by genetic search."""

@@ -1,0 +1,150 @@
+"""What export would not follow as it is written, done in a way it does.
+
+Whether it is being compiled or exported, forward is told as eager would tell it: no; torch's own modules and
+transformers', which then avoid what cannot be traced and compute the same, are told the truth.
+`x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
+(`torch.tensor(0.1)`) are kept as they were written, for fp64. What gives back the very tensor it was given is no op
+either. Batch norm with momentum=None, a cumulative average, reads its counter as a Python number: here its running
+statistics move by 1 / counter, a tensor. A function of `torch.jit` runs op by op.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from paraplan.ir.errors import CaptureError
+from paraplan.kernels.torch_private import BatchNorm, scripts_by_op, trace_as, traced_as, tree_leaves
+
+_DATA = torch.Tensor.data
+_WRITTEN = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
+
+
+class Followed(TorchFunctionMode):
+    """Within it, data is followed and written numbers are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: list[tuple[tuple[int, ...], list[float]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every other function as it is."""
+        if getattr(func, "__self__", None) is _DATA:
+            return args[0].detach() if func.__name__ == "__get__" else _assign(*args)
+        made = _as_itself(func, args, kwargs or {})
+        if func in _WRITTEN and isinstance(made, Tensor) and made.dtype == torch.get_default_dtype():
+            leaves = tree_leaves(args[-1] if args else (kwargs or {}).get("data"))
+            if leaves and len(leaves) == made.numel() and all(isinstance(x, (int, float)) for x in leaves):
+                self._numbers.append((tuple(made.shape), [float(x) for x in leaves]))
+        return made
+
+    def exact(self, constant: Tensor) -> Tensor:
+        """A constant of the trace in float64: as it was written, where forward wrote it out."""
+        for shape, values in self._numbers:
+            written = torch.tensor(values, dtype=torch.float64).reshape(shape)
+            if shape == tuple(constant.shape) and torch.equal(written.to(constant.dtype), constant):
+                return written
+        return constant
+
+
+def _as_itself(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A call. Where it gives back the very tensor it was given (`x.to(x.dtype)`, `x.flatten(1)` of a matrix), that goes
+    on being what it was: a trace would take every later reading of it for the call's result, and one made under no_grad
+    for a constant."""
+    leaves = (*args, *kwargs.values())
+    before = [(x, x._version, traced_as(x)) for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+    made = func(*args, **kwargs)
+    for x, version, node in before:
+        if made is x and x._version == version and node is not None:
+            trace_as(x, node)
+    return made
+
+
+def _assign(x: Tensor, value: Tensor) -> None:
+    if x.shape != value.shape or x.dtype != value.dtype:
+        raise CaptureError(
+            f"forward assigns a {value.dtype} of {tuple(value.shape)} to the data of a {x.dtype} of {tuple(x.shape)}; "
+            "keep its shape and dtype"
+        )
+    with torch.no_grad():
+        x.detach().copy_(value)
+
+
+def _cumulative(self: BatchNorm, x: Tensor) -> Tensor:
+    """`BatchNorm.forward` of momentum=None in training."""
+    self._check_input_dim(x)
+    count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
+    assert count is not None and mean is not None and var is not None
+    with torch.no_grad():
+        count.add_(1)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        share = count.to(mean.dtype).reciprocal()
+        mean.add_((x.mean(dims) - mean) * share)
+        var.add_((x.var(dims, correction=1) - var) * share)
+    return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
+def _no_gradients(*args: object, **kwargs: object) -> None:
+    raise RuntimeError(
+        "torch.autograd.grad is called in forward; a captured step has one backward, that of its loss: write the "
+        "derivative out in forward, or take this term's step outside of the plan"
+    )
+
+
+_TOLD = frozenset({"torch", "transformers"})
+_ASKED = ("is_compiling", "is_exporting", "is_dynamo_compiling")
+
+
+def _told(answer: Callable[[], bool]) -> Callable[[], bool]:
+    def asked() -> bool:
+        asking = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+        return answer() if asking in _TOLD else False
+
+    return asked
+
+
+@contextmanager
+def told_eager() -> Iterator[None]:
+    """Within it, code asks in vain whether it is compiled or exported, but for `_TOLD`."""
+    modules = (torch.compiler, sys.modules.get("torch._dynamo"), sys.modules.get("torch._dynamo.external_utils"))
+    saved = [(module, name, getattr(module, name)) for module in modules for name in _ASKED if hasattr(module, name)]
+    for module, name, answer in saved:
+        setattr(module, name, _told(answer))
+    try:
+        yield
+    finally:
+        for module, name, answer in saved:
+            setattr(module, name, answer)
+
+
+@contextmanager
+def followed_modules() -> Iterator[None]:
+    """Within it, batch norms of momentum=None and functions of torch.jit are followed, and torch.distributions asserts
+    nothing of values."""
+    original, derived = BatchNorm.forward, torch.autograd.grad
+    distribution: Any = getattr(sys.modules.get("torch.distributions"), "Distribution", None)
+    validates = getattr(distribution, "_validate_args", False)
+
+    def forward(self: BatchNorm, input: Tensor) -> Tensor:
+        cumulative = self.momentum is None and self.training and self.track_running_stats
+        return _cumulative(self, input) if cumulative else original(self, input)
+
+    BatchNorm.forward = forward  # type: ignore[method-assign]
+    torch.autograd.grad = _no_gradients
+    if distribution is not None:
+        distribution.set_default_validate_args(False)
+    try:
+        with told_eager(), scripts_by_op():
+            yield
+    finally:
+        if distribution is not None:
+            distribution.set_default_validate_args(validates)
+        BatchNorm.forward = original  # type: ignore[method-assign]
+        torch.autograd.grad = derived

@@ -1,0 +1,165 @@
+"""A functional graph without retracing, where the exported graph is functional but for spelling.
+
+`run_decompositions` traces the whole model once more to make in-place writes explicit and to take composite ops apart:
+as dear as the export itself, and paid per layer. Most transformers write nothing in place, and the few composite ops
+they use can be respelled one node at a time. A graph with anything else in it is left to `run_decompositions`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from paraplan.kernels.torch_private import OpOverload, is_composite, is_region
+
+aten = torch.ops.aten
+
+KEPT = frozenset(
+    {
+        "aten.conv1d.default", "aten.conv2d.default", "aten.cross_entropy_loss.default", "aten.group_norm.default",
+        "aten.layer_norm.default", "aten.linear.default", "aten.matmul.default", "aten.max_pool2d.default",
+        "aten.adaptive_avg_pool2d.default", "aten.scaled_dot_product_attention.default", "aten.softmax.int",
+        "aten.contiguous.default", "aten.__and__.Tensor", "aten.pad.default", "aten.broadcast_tensors.default",
+        "aten.embedding_bag.padding_idx", "aten.conv_transpose2d.input", "aten.min.other", "aten.where.ScalarOther",
+        "aten.upsample_bilinear2d.vec",
+    }
+)  # fmt: skip
+"""Composite ops that decomposition keeps as they are, too (it drops `contiguous`, as cleaning does)."""
+
+
+def functional(program: ExportedProgram) -> ExportedProgram | None:
+    """The program with its graph respelled in place; None where that does not do.
+
+    Args:
+        program: as exported, no_grad regions detached.
+    """
+    graph = program.graph_module.graph
+    if any(spec.kind is OutputKind.BUFFER_MUTATION for spec in program.graph_signature.output_specs):
+        return None
+    if not _inline_grad_modes(program.graph_module):
+        return None
+    if not all(_respellable(node) for node in graph.nodes if node.op == "call_function"):
+        return None
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            respell = _RESPELL.get(str(node.target))
+            if respell is not None:
+                respell(node)
+    return program
+
+
+def _respellable(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    if target._schema.is_mutable or "val" not in node.meta or str(target) in _LEFT:
+        return False
+    return not is_composite(target) or str(target) in KEPT or str(target) in _RESPELL
+
+
+_LEFT = frozenset(
+    {
+        "aten.lift_fresh_copy.default", "aten.native_dropout.default", "aten.batch_norm.default",
+        "aten.native_batch_norm.default",
+    }
+)  # fmt: skip
+
+
+def _replace(node: fx.Node, value: fx.Node) -> None:
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
+def _make(node: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+    made.meta = dict(node.meta)
+    return made
+
+
+def _cast(node: fx.Node) -> None:
+    source, made = node.args[0], node.meta["val"]
+    assert isinstance(source, fx.Node)
+    if source.meta["val"].dtype == made.dtype:
+        _replace(node, source)
+    else:
+        _replace(node, _make(node, aten._to_copy.default, source, dtype=made.dtype))
+
+
+def _reshape(node: fx.Node) -> None:
+    _replace(node, _make(node, aten.view.default, node.args[0], list(node.meta["val"].shape)))
+
+
+def _transpose(node: fx.Node) -> None:
+    dims = list(range(node.meta["val"].dim()))[::-1]
+    _replace(node, _make(node, aten.permute.default, node.args[0], dims))
+
+
+def _dropout(node: fx.Node) -> None:
+    source, p, train = node.args
+    if not train or p == 0:
+        assert isinstance(source, fx.Node)
+        _replace(node, source)
+        return
+    pair = _make(node, aten.native_dropout.default, source, p, train)
+    value: Tensor = node.meta["val"]
+    pair.meta["val"] = (value, value.new_empty(value.shape, dtype=torch.bool))
+    _replace(node, _make(node, operator.getitem, pair, 0))
+
+
+def _expand(node: fx.Node) -> None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if source.meta["val"].shape == node.meta["val"].shape:
+        _replace(node, source)
+
+
+_RESPELL: dict[str, Callable[[fx.Node], None]] = {
+    "aten.to.dtype": _cast,
+    "aten.to.device": _cast,
+    "aten.to.dtype_layout": _cast,
+    "aten.to.other": _cast,
+    "aten.reshape.default": _reshape,
+    "aten.flatten.using_ints": _reshape,
+    "aten.unflatten.int": _reshape,
+    "aten.numpy_T.default": _transpose,
+    "aten.dropout.default": _dropout,
+    "aten.expand.default": _expand,
+}
+
+
+def _inline_grad_modes(module: fx.GraphModule) -> bool:
+    """Puts no_grad regions in place of their calls; False where the graph has other regions."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and is_region(node.target):
+            if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+                return False
+            inner = getattr(module, node.args[1].target)
+            if not _inline_grad_modes(inner):
+                return False
+            _inline(node, inner)
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    return not any(node.op in ("get_attr", "call_module") for node in graph.nodes)
+
+
+def _inline(call: fx.Node, inner: fx.GraphModule) -> None:
+    graph = call.graph
+    known: dict[fx.Node, fx.Node] = {}
+    placeholders = [node for node in inner.graph.nodes if node.op == "placeholder"]
+    known.update(zip(placeholders, call.args[2:], strict=True))  # type: ignore[arg-type]
+    with graph.inserting_before(call):
+        for node in inner.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                known[node] = graph.node_copy(node, known.__getitem__)
+    results = fx.map_arg(inner.graph.output_node().args[0], known.__getitem__)
+    for user in list(call.users):
+        _replace(user, results[user.args[1]])
+    graph.erase_node(call)

@@ -1,0 +1,61 @@
+"""Has Hugging Face's experts compute, while exporting, with the canonical op, or on all tokens where it cannot.
+
+transformers dispatches every mixture's experts through one interface (`integrations.moe`); its own implementations
+loop over data or call kernels of one dtype. Experts whose inner function the canonical op does not know (biases,
+other gates) are computed densely, every expert on every token: more work, but experts are still a dim of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paraplan.capture.canonical import experts  # noqa: F401  (defines torch.ops.paraplan.experts)
+
+_ACTIVATIONS = {
+    "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELU": "gelu", "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu",
+}  # fmt: skip
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of an experts module: hidden_states [tokens, hidden], the others [tokens, choices]."""
+    known = _known_activation(self)
+    if known is None:
+        return _dense(self, hidden_states, top_k_index, top_k_weights)
+    w_in = self.gate_up_proj if self.has_gate else self.up_proj
+    parts = 2 if self.has_gate else 1
+    inner = w_in.view(w_in.shape[0], parts, w_in.shape[1] // parts, w_in.shape[2])
+    made = torch.ops.paraplan.experts(
+        hidden_states, top_k_index, top_k_weights, inner, self.down_proj, known, self.num_experts, 0
+    )
+    return made.to(hidden_states.dtype)  # type: ignore[no-any-return]
+
+
+def _known_activation(module: Any) -> str | None:
+    """The activation's name for the canonical op, or None where the module is not of its form."""
+    plain = module._apply_gate.__func__ if hasattr(module._apply_gate, "__func__") else module._apply_gate
+    own_gate = module.has_gate and plain.__name__ != "_default_apply_gate"
+    other = module.is_transposed or module.has_bias or module.has_post_expert_norm or not module.is_concatenated
+    act = getattr(module, "act_fn", None)
+    return None if own_gate or other or not isinstance(act, nn.Module) else _ACTIVATIONS.get(type(act).__name__)
+
+
+def _dense(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Every expert on every token, weighted with zero where it was not chosen."""
+    count, tokens = self.num_experts, hidden_states.shape[0]
+
+    def product(x: Tensor, name: str) -> Tensor:
+        weight = getattr(self, name)
+        made = torch.bmm(x, weight if self.is_transposed else weight.transpose(1, 2))
+        return made + getattr(self, f"{name}_bias").unsqueeze(1) if self.has_bias else made
+
+    wide = product(hidden_states.unsqueeze(0).expand(count, -1, -1), "gate_up_proj" if self.has_gate else "up_proj")
+    inner = self._apply_gate(wide) if self.has_gate else self.act_fn(wide)
+    out = product(inner, "down_proj")
+    if self.has_post_expert_norm:
+        out = self.post_expert_norm(out)
+    shares = top_k_weights.new_zeros(tokens, count).scatter_add(1, top_k_index, top_k_weights)
+    return (out * shares.t().unsqueeze(-1).to(out.dtype)).sum(0).to(hidden_states.dtype)

@@ -1,0 +1,110 @@
+"""Recurrent layers and cells taken apart while exporting: products and gates per step, so that steps can be cut apart.
+
+torch keeps `nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells as single ops in an exported graph, with a loop over time
+inside. Unrolled, every step is ordinary ops, and equal steps become segments of one kind. The products with the
+inputs are made for all steps at once, as torch's own loop does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paraplan.kernels.torch_private import OpOverload
+
+aten = torch.ops.aten
+State = tuple[Tensor, ...]
+# (products with the input, state, hidden weight, hidden bias) -> state, its first the step's result.
+Step = Callable[[Tensor, State, Tensor, Tensor | None], State]
+
+
+def _lstm_step(inner: Tensor, state: State, w: Tensor, b: Tensor | None) -> State:
+    i, f, g, o = (inner + F.linear(state[0], w, b)).chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru_step(inner: Tensor, state: State, w: Tensor, b: Tensor | None) -> State:
+    (r, z, n), (hr, hz, hn) = inner.chunk(3, -1), F.linear(state[0], w, b).chunk(3, -1)
+    update, fresh = (z + hz).sigmoid(), (n + (r + hr).sigmoid() * hn).tanh()
+    return (fresh + update * (state[0] - fresh),)
+
+
+def _plain_step(activation: Callable[[Tensor], Tensor]) -> Step:
+    def step(inner: Tensor, state: State, w: Tensor, b: Tensor | None) -> State:
+        return (activation(inner + F.linear(state[0], w, b)),)
+
+    return step
+
+
+def _cell(step: Step, many: bool) -> Callable[..., object]:
+    def cell(
+        x: Tensor, hx: Tensor | Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None,
+        b_hh: Tensor | None = None,
+    ) -> object:  # fmt: skip
+        state = step(F.linear(x, w_ih, b_ih), tuple(hx) if many else (hx,), w_hh, b_hh)  # type: ignore[arg-type]
+        return state if many else state[0]
+
+    return cell
+
+
+def _direction(
+    step: Step, x: Tensor, state: State, weights: Sequence[Tensor], biased: bool, back: bool
+) -> tuple[Tensor, State]:
+    """One layer in one direction over x: [time, batch, width]; the results, and the last state."""
+    w_ih, w_hh, *rest = weights
+    b_ih, b_hh = (rest[0], rest[1]) if biased else (None, None)
+    project = rest[2 if biased else 0] if len(rest) > (2 if biased else 0) else None
+    inner = F.linear(x, w_ih, b_ih)
+    results = []
+    for time in reversed(range(x.shape[0])) if back else range(x.shape[0]):
+        state = step(inner.select(0, time), state, w_hh, b_hh)
+        if project is not None:
+            state = (F.linear(state[0], project), *state[1:])
+        results.append(state[0])
+    return torch.stack(results[::-1] if back else results), state
+
+
+def _layers(step: Step, many: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def layers(
+        x: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
+        dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        found = x.transpose(0, 1) if batch_first else x
+        ways = 2 if bidirectional else 1
+        each = len(params) // (num_layers * ways)
+        first: Sequence[Tensor] = tuple(hx) if many else (hx,)  # type: ignore[assignment]
+        last: list[State] = []
+        for layer in range(num_layers):
+            if layer and dropout and train:
+                found = F.dropout(found, dropout)
+            outs = []
+            for way in range(ways):
+                index = layer * ways + way
+                weights = params[index * each : (index + 1) * each]
+                out, state = _direction(step, found, tuple(s[index] for s in first), weights, has_biases, way == 1)
+                outs.append(out)
+                last.append(state)
+            found = torch.cat(outs, -1) if ways == 2 else outs[0]
+        ends = (torch.stack(parts) for parts in zip(*last, strict=True))
+        return (found.transpose(0, 1) if batch_first else found, *ends)
+
+    return layers
+
+
+def unrolled() -> dict[OpOverload, Callable[..., object]]:
+    """A decomposition table of recurrent ops."""
+    tanh, relu = _plain_step(torch.tanh), _plain_step(torch.relu)
+    return {
+        aten.lstm_cell.default: _cell(_lstm_step, True),
+        aten.gru_cell.default: _cell(_gru_step, False),
+        aten.rnn_tanh_cell.default: _cell(tanh, False),
+        aten.rnn_relu_cell.default: _cell(relu, False),
+        aten.lstm.input: _layers(_lstm_step, True),
+        aten.gru.input: _layers(_gru_step, False),
+        aten.rnn_tanh.input: _layers(tanh, False),
+        aten.rnn_relu.input: _layers(relu, False),
+    }

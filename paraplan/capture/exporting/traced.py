@@ -1,0 +1,104 @@
+"""The export of a model for its program: what forward reads noted, what it carries from step to step refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from paraplan.capture.cutting.outputs import LossChoice
+from paraplan.capture.exporting.export import Exported, LossFn, export_loss
+from paraplan.capture.exporting.fake import fake_batch, fake_copy, traced_precision
+from paraplan.capture.exporting.shared_memory import refuse_shared_memory
+from paraplan.capture.python_state.aliases import names_of
+from paraplan.capture.python_state.carried_attributes import Changed, refuse_carried
+from paraplan.capture.python_state.dynamic import Attribute
+from paraplan.capture.python_state.reading import Reading, Reads, values_set
+from paraplan.ir.errors import CaptureError
+from paraplan.kernels.torch_private import FakeTensorMode
+
+T = TypeVar("T")
+
+
+class Traced(NamedTuple):
+    """An export.
+
+    Attributes:
+        copied: the fake copy that was exported.
+        batch: its fake batch, attributes that are inputs included.
+        exported: the graph.
+        reads: what forward and loss function read of Python.
+    """
+
+    copied: nn.Module
+    batch: dict[str, Tensor]
+    exported: Exported
+    reads: Reads
+
+
+class _Once(NamedTuple):
+    copied: nn.Module
+    exported: Exported
+    reading: Reading
+
+    @property
+    def outcome(self) -> tuple[str, Sequence[Changed]]:
+        """The graph as text, and what forward changed."""
+        return str(self.exported.graph), self.reading.changes
+
+
+def trace_model(
+    model: nn.Module, inputs: tuple[dict[str, Tensor], dict[str, object]], positional: bool, *,
+    loss_fn: LossFn | None, mode: FakeTensorMode, choice: LossChoice, keep_outputs: bool, precision: str,
+    attributes: Sequence[Attribute],
+) -> Traced:  # fmt: skip
+    """Exports a fake copy of a model with its loss.
+
+    Args:
+        model: is not modified.
+        inputs: tensors of the batch by name, and other arguments.
+        positional, loss_fn, mode, choice, keep_outputs, precision: as for `export_loss`.
+        attributes: those of the model that are inputs.
+    Raises:
+        CaptureError: forward cannot be traced, or carries something from step to step outside of the graph.
+    """
+    tensors, others = inputs
+    precision = traced_precision(model, precision)
+    batch = fake_batch(tensors | {each.name: each.value for each in attributes}, precision, mode)
+
+    def once(changes: Sequence[Changed] = (), values: Mapping[int, object] = MappingProxyType({})) -> _Once:
+        memo: dict[int, object] = {}
+        copied = fake_copy(model, precision, mode, memo)
+        with values_set(memo, changes, values):
+            reading = Reading(copied, loss_fn, memo, model, attributes)
+            exported = export_loss(
+                copied, batch, positional, others, loss_fn, mode, choice, keep_outputs, precision, reading
+            )  # fmt: skip
+        return _Once(copied, exported, reading)
+
+    found = once()
+    read = found.reading.recorder.reads(names_of(model))
+    refuse_shared_memory(model, read, found.exported.updates)
+    changes = found.reading.changes
+    refuse_carried(changes, found.outcome[0], lambda values: once(changes, values).outcome)
+    return Traced(found.copied, batch, found.exported, found.reading.reads(loss_fn, others, choice))
+
+
+def blaming_attributes(captured: Callable[[tuple[Attribute, ...]], T], attributes: tuple[Attribute, ...]) -> T:
+    """What is captured; where it fails only because an attribute is declared dynamic, the error says which."""
+    try:
+        return captured(attributes)
+    except CaptureError as fault:
+        for each in attributes:
+            try:
+                captured(tuple(other for other in attributes if other is not each))
+            except CaptureError:
+                continue
+            raise CaptureError(
+                f"self.{each.path} is declared dynamic, so it is a tensor in forward, and its number is needed: "
+                f"{fault}. Use it in tensor arithmetic only, or leave it out of dynamic and plan one bucket per value: "
+                f"Buckets.compile(model, cluster, [{{'attributes': {{{each.path!r}: value}}}}, ...])"
+            ) from None
+        raise

@@ -1,0 +1,266 @@
+"""Functions of autograd that the user wrote, kept whole while exporting, so that their backward is theirs.
+
+Export runs an `autograd.Function`'s forward and forgets its backward: a gradient reversal, a straight-through
+estimator or a surrogate slope would silently become the derivative of the forward. Here `Function.apply` is recorded
+as one op (`paraplan::user_function`, with a number that says which function and which plain arguments), and once the
+graph is there that op becomes a call of the function itself. The joint trace then runs its forward and its backward,
+and what is recorded are the ops inside of them. Of torch's reentrant checkpoint the function that it runs is recorded.
+Hooks on gradients are lost in the same way and have no place in a graph: they are refused, as are numbers
+drawn from the generators of Python and numpy, which would be the same in every step.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from paraplan.capture.canonical.canonical import define
+from paraplan.ir.errors import CaptureError
+from paraplan.kernels.torch_private import (
+    OpOverload,
+    functions_applied_by,
+    global_hook,
+    is_fake,
+    run_function,
+    tree_leaves,
+    tree_map_only,
+)
+
+_HOOKED = "write what the hook does to the gradient as a torch.autograd.Function; a hook is no part of a captured graph"
+
+_REGISTERS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+class _Place:
+    """Where a tensor stands among a call's tensors."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+class UserFunction:
+    """A user's function with its plain arguments: a call target of the forward graph.
+
+    Args:
+        cls: the class.
+        given: positional and keyword arguments of `apply`, tensors replaced by their places.
+    """
+
+    def __init__(self, cls: type[Function], given: tuple[tuple[object, ...], dict[str, object]]) -> None:
+        self.cls, self.given = cls, given
+        self.__name__ = f"{cls.__module__}.{cls.__qualname__}{given!r}"  # equal calls make equal segments
+
+    def results(self, tensors: list[Tensor]) -> object:
+        """What the function returns, differentiable by its own backward."""
+        args, kwargs = tree_map_only(_Place, lambda place: tensors[place.index], self.given)
+        return self.cls.apply(*args, **kwargs)
+
+    def __call__(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        """Its results as a tuple.
+
+        Raises:
+            CaptureError: one of them is no tensor.
+        """
+        made = self.results(tensors)
+        found = made if isinstance(made, tuple) else (made,)
+        if not all(isinstance(x, Tensor) for x in found):
+            kinds = ", ".join(type(x).__name__ for x in found)
+            raise CaptureError(f"{self.cls.__qualname__}.forward returns ({kinds}); return tensors only")
+        return found
+
+
+def has_own_backward(node: fx.Node) -> bool:
+    """Whether a call's backward was written by a user: of a function of autograd, or of an op that is not torch's."""
+    target = node.target
+    ours = not isinstance(target, OpOverload) or target.namespace in ("aten", "prims", "paraplan")
+    return isinstance(target, UserFunction) or not ours
+
+
+class Recorded:
+    """The calls of user's functions recorded during one export."""
+
+    def __init__(self) -> None:
+        self._functions: list[UserFunction] = []
+        self._single: dict[int, bool] = {}
+        self._inside = False
+
+    def apply(self, cls: type[Function], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """`cls.apply(*args, **kwargs)`, as one op."""
+        if cls is CheckpointFunction:  # what it runs is what it computes; what is kept is for the plan to say
+            run, _, *given = args
+            return run(*given)  # type: ignore[operator]
+        tensors: list[Tensor] = []
+
+        def place(x: Tensor) -> _Place:
+            tensors.append(x)
+            return _Place(len(tensors) - 1)
+
+        function = UserFunction(cls, tree_map_only(Tensor, place, (args, kwargs)))
+        if self._inside or not tensors:
+            return run_function(cls, *args, **kwargs)
+        same = [n for n, f in enumerate(self._functions) if f.cls is cls and f.__name__ == function.__name__]
+        number = same[0] if same else len(self._functions)
+        self._functions += [] if same else [function]
+        made = torch.ops.paraplan.user_function(tensors, number)
+        return made[0] if self._single[number] else tuple(made)
+
+    def shapes(self, tensors: list[Tensor], number: int) -> list[Tensor]:
+        """Fake results of a recorded call."""
+        self._inside = True
+        try:
+            with torch.no_grad():
+                made = self._functions[number](tensors)
+                self._single[number] = not isinstance(self._functions[number].results(tensors), tuple)
+        finally:
+            self._inside = False
+        return [x.clone() for x in made]
+
+    def restore(self, graph: fx.Graph) -> None:
+        """Calls of the functions themselves in place of the op."""
+        for node in graph.nodes:
+            if node.target is torch.ops.paraplan.user_function.default:
+                node.target, node.args = self._functions[node.args[1]], (node.args[0],)
+
+
+_RECORDING: ContextVar[Recorded] = ContextVar("recording")
+
+
+def _shapes(tensors: list[Tensor], number: int) -> list[Tensor]:
+    return _RECORDING.get().shapes(list(tensors), number)
+
+
+def _never(tensors: list[Tensor], number: int) -> list[Tensor]:
+    raise CaptureError("paraplan::user_function stands for a call while exporting and is never run")
+
+
+define("user_function(Tensor[] tensors, int number) -> Tensor[]", _never, _shapes)
+
+
+@contextmanager
+def recorded_functions() -> Iterator[Recorded]:
+    """Under it, calls of user's functions are recorded as ops, and hooks on gradients refused."""
+    recorded = Recorded()
+
+    def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
+        return recorded.apply(cls, args, kwargs)
+
+    def refused(name: str) -> Callable[..., object]:
+        def hook(self: Tensor, hook: Callable[..., Any]) -> object:
+            raise RuntimeError(f"Tensor.{name} is called; {_HOOKED}")
+
+        return hook
+
+    token, registers = _RECORDING.set(recorded), {name: getattr(Tensor, name) for name in _REGISTERS}
+    for name in _REGISTERS:
+        setattr(Tensor, name, refused(name))
+    try:
+        with functions_applied_by(apply):
+            yield recorded
+    finally:
+        for name, register in registers.items():
+            setattr(Tensor, name, register)
+        _RECORDING.reset(token)
+
+
+@contextmanager
+def no_outside_numbers() -> Iterator[None]:
+    """Under it, forward draws nothing from the generators of Python and numpy.
+
+    Raises:
+        RuntimeError: it did.
+    """
+    arrays: Any = sys.modules.get("numpy")
+    before = random.getstate(), None if arrays is None else str(arrays.random.get_state())
+    yield
+    drawn = "random" if random.getstate() != before[0] else ""
+    if arrays is not None and str(arrays.random.get_state()) != before[1]:
+        drawn = "numpy.random"
+    if drawn:
+        raise RuntimeError(
+            f"the forward draws from {drawn}, whose numbers would be constants, the same in every step; draw with "
+            "torch.rand and choose with torch.where, or pass them as an input"
+        )
+
+
+class NoOutsideGradients(TorchFunctionMode):
+    """Under it, no tensor from outside of the model is read that asks for a gradient: it would be a constant.
+
+    Raises:
+        RuntimeError: one is.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and see whether a gradient would flow to such a tensor."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.requires_grad:
+            for each in tree_leaves((args, kwargs)):
+                if type(each) in (Tensor, nn.Parameter) and each.requires_grad and not is_fake(each):
+                    raise RuntimeError(
+                        f"a tensor of shape {tuple(each.shape)} that requires a gradient is no parameter of the model "
+                        "(it is of a loss_fn with parameters of its own, or kept in a list), so that it would not be "
+                        "trained; make it, or the module it belongs to, part of the model (self.criterion = ...), or "
+                        "call requires_grad_(False) on it"
+                    )
+        return result
+
+
+def hook_of(param: Tensor) -> str:
+    """What a hook on a parameter's gradient was registered with; "" where there is none."""
+    if getattr(param, "_backward_hooks", None):
+        return "register_hook"
+    return "register_post_accumulate_grad_hook" if getattr(param, "_post_accumulate_grad_hooks", None) else ""
+
+
+def global_hook_fault() -> str:
+    """What to say of a hook of all modules; "" where there is none."""
+    if name := global_hook():
+        return (
+            f"a hook of all modules is registered (torch.nn.modules.module.{name}), which no captured step runs; "
+            "remove it (forward hooks of the model's own modules, registered before, are captured)"
+        )
+    return ""
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Hooks that change gradients of parameters or modules, and hooks of all modules there are.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    if fault := global_hook_fault():
+        raise CaptureError(fault)
+    for name, param in model.named_parameters():
+        if hook := hook_of(param):
+            raise CaptureError(f"parameter {name!r} has a hook on its gradient ({hook}): {_HOOKED}")
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            where = f"module {name!r}" if name else "the model"
+            raise CaptureError(f"{where} has a backward hook: {_HOOKED}")
+
+
+def refuse_scripts(model: nn.Module) -> None:
+    """Modules of `torch.jit`, whose parameters are none of Python's.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"module {name!r}" if name else "the model"
+            raise CaptureError(
+                f"{where} is a {type(module).__name__} of torch.jit, which export cannot look into; keep the nn.Module "
+                "it was made of"
+            )

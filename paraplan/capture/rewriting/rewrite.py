@@ -1,0 +1,44 @@
+"""Small helpers that passes over the forward fx graph share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, fx
+
+from paraplan.kernels.torch_private import FakeTensorMode, tree_map_only
+
+
+class Rewriter:
+    """Adds nodes before a given one, with their fake results and its source line."""
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
+        self.graph, self.mode = graph, mode
+
+    def call(
+        self, before: fx.Node, target: Callable[..., object], *args: object, val: Tensor | None = None, **kwargs: object
+    ) -> fx.Node:
+        """A new call placed before `before`; `val` is its result where it cannot be run (random functions)."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = {key: before.meta[key] for key in ("stack_trace",) if key in before.meta}
+        node.meta["val"] = self.evaluate(node) if val is None else val
+        return node
+
+    def evaluate(self, node: fx.Node) -> Tensor:
+        """A node's fake result from those of its inputs."""
+        args, kwargs = tree_map_only(fx.Node, lambda x: x.meta["val"], (node.args, node.kwargs))
+        with self.mode:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Uses `new` wherever `old` was used, and removes `old`."""
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Removes calls nobody reads (every op here is free of effects)."""
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,400 @@
+"""What one op does (flops, bytes) and how long a device takes: a roofline per op class.
+
+    t = launch + max(flops / (rate(dtype) · share(class, shape)), bytes / (memory bandwidth · share))
+
+Classes: "matmul" (GEMMs and convolutions), "attention" (fused), "memory" (everything that streams its
+operands once), "view" (no work at all). Shapes are local. An op that is not known streams its inputs and
+outputs: the model never fails on a name. Limits: no cache reuse between ops, no wave quantization, fused
+kernels are assumed to pass over memory once. Source: Williams et al. 2009 (roofline).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from paraplan.cost_models.constants import efficiency_of
+from paraplan.cost_models.ops.tiles import Product, filled, product_of
+from paraplan.ir.errors import CostModelError
+from paraplan.ir.execution.rank_program import SUM
+from paraplan.ir.machine.cluster import Device
+from paraplan.ir.model.graph import Arg
+from paraplan.ir.model.tensor import DTYPE_BYTES, FLOATS
+from paraplan.ir.struct import Value
+
+
+class Spec(Protocol):
+    """Anything with a dtype and a local shape: `TensorSpec`, `LocalValue`."""
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape."""
+
+
+Specs = tuple[Spec, ...]
+Outs = tuple[Spec | None, ...]
+
+
+class OpWork(Value, frozen=True, kw_only=True):
+    """What an op does, whatever the device.
+
+    Attributes:
+        kind: "matmul", "attention", "memory" or "view".
+        flops: floating-point operations of its matrix products (0 for the rest).
+        read_bytes, write_bytes: traffic to device memory.
+        dtype: what the flops are done in.
+        narrow: the narrowest dim of its matrix product, which limits its efficiency; 0 where it has none.
+        shape: how many products, their rows, columns and inner dim; () where that is not known.
+        copied_bytes: traffic of copies of its operands made first, as products in float8 need on Hopper, and of what
+            stands between the products of experts.
+    """
+
+    kind: str
+    flops: int
+    read_bytes: int
+    write_bytes: int
+    dtype: str
+    narrow: int = 0
+    shape: tuple[int, ...] = ()
+    copied_bytes: int = 0
+
+
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view", "_unsafe_view", "permute", "transpose", "t", "expand", "slice", "select", "detach", "alias", "squeeze",
+        "unsqueeze", "split", "split_with_sizes", "chunk", "unbind", "as_strided", "diagonal", "narrow", "unfold",
+        "reshape", "view_as", "expand_as", "lift_fresh", "numpy_T", "movedim", "swapaxes", "flatten", "unflatten",
+        "view_as_real", "view_as_complex", "_assert_tensor_metadata", "sym_size",
+    )
+) | {"_operator.getitem", "paraplan.mergeable"}  # fmt: skip
+_ROW_READERS = frozenset({
+    "paraplan.embedding", "aten.embedding", "aten.gather", "aten.index", "aten.index_select", "paraplan.ce_target",
+    "paraplan.embedding_tables", "paraplan.index",
+})  # fmt: skip
+_OUT_READERS = frozenset({"paraplan.shard"})
+_TWICE_READ = {"paraplan.bn_whole": 1, "paraplan.bn_whole_grad": 3}  # so many first inputs, those per channel aside
+
+
+def op_name(target: str) -> str:
+    """A target without its overload: "aten.mm.default" to "aten.mm"."""
+    return ".".join(target.split(".", 2)[:2])
+
+
+def is_free(target: str) -> bool:
+    """Whether an op only reinterprets its input (no kernel, no bytes) when its output is a view."""
+    return op_name(target) in _VIEWS
+
+
+def nbytes(spec: Spec) -> int:
+    """Bytes of a dense tensor."""
+    return math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+
+
+def variant(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> int:
+    """What changes an op's work beyond its shapes: causal attention, transposed convolution, the number of experts.
+
+    A block of keys that came round a ring is not causal here: for some rank all of it lies in the past.
+    """
+    if target in _TOTALS:
+        return int(args[_TOTALS[target]])
+    found = _FLAGS.get(op_name(target))
+    if found is None or _is_off_diagonal(target, args):
+        return False
+    key, position = found
+    return bool(kwargs.get(key, args[position] if len(args) > position else False))
+
+
+def _is_off_diagonal(target: str, args: tuple[Arg, ...]) -> bool:
+    """Whether a block of scores has queries and keys of different parts of the sequence."""
+    position = _STARTS.get(target)
+    if position is None or len(args) <= position or len(args[position]) != 4:
+        return False
+    queries, keys = args[position][2:]
+    return isinstance(queries, str) and isinstance(keys, str) and queries != keys
+
+
+_TOTALS = {"paraplan.experts": 6, "paraplan.experts_grad": 7}
+_STARTS = {"paraplan.attention": 10, "paraplan.attention_grad": 13}
+_FLAGS = {
+    "paraplan.attention": ("causal", 7),
+    "paraplan.attention_grad": ("causal", 10),
+    "aten.scaled_dot_product_attention": ("is_causal", 5),
+    "aten.convolution": ("transposed", 6),
+    "aten.convolution_backward": ("transposed", 7),
+    "paraplan.conv": ("transposed", 6),
+    "paraplan.conv_grad_input": ("transposed", 6),
+    "paraplan.conv_grad_weight": ("transposed", 6),
+    "paraplan.float8_linear": ("transposed", 4),
+    "paraplan.float8_linear_grad_input": ("transposed", 4),
+}
+
+
+def _linear(ins: Specs, outs: Outs, flag: int) -> Product:
+    return product_of(math.prod(ins[0].shape[:-1]), _first(outs).shape[-1], ins[0].shape[-1])
+
+
+def _linear_grad_weight(ins: Specs, outs: Outs, flag: int) -> Product:
+    return product_of(ins[0].shape[-1], ins[1].shape[-1], math.prod(ins[0].shape[:-1]))
+
+
+def _turned_grad_weight(ins: Specs, outs: Outs, flag: int) -> Product:
+    return product_of(ins[0].shape[0], ins[1].shape[0], math.prod(ins[0].shape[1:]))
+
+
+def _linear_into(ins: Specs, outs: Outs, flag: int) -> Product:
+    return product_of(math.prod(ins[1].shape[:-1]), ins[0].shape[-1], ins[1].shape[-1])
+
+
+def _linear_rows(ins: Specs, outs: Outs, flag: int) -> Product:
+    return product_of(math.prod(_first(outs).shape[:-1]), _first(outs).shape[-1], ins[0].shape[-1])
+
+
+def _mm(ins: Specs, outs: Outs, flag: int) -> Product:
+    (m, k), n = ins[-2].shape[-2:], ins[-1].shape[-1]
+    return product_of(m, n, k, math.prod(ins[-2].shape[:-2]))
+
+
+def _matmul(ins: Specs, outs: Outs, flag: int) -> Product:
+    k, numel = ins[0].shape[-1], math.prod(_first(outs).shape)
+    n = ins[1].shape[-1] if len(ins[1].shape) > 1 else 1
+    return Product(2 * numel * k, min(k, n, ins[0].shape[-2] if len(ins[0].shape) > 1 else 1))
+
+
+def _attention(ins: Specs, outs: Outs, flag: int) -> Product:
+    (b, h, s, d), (t, e) = ins[0].shape, ins[2].shape[-2:]
+    return Product(b * h * _scores(s, t, flag) * (d + e), min(s, t))
+
+
+def _attention_grad(ins: Specs, outs: Outs, flag: int) -> Product:
+    # Scores again and dq, dk over d; dv and the probabilities' gradient over e.
+    (b, h, s, d), (t, e) = ins[1].shape, ins[3].shape[-2:]
+    return Product(b * h * _scores(s, t, flag) * (3 * d + 2 * e), min(s, t))
+
+
+def _scores(s: int, t: int, causal: int) -> int:
+    """Twice the scores computed: where one side is a rank's share of a causal sequence, those of the busiest rank."""
+    return 2 * s * t - (min(s, t) ** 2 if causal else 0)
+
+
+def _convolution(ins: Specs, outs: Outs, flag: int) -> Product:
+    moved, weight = (ins[0] if flag else _first(outs)), ins[1].shape
+    per_element = math.prod(weight[1:])
+    rows = math.prod(moved.shape) // max(moved.shape[1], 1)
+    return Product(2 * math.prod(moved.shape) * per_element, min(rows, weight[0], per_element))
+
+
+def _convolution_backward(ins: Specs, outs: Outs, flag: int) -> Product:
+    products = sum(out is not None for out in outs[:2])
+    one = _convolution((ins[1], ins[2]), (ins[0],), flag)
+    return one._replace(flops=products * one.flops)
+
+
+def _conv_grad_input(ins: Specs, outs: Outs, flag: int) -> Product:
+    return _convolution((_first(outs), ins[1]), (ins[0],), flag)
+
+
+def _conv_grad_weight(ins: Specs, outs: Outs, flag: int) -> Product:
+    return _convolution((ins[1], _first(outs)), (ins[0],), flag)
+
+
+def _experts(ins: Specs, outs: Outs, total: int) -> Product:
+    # Routing is assumed even: a rank that holds some experts computes their share of the chosen rows.
+    return _expert_rows(ins[1], ins[3], ins[4], total, 1, 1, 0)
+
+
+def _experts_grad(ins: Specs, outs: Outs, total: int) -> Product:
+    # The inner product again, its gradient in x and the outer one's in the hidden values; both stacks' where they
+    # train; and a row's hidden values times their gradient, for the gradient of its weight.
+    trained = len(outs) == 4 and outs[2] is not None and outs[3] is not None
+    return _expert_rows(ins[2], ins[4], ins[5], total, 3 if trained else 2, 2 if trained else 1, 1)
+
+
+def _expert_rows(ids: Spec, w_in: Spec, w_out: Spec, total: int, inner: int, outer: int, dots: int) -> Product:
+    held, parts, width, hidden = w_in.shape
+    per_expert = max(math.prod(ids.shape) // max(total, 1), 1)
+    flops = 2 * per_expert * held * width * (inner * parts * hidden + outer * w_out.shape[1] + dots)
+    return Product(flops, min(per_expert, width, hidden), (held, per_expert, width, hidden))
+
+
+def _expert_copies(ins: Specs, total: int) -> int:
+    """Bytes around the products of experts: rows gathered, hidden values activated, results read to be added."""
+    *rows, ids, _, w_in, w_out = ins
+    held, parts, width, _ = w_in.shape
+    gathered = sum(x.shape[1] for x in rows)  # with gradients, hidden values are read and written with theirs
+    hidden = (parts + 1) * width * len(rows)
+    added = w_out.shape[1] if len(rows) == 1 else w_in.shape[3]
+    count = max(math.prod(ids.shape) // max(total, 1), 1) * held
+    return count * (2 * gathered + hidden + added) * DTYPE_BYTES[w_in.dtype]
+
+
+def _first(outs: Outs) -> Spec:
+    for out in outs:
+        if out is not None:
+            return out
+    raise CostModelError("an op without any output has no matrix product to price")
+
+
+_PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], Product]]] = {
+    "paraplan.linear": ("matmul", _linear),
+    "paraplan.linear_grad_input": ("matmul", _linear),
+    "paraplan.linear_grad_weight": ("matmul", _linear_grad_weight),
+    SUM: ("matmul", lambda ins, outs, flag: _linear_grad_weight(ins[1:], outs, flag)),
+    "paraplan.batched_product": ("matmul", _mm),
+    "paraplan.float8_linear": ("matmul", _linear),
+    "paraplan.float8_linear_grad_input": ("matmul", _linear),
+    "paraplan.float8_linear_grad_weight": ("matmul", _turned_grad_weight),
+    "paraplan.linear_into_": ("matmul", _linear_into),
+    "paraplan.linear_rows": ("matmul", _linear_rows),
+    "paraplan.experts": ("matmul", _experts),
+    "paraplan.experts_grad": ("matmul", _experts_grad),
+    "aten.linear": ("matmul", _linear),
+    "aten.mm": ("matmul", _mm),
+    "aten.bmm": ("matmul", _mm),
+    "aten.addmm": ("matmul", _mm),
+    "aten.baddbmm": ("matmul", _mm),
+    "aten.matmul": ("matmul", _matmul),
+    "aten.convolution": ("matmul", _convolution),
+    "aten.convolution_backward": ("matmul", _convolution_backward),
+    "paraplan.conv": ("matmul", _convolution),
+    "paraplan.conv_grad_input": ("matmul", _conv_grad_input),
+    "paraplan.conv_grad_weight": ("matmul", _conv_grad_weight),
+    "paraplan.attention": ("attention", _attention),
+    "paraplan.attention_grad": ("attention", _attention_grad),
+    "aten.scaled_dot_product_attention": ("attention", _attention),
+}
+
+# Operands of products in float8 that lie the wrong way, by whether the weight is transposed.
+_TURNED = {
+    ("paraplan.float8_linear", True): (1,),
+    ("paraplan.float8_linear_grad_input", False): (1,),
+}
+
+
+def op_cost(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], inputs: Specs, outputs: Outs) -> OpWork:
+    """The work of one op.
+
+    Args:
+        target: e.g. "aten.mm.default" or "paraplan.linear".
+        args, kwargs: as in `ir.model.graph`; only the flags of `variant` are read.
+        inputs: the input tensors in the order arguments name them (`Op.tensors`), local shapes.
+        outputs: the output tensors, None where absent.
+    Returns:
+        Its class, flops, bytes and dtype; a view's work is zero.
+    """
+    return work_of(target, variant(target, args, kwargs), inputs, outputs)
+
+
+def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
+    """`op_cost` with the flag already read."""
+    if is_free(target):
+        return OpWork(kind="view", flops=0, read_bytes=0, write_bytes=0, dtype="float32")
+    name = op_name(target)
+    read, write = sum(map(nbytes, inputs)), sum(nbytes(out) for out in outputs if out is not None)
+    if name in _PRODUCTS:
+        kind, product = _PRODUCTS[name]
+        # addmm names its bias first; the product's operands are always among the first two.
+        dtype = inputs[min(1, len(inputs) - 1)].dtype
+        found = product(inputs, outputs, flag)
+        if name == SUM:  # it writes the sum it reads
+            write = nbytes(inputs[0])
+        elif name == "paraplan.linear_into_":  # what it writes is given
+            rows, columns = math.prod(inputs[1].shape[:-1]), inputs[0].shape[-1]
+            read, write = read - nbytes(inputs[0]), rows * columns * DTYPE_BYTES[inputs[0].dtype]
+        elif name == "paraplan.linear_rows":  # of the rows given it reads as many as it makes
+            rows = math.prod(_first(outputs).shape[:-1])
+            read -= nbytes(inputs[0]) - rows * inputs[0].shape[-1] * DTYPE_BYTES[inputs[0].dtype]
+        copied = 2 * sum(nbytes(inputs[index]) for index in _TURNED.get((name, bool(flag)), ()))
+        if name in _TOTALS:
+            copied = _expert_copies(inputs, flag)
+        return OpWork(
+            kind=kind, flops=found.flops, read_bytes=read, write_bytes=write, dtype=dtype, narrow=found.narrow,
+            shape=found.shape, copied_bytes=copied,
+        )  # fmt: skip
+    if name in _ROW_READERS:
+        read += write - (nbytes(inputs[0]) if inputs else 0)
+    elif name in _OUT_READERS:
+        read = write
+    elif name in _TWICE_READ:
+        read += sum(nbytes(x) for x in inputs[: _TWICE_READ[name]] if len(x.shape) > 1)
+    elif name in ("paraplan.embedding_grad", "paraplan.embedding_tables_grad", "aten.embedding_dense_backward"):
+        # Zero fill, then every row of g is added into the table: read, read, write.
+        read, write = read + nbytes(inputs[0]), write + nbytes(inputs[0])
+    return OpWork(kind="memory", flops=0, read_bytes=read, write_bytes=write, dtype=_dtype(inputs, outputs))
+
+
+def tail_bytes(args: tuple[Arg, ...], value: Spec) -> int:
+    """What `paraplan.fill_tail_` (value, dim, size, ...) writes on the rank whose block ends in padding."""
+    dim, size = int(args[1]), int(args[2])
+    block = value.shape[dim]
+    return nbytes(value) // block * (-size % block or block)
+
+
+def copy_work(outputs: Outs) -> OpWork:
+    """The work of a view op that had to copy: its output is read and written once."""
+    size = sum(nbytes(out) for out in outputs if out is not None)
+    return OpWork(kind="memory", flops=0, read_bytes=size, write_bytes=size, dtype=_dtype((), outputs))
+
+
+def registered_work_of(registered: tuple[float, float], inputs: Specs, outputs: Outs) -> OpWork:
+    """The work of an op whose cost the user registered: (flops, bytes), bytes below 0 where they gave none."""
+    flops, moved = registered
+    if moved < 0:
+        moved = sum(map(nbytes, inputs)) + sum(nbytes(out) for out in outputs if out is not None)
+    narrow = min((spec.shape[-1] for spec in inputs if spec.shape), default=1)
+    return OpWork(
+        kind="matmul" if flops else "memory", flops=round(flops), read_bytes=round(moved), write_bytes=0,
+        dtype=_dtype(inputs, outputs), narrow=narrow if flops else 0,
+    )  # fmt: skip
+
+
+def _dtype(inputs: Specs, outputs: Outs) -> str:
+    return next((spec.dtype for spec in (*inputs, *outputs) if spec is not None), "float32")
+
+
+def rate_of(device: Device, dtype: str) -> float:
+    """Peak matrix rate of a device in flop/s; integers and complex numbers go at the slowest rate it has.
+
+    Raises:
+        CostModelError: a float dtype the device has no rate for.
+    """
+    rate = device.flops_per_s.get(dtype)
+    if rate is not None:
+        return rate
+    if dtype in FLOATS:
+        has = ", ".join(device.flops_per_s)
+        raise CostModelError(f"{device.kind} has no rate for {dtype} (only {has}); use one of these or another device")
+    return min(device.flops_per_s.values())
+
+
+def op_time_s(work: OpWork, device: Device) -> float:
+    """Roofline time of one op on one device.
+
+    t = launch_s + copied_bytes / (bandwidth · share)
+        + max(flops / (rate · √power · share · w / (w + half_dim)), bytes / (bandwidth · share)),
+    w = work.narrow. Where the device's multiprocessors are known, the last factor is how full products of that shape
+    keep them (`tiles.filled`). power: the device's `power_share`. Power goes with clock times voltage squared: with the
+    clock alone where the voltage is at its floor, with its third power where they rise together; its square lies
+    between.
+
+    Returns:
+        Seconds; 0.0 for a view (nothing is launched).
+    Raises:
+        CostModelError: the device has no rate for the work's float dtype.
+    """
+    if work.kind == "view":
+        return 0.0
+    share = efficiency_of(device.backend)
+    time = (work.read_bytes + work.write_bytes) / (device.memory_bytes_per_s * share.memory)
+    if work.flops:
+        of_class = share.attention if work.kind == "attention" else share.matmul
+        full = work.narrow / (work.narrow + share.half_dim)
+        if work.shape and device.multiprocessors:
+            full = filled(work.shape, device.multiprocessors, share.half_dim)
+        time = max(time, work.flops / (rate_of(device, work.dtype) * device.power_share**0.5 * of_class * full))
+    return device.launch_s + time + work.copied_bytes / (device.memory_bytes_per_s * share.memory)

@@ -1,0 +1,1 @@
+"""Measured times: profile files, monotone curves between measurements, what a recorded run teaches."""

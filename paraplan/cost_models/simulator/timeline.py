@@ -1,0 +1,161 @@
+"""Streams of one rank: clocks that run side by side, and the spans drawn on them.
+
+Instructions are issued in program order. Compute runs them one after another. A collective starts on its
+comm stream once compute has reached it (its input is then ready) and the stream is free, and runs beside
+compute; a wait holds compute until the collective has ended. That is CUDA's stream order under
+torch.distributed: one communication stream per link level. A collective that takes some of the device for itself
+holds compute for that much of its time, from when it is issued: compute that would have gone on beside it is done so
+much later, and compute that waits for it anyway loses nothing. Copies do the same on one stream each way per tier; one
+that begins beside an update on the host takes from it the host's memory for its bytes.
+"""
+
+from __future__ import annotations
+
+from paraplan.cost_models.communication.move_costs import COPY
+from paraplan.cost_models.costs import COMPUTE, UPDATE
+from paraplan.cost_models.simulator.block_replay import Issue, Run, TimeBlock
+from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.rank_program import Step
+from paraplan.ir.struct import Value
+
+
+class Span(Value, frozen=True, kw_only=True):
+    """A stretch of a stream: one step's compute, one collective or one copy.
+
+    Attributes:
+        stream: "compute", "comm:in_node", "comm:between_nodes", "copy:host:out", "copy:host:in", or the disk's;
+            "update:host" for the host's own work; "p2p:0>4" for messages from rank 0's mesh to rank 4's.
+        start_s, end_s: from the step's begin.
+        label: the block, or what the collective or copy is called.
+        action, segment, microbatch: of the step it belongs to.
+        phase: the action's kind ("F", "B", "UPDATE").
+        busy_s: seconds of work inside; the rest of a compute span is waiting.
+    """
+
+    stream: str
+    start_s: float
+    end_s: float
+    label: str
+    action: str
+    segment: int
+    microbatch: int
+    phase: str
+    busy_s: float
+
+
+class TimeWalk:
+    """The clocks of one rank while its steps are taken in order."""
+
+    def __init__(self) -> None:
+        self.clock: dict[str, float] = {COMPUTE: 0.0}
+        self.work: dict[str, float] = {COMPUTE: 0.0}
+        self.stalled: dict[str, float] = {}
+        self.bubble_s = 0.0
+        self.spans: list[Span] = []
+        self._late: tuple[Step, str, float] | None = None
+        self._unfinished: dict[Name, tuple[float, str]] = {}
+
+    @property
+    def end_s(self) -> float:
+        """When the last stream falls idle."""
+        return max(self.clock.values())
+
+    def stalled_s(self, on: str) -> float:
+        """Seconds compute stood still for streams whose names begin so."""
+        return sum((seconds for stream, seconds in self.stalled.items() if stream.startswith(on)), 0.0)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds compute stood still for communication."""
+        return sum((s for stream, s in self.stalled.items() if not stream.startswith((COPY, UPDATE))), 0.0)
+
+    def call(self, step: Step, block: TimeBlock) -> None:
+        """Run a block's events."""
+        begin = now = self.clock[COMPUTE]
+        busy = 0.0
+        bound = ((name, step.args[index]) for index, name in block.imported)
+        ends = {name: self._unfinished[outer] for name, outer in bound if outer in self._unfinished}
+        for event in block.events:
+            if isinstance(event, Run):
+                now += event.seconds
+                busy += event.seconds
+            elif isinstance(event, Issue):
+                ends[event.name] = self._issue(step, event, now)
+                now += event.taken_s
+                busy += event.taken_s
+            else:
+                end, stream = ends.get(event.name, (now, COMPUTE))
+                if end > now:
+                    self.stalled[stream] = self.stalled.get(stream, 0.0) + end - now
+                    now = end
+        self.clock[COMPUTE] = now
+        self.work[COMPUTE] += busy
+        for index, name in block.exported:
+            outer = step.outs[index]
+            if outer is not None:
+                self._unfinished[outer] = ends[name]
+        self._span(step, COMPUTE, begin, now, step.block, busy)
+
+    def compute(self, step: Step, seconds: float, label: str) -> None:
+        """Run one kernel outside of blocks."""
+        begin = self.clock[COMPUTE]
+        self.clock[COMPUTE] = begin + seconds
+        self.work[COMPUTE] += seconds
+        self._span(step, COMPUTE, begin, begin + seconds, label, seconds)
+
+    def update(self, step: Step, stream: str, seconds: float) -> None:
+        """An update elsewhere, for which compute stands still."""
+        begin = max(self.clock[COMPUTE], self.clock.get(stream, 0.0))
+        self.clock[COMPUTE] = self.clock[stream] = begin + seconds
+        self.work[stream] = self.work.get(stream, 0.0) + seconds
+        self.stalled[stream] = self.stalled.get(stream, 0.0) + seconds
+        self._span(step, stream, begin, begin + seconds, "update", seconds)
+
+    def late_update(self, step: Step, stream: str, seconds: float) -> None:
+        """An update elsewhere, begun beside what follows."""
+        begin = max(self.clock[COMPUTE], self.clock.get(stream, 0.0))
+        self.clock[stream] = begin + seconds
+        self.work[stream] = self.work.get(stream, 0.0) + seconds
+        self._late = (step, stream, begin)
+
+    def updated(self) -> None:
+        """Wait for it."""
+        assert self._late is not None, "a late update was begun"
+        (step, stream, begin), self._late = self._late, None
+        end, now = self.clock[stream], self.clock[COMPUTE]
+        self._span(step, stream, begin, end, "update", end - begin)
+        if end > now:
+            self.stalled[stream] = self.stalled.get(stream, 0.0) + end - now
+            self.clock[COMPUTE] = end
+
+    def message(self, step: Step, stream: str, label: str, begin: float, end: float) -> None:
+        """Wait for a message that takes from begin to end; before it begins, waiting is the pipeline's bubble."""
+        now = self.clock[COMPUTE]
+        if end > now:
+            self.bubble_s += max(0.0, begin - now)
+            self.stalled[stream] = self.stalled.get(stream, 0.0) + end - max(now, begin)
+            self.clock[COMPUTE] = end
+        if end > self.clock.get(stream, 0.0):
+            self.clock[stream] = end
+            self.work[stream] = self.work.get(stream, 0.0) + end - begin
+            self._span(step, stream, begin, end, label, end - begin)
+
+    def _issue(self, step: Step, event: Issue, now: float) -> tuple[float, str]:
+        """When what is issued ends, and on which stream it runs."""
+        start = max(now, self.clock.get(event.stream, 0.0))
+        end = start + event.seconds
+        self.clock[event.stream] = end
+        self.work[event.stream] = self.work.get(event.stream, 0.0) + event.seconds
+        self._span(step, event.stream, start, end, event.label, event.seconds)
+        if self._late is not None and start < self.clock[self._late[1]]:  # both go through the host's memory
+            self.clock[self._late[1]] += event.host_s
+            self.work[self._late[1]] += event.host_s
+        return end, event.stream
+
+    def _span(self, step: Step, stream: str, start: float, end: float, label: str, busy: float) -> None:
+        if end > start:
+            span = Span(
+                stream=stream, start_s=start, end_s=end, label=label, action=step.action, segment=step.segment,
+                microbatch=step.microbatch, phase=step.phase.value, busy_s=busy,
+            )  # fmt: skip
+            self.spans.append(span)

@@ -1,0 +1,1 @@
+"""This process: its cores, its garbage collector, what it made lately, what it loads on first use."""

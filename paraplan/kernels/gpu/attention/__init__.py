@@ -1,0 +1,1 @@
+"""Attention on CUDA devices: tiles of our own in Triton, and torch's three kernels."""

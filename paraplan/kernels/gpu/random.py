@@ -1,0 +1,118 @@
+"""Dropout and uniform numbers as one Triton kernel each: the bits of `kernels.random_kernels`, element by element.
+
+A number is keyed by (seed, slot, global row, column). The block of the global tensor that a rank holds is walked as
+[rows, columns]; a row's global index follows from the sizes, the global sizes and the starts of the leading dims, of
+which those that lie wholly here are merged first (`merged_dims`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paraplan.ir.machine.kernel_choice import merged_dims
+from paraplan.kernels.gpu.triton_launch import launch, row_major
+
+BLOCK = 1024
+
+
+@triton.jit
+def _mix64(z):  # type: ignore[no-untyped-def]
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _global_row(row, sizes, wholes, starts):  # type: ignore[no-untyped-def]
+    """The index in the global tensor of a row of the block; the last leading dim first."""
+    found = row * 0
+    weight = row * 0 + 1
+    for dim in tl.static_range(len(sizes)):
+        found += (row % sizes[dim] + starts[dim]) * weight
+        weight *= wholes[dim]
+        row = row // sizes[dim]
+    return found.to(tl.uint64)
+
+
+@triton.jit
+def draw(seed, slot_key, row, column):  # type: ignore[no-untyped-def]
+    """Uniform bits of elements, by their global row (uint64) and column (uint32), as int32."""
+    stream = _mix64(_mix64(seed.to(tl.uint64)) + slot_key)
+    key = _mix64(row * 0x9E3779B97F4A7C15 + stream)
+    h = key.to(tl.uint32) ^ (column * 0x9E3779B1)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = ((h ^ (h >> 13)) + (key >> 32).to(tl.uint32)) * 0xC2B2AE35
+    h = h ^ (h >> 16)
+    return h.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _place(count, columns, sizes, wholes, starts, column_start, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets of a program's elements, which exist, their global rows and columns."""
+    offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    row = _global_row(offsets // columns, sizes, wholes, starts)
+    return offsets, offsets < count, row, (offsets % columns + column_start).to(tl.uint32)
+
+
+@triton.jit
+def _dropout(x, seed, out, count, columns, sizes, wholes, starts, column_start, slot_key,
+             threshold: tl.constexpr, scale: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    offsets, there, row, column = _place(count, columns, sizes, wholes, starts, column_start, block)
+    kept = draw(tl.load(seed), slot_key, row, column) >= threshold
+    value = tl.load(x + offsets, mask=there)
+    wide = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    factor = tl.full((block,), scale, wide)
+    tl.store(out + offsets, (value.to(wide) * kept.to(wide) * factor).to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _uniform(seed, out, count, columns, sizes, wholes, starts, column_start, slot_key, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets, there, row, column = _place(count, columns, sizes, wholes, starts, column_start, block)
+    number = draw(tl.load(seed), slot_key, row, column) >> 9
+    value = (number.to(out.dtype.element_ty) + 4194304.5) * 1.1920928955078125e-07
+    tl.store(out + offsets, value.to(out.dtype.element_ty), mask=there)
+
+
+def slot_key(slot: int) -> int:
+    """What a slot adds to the stream's key, as a signed 64-bit number."""
+    key = slot * 0x632BE59BD9B4E019 % 2**64
+    return key - 2**64 if key >= 2**63 else key
+
+
+def dropout(x: Tensor, seed: Tensor, p: float, slot: int, global_shape: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """As `kernels.random_kernels.dropout`; one launch, and a copy first where x is not contiguous."""
+    x = row_major(x)
+    out = torch.empty_like(x)
+    threshold = min(max(round(p * 2**32) - 2**31, -(2**31)), 2**31 - 1)
+    scale = 1.0 / (1.0 - p) if p < 1 else 0.0
+    count, *where = _where(x.shape, global_shape, starts)
+    args = x, seed, out, count, *where, slot_key(slot), threshold, scale, BLOCK
+    launch(_dropout, _grid(count), args, (x, seed), (out,))
+    return out
+
+
+def uniform(x: Tensor, seed: Tensor, slot: int, global_shape: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """As `kernels.random_kernels.uniform`; one launch."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    count, *where = _where(x.shape, global_shape, starts)
+    launch(_uniform, _grid(count), (seed, out, count, *where, slot_key(slot), BLOCK), (seed,), (out,))
+    return out
+
+
+def _grid(count: int) -> tuple[int]:
+    return (triton.cdiv(count, BLOCK),)
+
+
+def _where(
+    shape: Sequence[int], global_shape: Sequence[int], starts: Sequence[int]
+) -> tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """Elements, columns, (sizes, global sizes, starts) of merged leading dims, last first, and the first column."""
+    sizes, wholes, begins = merged_dims(shape, global_shape, starts)
+    columns = shape[-1] if shape else 1
+    return math.prod(shape), columns, sizes, wholes, begins, starts[-1] if starts else 0

@@ -1,0 +1,1 @@
+"""Rows by index on CUDA devices: experts' tokens, products grouped by matrix, rows of tables."""

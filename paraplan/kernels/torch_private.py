@@ -1,0 +1,180 @@
+"""The only place of capture that touches torch's private or experimental modules.
+
+Names here are ours; everything else in `capture` imports them from this file. The tests passed with torch 2.13 and
+2.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch import _assert_async as assert_async
+from torch import _scaled_mm as scaled_mm
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _current_graph_task_id,
+    _dispatch_has_kernel_for_dispatch_key,
+    _FunctionBase,
+)
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
+from torch.jit import ScriptFunction, optimized_execution
+from torch.nn.modules import module as _module
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "BatchNorm", "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "assert_async", "call_within",
+    "fake_mode", "functions_applied_by", "global_hook", "has_kernel", "in_backward", "is_composite", "is_fake",
+    "is_region", "lazy_module", "lazy_modules", "recording_graph", "run_function", "scaled_mm", "scripts_by_op",
+    "storage_key",
+    "trace_ops", "trace_as", "traced_as", "tree_leaves", "tree_map_only",
+]  # fmt: skip
+
+trace_ops = make_fx
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an op is written in terms of others, its gradient following from theirs."""
+    return bool(_dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def has_kernel(op: OpOverload) -> bool:
+    """Whether an op has a kernel of its own, whatever else it could be written in terms of."""
+    return bool(_dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"))
+
+
+def is_region(target: object) -> bool:
+    """Whether a call runs another graph (a no_grad region, a branch)."""
+    return isinstance(target, HigherOrderOperator)
+
+
+_GLOBAL_HOOKS = {
+    "register_module_forward_hook": _module._global_forward_hooks,
+    "register_module_forward_pre_hook": _module._global_forward_pre_hooks,
+    "register_module_full_backward_hook": _module._global_backward_hooks,
+    "register_module_full_backward_pre_hook": _module._global_backward_pre_hooks,
+}
+
+
+def global_hook() -> str:
+    """What a hook of all modules was registered with, by other code than torch's (its own only look on); "" where there
+    is none."""
+    for name, hooks in _GLOBAL_HOOKS.items():
+        if hooks and any(str(getattr(hook, "__module__", "")).split(".")[0] != "torch" for hook in hooks.values()):
+            return name
+    return ""
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return bool(_current_graph_task_id() != -1)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode under which tensors have shapes and no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def lazy_modules() -> AbstractContextManager[None]:
+    """Under it, a graph module writes its Python code when that is first run, not after every pass over its graph."""
+    return _use_lazy_graph_module(True)
+
+
+def lazy_module(graph: Graph, name: str) -> GraphModule:
+    """A graph module that writes its Python code when it is first called."""
+    return _LazyGraphModule({}, graph, class_name=name)
+
+
+@contextmanager
+def scripts_by_op() -> Iterator[None]:
+    """Under it, functions of `torch.jit` run op by op: those compiled after a few calls have a backward of their own,
+    which no trace sees."""
+    function: Any = ScriptFunction
+    run = function.__call__
+
+    def call(self: Any, *args: object, **kwargs: object) -> object:
+        self._debug_flush_compilation_cache()
+        return run(self, *args, **kwargs)
+
+    function.__call__ = call
+    try:
+        with optimized_execution(False):
+            yield
+    finally:
+        function.__call__ = run
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether a tensor has no data because it was made under a fake mode."""
+    return isinstance(tensor, FakeTensor)
+
+
+def recording_graph() -> Graph:
+    """The fx graph the running `trace_ops` records into."""
+    mode = get_proxy_mode()
+    assert mode is not None, "recording_graph outside trace_ops"
+    graph = mode.tracer.graph
+    assert isinstance(graph, Graph)
+    return graph
+
+
+def traced_as(tensor: Tensor) -> object:
+    """What a trace under way knows a tensor as; None where there is none, or it does not know the tensor."""
+    mode = get_proxy_mode()
+    return None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+
+
+def trace_as(tensor: Tensor, known: object) -> None:
+    """Has the trace under way know a tensor as this, which `traced_as` gave."""
+    mode = get_proxy_mode()
+    assert mode is not None, "trace_as outside a trace"
+    set_proxy_slot(tensor, mode.tracer, known)
+
+
+COMPILED = frozenset(
+    {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "quantized", "paraplan_gpu"}
+)
+
+
+def call_within(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an op from inside a dispatch mode, so that what a custom op's Python kernel calls passes the mode too."""
+    if not isinstance(func, OpOverload) or func.namespace in COMPILED:
+        return func(*args, **kwargs)
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    keys = {"cpu": DispatchKey.CPU, "cuda": DispatchKey.CUDA}
+    key = keys.get(tensors[0].device.type) if tensors else None
+    if key is None:
+        return func(*args, **kwargs)
+    with mode:
+        return func.redispatch(DispatchKeySet(key), *args, **kwargs)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number no other living storage has."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def run_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """`cls.apply(*args, **kwargs)` of an autograd.Function, past `functions_applied_by`."""
+    return _FunctionBase.__dict__["apply"].__get__(None, cls)(*args, **kwargs)
+
+
+@contextmanager
+def functions_applied_by(apply: Callable[..., object]) -> Iterator[None]:
+    """Under it, `F.apply(...)` of an autograd.Function is `apply(F, ...)`, also where `F.apply` was kept in a variable
+    before: that calls what the base class has at the moment."""
+    _SingleLevelFunction.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply

@@ -1,0 +1,309 @@
+"""A kind under one choice -> its backward block, or two: input gradients and weight gradients.
+
+A gradient leaves a block in the layout the plan gives it, a small one that is a sum over ranks as it was made
+(`partial`). A backward in two parts (Qi et al. 2023, "Zero bubble pipeline parallelism") is a partition of its ops:
+what an input's gradient needs is the first part, the rest the second; values of the first that the second reads are
+saved until then, and ops executed again go with their first reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.execution.rank_program import Block, BlockRole
+from paraplan.ir.machine.mesh import Layout, P, R, layout_text, parse_layout, without
+from paraplan.ir.machine.reshard import Move
+from paraplan.ir.model.graph import Graph, Op, Phase
+from paraplan.ir.model.program import SegmentKind
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.ir.plan import KindChoice
+from paraplan.lowering.blocks.emit import BlockEmitter
+from paraplan.lowering.blocks.forward import (
+    Given,
+    KindContext,
+    LoweredForward,
+    Path,
+    at_once,
+    chosen_chunks,
+    early,
+    executed,
+    give_sources,
+    ops_of,
+    unshared,
+)
+from paraplan.lowering.rewrites.chunks import Chunks
+from paraplan.lowering.rewrites.float8_casts import casts_first, each_once
+from paraplan.lowering.rewrites.loops import emit_ops
+from paraplan.lowering.transfers.bundled_transfers import travels_with
+from paraplan.rules.time_axis import KindMicro, dual
+
+
+@dataclass(frozen=True)
+class LoweredBackward:
+    """A backward block, or one part of it.
+
+    Attributes:
+        block: its inputs are parameters, boundary inputs, seed, saved values (under the forward block's local names),
+            outputs and tangents; its results the gradients of the boundary inputs, then those of the parameters.
+        grads: how the gradient of each boundary input lies, None where it has none.
+        early: as of the forward.
+        partial: per parameter slot, the moves that a gradient has yet to make.
+        parts: where the backward is split, input gradients and weight gradients; what the first saves for the second
+            is bound under the same local names.
+    """
+
+    block: Block
+    grads: tuple[Given | None, ...]
+    early: tuple[Move | None, ...]
+    partial: tuple[Path, ...]
+    parts: tuple[LoweredBackward, LoweredBackward] | None = None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What all parts of a backward have in common."""
+
+    name: str
+    kind: SegmentKind
+    choice: KindChoice
+    micro: KindMicro
+    context: KindContext
+    forward: LoweredForward
+    tangents: tuple[Given | None, ...]
+    chunks: Chunks
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Values one part keeps for the next: local name and how it lies."""
+
+    values: dict[str, tuple[str, Given]]
+
+
+def lower_backward(
+    name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext, forward: LoweredForward,
+    tangents: tuple[Given | None, ...], split: bool = False,
+) -> LoweredBackward:  # fmt: skip
+    """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
+    chunks = chosen_chunks(kind, choice, forward.strategies, context)
+    kind = executed(kind, choice)
+    task = _Task(name, kind, choice, micro, context, forward, tangents, chunks)
+    again = (*forward.remat.again, *forward.remat.rerun)
+    every = frozenset((*ops_of(kind, Phase.BACKWARD), *again))
+    if not split:
+        return _lower_part(task, name, every, True, True, _Kept({}))[0]
+    rerun = [out for index in forward.remat.rerun for out in kind.graph.ops[index].outs]
+    first = _needed_by(kind, every, (*kind.input_grads, *rerun))
+    given, kept = _lower_part(task, f"{name}i", first, True, False, _Kept({}), every - first)
+    weights, _ = _lower_part(task, f"{name}w", every - first, False, True, kept)
+    return LoweredBackward(given.block, given.grads, given.early, weights.partial, (given, weights))
+
+
+def _needed_by(kind: SegmentKind, every: Collection[int], results: Collection[str | None]) -> frozenset[int]:
+    """Those of some ops that results need."""
+    makers = {out: index for index in every for out in kind.graph.ops[index].outs if out is not None}
+    found: set[int] = set()
+    wanted = [name for name in results if name is not None]
+    while wanted:
+        index = makers.get(wanted.pop())
+        if index is not None and index not in found:
+            found.add(index)
+            wanted += kind.graph.ops[index].tensors
+    return frozenset(found)
+
+
+def _lower_part(
+    task: _Task, name: str, ops: Collection[int], inputs: bool, weights: bool, given: _Kept,
+    later: Collection[int] = (),
+) -> tuple[LoweredBackward, _Kept]:  # fmt: skip
+    """A block of some of the backward's ops.
+
+    Args:
+        task: of which backward.
+        name: of the block.
+        ops: which, executed again or the first time.
+        inputs, weights: whether it gives the gradients of boundary inputs and of parameters.
+        given: what a part before it kept.
+        later: ops of a part after it.
+    Returns:
+        The block and what it keeps for the later part.
+    """
+    kind, context, forward = task.kind, task.context, task.forward
+    halves = BlockRole.BACKWARD_INPUTS if inputs else BlockRole.BACKWARD_WEIGHTS
+    role = BlockRole.BACKWARD if inputs and weights else halves
+    emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape), role, kind.name)
+    gathered = early(kind, forward.strategies, sorted(ops), context)
+    give_sources(emitter, kind, context, gathered)
+    for value, (local, lies) in (forward.saved | given.values).items():
+        if value in forward.away and value not in given.values:
+            emitter.arrive(value, kind.graph.values[value], lies.layout, forward.away[value].returning())
+        else:
+            emitter.give(local, kind.graph.values[value], lies.layout, lies.strides, known_as=value)
+    for out, lies in zip(kind.outputs, forward.outputs, strict=True):
+        if out not in forward.saved:
+            emitter.give(out, kind.graph.values[out], lies.layout, lies.strides)
+    for tangent, arrives in zip(kind.tangents, task.tangents, strict=True):
+        if tangent is not None and arrives is not None:
+            emitter.give(tangent, kind.graph.values[tangent], arrives.layout, arrives.strides)
+    results = (*(kind.input_grads if inputs else ()), *(kind.param_grads if weights else ()))
+    order = casts_first(kind, forward.strategies, _ordered(task, ops, results))
+    graph, order = each_once(_dropping(kind.graph, forward.remat.rerun), forward.strategies, order)
+    needed = {name for index in later for name in kind.graph.ops[index].tensors}
+    handed = {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
+    emit_ops(emitter, graph, forward.strategies, order, task.chunks, needed | handed, forward.remat.again)
+    kept = _Kept({}) if weights else _keep(emitter, task, ops, later)
+    layouts = _input_grad_layouts(kind, task, emitter)
+    grads = tuple(
+        None if grad is None or layout is None or not inputs else emitter.get(grad, layout)
+        for grad, layout in zip(kind.input_grads, layouts, strict=True)
+    )
+    partial, param_grads = _param_grads(emitter, kind, context, weights)
+    saved = tuple(local for local, _ in kept.values.values())
+    own = {local for local, _ in forward.saved.values()} if at_once(task.choice) else frozenset[str]()
+    found = unshared(emitter, (*grads, *param_grads), saved, own)
+    grads = found[: len(grads)]
+    lies_at = tuple(
+        None if local is None or layout is None else Given(layout, emitter.values[local].strides)
+        for local, layout in zip(grads, layouts, strict=True)
+    )
+    return LoweredBackward(emitter.finish(found, saved), lies_at, gathered, partial), kept
+
+
+def _ordered(task: _Task, taken: Collection[int], results: Collection[str | None]) -> list[int]:
+    """Ops of the backward in order, each after what it reads that is to be made again.
+
+    What is executed again for nothing follows the first op that is executed again and that it depends on, as where a
+    checkpointed region runs again whole once the backward gets to it.
+    """
+    ops = task.kind.graph.ops
+    again = [index for index in task.forward.remat.again if index in taken]
+    makers = {out: index for index in again for out in ops[index].outs if out is not None}
+    rerun = {index: _made_of(ops, index, makers) for index in task.forward.remat.rerun if index in taken}
+    found: dict[int, None] = {}
+
+    def take(index: int) -> None:
+        for name in ops[index].tensors:
+            ensure(name)
+        found[index] = None
+
+    def ensure(name: str) -> None:
+        maker = makers.get(name)
+        if maker is None or maker in found:
+            return
+        for index in [index for index, needed in rerun.items() if maker in needed]:
+            if rerun.pop(index, None) is not None:
+                take(index)
+        if maker not in found:
+            take(maker)
+
+    for index in ops_of(task.kind, Phase.BACKWARD):
+        if index in taken:
+            take(index)
+    for grad in results:
+        if grad is not None:
+            ensure(grad)
+    for index in [*again, *rerun]:  # what only a later part reads, or nothing depends on
+        if index not in found:
+            take(index)
+    return list(found)
+
+
+def _made_of(ops: Sequence[Op], index: int, makers: Mapping[str, int]) -> set[int]:
+    """The ops among `makers` that an op depends on, however far."""
+    found: set[int] = set()
+    wanted = [*ops[index].tensors]
+    while wanted:
+        maker = makers.get(wanted.pop())
+        if maker is not None and maker not in found:
+            found.add(maker)
+            wanted += ops[maker].tensors
+    return found
+
+
+def _dropping(graph: Graph, rerun: Collection[int]) -> Graph:
+    """The graph in which ops that are executed again for nothing make values of their own."""
+    ops, values = list(graph.ops), dict(graph.values)
+    for index in rerun:
+        outs = tuple(None if out is None else f"{out}~again" for out in ops[index].outs)
+        values |= {new: values[old] for new, old in zip(outs, ops[index].outs, strict=True) if new and old}
+        ops[index] = msgspec.structs.replace(ops[index], outs=outs)
+    return msgspec.structs.replace(graph, ops=tuple(ops), values=values) if rerun else graph
+
+
+def _keep(emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Collection[int]) -> _Kept:
+    """What these ops make, or had brought back from a tier, and later ones read (or hand on as a gradient)."""
+    kind = task.kind
+    taken = set(ops).difference(task.forward.remat.rerun)
+    made = {out for index in taken for out in kind.graph.ops[index].outs if out is not None}
+    made |= {value for value, away in task.forward.away.items() if away.local in emitter.values}
+    read = {name for index in later for name in kind.graph.ops[index].tensors}
+    read |= {grad for grad in kind.param_grads if grad is not None}
+    found = {}
+    for value in kind.graph.values:
+        if value in made and value in read:
+            local = emitter.get(value, emitter.home(value))
+            found[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
+    return _Kept(found)
+
+
+def _input_grad_layouts(kind: SegmentKind, task: _Task, backward: BlockEmitter) -> tuple[Layout | None, ...]:
+    """As the plan says; of the tail, with the dim whole that microbatches cut."""
+    found: list[Layout | None] = []
+    rows = task.context.rows or (None,) * len(kind.inputs)
+    for name, grad, text, row in zip(kind.inputs, kind.input_grads, task.choice.input_grads, rows, strict=True):
+        if grad is None:
+            found.append(None)
+            continue
+        if text is None:
+            raise InvalidPlanError(f"kind {kind.name}: the gradient of input {name} has no layout in the plan")
+        first = dual(task.micro.placements[name]) if backward.mesh_shape[0] > 1 else R
+        found.append((first, *without(parse_layout(text), row)))
+    return tuple(found)
+
+
+def _param_grads(
+    backward: BlockEmitter, kind: SegmentKind, context: KindContext, wanted: bool
+) -> tuple[tuple[Path, ...], tuple[str | None, ...]]:
+    """The gradients of the parameters, and the moves left to those that leave the block as they were made."""
+    found: list[str | None] = []
+    left: list[Path] = []
+    for grad, placements, wanted_dtype in zip(kind.param_grads, context.param_grads, context.grad_dtypes, strict=True):
+        if grad is None or not wanted:
+            found.append(None)
+            left.append(())
+            continue
+        layout = (P if context.num_microbatches > 1 else R, *placements)
+        path = backward.path(grad, layout)
+        if context.grouped and path:
+            summed = (layout[0], *backward.home(grad)[1:])  # what is alike in all microbatches counts in one of them
+            later = backward.path(grad, layout, summed)
+            if later:
+                found.append(backward.get(grad, summed))
+                left.append(later)
+                continue
+        if context.reduce_dtype and any(move.reduction for move in path):
+            grad = _as_summed(backward, grad, context.reduce_dtype)
+        if path and not path[0].is_gather and travels_with(backward.specs[grad], path, backward.mesh_shape):
+            found.append(backward.get(grad, backward.home(grad)))
+            left.append(path)
+            continue
+        local = backward.get(grad, layout)
+        if wanted_dtype not in ("", backward.values[local].dtype):
+            local = backward.cast(local, wanted_dtype, f"{grad}@{layout_text(layout)}^{wanted_dtype}")
+        found.append(local)
+        left.append(())
+    return tuple(left), tuple(found)
+
+
+def _as_summed(backward: BlockEmitter, grad: str, dtype: str) -> str:
+    """The graph's name of a gradient in the dtype in which it is summed over ranks."""
+    home, spec = backward.home(grad), backward.specs[grad]
+    if spec.dtype == dtype:
+        return grad
+    cast = backward.cast(backward.get(grad, home), dtype, f"{grad}^{dtype}")
+    backward.define(cast, TensorSpec(dtype, spec.shape), home)
+    return cast

@@ -1,0 +1,27 @@
+"""Backwards that may be done in two parts: which block runs, and what it reads."""
+
+from __future__ import annotations
+
+from paraplan.ir.execution.schedule import ActionKind
+from paraplan.lowering.blocks.backward import LoweredBackward
+from paraplan.lowering.stage_blocks import StageBlocks
+from paraplan.lowering.transfers.activation_offload import AwayValue
+
+
+def half_of(parts: StageBlocks, index: int, half: ActionKind) -> LoweredBackward:
+    lowered = parts.backwards[index]
+    if lowered.parts is None or half is ActionKind.B:
+        return lowered
+    return lowered.parts[0 if half is ActionKind.I else 1]
+
+
+def returning(parts: StageBlocks, index: int, half: ActionKind) -> tuple[AwayValue, ...]:
+    """What a segment's backward, or half of it, reads from tiers."""
+    inputs = half_of(parts, index, half).block.inputs
+    return tuple(value for value in parts.forwards[index].away.values() if value.back.base in inputs)
+
+
+def needs_zero(parts: StageBlocks, index: int, half: ActionKind, tangent: str) -> bool:
+    """Whether this half is the first that reads a tangent without a source, which is zero."""
+    first = half is not ActionKind.W or tangent not in half_of(parts, index, ActionKind.I).block.inputs
+    return first and tangent in half_of(parts, index, half).block.inputs

@@ -1,0 +1,112 @@
+"""Emitting an op whose rule it carries: nothing is known of its kernel but what running it has shown.
+
+Its inputs are made row-major, the order its results are known for. A result that shares an input's storage is
+copied at once, so that what follows owns what it reads; so is one that is part of a larger storage, which nobody need
+keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paraplan.ir.execution.rank_program import Instr, LocalValue
+from paraplan.ir.machine.mesh import Layout
+from paraplan.ir.model.graph import Arg, Op
+from paraplan.ir.model.op_rule import ALIAS, ELEMENTWISE, PART, ROWS, OpRule, amount_of
+from paraplan.ir.model.strides import contiguous_strides, elementwise_strides, is_contiguous
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.rules.carried_rules import definition_of, registered_work
+
+if TYPE_CHECKING:
+    from paraplan.lowering.blocks.emit import BlockEmitter
+
+Dims = tuple[int, ...]
+
+
+def row_major(emitter: BlockEmitter, op: Op, names: dict[tuple[str, Layout], str]) -> dict[tuple[str, Layout], str]:
+    """The op's inputs, copied where they do not lie as the op wants them."""
+    if op.rule is None or not op.rule.row_major_inputs:
+        return names
+    found = {}
+    for key, local in names.items():
+        value = emitter.values[local]
+        if not is_contiguous(value.shape, value.strides):
+            local = emitter.local(
+                "paraplan.reshape_copy", ("%" + local, value.shape), emitter._unique(f"{local}^rows"), value.dtype,
+                value.shape,
+            )  # fmt: skip
+        found[key] = local
+    return found
+
+
+def emit_carried(
+    emitter: BlockEmitter, op: Op, args: tuple[Arg, ...], kwargs: dict[str, Arg], outs: tuple[str | None, ...],
+    specs: Sequence[TensorSpec | None], inputs: list[str],
+) -> None:  # fmt: skip
+    """The op's instruction, then copies of the results that share an input's storage or are part of a larger one.
+
+    Args:
+        emitter: the block's.
+        op: carries its rule.
+        args, kwargs: with local names and sizes.
+        outs, specs: local names and specs of its results; None for absent ones.
+        inputs: local names of its tensors, in order.
+    """
+    rule = op.rule
+    assert rule is not None
+    sources = [emitter.values[name] for name in inputs]
+    made: list[str | None] = []
+    copies: list[tuple[str, str]] = []
+    for index, (local, spec) in enumerate(zip(outs, specs, strict=True)):
+        if local is None or spec is None:
+            made.append(None)
+            continue
+        dtype, shape = spec.dtype, spec.shape
+        if rule.lies[index] == ALIAS:
+            shared = emitter._unique(f"{local}^shared")
+            base = sources[rule.alias_of[index]].base
+            emitter.values[shared] = LocalValue(
+                dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=base, storage_bytes=0
+            )
+            copies.append((shared, local))
+            made.append(shared)
+            continue
+        if rule.lies[index] == PART:
+            whole = emitter._unique(f"{local}^part")
+            shares = rule.shares(tuple(value.shape for value in sources))
+            emitter.values[whole] = LocalValue(
+                dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=whole,
+                storage_bytes=round(amount_of(rule.storages[index], shares)),
+            )  # fmt: skip
+            copies.append((whole, local))
+            made.append(whole)
+            continue
+        emitter._fresh(local, dtype, shape, _strides(rule, index, shape, sources))
+        made.append(local)
+    definition = definition_of(op)
+    assert definition is not None and definition.workspace is not None
+    emitter._add(
+        Instr(
+            target=op.target, args=args, kwargs=kwargs, outs=tuple(made), origin=emitter._origin,
+            workspace_bytes=definition.workspace(sources, None, args),
+            work=registered_work(op, [value.shape for value in sources]),
+        )
+    )  # fmt: skip
+    for shared, local in copies:
+        value = emitter.values[shared]
+        emitter.local("paraplan.reshape_copy", ("%" + shared, value.shape), local, value.dtype, value.shape)
+
+
+def _strides(rule: OpRule, index: int, shape: Dims, sources: list[LocalValue]) -> Dims:
+    lie = rule.lies[index]
+    if lie == ELEMENTWISE:
+        return elementwise_strides(shape, [(value.shape, value.strides) for value in sources])
+    if lie == ROWS:
+        return contiguous_strides(shape)
+    strides, step = [0] * len(shape), 1
+    for dim in reversed([int(dim) for dim in lie.split(",")]):
+        strides[dim] = step
+        step *= math.prod(shape[dim : dim + 1])
+    return tuple(strides)

@@ -1,0 +1,60 @@
+"""An op whose strategy takes several instructions: its expansion, emitted step by step.
+
+What the steps are is said by the op's rule (`OpDef.expand`), as a graph over local shapes; here they get the names,
+strides, workspace and waits every instruction has. `finish` then puts each exchange beside the work before its result
+is needed, so a ring overlaps by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from paraplan.ir.machine.collectives import COLLECTIVES
+from paraplan.ir.model.graph import Arg, Graph, map_refs
+from paraplan.ir.model.tensor import TensorSpec
+
+
+class Emitter(Protocol):
+    """What an expansion needs of a block being built."""
+
+    def place(
+        self, target: str, args: tuple[Arg, ...], kwargs: dict[str, Arg], outs: tuple[str | None, ...],
+        specs: Sequence[TensorSpec | None], inputs: list[str],
+    ) -> None:  # fmt: skip
+        """Emit one local op."""
+
+    def step(self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: tuple[int, ...],
+             axis: int) -> None:  # fmt: skip
+        """Emit a collective of the first source along a mesh axis."""
+
+
+def emit_expansion(
+    emitter: Emitter, graph: Graph, inputs: Sequence[str], outs: tuple[str | None, ...], axis: int
+) -> None:
+    """Emit the ops of an expansion.
+
+    Args:
+        emitter: of the block.
+        graph: the expansion.
+        inputs: local names behind its inputs.
+        outs: local names its outputs get.
+        axis: mesh axis of its exchanges.
+    """
+    names = dict(zip(graph.inputs, inputs, strict=True))
+    names |= {made: out for made, out in zip(graph.outputs, outs, strict=True) if made is not None and out is not None}
+    stem = next(out for out in outs if out is not None)
+    for op in graph.ops:
+        for made in op.outs:
+            if made is not None:
+                names.setdefault(made, f"{stem}/{made}")
+        sources = [names[name] for name in op.tensors]
+        made_names = tuple(None if made is None else names[made] for made in op.outs)
+        if op.target in COLLECTIVES:
+            (out,), (made,) = made_names, op.outs
+            assert out is not None and made is not None
+            emitter.step(op.target, sources, op.args[len(sources) :], out, graph.values[made].shape, axis)
+            continue
+        args = tuple(map_refs(arg, names.__getitem__) for arg in op.args)
+        specs = tuple(None if made is None else graph.values[made] for made in op.outs)
+        emitter.place(op.target, args, op.kwargs, made_names, specs, sources)

@@ -1,0 +1,136 @@
+"""Ordering a block: collectives and copies as early as their input exists, waits as late as their result is needed.
+
+Compute keeps its order. Every value is then freed at its last use. A block may be parted before its first wait, so that
+other work comes between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
+from paraplan.ir.model.graph import refs
+
+
+def finish_block(
+    name: str, inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...],
+    values: dict[str, LocalValue], instrs: list[Instr], role: BlockRole, kind: str = "",
+) -> Block:  # fmt: skip
+    """The block of these instructions, ordered and with frees."""
+    ordered = _overlap(inputs, outputs, saved, instrs)
+    kept = {out for out in outputs if out is not None} | set(saved)
+    return Block(
+        name=name, role=role, kind=kind, inputs=inputs, outputs=outputs, saved=saved, values=values,
+        instrs=with_frees(kept, ordered),
+    )  # fmt: skip
+
+
+def split_block(
+    name: str, inputs: tuple[str, ...], outputs: tuple[str | None, ...], values: dict[str, LocalValue],
+    instrs: list[Instr], role: BlockRole,
+) -> tuple[Block | None, Block]:  # fmt: skip
+    """The instructions as two blocks, parted before the first wait; None where there is none.
+
+    The second takes what the first issued, and inputs and values of the first that it reads.
+    """
+    at = next((index for index, instr in enumerate(instrs) if instr.kind is InstrKind.WAIT), None)
+    if at is None:
+        return None, finish_block(name, inputs, outputs, (), values, instrs, role)
+    head, tail = instrs[:at], instrs[at:]
+    made = {out for instr in head for out in instr.outs}
+    read = {source for instr in head for source in _reads(instr)}
+    crossing = dict.fromkeys(
+        source
+        for source in (*(source for instr in tail for source in _reads(instr)), *outputs)
+        if source is not None and (source in made or source in inputs)
+    )
+    taken = tuple(source for source in inputs if source in read)
+    issued = tuple(source for source in crossing if source in made)
+    first = finish_block(f"{name}.issue", taken, issued, (), _of(values, head), head, role)
+    return first, finish_block(name, tuple(crossing), outputs, (), _of(values, tail), tail, role)
+
+
+def _of(values: dict[str, LocalValue], instrs: list[Instr]) -> dict[str, LocalValue]:
+    """The values instructions name."""
+    names = dict.fromkeys(name for instr in instrs for name in (*_reads(instr), *instr.outs) if name is not None)
+    return {name: values[name] for name in names}
+
+
+def _reads(instr: Instr) -> list[str]:
+    return list(refs((instr.args, tuple(instr.kwargs.values()))))
+
+
+def _overlap(
+    inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]
+) -> list[Instr]:
+    made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}
+    sent = {source for instr in instrs if instr.kind is InstrKind.COLLECTIVE for source in _reads(instr)}
+    # Pieces of what is there are cut at once: their collectives are written before those of the whole.
+    eager = {index for index, instr in enumerate(instrs) if instr.issues or _is_piece(instr, sent)}
+    lacks = {index: set(_reads(instrs[index])) for index in sorted(eager)}
+    readers: dict[str, list[int]] = {}
+    for index, sources in lacks.items():
+        for source in sources:
+            readers.setdefault(source, []).append(index)
+    ready = set(inputs)
+    ordered: list[Instr] = []
+
+    def emit(instr: Instr) -> None:
+        for name in _reads(instr):
+            if name not in ready:
+                emit(made_by_wait[name])
+        ordered.append(instr)
+        made = [out for out in instr.outs if out is not None]
+        ready.update(made)
+        issue(made)
+
+    def issue(made: Iterable[str]) -> None:
+        """The collectives and copies that lacked nothing but these, in the order they were written."""
+        due: set[int] = set()
+        for source in made:
+            for index in readers.pop(source, ()):
+                lacks[index].discard(source)
+                due.update(() if lacks[index] else (index,))
+        for index in sorted(due):
+            del lacks[index]
+            ordered.append(instrs[index])
+            made_now = [out for out in instrs[index].outs if out is not None]
+            ready.update(made_now)
+            issue(made_now)
+
+    issue(inputs)
+    for index, instr in enumerate(instrs):
+        if instr.kind is InstrKind.OP and index not in eager:
+            emit(instr)
+        elif index in lacks:
+            for source in _reads(instr):
+                if source not in ready:
+                    emit(made_by_wait[source])
+    for out in (*outputs, *saved):
+        if out is not None and out not in ready:
+            emit(made_by_wait[out])
+    return ordered
+
+
+def _is_piece(instr: Instr, sent: set[str]) -> bool:
+    """Whether an instruction only cuts from a value what a collective sends."""
+    return instr.target == "aten.slice.Tensor" and instr.outs[0] in sent
+
+
+def with_frees(kept: set[str], instrs: list[Instr]) -> tuple[Instr, ...]:
+    """The instructions, each freeing the names it is the last to touch, but for those kept."""
+    last: dict[str, int] = {}
+    for index, instr in enumerate(instrs):
+        for name in (*(out for out in instr.outs if out is not None), *_reads(instr)):
+            last[name] = index
+    dying: dict[int, list[str]] = {}
+    for name, index in last.items():
+        if name not in kept:
+            dying.setdefault(index, []).append(name)
+    return tuple(_freed(instr, tuple(dying.get(index, ()))) for index, instr in enumerate(instrs))
+
+
+def _freed(instr: Instr, frees: tuple[str, ...]) -> Instr:
+    return msgspec.structs.replace(instr, frees=frees)

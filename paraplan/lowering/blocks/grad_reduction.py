@@ -1,0 +1,154 @@
+"""Bringing gradients to where they accumulate and to the layout the optimizer updates in, while the backward goes on.
+
+`Partials` takes the gradients that blocks leave as they are made (see `forward`), small and in need of a sum over
+ranks, brings those of several segments to the accumulator's layout at once, and adds them up. `Reductions` follows: a
+gradient is final when the last microbatch's backward has passed the first segment that uses its parameter, and
+everything has been added. Its reduction is issued there and waited for after the backward; large ones are reduced in
+place, as nobody else reads the accumulator any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from paraplan.ir.execution.names import Name, accumulator, grad
+from paraplan.ir.execution.rank_program import BlockRole
+from paraplan.ir.machine.mesh import Layout, R, parse_layout
+from paraplan.ir.machine.reshard import Move, reshard_path
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.steps.step_writer import StepWriter
+from paraplan.lowering.transfers.bundled_transfers import IN_FLIGHT, Parcel, ParcelBlocks, Parcels, travels_with
+from paraplan.lowering.transfers.flights import Flights
+
+
+class Reductions:
+    """The gradient reductions of a step.
+
+    Args:
+        rank, writer: whose steps are written.
+        accumulates: the dtype of every accumulator.
+        reduced: told of every parameter and its gradient, once that is in the optimizer's layout.
+
+    Attributes:
+        grads: parameter -> outer name of its reduced gradient.
+    """
+
+    def __init__(
+        self, rank: Rank, writer: StepWriter, accumulates: Mapping[str, str], reduced: Callable[[str, Name], None]
+    ) -> None:
+        plan = rank.plan
+        self._layouts, self._accumulates, self._wire_dtype = rank.holding.params, accumulates, plan.wire_dtype
+        self._specs = {name: rank.grad_spec(name) for name in accumulates}
+        self._extended, self._reduced = (1, *rank.holding.mesh.shape), reduced
+        blocks = ParcelBlocks(writer.cache, "reduce.", BlockRole.REDUCE, self._extended)
+        flights = Flights(writer, IN_FLIGHT, plan.reducing_bytes)
+        self._parcels = Parcels(blocks, flights, self._arrived, most_bytes=plan.bundle_bytes)
+        self._names: dict[Name, str] = {}
+        self.grads: dict[str, Name] = {}
+
+    def final(self, names: Iterable[str]) -> None:
+        """These parameters' gradients are complete: begin what can begin."""
+        for name in names:
+            path = self._path(name)
+            added, reduced = accumulator(name), grad(name)
+            self.grads[name] = reduced if path else added
+            self._names[reduced] = name
+            if path:
+                dtypes = self._specs[name].dtype, self._accumulates[name]
+                self._parcels.send(Parcel(added, reduced, self._sent(name), path, *dtypes))
+            else:
+                self._reduced(name, added)
+
+    def takes(self, spec: TensorSpec, path: tuple[Move, ...]) -> bool:
+        """Whether small gradients are reduced that something else can go with."""
+        key = travels_with(spec, path, self._extended)
+        return key is not None and any(
+            path and travels_with(each, path, self._extended) == key
+            for each, path in ((self._sent(name), self._path(name)) for name in self._specs)
+        )
+
+    def send(self, parcel: Parcel) -> None:
+        """Take something else that goes with gradients."""
+        self._parcels.send(parcel)
+
+    def end(self) -> None:
+        """Begin the rest, and wait for all."""
+        self._parcels.end()
+
+    def _arrived(self, parcel: Parcel) -> None:
+        if parcel.result in self._names:
+            self._reduced(self._names[parcel.result], parcel.result)
+
+    def _path(self, name: str) -> tuple[Move, ...]:
+        layouts = self._layouts[name]
+        source, target = _extend(layouts.grad), _extend(layouts.state)
+        return reshard_path(self._specs[name].shape, source, target, self._extended, frozen=1)
+
+    def _sent(self, name: str) -> TensorSpec:
+        """A gradient as it travels."""
+        sums = any(move.reduction for move in self._path(name))
+        dtype = self._wire_dtype if self._wire_dtype and sums else self._accumulates[name]
+        return TensorSpec(dtype, self._specs[name].shape)
+
+
+class Partials:
+    """Gradients on the way to their accumulators.
+
+    Args:
+        rank, writer: whose steps are written.
+        add: writes the step that adds a value to a parameter's gradient.
+        final: told of parameters whose gradients are complete.
+    """
+
+    def __init__(
+        self, rank: Rank, writer: StepWriter, add: Callable[[str, Name], None],
+        final: Callable[[Iterable[str]], None],
+    ) -> None:  # fmt: skip
+        plan = rank.plan
+        blocks = ParcelBlocks(writer.cache, "sums.", BlockRole.REDUCE, rank.extended)
+        flights = Flights(writer, IN_FLIGHT, plan.reducing_bytes if plan.group > 1 else 0)
+        self._parcels = Parcels(blocks, flights, self._arrived, all_hold=True, most_bytes=plan.bundle_bytes)
+        self._add, self._final = add, final
+        self._under_way: Counter[str] = Counter()
+        self._passed: set[str] = set()
+        self._params: dict[Name, str] = {}
+
+    def start(self, widest_bytes: int) -> None:
+        """A backward begins, no segment of which sends more than this."""
+        self._parcels.widest_bytes = widest_bytes
+
+    def send(self, param: str, parcel: Parcel) -> None:
+        """Take a part of a parameter's gradient."""
+        self._under_way[param] += 1
+        self._params[parcel.result] = param
+        self._parcels.send(parcel)
+
+    def passed(self, params: Iterable[str]) -> None:
+        """Nothing more will be sent for these parameters."""
+        for name in params:
+            if self._under_way[name]:
+                self._passed.add(name)
+            else:
+                self._final((name,))
+
+    def end(self) -> None:
+        """Wait for all that is under way."""
+        self._parcels.end()
+
+    def rest(self) -> None:
+        """Begin the rest, and leave it under way."""
+        self._parcels.rest()
+
+    def _arrived(self, parcel: Parcel) -> None:
+        param = self._params.pop(parcel.result)
+        self._add(param, parcel.result)
+        self._under_way[param] -= 1
+        if param in self._passed and not self._under_way[param]:
+            self._passed.discard(param)
+            self._final((param,))
+
+
+def _extend(text: str) -> Layout:
+    return (R, *parse_layout(text))

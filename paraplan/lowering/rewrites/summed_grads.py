@@ -1,0 +1,141 @@
+"""Gradients of weights added up by the products that make them.
+
+Of several microbatches, or of segments that share a weight, a gradient after the first is a product and an addition:
+the product writes it, the addition reads it and its accumulator and writes that. A product that adds to what is there
+(`SUM`) leaves out the gradient itself, its memory and two of the passes over it; what is added has the rounding of the
+sum alone (Megatron-LM's gradient accumulation fusion). It is the same block with the accumulator among its inputs, in
+place of the ACCUMULATE that followed.
+
+So is done where the block's gradient is the product's result as it was made, and of the accumulator's dtype, or in half
+where the device's products take sums in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.rank_program import SUM, SUMMED, Block, LocalValue, RankProgram, Step, StepKind
+from paraplan.ir.model.graph import refs
+from paraplan.ir.process.memo import Lately, Same
+
+_ADDING = Lately[Block](1 << 16, lambda made: len(made.instrs))
+
+Sums = tuple[tuple[int, LocalValue], ...]
+"""Outputs of a block, by position, that grow accumulators like these."""
+
+Done = dict[str, dict[tuple[int, Sums], Block]]
+"""By the label that blocks have in common, they by the id of what they were made from and what they add to."""
+
+
+def sum_products(program: RankProgram, backend: str, done: Done) -> RankProgram:
+    """The program with gradients added by the products that make them.
+
+    Args:
+        program: as lowered.
+        backend: of its devices, "cpu" or "cuda".
+        done: shared by a plan's programs; added to.
+    """
+    blocks, steps = dict(program.blocks), list(program.steps)
+    ends = _added(program.steps)
+    held: dict[Name, LocalValue] = {}
+    dropped: set[int] = set()
+    for at, step in enumerate(program.steps):
+        if step.kind is StepKind.CALL:
+            block = program.blocks[step.block]
+            found = {
+                place: (ends[at, out], program.steps[ends[at, out]].args[0])
+                for place, out in enumerate(step.outs) if out is not None and (at, out) in ends
+            }  # fmt: skip
+            sums = tuple(
+                (place, held[total]) for place, (end, total) in found.items()
+                if total in held and _may_add(block, place, held[total], backend)
+                and not any(total in (*each.args, *each.drops) and each.kind is not StepKind.ACCUMULATE
+                            for each in program.steps[at + 1 : end])
+            )  # fmt: skip
+            if sums:
+                totals = tuple(found[place][1] for place, _ in sums)
+                dropped |= {found[place][0] for place, _ in sums}
+                adding = _adding(block, sums, done)
+                blocks[adding.name] = adding
+                given = {place for place, _ in sums}
+                outs = tuple(None if place in given else out for place, out in enumerate(step.outs))
+                steps[at] = msgspec.structs.replace(step, block=adding.name, args=(*step.args, *totals), outs=outs)
+            for out, local in zip(step.outs, (*block.outputs, *block.saved), strict=True):
+                if out is not None and local is not None:
+                    held[out] = block.values[local]
+        elif step.kind is StepKind.ACCUMULATE:
+            total, addend = step.args
+            if total not in held and total not in program.outer and addend in held:
+                held[total] = held[addend]
+        for name in step.drops:
+            held.pop(name, None)
+    if not dropped:
+        return program
+    kept = tuple(step for at, step in enumerate(steps) if at not in dropped)
+    used = {step.block for step in kept if step.kind is StepKind.CALL}
+    return msgspec.structs.replace(
+        program, steps=kept, blocks={name: block for name, block in blocks.items() if name in used}
+    )
+
+
+def _added(steps: Sequence[Step]) -> dict[tuple[int, Name], int]:
+    """What a call makes for an ACCUMULATE alone, by the call's place and its name, and which that is."""
+    found: dict[tuple[int, Name], int] = {}
+    readers: dict[Name, list[int]] = {}
+    for at in range(len(steps) - 1, -1, -1):
+        step = steps[at]
+        for out in step.outs:
+            read = readers.pop(out, ()) if out is not None else ()
+            if out is not None and len(read) == 1 and steps[read[0]].kind is StepKind.ACCUMULATE:
+                adds = steps[read[0]]
+                if adds.args[1] == out and not adds.drops:
+                    found[at, out] = read[0]
+        for name in (*step.args, *step.drops):
+            readers.setdefault(name, []).append(at)
+    return found
+
+
+def _may_add(block: Block, place: int, total: LocalValue, backend: str) -> bool:
+    """Whether an output is a product's, as it was made, for an accumulator that a product can add to."""
+    names = (*block.outputs, *block.saved)
+    name = names[place]
+    if name is None or names.count(name) > 1:
+        return False
+    value = block.values[name]
+    maker = next((instr for instr in block.instrs if name in instr.outs), None)
+    if maker is None or maker.target != SUMMED or maker.kwargs:
+        return False
+    reads = any(name in refs((instr.args, tuple(instr.kwargs.values()))) for instr in block.instrs)
+    alike = value.dtype == total.dtype or (backend == "cuda" and total.dtype == "float32")
+    return not reads and alike and (total.shape, total.strides) == (value.shape, value.strides) and not total.tier
+
+
+def _adding(block: Block, sums: Sums, done: Done) -> Block:
+    """The block with accumulators among its inputs, that grow by these outputs."""
+    phase, key = f".{block.role.value}", (id(block), sums)
+    stem = block.name[: -len(phase)]
+    alike = done.setdefault(stem, {})
+    if key not in alike:
+        name = f"{stem}+{len(alike)}{phase}"
+        alike[key] = _ADDING.get((name, Same(block), sums), lambda: _made(name, block, sums))
+    return alike[key]
+
+
+def _made(name: str, block: Block, sums: Sums) -> Block:
+    outputs, values, instrs, inputs = list(block.outputs), dict(block.values), list(block.instrs), list(block.inputs)
+    for place, like in sums:
+        made = str(outputs[place])
+        outputs[place], total = None, f"{made}.sum"
+        values[total] = msgspec.structs.replace(like, base=total, storage_bytes=like.nbytes)
+        del values[made]
+        at = next(index for index, instr in enumerate(instrs) if made in instr.outs)
+        instrs[at] = msgspec.structs.replace(
+            instrs[at], target=SUM, args=("%" + total, *instrs[at].args), outs=(), frees=(*instrs[at].frees, total)
+        )
+        inputs.append(total)
+    return msgspec.structs.replace(
+        block, name=name, inputs=tuple(inputs), outputs=tuple(outputs), values=values, instrs=tuple(instrs)
+    )

@@ -1,0 +1,127 @@
+"""The writer of a rank's steps, shared by the parts of lowering that write them.
+
+A `Flight` is issued by one step and waited for by a later one, with other work between: a collective, or copies between
+tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from paraplan.ir.execution.names import Name, under_way
+from paraplan.ir.execution.rank_program import Block, StagedUpdate, Step, StepKind
+
+Parted = tuple[Block | None, Block | None]
+"""What issues and what waits; None where another block does, or nothing has to."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass
+class BlockCache:
+    """The blocks of a rank that several steps call, named by a stem and a number."""
+
+    _made: dict[str, dict[Hashable, Any]] = field(default_factory=dict)
+
+    def get(self, stem: str, make: Callable[Concatenate[str, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What was made of this stem with these arguments; else it is made, under the stem's next name."""
+        made = self._made.setdefault(stem, {})
+        key = (args, tuple(kwargs.items()))
+        if key not in made:
+            made[key] = make(f"{stem}{len(made)}", *args, **kwargs)
+        found: T = made[key]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """What is issued by one step and waited for by another.
+
+    Attributes:
+        blocks: that issue and wait.
+        names: the outer name of what they read and make; what is issued and has none here is numbered.
+        results: outer names of what there is in the end, in order; None where `names` has them.
+        microbatch, segment: of both steps.
+        holds_bytes: of its input until it is waited for.
+        arrived: called then.
+    """
+
+    blocks: Parted
+    names: Mapping[str, Name]
+    results: tuple[Name | None, ...] | None = None
+    microbatch: int = -1
+    segment: int = -1
+    holds_bytes: int = 0
+    arrived: Callable[[], None] | None = None
+
+
+class StepWriter:
+    """Writes the steps of a rank.
+
+    Args:
+        num_microbatches: of the plan; a step of the microbatch of this number is one of all of them.
+
+    Attributes:
+        action: the schedule's action that steps are written for.
+        steps: written so far.
+        blocks: called by them, by name.
+        cache: the blocks that several steps call.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.action = ""
+        self.steps: list[Step] = []
+        self.blocks: dict[str, Block] = {}
+        self.cache = BlockCache()
+        self._num_microbatches, self._num_issued = num_microbatches, 0
+
+    def add(
+        self, kind: StepKind, *, block: str = "", args: tuple[Name, ...] = (), outs: tuple[Name | None, ...] = (),
+        drops: tuple[Name, ...] = (), microbatch: int = -1, segment: int = -1, transfer: str = "",
+        staged: StagedUpdate | None = None, late: bool = False,
+    ) -> None:  # fmt: skip
+        """Write a step."""
+        self.steps.append(
+            Step(
+                kind=kind, action=self.action, block=block, args=args, outs=outs, drops=drops,
+                microbatch=-1 if microbatch == self._num_microbatches else microbatch, segment=segment,
+                transfer=transfer, staged=staged, late=late,
+            )
+        )  # fmt: skip
+
+    def call(
+        self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...], microbatch: int = -1,
+        segment: int = -1,
+    ) -> None:  # fmt: skip
+        """Write a step that calls a block, for a segment in a microbatch where it belongs to one."""
+        self.blocks[block.name] = block
+        self.add(StepKind.CALL, block=block.name, args=args, outs=outs, microbatch=microbatch, segment=segment)
+
+    def issue(self, flight: Flight) -> Callable[[], None]:
+        """Write the step that issues a flight; returns what writes the step that waits."""
+        issues, waits = flight.blocks
+        names = dict(flight.names)
+        if issues is not None:
+            for local in issues.outputs:
+                if local is not None and local not in names:
+                    names[local] = under_way(self._num_issued)
+                    self._num_issued += 1
+            self._call(flight, issues, names, None)
+
+        def end() -> None:
+            if waits is not None:
+                self._call(flight, waits, names, flight.results)
+            if flight.arrived is not None:
+                flight.arrived()
+
+        return end
+
+    def _call(
+        self, flight: Flight, block: Block, names: Mapping[str, Name], results: tuple[Name | None, ...] | None
+    ) -> None:
+        if results is None:
+            results = tuple(None if local is None else names.get(local) for local in block.outputs)
+        self.call(block, tuple(names[local] for local in block.inputs), results, flight.microbatch, flight.segment)

@@ -1,0 +1,121 @@
+"""Values that segments hand on, and that wait on a tier between their last reader in the forward and the backward.
+
+A choice may name outputs of its kind (`KindChoice.activations`). Such a value is held by the outer namespace, not by a
+block, so its copies are steps of their own: away once the last segment that reads it in the forward was called, waited
+for a segment later or at the end of the action, when its memory is given back; back a segment ahead of the first
+backward that reads it, under the name it had. So recomputing all that segments keep need not keep their inputs either.
+
+Limits: of values made and read within one stage, that lie dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.execution.names import Name, value
+from paraplan.ir.machine.mesh import local_shape
+from paraplan.ir.machine.tiers import TIERS
+from paraplan.ir.model.program import Program
+from paraplan.ir.model.strides import is_dense
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.ir.plan import Stage
+from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.steps.step_writer import BlockCache, Flight
+from paraplan.lowering.transfers.activation_offload import AwayValue, away_block, back_block, leaving
+from paraplan.lowering.transfers.flights import Stop
+from paraplan.lowering.transfers.offloaded_states import leave_block
+from paraplan.lowering.transfers.param_prefetch import came_block
+
+Names = tuple[str, ...]
+
+
+def boundary_tiers(program: Program, stage: Stage, tail: int) -> dict[str, str]:
+    """The values a stage's segments hand on that wait on a tier, and which; what is gathered for the tail stays.
+
+    Raises:
+        InvalidPlanError: one is read by a segment of another stage.
+    """
+    found: dict[str, str] = {}
+    for index in range(stage.first, stage.stop):
+        segment = program.segments[index]
+        kind, choice = program.kinds[segment.kind], stage.choices[stage.segment_choice[index - stage.first]]
+        for local, outer in zip(kind.outputs, segment.outputs, strict=True):
+            if choice.activations.get(local) in TIERS:
+                found[outer] = choice.activations[local]
+    gathered = {name for segment in program.segments[tail:] for name in segment.inputs}
+    made = {name for segment in program.segments[tail:] for name in segment.outputs}
+    found = {name: tier for name, tier in found.items() if name not in gathered - made}
+    for index, segment in enumerate(program.segments):
+        theirs = found.keys() & set(segment.inputs)
+        if theirs and not stage.first <= index < stage.stop:
+            raise InvalidPlanError(
+                f"{min(theirs)} is to wait on the {found[min(theirs)]}, but segment {index} of another stage reads it; "
+                "keep it on the device"
+            )
+    return found
+
+
+class Boundaries:
+    """The copies of such values.
+
+    Args:
+        rank: that they are of.
+        cache: its blocks.
+
+    Attributes:
+        tiers: of each of them.
+
+    Raises:
+        InvalidPlanError: one is read by a segment of another stage, or does not lie dense.
+    """
+
+    def __init__(self, rank: Rank, cache: BlockCache) -> None:
+        self._cache = cache
+        self._there: set[tuple[str, int]] = set()
+        self.tiers: dict[str, str] = {}
+        for stage in () if rank.lowered.evaluates else rank.holding.stages:
+            self.tiers |= boundary_tiers(rank.program, rank.plan.stages[stage], rank.micro.tail)
+        self._lies = {name: self._part(rank, name, tier) for name, tier in self.tiers.items()}
+
+    def _part(self, rank: Rank, name: str, tier: str) -> tuple[TensorSpec, tuple[int, ...] | None]:
+        """A rank's part of a value, and its strides."""
+        spec, given = rank.spec_of(name), rank.made(name)
+        shape = local_shape(spec.shape, given.layout, rank.extended)
+        if given.strides and not is_dense(shape, given.strides):
+            raise InvalidPlanError(f"{name} is to wait on the {tier}, but does not lie dense; keep it here")
+        return TensorSpec(spec.dtype, shape), given.strides
+
+    def away(self, names: Names, segment: int, m: int) -> Flight:
+        """The copies away of what a segment's forward is the last to read."""
+        self._there.update((name, m) for name in names)
+        values, outer = self._values(names, m)
+        issues = self._cache.get("leave.b", leave_block, values)
+        waits = self._cache.get("left.b", away_block, values)
+        return Flight((issues, waits), outer, microbatch=m, segment=segment)
+
+    def back(self, reads: Sequence[tuple[int, Names]], m: int) -> list[Stop]:
+        """The copies back before a backward of these segments, each with what it reads."""
+        found = []
+        for segment, names in reads:
+            first = tuple(name for name in dict.fromkeys(names) if (name, m) in self._there)
+            self._there.difference_update((name, m) for name in first)
+            found.append(Stop(segment, self._back(first, segment, m)))
+        return found
+
+    def _back(self, names: Names, segment: int, m: int) -> tuple[Flight, ...]:
+        if not names:
+            return ()
+        values, outer = self._values(names, m)
+        issues = self._cache.get("back.b", back_block, values)
+        waits = self._cache.get("came.b", came_block, values)
+        return (Flight((issues, waits), outer, microbatch=m, segment=segment),)
+
+    def _values(self, names: Names, m: int) -> tuple[tuple[AwayValue, ...], dict[str, Name]]:
+        """Values as a block calls them, and the outer names of their copies."""
+        parts = [(*self._lies[name], self.tiers[name]) for name in names]
+        values = tuple(leaving(f"x{at}", part, tier, strides) for at, (part, strides, tier) in enumerate(parts))
+        outer: dict[str, Name] = {}
+        for name, each in zip(names, values, strict=True):
+            outer |= each.names(value(name, m))
+        return values, outer

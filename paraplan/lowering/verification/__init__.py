@@ -1,0 +1,1 @@
+"""Which programs, plans and schedules are legal: checked between passes and on every load."""

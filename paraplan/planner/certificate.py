@@ -1,0 +1,39 @@
+"""A plan's certificate: what was proved of its step, and over which plans."""
+
+from __future__ import annotations
+
+import msgspec
+
+from paraplan.cost_models.predict import predict
+from paraplan.ir.plan import Certificate, Plan
+from paraplan.lowering import lower
+from paraplan.planner.passes.cast_holding import AT_EVERY_USE
+from paraplan.planner.sharding.solve import SCOPE, Candidate
+
+IN_EACH_PHASE = "; what forward and backward both read moved in each"
+"""Of what a bound is where a segment's forward and backward run as one."""
+
+MEASURED_APART = "; ops that one kernel does together as measured one by one"
+"""Of what a bound is where such times were measured."""
+
+FAULT = "this is a fault of the planner's, not of your model; please report it"
+
+
+def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
+    """The plan with its prediction and certificate; a bound above the step is our fault, withdrawn and told."""
+    step_s, plan = best.simulation.step_s, best.plan
+    held = plan.hold_casts
+    joined = any(choice.split is not None and choice.split.at_once for s in plan.stages for choice in s.choices)
+    apart = plan.profile is not None and plan.cluster.backend != "cpu"
+    if not (held or joined or apart) and bound_s > step_s * (1 + 1e-6):
+        note = f"no bound is certified: {bound_s:.6g} s was found, above the simulated step; {FAULT}"
+        plan, bound_s = msgspec.structs.replace(plan, notes=(*plan.notes, note)), 0.0
+    bound_s = min(bound_s, step_s)
+    scope = SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes"
+    scope += AT_EVERY_USE * held + IN_EACH_PHASE * joined + MEASURED_APART * apart
+    certificate = Certificate(
+        status=best.status, objective_s=best.objective_s, bound_s=bound_s, bound_scope=scope,
+        gap=(step_s - bound_s) / step_s,
+    )  # fmt: skip
+    prediction = predict(best.plan, lower(best.plan), best.simulation)
+    return msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)

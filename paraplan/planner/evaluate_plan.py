@@ -1,0 +1,76 @@
+"""Decisions made a plan, lowered and simulated; where that is over a budget, a leaner one of the same layouts.
+
+Bundles of several segments' small parameters save latency and hold a few MiB more (`lowering.blocks.bundle`), and a
+stored copy that is gathered ahead of the step's first use lies beside the shard it was gathered from
+(`ParamLayouts.ahead`): a plan that does not fit with them is tried without before anything dearer is. So do states
+that come to their update in runs as large as bundles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.ir.execution.rank_program import RankProgram
+from paraplan.ir.plan import Plan
+from paraplan.lowering import lower
+from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.sharding.instants import Instant, peak_instant
+
+
+@dataclass(frozen=True)
+class Realised:
+    """A plan, its programs per rank class, and what the simulator says of them."""
+
+    plan: Plan
+    programs: tuple[RankProgram, ...]
+    simulation: Simulation
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most any rank holds."""
+        return max(self.simulation.peak_bytes)
+
+    @property
+    def over_bytes(self) -> dict[str, int]:
+        """Per tier that holds more than there is room for on it, by how much."""
+        devices = tuple(device for stage in self.plan.stages for mesh in stage.meshes for device in mesh.devices)
+        over = {t: n - self.plan.cluster.room_bytes(t, devices) for t, n in self.simulation.tier_peak_bytes.items()}
+        return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
+
+    @property
+    def peak(self) -> Instant | None:
+        """Where; None where that is not inside a segment."""
+        return peak_instant(self.programs, self.simulation)
+
+
+def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -> Realised:
+    """The plan of these decisions where it fits so; else the leaner of it and of `lean`."""
+    found = _realise(job, decisions)
+    if found.peak_bytes <= limit_bytes and not found.over_bytes:
+        return found
+    other = _realise(job, lean(decisions))
+    if found.peak_bytes <= limit_bytes and other.peak_bytes <= limit_bytes:
+        return other if sum(other.over_bytes.values()) < sum(found.over_bytes.values()) else found
+    return other if other.peak_bytes < found.peak_bytes else found
+
+
+def lean(decisions: Decisions) -> Decisions:
+    """Without bundles across segments, and with stored copies whole between steps where layouts are not pinned."""
+    params = tuple(
+        msgspec.structs.replace(layouts, ahead=layouts.ahead and decisions.fixed) for layouts in decisions.params
+    )
+    return replace(decisions, bundle_bytes=0, params=params)
+
+
+def _realise(job: Job, decisions: Decisions) -> Realised:
+    return realised(assemble(job, decisions))
+
+
+def realised(plan: Plan) -> Realised:
+    """A plan, lowered and simulated."""
+    programs = lower(plan)
+    return Realised(plan, programs, simulate_plan(plan, programs))

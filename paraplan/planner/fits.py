@@ -1,0 +1,197 @@
+"""Plans that fit as allocators hold them: what they reserve, not what is alive, is within what devices leave to a plan.
+
+What a caching allocator reserves is known once a plan is lowered (`cost_models.simulator.allocator_replay`) and is no
+sum that a solver could bound. So the search is for bytes alive, and where more would be reserved for its plan than
+there is, again for fewer: as many as would do if as large a share of what is reserved were alive, or, where that is
+too few for any plan, halfway between. That is done on the plan's mesh, which some percent of memory seldom change,
+and on all meshes where nothing fits there. All of it shares one time limit, of which the first search has a part
+where later ones may follow; when it is over there are a few more tries, short ones, on the last plan's mesh and in
+its number of microbatches. Where they find nothing, one device's plan is the leanest that is found
+(`planner.passes.leanest`), if that fits.
+
+With R(p) >= peak(p) what is reserved for a plan and B the budget, every p with R(p) <= B has peak(p) <= B: the first
+search's bound holds for all of them, that of a later one only for plans within its own budget. So the first one's is
+what is certified. That nothing is found within a lower budget proves nothing about B.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from paraplan.cost_models.predict import with_reserved
+from paraplan.ir.errors import NoPlanError, SolverLimitError
+from paraplan.ir.plan import Certificate, Plan, Prediction
+from paraplan.ir.sizes import say_size
+from paraplan.lowering import lower
+from paraplan.planner.assemble import Job
+from paraplan.planner.certificate import certified
+from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.contradictions import check_time_limit
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
+from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.search import Found, Progress, prepared, search
+
+ROUNDS = 10
+"""Searches for fewer bytes, on one mesh and then on all."""
+FIRST = 0.6
+"""Of the time: for the first search, where others may follow."""
+LATE = 2
+"""Searches begun after the time is over."""
+_NEAR = 200
+"""Budgets nearer than one part in so many are not told apart."""
+
+
+def search_room(
+    job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None,
+    certify: bool = True,
+) -> Found:  # fmt: skip
+    """The fastest plan found for which allocators have room.
+
+    Args:
+        job, constraints, progress, certify: as for `search`; with `reserve_bytes` 0, what allocators reserve is
+            predicted and not looked at.
+        time_limit_s: for all of it.
+    Raises:
+        ConstraintError, InfeasibleError: as by `search`.
+        SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
+    """
+    check_time_limit(time_limit_s)
+    deadline = Deadline(time_limit_s)
+    looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
+    first_s = (FIRST if looks else 1.0) * time_limit_s
+    try:
+        first = search(job, constraints, first_s, progress, certify)
+    except SolverLimitError:
+        lean = _fallen_back(job, constraints, first_s, progress)
+        if lean is None:
+            raise
+        return _timed(lean, deadline)
+    tries = [_with_reserved(first)]
+    if not looks or needed_bytes(tries[0].plan) <= device_budget(job.cluster, constraints):
+        return _timed(tries[0], deadline)
+    try:
+        return _timed(_for_fewer(job, constraints, tries, deadline, progress), deadline)
+    except SolverLimitError:
+        lean = _fallen_back(job, constraints, first_s, progress)
+        if lean is None:
+            raise
+        return _timed(_last_of([*tries, lean]), deadline)
+
+
+def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: Progress) -> Found | None:
+    """The plan of least memory, on one device, where that fits."""
+    started = time.perf_counter()
+    job = prepared(job, constraints)
+    mesh = candidate_meshes(job, constraints)[0]
+    if not orders_freely(mesh, constraints):
+        return None
+    progress("nothing found fits; planning for as little memory as can be")
+    budget = device_budget(job.cluster, constraints)
+    lean = leanest(job, mesh, constraints, lean_time_s(limit_s), budget)
+    if lean is None or lean.held_bytes > budget:
+        return None
+    seconds = time.perf_counter() - started
+    return _with_reserved(Found(certified(lean.candidate, 0.0, 1), seconds, seconds))
+
+
+def _for_fewer(
+    job: Job, constraints: Constraints, tries: list[Found], deadline: Deadline, progress: Progress
+) -> Found:  # fmt: skip
+    """A plan that allocators have room for, of searches for fewer bytes."""
+    budget = device_budget(job.cluster, constraints)
+    why: NoPlanError | None = None
+    ways, late = [_same_mesh(constraints, tries[0].plan), constraints], 0
+    for pins in ways if ways[0].mesh != constraints.mesh else ways[1:]:
+        if late > LATE:
+            break
+        low, high, allowed, plan = 0, budget, budget, tries[0].plan
+        for _ in range(ROUNDS):
+            if allowed > low:  # the last search found a plan
+                progress(f"{say_size(needed_bytes(plan))} would be reserved of {say_size(budget)}; planning for less")
+                high = min(max(_predicted(plan).peak_bytes), allowed)
+                allowed = high * budget // needed_bytes(plan)
+            allowed = allowed if allowed > low else (low + high) // 2
+            late += deadline.is_over
+            if high - low <= budget // _NEAR or late > LATE:
+                break
+            fewer = msgspec.structs.replace(_in_a_hurry(pins, plan) if late else pins, memory_bytes=allowed)
+            try:
+                found = search(job, fewer, deadline.share_s(0.5), progress, certify=False)
+            except NoPlanError as fault:
+                low, why = allowed, fault
+                continue
+            tries.append(_with_reserved(found))
+            plan = tries[-1].plan
+            if needed_bytes(plan) <= budget:
+                return _last_of(tries)
+    raise SolverLimitError(_no_room(budget, tries, why, deadline))
+
+
+def _with_reserved(found: Found) -> Found:
+    return replace(found, plan=with_reserved(found.plan, lower(found.plan)))
+
+
+def _timed(found: Found, deadline: Deadline) -> Found:
+    """With a note where time ran out."""
+    if not deadline.is_over:
+        return found
+    note = f"the time limit of {deadline.limit_s:g} s ran out: with more, a faster plan may be found"
+    return replace(found, plan=msgspec.structs.replace(found.plan, notes=(*found.plan.notes, note)))
+
+
+def _in_a_hurry(constraints: Constraints, plan: Plan) -> Constraints:
+    """The constraints on a plan's mesh, and in its microbatches."""
+    return msgspec.structs.replace(_same_mesh(constraints, plan), microbatches=plan.num_microbatches)
+
+
+def _same_mesh(constraints: Constraints, plan: Plan) -> Constraints:
+    """The constraints with the mesh of a plan of one stage, where they leave it open."""
+    degrees = (constraints.dp, constraints.tp, constraints.cp, constraints.ep, constraints.zero, constraints.pp)
+    if constraints.mesh is not None or any(degree is not None for degree in degrees):
+        return constraints
+    return msgspec.structs.replace(constraints, mesh=plan.stages[0].mesh.shape)
+
+
+def _predicted(plan: Plan) -> Prediction:
+    assert plan.prediction is not None
+    return plan.prediction
+
+
+def needed_bytes(plan: Plan) -> int:
+    """The most any rank's allocator reserves; where devices have none that caches, the most alive."""
+    return max(_predicted(plan).reserved_bytes or _predicted(plan).peak_bytes)
+
+
+def _last_of(tries: Sequence[Found]) -> Found:
+    """The last search's plan, with the bound of the first one, and a note of why it is not that one's."""
+    first, plan = tries[0].plan, tries[-1].plan
+    if len(tries) > 1 and plan.certificate is not None and first.certificate is not None:
+        step_s = _predicted(plan).step_s
+        bound_s = min(first.certificate.bound_s, step_s)
+        certificate = Certificate(
+            status="feasible", objective_s=plan.certificate.objective_s, bound_s=bound_s,
+            bound_scope=first.certificate.bound_scope, gap=(step_s - bound_s) / step_s,
+        )  # fmt: skip
+        note = (
+            f"of the fastest plan by the bytes alive ({_predicted(first).step_s:.4g} s) "
+            f"{say_size(needed_bytes(first))} would be reserved, of this one {say_size(needed_bytes(plan))}"
+        )
+        plan = msgspec.structs.replace(plan, certificate=certificate, notes=(*plan.notes, note))
+    return Found(plan, sum(each.solve_s for each in tries), sum(each.total_s for each in tries))
+
+
+def _no_room(budget: int, tries: Sequence[Found], why: NoPlanError | None, deadline: Deadline) -> str:
+    """Why there is no plan, and what to do."""
+    least = min(needed_bytes(each.plan) for each in tries)
+    late = f"; the time limit of {deadline.limit_s:g} s ran out, and more may help" if deadline.is_over else ""
+    less = "" if why is None else f". For less memory: {why}"
+    return (
+        f"plans fit by the bytes alive, but of the {len(tries)} tried {say_size(least)} at least would be reserved, "
+        f"and {say_size(budget)} of a device are a plan's; give a smaller reserve, or reserve=0 and train with "
+        f"expandable segments (PYTORCH_CUDA_ALLOC_CONF){late}{less}"
+    )

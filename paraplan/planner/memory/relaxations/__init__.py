@@ -1,0 +1,1 @@
+"""Bounds from below on training within a byte budget: critical instants, bursts, the least budget."""

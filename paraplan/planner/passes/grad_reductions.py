@@ -1,0 +1,81 @@
+"""How gradients are reduced: after how many microbatches, and how many reductions may be under way.
+
+A reduce-scatter holds what it reads until it is through, as does a sum over two axes, so lowering lets two be under
+way and then waits, which costs little memory and, where reductions are slower than the backward that makes gradients,
+time; in a pipeline every stage's wait is the next one's. `Plan.reducing_bytes` allows more. Where gradients accumulate
+in shards, every microbatch's is reduced; `Plan.reduce_every` adds those of several up first, for the room of whole
+gradients. Of a finished plan a few more are lowered and simulated: without a limit, and with what the plan left free;
+reduced once a step and, in a pipeline, once for as many microbatches as it has positions. The fastest that fits counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from paraplan.ir.machine.mesh import P, parse_layout
+from paraplan.ir.model.program import trained_params
+from paraplan.ir.plan import Plan, Stage
+from paraplan.planner.evaluate_plan import Realised, realised
+
+GAIN = 1e-9
+"""A step is shorter by more than a rounding."""
+WORTH = 0.005
+"""Share of a step that communication is waited for, from which on it is asked whether gradients can wait."""
+
+
+def reducing(made: Realised, budget_bytes: int) -> Realised:
+    """The plan with gradients reduced after as many microbatches, and as many at a time, as memory allows and is
+    faster."""
+    best = _first_that_fits(made, more_under_way(made.plan, made.peak_bytes, budget_bytes), budget_bytes)
+    if made.simulation.exposed_comm_s < WORTH * made.simulation.step_s:
+        return best
+    for plan in grouped(made.plan):
+        best = _first_that_fits(best, _under_way(plan), budget_bytes)
+    return best
+
+
+def _first_that_fits(made: Realised, plans: Iterable[Plan], budget_bytes: int) -> Realised:
+    """The first of these plans that fits where that is faster, else what there is."""
+    for plan in plans:
+        tried = realised(plan)
+        if tried.peak_bytes <= budget_bytes:
+            return tried if tried.simulation.step_s < made.simulation.step_s * (1 - GAIN) else made
+    return made
+
+
+def grouped(plan: Plan) -> Iterator[Plan]:
+    """The plan with gradients of more microbatches reduced at once, most first."""
+    if plan.memory_actions is not None or len({each for stage in plan.stages for each in stage.mesh.devices}) < 2:
+        return
+    positions = len({stage.mesh.devices for stage in plan.stages})
+    for every in dict.fromkeys((plan.num_microbatches, positions)):
+        if 1 < every <= plan.num_microbatches:
+            yield msgspec.structs.replace(plan, reduce_every=every)
+
+
+def _under_way(plan: Plan) -> Iterator[Plan]:
+    whole = sum(8 * plan.program.params[name].spec.numel for name in trained_params(plan.program))
+    return (msgspec.structs.replace(plan, reducing_bytes=most) for most in (whole, 0))
+
+
+def more_under_way(plan: Plan, peak_bytes: int, budget_bytes: int) -> Iterator[Plan]:
+    """The plan with more reductions under way, most first; nothing where no gradient is left to reduce.
+
+    Args:
+        plan: finished.
+        peak_bytes: what it peaks at.
+        budget_bytes: what a device may hold.
+    """
+    if plan.memory_actions is not None or not any(map(_reduces, plan.stages)):
+        return
+    whole = sum(8 * plan.program.params[name].spec.numel for name in trained_params(plan.program))
+    yield msgspec.structs.replace(plan, reducing_bytes=whole)
+    if (room := budget_bytes - peak_bytes) > 0:
+        yield msgspec.structs.replace(plan, reducing_bytes=min(room, whole))
+
+
+def _reduces(stage: Stage) -> bool:
+    """Whether some gradient is a sum over ranks when the backward is through."""
+    return any(P in parse_layout(layouts.grad) for layouts in set(stage.params.values()))

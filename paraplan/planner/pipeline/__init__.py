@@ -1,0 +1,1 @@
+"""Stages, groups of devices, microbatches and schedules: which pipelines are tried, and each one searched."""

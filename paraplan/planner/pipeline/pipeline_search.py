@@ -1,0 +1,392 @@
+"""The pipeline that constraints ask for: stages, sharding and recomputation for a given degree and schedule.
+
+The stages' meshes are equal in shape, and they take one sharding per kind, chosen on one stage's devices: first that of
+least work, memory left out. Stages not given are cut so that the slowest takes as little time as can be
+(`stage_cuts`), each segment as long as simulated. What a rank holds is what the simulation of the pipeline says. Where
+that is too much, there are three ways, and the fastest simulated plan of those that fit is taken: stages cut by what
+they hold as well; activations recomputed, in each stage as little as its own memory needs (`stage_memory`); and a
+sharding that keeps less, with parameters, gradients and states bounded by what the fullest stage may keep (states off
+the device where that is allowed; parameters too where otherwise nothing fits).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import msgspec
+
+from paraplan.cost_models.bound import rank_bound
+from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
+from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
+from paraplan.ir.execution.schedule import Schedule
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.mesh import Shard
+from paraplan.ir.machine.rank_groups import group_of_class, holdings
+from paraplan.ir.model.program import Program
+from paraplan.ir.plan import Certificate, Plan
+from paraplan.ir.sizes import say_size
+from paraplan.lowering import lower
+from paraplan.lowering.steps.whole_batch import takes_turns
+from paraplan.planner.assemble import Job, assemble
+from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.evaluate_plan import realised
+from paraplan.planner.passes.cast_holding import cast_once
+from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, delay_note
+from paraplan.planner.passes.grad_reductions import reducing
+from paraplan.planner.passes.message_parts import parted
+from paraplan.planner.passes.overlap_products import overlapped
+from paraplan.planner.pipeline.pipeline import pipelined
+from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
+from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain
+from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recomputing
+from paraplan.planner.pipeline.stage_sharding import Sharding, Shardings
+from paraplan.planner.recompute.presets import preset_activations
+from paraplan.planner.schedules.complete import complete
+from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.schedule_problem import Orders, holders_of
+from paraplan.rules.time_axis import program_micro, smallest_divisor, splittable
+
+UNLIMITED = 1 << 60
+SHARDINGS = 3
+"""Shardings tried, each keeping less than the one before."""
+CUTS = 4
+"""Cuts by memory simulated before giving up."""
+SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
+
+
+def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
+    """The fastest plan found that fits.
+
+    Args:
+        job: what is planned.
+        constraints: with `pp`.
+        shardings: of one stage's devices.
+    Raises:
+        ConstraintError: the devices, segments or microbatches cannot be divided so.
+        SolverLimitError: none tried fits, which proves nothing of others; says which rank is over, and by how much.
+    """
+    if constraints.schedule == SEARCHED:
+        return _searched(job, constraints, shardings)
+    case = _case(job, constraints)
+    tried: list[Plan] = []
+    fitting: list[Plan] = []
+    for rung in constraints.placing.rungs(constraints.tiers)[:2]:
+        if not fitting:
+            tried += _with_shardings(replace(case, inner=case.inner.placed(rung)), shardings)
+            fitting = [plan for plan in tried if case.fits(plan)]
+    if not fitting:
+        raise SolverLimitError(_overflow(tried, case.budget, case.positions))
+    return _quickened(min(fitting, key=_step_s), constraints, case.budget)
+
+
+def _searched(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
+    """Every named schedule planned, then one searched for the stages of the fastest (`searched_schedule`)."""
+    assert isinstance(constraints.pp, int)
+    found: dict[str, Plan] = {}
+    faults: list[NoPlanError | ConstraintError] = []
+    for name in NAMED:
+        try:
+            found[name] = search_pipeline(job, msgspec.structs.replace(constraints, schedule=name), shardings)
+        except (ConstraintError, NoPlanError) as fault:
+            faults.append(fault)
+    if not found:
+        raise next((fault for fault in faults if not isinstance(fault, ConstraintError)), faults[0])
+    best = min(found.values(), key=_step_s)
+    alike = [plan for plan in found.values() if plan is not best and _cut(plan) == _cut(best)]
+    return searched((best, *alike), _priced_alone, device_budget(job.cluster, constraints))
+
+
+def _cut(plan: Plan) -> tuple[int, list[tuple[int, int]]]:
+    """Microbatches, and the segments of every stage."""
+    return plan.num_microbatches, [(stage.first, stage.stop) for stage in plan.stages]
+
+
+def _priced_alone(plan: Plan) -> Plan:
+    return _priced(msgspec.structs.replace(plan, notes=()))
+
+
+def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
+    """Plans with shardings that keep less and less, until one fits as it is."""
+    tried: list[Plan] = []
+    kept_bytes: float | None = None
+    for _ in range(SHARDINGS):
+        try:
+            sharding = shardings.get(case.part, case.inner, kept_bytes)
+        except NoPlanError:
+            if kept_bytes is None:
+                raise
+            break
+        plans = case.plans(sharding)
+        tried += plans
+        if case.fits(plans[0]):
+            break
+        kept_bytes = case.less_kept(sharding, plans[0])
+    return tried
+
+
+def _quickened(best: Plan, constraints: Constraints, budget: int) -> Plan:
+    """The plan with what makes its step shorter in the same layouts: messages in parts, more under way, products in
+    pieces, the host's updates one step late, and states that come to theirs ahead."""
+
+    def step_s(tried: Plan) -> float:
+        made = realised(tried)
+        return made.simulation.step_s if made.peak_bytes <= budget and not made.over_bytes else math.inf
+
+    made = parted(cast_once(realised(best), budget), budget)
+    plan = overlapped(reducing(made, budget), constraints.overlap, budget).plan
+    plan = choose_ahead(choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
+    if plan == best:
+        return best
+    priced = _priced_alone(plan)
+    return msgspec.structs.replace(priced, notes=(*best.notes, *delay_note(plan)))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A degree and a schedule.
+
+    Attributes:
+        job, constraints: what is planned, and what is pinned.
+        part: the job on one position's devices.
+        inner: what is pinned of a position's sharding.
+        positions, num_stages, budget: sizes.
+        orders, schedule: of the pipeline, one rank per position.
+    """
+
+    job: Job
+    constraints: Constraints
+    part: Job
+    inner: Constraints
+    positions: int
+    num_stages: int
+    budget: int
+    orders: Orders
+    schedule: Schedule
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether no rank holds more than it may."""
+        assert plan.prediction is not None
+        return max(plan.prediction.peak_bytes) <= self.budget
+
+    def plans(self, sharding: Sharding) -> list[Plan]:
+        """Priced plans with a sharding: the one that recomputes nothing (or what is pinned), and others if it does not
+        fit."""
+        pinned = self.constraints.recompute
+        activations = preset_activations(self.job.program, pinned) if pinned not in (None, "none") else ()
+        bounds = self.constraints.stages or cut_chain(sharding.seconds, self.num_stages, self._holds_tail)
+        if bounds is None:
+            raise ConstraintError(
+                f"{self.num_stages} stages: the last one holds all segments from {self.tail} on, which run once on the "
+                "whole batch, so that too few are left for the others; use fewer stages"
+            )
+        found = [self._priced(sharding, bounds, activations)]
+        if self.fits(found[0]) or activations:
+            return found
+        if self.constraints.stages is None and self.num_stages == self.positions and self.schedule.num_replicas == 1:
+            found += self._cut_by_memory(sharding, bounds, found[0])
+        if pinned is None:
+            found.append(
+                recomputing(
+                    found[0], lambda fates: self._priced(sharding, bounds, fates), sharding.options, self.budget
+                )
+            )
+        return found
+
+    @cached_property
+    def tail(self) -> int:
+        """The first segment that runs once on the whole batch."""
+        return program_micro(self.job.program, self.inner.microbatches or 1).tail
+
+    def _holds_tail(self, stage: int, first: int, stop: int) -> bool:
+        """Whether a stage holds all of the tail or nothing."""
+        return stop <= self.tail or stage == self.num_stages - 1
+
+    def less_kept(self, sharding: Sharding, plan: Plan) -> float:
+        """What the whole model may keep for the fullest stage of a plan to fit, all else being equal."""
+        assert plan.prediction is not None
+        memory = chain_memory(sharding.whole, [0] * len(self.job.program.kinds))
+        held, shares = holdings(plan), []
+        for actions, peak in zip(plan.schedule.classes, plan.prediction.peak_bytes, strict=True):
+            stages = held[group_of_class(plan, held, actions)].stages
+            kept = sum(memory.kept_bytes(plan.stages[s].first, plan.stages[s].stop) for s in stages)
+            shares.append(1 - (peak - self.budget) / max(kept, 1))
+        return memory.kept_bytes(0, len(self.job.program.segments)) * max(min(shares), 0.05)
+
+    def _cut_by_memory(self, sharding: Sharding, bounds: Bounds, plan: Plan) -> list[Plan]:
+        """The plan whose stages are cut by time among those that fit, where there is one.
+
+        What ops need for a moment is what the simulation found above what the stages hold.
+        """
+        memory = chain_memory(sharding.whole, [options[0].saved_bytes for options in sharding.options])
+        flying = [int(in_flight(self.schedule, (stage,))) for stage in range(self.num_stages)]
+        needed = [-float("inf")] * self.num_stages
+        for _ in range(CUTS):
+            for stage, peak in enumerate(_stage_peaks(plan)):
+                needed[stage] = max(needed[stage], peak - memory.stage_bytes(*bounds[stage], flying[stage]))
+
+            def fits(stage: int, first: int, stop: int) -> bool:
+                held = memory.stage_bytes(first, stop, flying[stage]) + needed[stage]
+                return held <= self.budget and self._holds_tail(stage, first, stop)
+
+            cut = cut_chain(sharding.seconds, self.num_stages, fits)
+            if cut is None:
+                return []
+            bounds, plan = cut, self._priced(sharding, cut)
+            if self.fits(plan):
+                return [plan]
+        return []
+
+    def _priced(self, sharding: Sharding, bounds: Bounds, activations: Activations = ()) -> Plan:
+        whole = assemble(self.part, replace(sharding.decisions, activations=activations))
+        return _priced(pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders)))
+
+
+def _case(job: Job, constraints: Constraints) -> _Case:
+    assert isinstance(constraints.pp, int)
+    positions, name = constraints.pp, constraints.schedule or _usual_schedule(job.program, constraints)
+    num_stages = _num_stages(constraints, positions, name, len(job.program.segments))
+    micros, orders = _microbatches(job.program, constraints, name, positions, num_stages // positions)
+    _check_turns(job.program, micros, name, complete(name, orders, num_replicas=NAMED[name].num_replicas), num_stages)
+    inner = msgspec.structs.replace(
+        constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
+        reserve_bytes=0, recompute="none",
+    )  # fmt: skip
+    return _Case(
+        job=job, constraints=constraints, part=replace(job, cluster=first_devices(job.cluster, positions)), inner=inner,
+        positions=positions, num_stages=num_stages, budget=device_budget(job.cluster, constraints), orders=orders,
+        schedule=complete(name, orders, num_replicas=NAMED[name].num_replicas),
+    )  # fmt: skip
+
+
+def _usual_schedule(program: Program, constraints: Constraints) -> str:
+    """1f1b, or gpipe where a loss reads all microbatches."""
+    m = constraints.microbatches or smallest_divisor(program.batch_size)
+    return "gpipe" if splittable(program, m) and program_micro(program, m).has_tail else "1f1b"
+
+
+def _check_turns(program: Program, m: int, name: str, schedule: Schedule, num_stages: int) -> None:
+    """Whether a schedule runs what reads all microbatches: a loss after all forwards, a buffer in one group."""
+    micro = program_micro(program, m)
+    if micro.has_tail and not takes_turns(schedule, num_stages - 1):
+        raise ConstraintError(
+            f"schedule {name}: {micro.mixes} reads the whole batch, so that the last stage has to run all {m} forwards "
+            "before its first backward; use schedule gpipe, or one microbatch"
+        )
+    rows = [name for name, value in program.buffer_updates.items() if isinstance(micro.values[value], Shard)]
+    alone, why = rows, "has a row per sample"
+    if program.apart > 1:
+        alone, why = [*program.buffer_updates], "is written once a microbatch, in their order"
+    if alone and schedule.num_replicas > 1:
+        raise ConstraintError(
+            f"schedule {name}: buffer {alone[0]!r} {why}, and several groups of ranks share the microbatches out; use "
+            "schedule gpipe or 1f1b"
+        )
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s
+
+
+def _stage_peaks(plan: Plan) -> list[int]:
+    """Per stage of a plan whose positions hold one each, the peak of its ranks."""
+    assert plan.prediction is not None
+    held, found = holdings(plan), [0] * len(plan.stages)
+    for actions, peak in zip(plan.schedule.classes, plan.prediction.peak_bytes, strict=True):
+        (stage,) = held[group_of_class(plan, held, actions)].stages
+        found[stage] = max(found[stage], peak)
+    return found
+
+
+def _overflow(tried: Sequence[Plan], budget: int, positions: int) -> str:
+    peaks = [plan.prediction.peak_bytes for plan in tried if plan.prediction is not None]
+    first, least = peaks[0], min(peaks, key=max)
+    return (
+        f"a pipeline over {positions} groups of devices needs more than the {say_size(budget)} a device may hold: as "
+        f"planned for speed alone, rank class {first.index(max(first))} peaks at {say_size(max(first))}; at best, of "
+        f"{len(tried)} plans, rank class {least.index(max(least))} peaks at {say_size(max(least))}; use more "
+        "stages, more microbatches, or a sharding that holds less (zero, tp)"
+    )
+
+
+def first_devices(cluster: ClusterSpec, positions: int) -> ClusterSpec:
+    """The devices of a pipeline's first position, as a cluster of unlimited memory.
+
+    Raises:
+        ConstraintError: the devices do not divide, or not along nodes.
+    """
+    n = cluster.num_devices
+    if positions < 1 or n % positions:
+        raise ConstraintError(f"pp={positions} does not divide the cluster's {n} devices")
+    size, group = n // positions, cluster.groups[0]
+    per_node = min(size, group.devices_per_node)
+    if size % per_node or group.devices_per_node % per_node or size > group.nodes * group.devices_per_node:
+        raise ConstraintError(
+            f"pp={positions}: {size} devices a stage do not lie along nodes of {group.devices_per_node}; use a pp that "
+            "makes stages of whole nodes, or of equal parts of one"
+        )
+    device = msgspec.structs.replace(group.device, memory_bytes=UNLIMITED)
+    part = msgspec.structs.replace(group, nodes=size // per_node, devices_per_node=per_node, device=device)
+    return msgspec.structs.replace(cluster, groups=(part,))
+
+
+def _microbatches(
+    program: Program, constraints: Constraints, name: str, positions: int, each: int
+) -> tuple[int, Orders]:
+    """How many microbatches, and their orders: the pinned count, or the first of 4, 2 and 1 times the positions, and of
+    fewer, that the batch divides into (over pinned data-parallel ranks too) and the schedule takes.
+
+    Raises:
+        ConstraintError: the schedule takes none, or `each` stages a position.
+    """
+    if constraints.microbatches is not None:
+        return constraints.microbatches, named_orders(name, positions, constraints.microbatches, each)
+    fault = ConstraintError(f"dp={constraints.dp} does not divide a batch of {program.batch_size}; use a divisor of it")
+    rows, left = divmod(program.batch_size, constraints.dp or 1)
+    for count in dict.fromkeys((4 * positions, 2 * positions, *range(positions, 0, -1))) if not left else ():
+        if rows % count == 0 and splittable(program, count):
+            try:
+                return count, named_orders(name, positions, count, each)
+            except ConstraintError as refused:
+                fault = refused
+    raise fault
+
+
+def _num_stages(constraints: Constraints, positions: int, name: str, segments: int) -> int:
+    each = NAMED[name].stages if name in NAMED else 1
+    count = len(constraints.stages) if constraints.stages else positions * each
+    if count % positions:
+        raise ConstraintError(f"{count} stages cannot lie on pp={positions} positions; give a multiple of {positions}")
+    if count > segments:
+        raise ConstraintError(
+            f"{count} stages (schedule={name}, pp={positions}) are more than the model's {segments} segments; use fewer"
+        )
+    for index, (first, stop) in enumerate(constraints.stages or ()):
+        before = constraints.stages[index - 1][1] if index and constraints.stages else 0
+        if first != before or stop <= first or stop > segments:
+            raise ConstraintError(
+                f"stages: stage {index} is {first}:{stop}; it starts at {before}, holds one segment at least, and the "
+                f"model has {segments}"
+            )
+    if constraints.stages and constraints.stages[-1][1] != segments:
+        raise ConstraintError(f"stages end at segment {constraints.stages[-1][1]}, the model has {segments}")
+    return count
+
+
+def _priced(plan: Plan) -> Plan:
+    programs = lower(plan)
+    simulation: Simulation = simulate_plan(plan, programs)
+    bound = min(rank_bound(trace.work for trace in simulation.traces), simulation.step_s)
+    certificate = Certificate(
+        status="feasible", objective_s=simulation.step_s, bound_s=bound, bound_scope=SCOPE,
+        gap=(simulation.step_s - bound) / simulation.step_s,
+    )  # fmt: skip
+    note = f"a pipeline of {len(plan.stages)} stages, schedule {plan.schedule.name}; "
+    note += "sharding was chosen for one stage's devices as if they held the whole model"
+    prediction = predict(plan, programs, simulation)
+    plan = msgspec.structs.replace(plan, prediction=prediction, certificate=certificate, notes=(*plan.notes, note))
+    return plan if plan.profile is None else with_used_profile(plan, programs)

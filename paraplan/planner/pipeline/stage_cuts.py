@@ -1,0 +1,119 @@
+"""Where a chain of segments is cut into the stages of a pipeline.
+
+A stage is a run of segments. Cutting n segments with times t into S stages that all fit, so that the slowest takes as
+little as can be, is a dynamic program over (stages, segments) with
+
+    best[s, j] = min over i < j with stage s = [i, j) fitting of max(best[s - 1, i], t_i + ... + t_(j-1))
+
+exact, in S · n² steps. What a stage holds is its parameters, gradients and states, once however many of its segments
+use them, and for each of its microbatches in flight what its segments save for the backward; what ops need for a
+moment is charged from outside, as a simulation finds it (`pipeline_search`). Limits: positions with several stages
+(interleaved and bidirectional schedules) are cut by time alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.machine.mesh import local_shape, parse_layout
+from paraplan.ir.model.program import master_dtype, trained_params
+from paraplan.ir.model.tensor import TensorSpec
+from paraplan.ir.plan import Plan
+from paraplan.lowering import lower
+
+Bounds = tuple[tuple[int, int], ...]
+Fits = Callable[[int, int, int], bool]
+"""Whether stage s may be the segments [first, stop)."""
+
+
+def cut_chain(seconds: Sequence[float], num_stages: int, fits: Fits | None = None) -> Bounds | None:
+    """The cut whose slowest stage takes least.
+
+    Args:
+        seconds: of every segment.
+        num_stages: at most as many as segments.
+        fits: which stages may be; None for all.
+    Returns:
+        [first, stop) of every stage; None where no cut fits.
+    """
+    total = [0.0]
+    for each in seconds:
+        total.append(total[-1] + each)
+    n = len(seconds)
+    best = [[float("inf")] * (n + 1) for _ in range(num_stages + 1)]
+    cut = [[-1] * (n + 1) for _ in range(num_stages + 1)]
+    best[0][0] = 0.0
+    for stages in range(1, num_stages + 1):
+        for stop in range(stages, n + 1):
+            for first in range(stages - 1, stop):
+                slowest = max(best[stages - 1][first], total[stop] - total[first])
+                if slowest < best[stages][stop] and (fits is None or fits(stages - 1, first, stop)):
+                    best[stages][stop], cut[stages][stop] = slowest, first
+    if cut[num_stages][n] < 0:
+        return None
+    found, stop = [], n
+    for stages in range(num_stages, 0, -1):
+        first = cut[stages][stop]
+        found.append((first, stop))
+        stop = first
+    return tuple(reversed(found))
+
+
+def segment_seconds(plan: Plan) -> list[float]:
+    """What every segment's blocks take in a simulated step of a plan of one stage, waits included."""
+    seconds = [0.0] * len(plan.program.segments)
+    for span in simulate_plan(plan, lower(plan)).traces[0].spans:
+        if span.segment >= 0 and span.stream == "compute":
+            seconds[span.segment] += span.end_s - span.start_s
+    return seconds
+
+
+@dataclass(frozen=True)
+class ChainMemory:
+    """What runs of segments hold.
+
+    Attributes:
+        params: per segment, its parameters.
+        param_bytes: per parameter, what a rank keeps for it: the stored copy, its gradient, the optimizer's states.
+        saved_bytes: per segment, what one microbatch in flight holds.
+    """
+
+    params: tuple[tuple[str, ...], ...]
+    param_bytes: dict[str, int]
+    saved_bytes: tuple[int, ...]
+
+    def kept_bytes(self, first: int, stop: int) -> int:
+        """What a stage keeps whatever is in flight."""
+        return sum(self.param_bytes[name] for name in {n for params in self.params[first:stop] for n in params})
+
+    def stage_bytes(self, first: int, stop: int, in_flight: int) -> int:
+        """What a stage holds when it is fullest, short of what ops need for a moment."""
+        return self.kept_bytes(first, stop) + in_flight * sum(self.saved_bytes[first:stop])
+
+
+def chain_memory(plan: Plan, saved_bytes: Sequence[int]) -> ChainMemory:
+    """What the segments of a plan of one stage hold.
+
+    Args:
+        plan: of one stage.
+        saved_bytes: per kind, what an instance saves for the backward of a microbatch.
+    """
+    program, stage = plan.program, plan.stages[0]
+    trained, param_bytes = set(trained_params(program)), {}
+    for name, layouts in stage.params.items():
+        spec = program.params[name].spec
+
+        def local(dtype: str, layout: str, shape: tuple[int, ...] = spec.shape) -> int:
+            return TensorSpec(dtype, local_shape(shape, parse_layout(layout), stage.mesh.shape)).nbytes
+
+        param_bytes[name] = local(spec.dtype, layouts.stored) + layouts.ahead * local(spec.dtype, layouts.state)
+        if name in trained:
+            dtype = master_dtype(program.precision, spec.dtype)
+            slots = plan.optimizer.state_slots + (dtype != spec.dtype)
+            param_bytes[name] += local(dtype, layouts.grad) + slots * local(dtype, layouts.state)
+    return ChainMemory(
+        tuple(segment.params for segment in program.segments), param_bytes,
+        tuple(saved_bytes[segment.kind] for segment in program.segments),
+    )  # fmt: skip

@@ -1,0 +1,161 @@
+"""Layouts and recomputation together: shard more or recompute more, whichever costs least.
+
+Layouts are chosen as if activations took no memory, for any of them may be recomputed; then the segments recompute as
+little as makes the plan fit (`stage.fit`). Where recomputing everything inside segments is not enough, layouts get that
+much less memory and are chosen again. The search puts the outcome beside the best plan that keeps every activation, so
+a plan is never worse for having been offered recomputation.
+
+What is proved: activations left out, the sharding problem is a relaxation of the joint one, so its bound on the step
+holds for every plan that keeps or recomputes. The layouts chosen for free activations need not be the best for those
+kept in part: that is a heuristic, whose distance from the bound the certificate's gap includes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+from paraplan.ir.errors import InfeasibleError, SolverLimitError
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.machine.tiers import NEAREST, TIERS
+from paraplan.ir.sizes import say_size
+from paraplan.planner.assemble import Decisions, Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.evaluate_plan import realise
+from paraplan.planner.recompute.presets import preset_activations
+from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
+from paraplan.planner.recompute.stage_recompute import Fitted, Unfit, fit
+from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_rows, with_rows
+from paraplan.planner.sharding.network.optimise import optimise
+from paraplan.planner.sharding.solve import (
+    LATE,
+    Candidate,
+    Limits,
+    check_objective,
+    decisions_of,
+    largest,
+    least_memory,
+    problem_of,
+    without_room,
+)
+from paraplan.planner.sharding.space import Space
+from paraplan.planner.sharding.step_bound import step_bound
+from paraplan.planner.solvers.milp import Status
+
+ROUNDS = 6
+"""Layouts tried with less and less memory."""
+
+
+def solve_with_recomputation(
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits
+) -> Candidate:
+    """The best plan found on a mesh that may recompute activations.
+
+    Raises:
+        InfeasibleError: proved: parameters, gradients and states alone do not fit.
+        SolverLimitError: nothing was found.
+    """
+    began = time.perf_counter()
+    space = problem_of(job, mesh, num_microbatches, constraints)
+    network = formulate(space).network
+    base = memory_rows(space, limits.memory_bytes, activations=False)
+    rows, solve_s = base, 0.0
+    closest: tuple[Decisions, Unfit] | None = None
+    for attempt in range(ROUNDS):
+        if attempt and time.perf_counter() - began > LATE * limits.time_s:
+            raise SolverLimitError(partial(_not_found, job, mesh, constraints, limits, closest))
+        problem = with_rows(network, (*rows, *tier_rows(space)))
+        found = optimise(problem, limits.left_s(time.perf_counter() - began), limits.relative_gap, limits.backend)
+        solve_s += found.solve_s
+        if found.choices is None:
+            if found.status is Status.INFEASIBLE and attempt == 0:
+                raise InfeasibleError(partial(_too_small, job, space, mesh, limits))
+            raise SolverLimitError(partial(_not_found, job, mesh, constraints, limits, closest))
+        choices = found.choices[: len(space.deciders)]
+        check_objective(space, choices, found)
+        decisions = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
+        fitted = _recomputing(job, decisions, constraints, limits.memory_bytes, began + limits.time_s)
+        if isinstance(fitted, Fitted):
+            break
+        if closest is None or fitted.peak_bytes < closest[1].peak_bytes:
+            closest = decisions, fitted
+        over = fitted.peak_bytes / limits.memory_bytes - 1
+        rows = tuple(replace(row, limit=max(row.limit - over, 1e-9)) for row in rows)
+    else:
+        raise SolverLimitError(partial(_not_found, job, mesh, constraints, limits, closest))
+    work = problem.work(found.choices)
+    started = time.perf_counter()
+    bound_s = 0.0
+    if limits.certify:
+        left_s = limits.left_s(started - began)
+        bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], left_s)
+    solve_s += time.perf_counter() - started
+    return Candidate(
+        fitted.plan, fitted.simulation, float(work.sum()) + fitted.extra_s, bound_s, "feasible", solve_s, True
+    )
+
+
+def _recomputing(
+    job: Job, decisions: Decisions, constraints: Constraints, limit_bytes: float, stop: float
+) -> Fitted | Unfit:
+    """As little recomputed, copied away and run in chunks as fits, or what is pinned; else what comes closest."""
+    pinned = constraints.recompute
+    if pinned is None:
+        return fit_split(job, decisions, limit_bytes, constraints.tiers, stop)
+    if constraints.tiers:
+        return fit(job, decisions, limit_bytes, pinned, constraints.tiers)
+    made = realise(job, replace(decisions, activations=preset_activations(job.program, pinned)), limit_bytes)
+    if made.peak_bytes > limit_bytes:
+        return Unfit(made.plan, float(made.peak_bytes), made.peak)
+    kept = realise(job, replace(decisions, bundle_bytes=made.plan.bundle_bytes)).simulation
+    return Fitted(made.plan, made.simulation, work_s(made.simulation) - work_s(kept), made.peak)
+
+
+def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> str:
+    need = least_memory(space, limits, activations=False)
+    if need <= limits.memory_bytes:
+        return without_room(space, limits, need)
+    leave = "" if len(space.prices.places) > 1 else "let states and parameters leave the device (offload='host'), "
+    return (
+        f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, gradients and "
+        f"optimizer states alone take at least {say_size(need)}, {say_size(need - limits.memory_bytes)} are missing "
+        f"whatever is recomputed; {largest(job)}; {leave}use more devices, or devices with more memory"
+    )
+
+
+def _not_found(
+    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, closest: tuple[Decisions, Unfit] | None
+) -> str:
+    seen = "" if closest is None else _closest_words(job, *closest)
+    rooms = [
+        f"{say_size(job.cluster.room_bytes(tier, mesh.devices))} per device on {tier}" for tier in constraints.tiers
+    ]
+    ways = {None: ["recomputed"], "none": []}.get(
+        constraints.recompute, [f"recomputed as pinned ({constraints.recompute})"]
+    )
+    ways += [f"offloaded (room: {', '.join(rooms)})"] if rooms else []
+    more = "" if rooms else f"allow offload ({_host_words(job, mesh)}), "
+    how = " or ".join(ways) or "kept"
+    return (
+        f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {mesh.shape} even with every "
+        f"activation inside segments {how}{seen}; {more}use smaller microbatches or more devices"
+    )
+
+
+def _closest_words(job: Job, decisions: Decisions, found: Unfit) -> str:
+    """Where the closest plan peaks, and what chunks would give."""
+    text = f"; the closest peaks at {say_size(found.peak_bytes)}"
+    if found.peak is not None:
+        kind = job.program.kinds[job.program.segments[found.peak.segment].kind]
+        op = kind.graph.ops[found.peak.position]
+        text += f", in {op.target} of segment {found.peak.segment} ({kind.graph.source_of(op)})"
+    gives = what_splitting_gives(job, decisions, found)
+    if gives is not None:
+        text += f"; in {gives[0]} chunks it would be {say_size(gives[1])}, which plans with recompute unpinned try"
+    return text
+
+
+def _host_words(job: Job, mesh: Mesh) -> str:
+    room = job.cluster.room_bytes(NEAREST, mesh.devices)
+    return f"{TIERS[NEAREST].noun} has room for {say_size(room)} per device"

@@ -1,0 +1,257 @@
+"""Which segments of a stage recompute what, and whose values wait elsewhere, so that the step fits.
+
+Every instance of a kind takes one of the kind's options (`kinds`: bytes saved on the device against seconds recomputed,
+and against seconds of copying and bytes elsewhere). Memory is fullest at the loss, where everything saved is alive.
+Equal segments are interchangeable, so what is chosen is how many of each kind take each option, n[k, o]:
+
+    minimise   sum n[k, o] · extra_s[k, o] + stalls away + stalls back
+    such that  sum over o of n[k, o] = instances of k,   sum n[k, o] · saved_bytes[k, o] <= what fits
+               per tier: sum n[k, o] · away_bytes[k, o] <= its room,
+               sum n[k, o] · copy_s[k, o] <= compute of the forwards + stalls away, and of the backwards + stalls back
+
+a small integer program, solved exactly. The first segments of a kind take the leanest options: what they save lives
+longest. The plan is then lowered and simulated; what is still too much is taken from what fits, until nothing is.
+
+Limits: what recomputing and copies under way hold for a moment is found by the simulation alone, and then charged to
+every instance; where in a phase copies fall is not seen, so the simulator decides between ways.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from paraplan.cost_models.costs import COMPUTE
+from paraplan.cost_models.predict import plan_costs
+from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.ir.machine.mesh import local_shape
+from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.program import Program, SegmentKind
+from paraplan.ir.model.strides import is_dense
+from paraplan.ir.model.tensor import DTYPE_BYTES
+from paraplan.ir.plan import Plan
+from paraplan.lowering.blocks.forward import LoweredForward
+from paraplan.lowering.blocks.remat import boundary_values
+from paraplan.lowering.stage_blocks import PlanBlocks
+from paraplan.planner.assemble import Decisions, Job
+from paraplan.planner.evaluate_plan import Realised, realise
+from paraplan.planner.recompute.kind_options import RematOption, away_options, kind_options
+from paraplan.planner.recompute.presets import preset_fates
+from paraplan.planner.sharding.instants import Instant
+from paraplan.planner.solvers.milp import MilpBuilder, solve
+
+ROUNDS = 12
+"""Plans simulated before giving up."""
+
+HIDDEN_SHARE = 0.05
+"""What a second of copying beside compute counts against one of recomputing."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan under its budget, what was simulated of it, and the seconds of recomputation its options say."""
+
+    plan: Plan
+    simulation: Simulation
+    extra_s: float
+    peak: Instant | None = None
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A plan over its budget with all recomputed or away that may be: its peak, and where that is."""
+
+    plan: Plan
+    peak_bytes: float
+    peak: Instant | None
+
+
+def options_of(
+    plan: Plan, recompute: str | None = None, tiers: Sequence[str] = ()
+) -> tuple[tuple[RematOption, ...], ...]:
+    """Per kind, its options under the plan's choice for it, most bytes saved first.
+
+    Args:
+        plan: which keeps everything.
+        recompute: as in `Constraints`.
+        tiers: where values may wait.
+    """
+    stage, program, costs = plan.stages[0], plan.program, plan_costs(plan)[0]
+    forwards = PlanBlocks(plan).routes[0].parts[0].forwards
+    extended = (plan.num_shares, *stage.mesh.shape)
+    pinned = None if recompute is None else preset_fates(program, recompute)
+    found: list[tuple[RematOption, ...]] = []
+    for index, kind in enumerate(program.kinds):
+        first = next(i for i, segment in enumerate(program.segments) if segment.kind == index)
+        forward = forwards[first]
+        seconds = [0.0] * len(kind.graph.ops)
+        for instr in forward.block.instrs:
+            if instr.origin >= 0:
+                seconds[instr.origin] += costs.instr_s(forward.block, instr)
+        nbytes = {}
+        for op, strategy in zip(kind.graph.ops, forward.strategies, strict=True):
+            for out, layout in zip(op.outs, strategy.outputs, strict=True):
+                if op.phase is Phase.FORWARD and out is not None and layout is not None:
+                    spec = kind.graph.values[out]
+                    count = DTYPE_BYTES[spec.dtype]
+                    for size in local_shape(spec.shape, layout, extended):
+                        count *= size
+                    nbytes[out] = count
+        choice = stage.choices[stage.segment_choice[first]]
+        if choice.split is not None and choice.split.at_once:  # nothing is saved, nor made again
+            found.append((RematOption((), 0, 0.0),))
+            continue
+        here = kind_options(kind, seconds, nbytes, None if pinned is None else pinned[index])
+        handed = _handed(kind, forward, extended) if tiers else ()
+        held = sum(nbytes[name] for name in handed)
+        here = tuple(replace(option, saved_bytes=option.saved_bytes + held) for option in here)
+        away = [
+            option
+            for tier in tiers
+            for option in away_options(kind, nbytes, here, tier, partial(costs.moves.copy_s, tier), handed)
+        ]
+        found.append(tuple(sorted((*here, *away), key=lambda o: (-o.saved_bytes, not o.tier, o.extra_s))))
+    return tuple(found)
+
+
+def _handed(kind: SegmentKind, forward: LoweredForward, extended: tuple[int, ...]) -> tuple[str, ...]:
+    """The outputs of a kind that could wait on a tier: they lie dense."""
+    lies = dict(zip(kind.outputs, forward.outputs, strict=True))
+    shapes = {name: local_shape(kind.graph.values[name].shape, given.layout, extended) for name, given in lies.items()}
+    dense = [name for name, given in lies.items() if given.strides is None or is_dense(shapes[name], given.strides)]
+    return tuple(name for name in boundary_values(kind) if name in dense)
+
+
+def fit(
+    job: Job, decisions: Decisions, limit_bytes: float, recompute: str | None = None, tiers: Sequence[str] = ()
+) -> Fitted | Unfit:
+    """A plan with these layouts and splits that fits, recomputing and copying away as little as that takes.
+
+    Recomputing alone and copying alone are tried beside both together, so that allowing more is never worse.
+
+    Args:
+        job, decisions: what is planned, and its layouts.
+        limit_bytes: of a device.
+        recompute: as in `Constraints`.
+        tiers: where activations may wait.
+    Returns:
+        The plan; or, where even the leanest is not enough, the one that peaks lowest.
+    """
+    kept = realise(job, decisions, limit_bytes)
+    if kept.peak_bytes <= limit_bytes and not kept.over_bytes and recompute in (None, "none"):
+        return Fitted(kept.plan, kept.simulation, 0.0, kept.peak)
+    ways: list[tuple[str | None, Sequence[str]]] = [(recompute, tiers)]
+    if tiers:
+        ways += [(recompute, ()), *([("none", tiers)] if recompute is None else [])]
+    found = [_fit(job, decisions, limit_bytes, kept, options_of(kept.plan, *way)) for way in ways]
+    plans = [each for each in found if isinstance(each, Fitted)]
+    if plans:
+        return min(plans, key=lambda each: each.simulation.step_s)
+    return min((each for each in found if isinstance(each, Unfit)), key=lambda each: each.peak_bytes)
+
+
+def _fit(
+    job: Job, decisions: Decisions, limit_bytes: float, kept: Realised, options: Sequence[tuple[RematOption, ...]]
+) -> Fitted | Unfit:
+    """As `fit`, of some options; `kept` is the plan that keeps everything."""
+    segments, devices = job.program.segments, decisions.mesh.devices
+    rooms = {
+        tier: float(job.cluster.room_bytes(tier, devices)) for tier in {o.tier for of in options for o in of} - {""}
+    }
+    spare = dict(rooms)
+    taken = (0,) * len(segments)
+    allowed = float(sum(options[segment.kind][0].saved_bytes for segment in segments))
+    times, least = phase_seconds(kept.simulation), kept
+    for _ in range(ROUNDS):
+        chosen = [options[segment.kind][at] for segment, at in zip(segments, taken, strict=True)]
+        activations = tuple(option.activations for option in chosen)
+        made = realise(job, replace(decisions, activations=activations), limit_bytes) if any(activations) else kept
+        over = {tier: made.simulation.tier_peak_bytes.get(tier, 0) - room for tier, room in rooms.items()}
+        if made.peak_bytes <= limit_bytes and not made.over_bytes:
+            extra = sum(option.extra_s + 2 * option.copy_s for option in chosen) * decisions.num_microbatches
+            return Fitted(made.plan, made.simulation, extra, made.peak)
+        if not made.over_bytes:
+            least = min(least, made, key=lambda each: each.peak_bytes)
+        if made.peak_bytes > limit_bytes:
+            allowed = min(allowed, sum(option.saved_bytes for option in chosen) - (made.peak_bytes - limit_bytes))
+        spare = {tier: size - max(over[tier], 0) for tier, size in spare.items()}
+        following = choose(job.program, options, allowed, spare, times, decisions.num_microbatches)
+        following = full(job.program, options) if following is None else following
+        if following == taken:
+            break
+        taken = following
+    return Unfit(least.plan, float(least.peak_bytes), least.peak)
+
+
+def phase_seconds(simulation: Simulation) -> tuple[float, float]:
+    """Seconds of compute in the forwards and in the backwards of a step."""
+    busy = {"F": 0.0, "B": 0.0}
+    for span in simulation.traces[simulation.busiest].spans:
+        if span.stream == COMPUTE and span.phase in busy:
+            busy[span.phase] += span.busy_s
+    return busy["F"], busy["B"]
+
+
+def full(program: Program, options: Sequence[tuple[RematOption, ...]]) -> tuple[int, ...]:
+    """Every segment at its leanest."""
+    return tuple(len(options[segment.kind]) - 1 for segment in program.segments)
+
+
+def choose(
+    program: Program, options: Sequence[tuple[RematOption, ...]], allowed_bytes: float,
+    rooms: Mapping[str, float] | None = None, times: tuple[float, float] = (0.0, 0.0), num_microbatches: int = 1,
+) -> tuple[int, ...] | None:  # fmt: skip
+    """Per segment, its option: the fewest seconds that save at most so many bytes in all; None: impossible.
+
+    Args:
+        program: whose segments.
+        options: per kind.
+        allowed_bytes: on the device.
+        rooms: bytes of every tier.
+        times: seconds of compute that copies away, and copies back, can hide behind.
+        num_microbatches: how often a step passes every segment.
+    """
+    count = Counter(segment.kind for segment in program.segments)
+    keys = [(kind, at) for kind in count for at in range(len(options[kind]))]
+    picked = [options[kind][at] for kind, at in keys]
+    builder = MilpBuilder()
+    # Copies that are hidden are not free, lest there be more than it takes.
+    costs = [(option.extra_s + HIDDEN_SHARE * option.copy_s) * num_microbatches for option in picked]
+    scale = max(1e-12, *costs, *times)
+    builder.add_columns(
+        len(keys), upper=[count[kind] for kind, _ in keys], integer=True, objective=[cost / scale for cost in costs]
+    )
+    for kind, instances in count.items():
+        columns = [column for column, key in enumerate(keys) if key[0] == kind]
+        builder.add_row(columns, [1.0] * len(columns), lower=instances, upper=instances)
+    unit = max(1.0, *(options[kind][0].saved_bytes for kind in count))
+    builder.add_row(range(len(keys)), [option.saved_bytes / unit for option in picked], upper=allowed_bytes / unit)
+    for tier, room in sorted((rooms or {}).items()):
+        there = [column for column, option in enumerate(picked) if option.tier == tier]
+        if not there:
+            continue
+        builder.add_row(there, [picked[column].away_bytes / unit for column in there], upper=room / unit)
+        for seconds in times:
+            stalled = builder.add_columns(1, objective=1.0)
+            copied = [-picked[column].copy_s * num_microbatches / scale for column in there]
+            builder.add_row([*there, stalled], [*copied, 1.0], lower=-seconds / scale)
+    found = solve(builder.build(), time_limit_s=10.0)
+    if found.values is None:
+        return None
+    taken = {key: round(value) for key, value in zip(keys, found.values, strict=False)}
+    leanest = {
+        kind: [
+            at
+            for at in sorted(range(len(options[kind])), key=lambda at: _first(options[kind][at], at))
+            for _ in range(taken[kind, at])
+        ]
+        for kind in count
+    }
+    return tuple(leanest[segment.kind].pop(0) for segment in program.segments)
+
+
+def _first(option: RematOption, at: int) -> tuple[int, int, int]:
+    """What the first segments of a kind take: what they save lives longest, and what is away has longest to return."""
+    return option.saved_bytes, -option.away_bytes, -at

@@ -1,0 +1,1 @@
+"""Cost networks solved: message passing, multipliers, branch and bound, and the flow-form ILP for what stays open."""

@@ -1,0 +1,87 @@
+"""What an op may do along one axis of a mesh, from its named dims.
+
+It shards a letter wherever that stands, passes partial sums through where it is linear, does the same work on every
+rank, or runs one of its expansions (a ring).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paraplan.ir.machine.mesh import P, Partial, Placement, R, S
+from paraplan.rules.dims import OpDims
+
+
+@dataclass(frozen=True)
+class AxisChoice:
+    """What an op does along one axis.
+
+    Attributes:
+        key: text, see the module's head, without the reduction.
+        inputs: placement of each tensor input.
+        outputs: placement of each output as computed; None for an absent one.
+        letter: the sharded letter, if any.
+    """
+
+    key: str
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement | None, ...]
+    letter: str = ""
+
+
+def axis_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
+    """Everything an op may do along an axis: replicate first, then its letters, then partial sums."""
+    none = AxisChoice("-", (R,) * len(dims.inputs), tuple(None if out is None else R for out in dims.outputs))
+    found = [none]
+    for letter, size in dims.sizes.items():
+        if size > 1:
+            choice = shard_letter(dims, letter)
+            if choice is not None:
+                found.append(choice)
+    for group in dims.linear:
+        inputs = tuple(P if index in group else R for index in range(len(dims.inputs)))
+        key = "+" + ".".join(map(str, group))
+        found.append(AxisChoice(key, inputs, tuple(None if out is None else P for out in dims.outputs)))
+    return tuple(found)
+
+
+def ring_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
+    """The ring along an axis, where the op has one, and what else shards as it does. They communicate, so they are
+    nothing for the microbatch axis."""
+    ring = dims.ring
+    if ring is None:
+        return ()
+    inputs = tuple(
+        S(names.index(letter)) if letter else R for names, letter in zip(dims.inputs, ring.inputs, strict=True)
+    )
+    outputs: tuple[Placement | None, ...] = tuple(
+        None if names is None or letter is None else S(names.index(letter)) if letter else P
+        for names, letter in zip(dims.outputs, ring.outputs, strict=True)
+    )
+    return tuple(AxisChoice(key, inputs, outputs) for key in ring.keys)
+
+
+def mesh_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
+    """Everything an op may do along an axis of the mesh: `axis_choices`, and the ring where it has one."""
+    return (*axis_choices(dims), *ring_choices(dims))
+
+
+def shard_letter(dims: OpDims, letter: str) -> AxisChoice | None:
+    """What an op does that shards a letter; None where an output lacks it and no reduction joins the shards."""
+    inputs: list[Placement] = [S(names.index(letter)) if letter in names else R for names in dims.inputs]
+    outputs: list[Placement | None] = []
+    reduction = dims.contracted.get(letter)
+    for names in dims.outputs:
+        if names is None:
+            outputs.append(None)
+        elif letter in names:
+            outputs.append(S(names.index(letter)))
+        elif reduction is not None:
+            outputs.append(Partial(op=reduction))
+        else:
+            return None
+    if reduction is not None:
+        for index in dims.addends:
+            if inputs[index] == R:
+                inputs[index] = P
+    return AxisChoice(letter, tuple(inputs), tuple(outputs), letter)

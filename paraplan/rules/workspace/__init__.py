@@ -1,0 +1,1 @@
+"""Bytes that kernels allocate and drop inside, from local shapes: formulas by family of ops."""

@@ -1,0 +1,1 @@
+"""How ranks exchange tensors, and how tensors get to tiers and back: collectives, process groups, copies, files."""
