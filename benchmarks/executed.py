@@ -11,7 +11,7 @@ from benchmarks.table import Row
 from benchmarks.zoo.sized import reference_cluster
 from benchmarks.zoo.twins import twin
 from paraplan.capture import capture
-from paraplan.capture.reference import Step, run_step
+from paraplan.capture.reference import StepResult, run_step
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import InfeasibleError, NoPlanError
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
@@ -50,7 +50,7 @@ def executed(name: str, share: float, time_s: float) -> Row:
 
 
 @cache
-def _planned(name: str) -> tuple[str, nn.Module, dict[str, Tensor], Plan, Step]:
+def _planned(name: str) -> tuple[str, nn.Module, dict[str, Tensor], Plan, StepResult]:
     """A twin, planned with everything kept, and its step on one device as captured."""
     words, model, batch = twin(name)
     program = capture(model, batch, precision="fp64")

@@ -35,7 +35,7 @@ from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.jobs.checking.against_eager import AgainstEager
 from paraplan.jobs.checking.check import Captured, max_error, relative
-from paraplan.jobs.checking.eager import Call
+from paraplan.jobs.checking.eager import ModelCall
 from paraplan.jobs.models import Made
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
@@ -105,7 +105,7 @@ class Subject:
         small, program = self.small[0.1], self.program[0.1]
         plan = random_plan(self.job(0.1, 2), 0)
         device = Captured(plan, small.model, partial(torch.optim.SGD, lr=LR), 0)
-        against = AgainstEager(Call.of(Made(small.model, small.batch, small.loss_fn), program), program)
+        against = AgainstEager(ModelCall.of(Made(small.model, small.batch, small.loss_fn), program), program)
         taken, seeds = partial(device.outcome, small.batch), device.seeds()
         found = taken(program, seeds)
         verdict = against.compare(small.batch, device.masters, device.buffers, seeds, found, taken)

@@ -32,7 +32,7 @@ from paraplan.capture import capture
 from paraplan.cost_models.profiles.curves import fit_curve
 from paraplan.jobs.data import RandomBatches
 from paraplan.jobs.measuring.measure_links import link_times
-from paraplan.jobs.measuring.profile_ops import Measuring, profile_program
+from paraplan.jobs.measuring.profile_ops import MeasuringRun, profile_program
 from paraplan.jobs.models import Made, hf_batch, hf_model
 
 COLUMNS = (
@@ -133,7 +133,7 @@ def layer() -> list[Row]:
             model = hf_model("llama", settings, meta=True)
             wall, busy = time.perf_counter(), time.process_time()
             program = capture(model, hf_batch(model, 8, 64))
-            done: Measuring = profile_program(program, Path(folder) / "profile.db")
+            done: MeasuringRun = profile_program(program, Path(folder) / "profile.db")
             errors = done.errors["all"]
             rows.append({
                 "layers": layers, "shapes": done.measured, "cpu_s": time.process_time() - busy,

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from benchmarks.table import Row, main
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.lowering.verification.verify_schedule import verify_schedule
-from paraplan.planner.schedules.event_simulation import Evaluation, evaluate
+from paraplan.planner.schedules.event_simulation import ScheduleTimes, evaluate
 from paraplan.planner.schedules.named import NAMED, applicable
 from paraplan.planner.schedules.schedule_problem import PipelineProblem, StageCosts, stages_of
 from paraplan.planner.schedules.searching.schedule_search import Effort, Searched, search
@@ -64,7 +64,7 @@ def _uneven(rng: random.Random) -> StageCosts:
     )  # fmt: skip
 
 
-def fitting(problem: PipelineProblem) -> dict[str, Evaluation]:
+def fitting(problem: PipelineProblem) -> dict[str, ScheduleTimes]:
     """The named schedules a pipeline can take within its memory."""
     found = {}
     for name, orders in applicable(len(problem.stages), problem.num_positions, problem.num_microbatches).items():
@@ -75,7 +75,7 @@ def fitting(problem: PipelineProblem) -> dict[str, Evaluation]:
     return found
 
 
-def fits(problem: PipelineProblem, evaluated: Evaluation) -> bool:
+def fits(problem: PipelineProblem, evaluated: ScheduleTimes) -> bool:
     """Whether peaks keep within the memory."""
     limits = problem.memory_bytes or evaluated.peak_bytes
     return all(peak <= limit for peak, limit in zip(evaluated.peak_bytes, limits, strict=True))

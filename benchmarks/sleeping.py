@@ -40,7 +40,7 @@ from paraplan.runtime.executing.executor import Executor, make_tapes
 from paraplan.runtime.executing.instructions import COPY_KERNELS, INSTR
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.state.params import cut
-from paraplan.runtime.transport.transport import Handle, Route
+from paraplan.runtime.transport.transport import Handle, UnevenRoute
 
 
 class Blank:
@@ -96,7 +96,7 @@ class SleepingPort:
         return True
 
     def issue(
-        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: Route | None = None
+        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: UnevenRoute | None = None
     ) -> Handle:
         """Only recordings issue collectives through a port."""
         raise NotImplementedError("kernels are asleep: nothing is recorded")

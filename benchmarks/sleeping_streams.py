@@ -21,7 +21,7 @@ from torch import Tensor
 from paraplan.cost_models.communication.move_costs import copy_stream
 from paraplan.ir.machine.rank_groups import holding_of, holdings
 from paraplan.ir.plan import Plan
-from paraplan.runtime.transport.tier_copies import Away, Copier
+from paraplan.runtime.transport.tier_copies import Copier, TierTensor
 
 PATIENCE_S = 120.0
 _SHORT_S = 5e-4
@@ -147,34 +147,34 @@ class ClockedCopier(Copier):
         super().__init__(beside=beside, rank=rank)
         self._on, self._seconds = streams, seconds
 
-    def offload(self, x: Tensor, tier: str) -> Away:
+    def offload(self, x: Tensor, tier: str) -> TierTensor:
         """As `Copier`."""
         away = super().offload(x, tier)
         self._issue(away, tier, away.nbytes, "out")
         return away
 
-    def prefetch(self, away: Away, tier: str) -> Tensor:
+    def prefetch(self, away: TierTensor, tier: str) -> Tensor:
         """As `Copier`."""
         out = super().prefetch(away, tier)
         self._issue(out, tier, away.nbytes, "in")
         return out
 
-    def bring(self, away: Away, tier: str) -> Tensor:
+    def bring(self, away: TierTensor, tier: str) -> Tensor:
         """As `Copier`."""
         out = super().prefetch(away, tier)
         self._issue(out, tier, away.nbytes, "in", both_ways=True)
         return out
 
-    def lift(self, away: Away, tier: str) -> Away:
+    def lift(self, away: TierTensor, tier: str) -> TierTensor:
         """As `Copier`."""
         made = super().lift(away, tier)
         self._issue(made, tier, away.nbytes, "in", True)
         return made
 
-    def store(self, x: Tensor | Away, tier: str, home: Away) -> Away:
+    def store(self, x: Tensor | TierTensor, tier: str, home: TierTensor) -> TierTensor:
         """As `Copier`."""
         issued = super().store(x, tier, home)
-        from_host = isinstance(x, Away)
+        from_host = isinstance(x, TierTensor)
         self._issue(issued, tier, home.nbytes, "out", from_host, not from_host)
         return issued
 

@@ -30,7 +30,7 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.options import check_keywords, fields_of, from_keywords, takes_options
 from paraplan.ir.sizes import parse_bytes
 from paraplan.ir.struct import from_json
-from paraplan.jobs.checking.eager import Call
+from paraplan.jobs.checking.eager import ModelCall
 from paraplan.jobs.checking.first_steps import FirstSteps
 from paraplan.jobs.measuring.detect import detect
 from paraplan.jobs.models import Made
@@ -124,7 +124,7 @@ def fit(
     plan = replace(plan, reads=whole.reads)
     fitted = _fitted(model, plan, fixed, returns, casts, asked.seed)
     if asked.check:
-        call = Call.of(Made(model, inputs, asked.loss_fn), plan.data.program, asked.loss, casts)
+        call = ModelCall.of(Made(model, inputs, asked.loss_fn), plan.data.program, asked.loss, casts)
         fitted.check_first(FirstSteps(call, int(asked.check), asked.progress or (lambda text: None)))
     return fitted
 

@@ -10,7 +10,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.options import Option, Options, documented
 from paraplan.ir.plan import OPTIMIZERS
-from paraplan.planner.constraints import MODEL, Pins
+from paraplan.planner.constraints import MODEL, ConstraintKeywords
 
 PLANNING = "Planning"
 LossChoice = str | Sequence[str] | Mapping[str, float] | None
@@ -118,7 +118,7 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
     )] = False  # fmt: skip
 
 
-class CompileOptions(Pins, CaptureKeywords, total=False):
+class CompileOptions(ConstraintKeywords, CaptureKeywords, total=False):
     """The keywords of `compile`: of `Constraints` and `JobOptions`."""
 
     example_inputs: Mapping[str, Any] | Sequence[object] | None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.zoo.language import transformer
 from benchmarks.zoo.small import Small
 from paraplan.capture import capture
-from paraplan.capture.reference import Step, run_step
+from paraplan.capture.reference import StepResult, run_step
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
@@ -39,7 +39,7 @@ KEY = {"gather": "s", "alltoall": "h", "ring": "ring", "stripes": "stripes"}
 
 
 @cache
-def captured(name: str, dropout: float) -> tuple[Small, Program, Step]:
+def captured(name: str, dropout: float) -> tuple[Small, Program, StepResult]:
     """A model, its program, and one step of it on one device."""
     small = transformer(name, dropout, batch=4, seq=16)
     if name == "bert":

@@ -25,7 +25,7 @@ from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
 from paraplan.lowering.phases import step_lists
-from paraplan.lowering.steps.delayed_update import Phase, flush_steps, in_phase
+from paraplan.lowering.steps.delayed_update import UpdatePhase, flush_steps, in_phase
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, warm_up_steps
@@ -151,14 +151,14 @@ def test_steps_equal_one_device_that_updates_late(name: str, pin: str, every: in
         phases.append(trainer.ranks[0].phase)
         assert abs(loss - wanted.step()) <= 1e-9 * abs(loss)
         assert relative_error(trainer.params(), {key: x.detach() for key, x in wanted.params.items()}) <= 1e-9
-    assert phases == [Phase.WARM] * after + [Phase.FIRST] + [Phase.STEADY] * (STEPS - 1 - after)
+    assert phases == [UpdatePhase.WARM] * after + [UpdatePhase.FIRST] + [UpdatePhase.STEADY] * (STEPS - 1 - after)
     before = trainer.params()
     trainer.flush()
     wanted.flush()
     assert relative_error(trainer.params(), {key: x.detach() for key, x in wanted.params.items()}) <= 1e-9
     assert relative_error(trainer.params(), before) > 1e-6, "a step's gradients were held"
     assert abs(take(trainer, name, torch.optim.SGD, STEPS) - wanted.step()) <= 1e-9 * abs(loss)
-    assert trainer.ranks[0].phase is Phase.FIRST
+    assert trainer.ranks[0].phase is UpdatePhase.FIRST
 
 
 def trainer_of(plan: Plan, name: str) -> Trainer:
@@ -372,8 +372,8 @@ def test_a_host_without_room_for_held_gradients_updates_in_time() -> None:
 def test_phases_are_the_same_blocks_with_fewer_steps() -> None:
     plan = planned("gpt2", "zero1", "host")
     (timely, *_), (program, *_) = verify_plan(plan), verify_plan(late(plan, 1))
-    warm, first = (in_phase(program, phase) for phase in (Phase.WARM, Phase.FIRST))
-    assert in_phase(program, Phase.STEADY) == program and in_phase(timely, Phase.FIRST) == timely
+    warm, first = (in_phase(program, phase) for phase in (UpdatePhase.WARM, UpdatePhase.FIRST))
+    assert in_phase(program, UpdatePhase.STEADY) == program and in_phase(timely, UpdatePhase.FIRST) == timely
     assert not flush_steps(timely)
     assert {name.role for name in program.outer} - {name.role for name in warm.outer} == {Role.LATE}
     without = [step for step in warm.steps if step.kind is not StepKind.DROP]

@@ -20,7 +20,7 @@ import paraplan as pp
 from benchmarks.zoo import Small, build
 from examples.models.switch import Mixture, Switch
 from paraplan.capture import capture
-from paraplan.capture.reference import Step, run_step
+from paraplan.capture.reference import StepResult, run_step
 from paraplan.codegen import build_modules
 from paraplan.cost_models.machine.catalog import catalog_cluster
 from paraplan.cost_models.predict import simulate_plan
@@ -50,7 +50,7 @@ PRODUCTS = ("aten.bmm.default", "paraplan.experts", "paraplan.experts_grad")
 
 
 @cache
-def captured(name: str) -> tuple[Small, Program, Step]:
+def captured(name: str) -> tuple[Small, Program, StepResult]:
     """A model, its program, and one step of it on one device."""
     small = build(name, 0.0)
     program = capture(small.model, small.batch, precision="fp64")

@@ -14,7 +14,7 @@ import torch
 from benchmarks.attentions import ATTENTIONS, Stack
 from benchmarks.layer_collectives import collectives, given_bytes, layer_blocks, planned
 from paraplan.capture import capture
-from paraplan.capture.reference import Step, run_step
+from paraplan.capture.reference import StepResult, run_step
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
@@ -39,7 +39,7 @@ ROWS, SEQUENCE, HIDDEN, HEADS = 4, 16, 64, 8
 
 
 @cache
-def captured(name: str) -> tuple[Stack, dict[str, torch.Tensor], Program, Step]:
+def captured(name: str) -> tuple[Stack, dict[str, torch.Tensor], Program, StepResult]:
     """A model, a batch, its program, and one step of it in eager torch's order."""
     torch.manual_seed(0)
     model = Stack(name, HIDDEN, HEADS, SEQUENCE).double()

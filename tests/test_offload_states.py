@@ -18,7 +18,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
-from paraplan.cost_models.simulator.peak_attribution import Role, peak_of
+from paraplan.cost_models.simulator.peak_attribution import BytesRole, peak_of
 from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
 from paraplan.ir.execution import names
 from paraplan.ir.execution.names import Role as OuterRole
@@ -201,8 +201,8 @@ def test_the_peak_taken_apart_adds_up(states: str) -> None:
     peak = peak_of(program, trace, plan.program)
     assert sum(each.nbytes for each in peak.roles if not each.tier) == trace.peak_bytes
     away = {each.role: each.nbytes for each in peak.roles if each.tier == "host"}
-    assert away[Role.STATES] >= 2 * away[Role.PARAMETERS if states == "all" else Role.MASTERS] > 0
-    assert Role.STATES not in {each.role for each in peak.roles if not each.tier}
+    assert away[BytesRole.STATES] >= 2 * away[BytesRole.PARAMETERS if states == "all" else BytesRole.MASTERS] > 0
+    assert BytesRole.STATES not in {each.role for each in peak.roles if not each.tier}
 
 
 def test_what_cannot_be_is_refused() -> None:

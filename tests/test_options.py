@@ -34,7 +34,7 @@ from paraplan.ir.options import (
 )
 from paraplan.jobs.run_options import ExecutionKeywords, ExecutionOptions, RunOptions
 from paraplan.plan_options import CompileOptions, FitKeywords, FitOptions, JobOptions
-from paraplan.planner.constraints import Constraints, Pins
+from paraplan.planner.constraints import ConstraintKeywords, Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.terminal.command_options import with_options
 
@@ -79,7 +79,7 @@ def test_every_option_is_a_keyword_with_type_default_and_reference(
 
 
 def test_pins_are_the_keywords_of_constraints() -> None:
-    assert set(get_type_hints(Pins)) == set(fields_of(Constraints))
+    assert set(get_type_hints(ConstraintKeywords)) == set(fields_of(Constraints))
 
 
 def test_every_option_is_on_the_command_line() -> None:
@@ -106,7 +106,7 @@ class More(Constraints, frozen=True, kw_only=True):
     ] = None
 
 
-class Keywords(Pins, total=False):
+class Keywords(ConstraintKeywords, total=False):
     """With its keyword."""
 
     max_stages: int | None

@@ -22,7 +22,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
-from paraplan.cost_models.simulator.peak_attribution import Role, peak_of
+from paraplan.cost_models.simulator.peak_attribution import BytesRole, peak_of
 from paraplan.ir.errors import InfeasibleError, PlanMismatchError, RuntimeFailure
 from paraplan.ir.execution import names
 from paraplan.ir.execution.names import Role as OuterRole
@@ -126,7 +126,7 @@ def test_the_peak_taken_apart_adds_up(states: str) -> None:
     assert sum(each.nbytes for each in peak.roles if not each.tier) == trace.peak_bytes
     home = "disk" if states == "disk" else "host"
     away = {each.role: each.nbytes for each in peak.roles if each.tier == home}
-    assert away[Role.STATES] == 2 * away[Role.MASTERS] > 0
+    assert away[BytesRole.STATES] == 2 * away[BytesRole.MASTERS] > 0
     plain = planned("gpt2", "one", "none")
     assert trace.peak_bytes < simulate_plan(plain, verify_plan(plain)).peak_bytes[0]
 

@@ -17,7 +17,7 @@ from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
-from paraplan.cost_models.simulator.peak_attribution import Role, peak_of
+from paraplan.cost_models.simulator.peak_attribution import BytesRole, peak_of
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError, RuntimeFailure
 from paraplan.ir.machine.mesh import padded_dims, parse_layout
 from paraplan.ir.plan import Plan
@@ -76,8 +76,8 @@ def test_what_waits_is_on_disk_and_nowhere_else() -> None:
         assert sum(each.nbytes for each in peak.roles if not each.tier) == trace.peak_bytes
         traces.append((trace.tier_peak_bytes, {(x.role, x.tier): x.nbytes for x in peak.roles}, trace.copy_s))
     (before, _, copies), (after, roles, slower) = traces
-    grads = roles[Role.GRADIENTS, "disk"]
-    assert grads == roles[Role.MASTERS, "disk"] == after["disk"] - before["disk"]
+    grads = roles[BytesRole.GRADIENTS, "disk"]
+    assert grads == roles[BytesRole.MASTERS, "disk"] == after["disk"] - before["disk"]
     assert before["host"] > grads and before["host"] > after["host"]
     assert slower["copy:disk:out"] > copies["copy:disk:out"] and slower["copy:disk:in"] > copies["copy:disk:in"]
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from benchmarks.gpu.place import Place, median_ms
 from benchmarks.table import Case, Row
 from paraplan.ir.execution.rank_program import LocalValue
-from paraplan.ir.machine.kernel_choice import Call, fitting
+from paraplan.ir.machine.kernel_choice import OpCall, fitting
 from paraplan.rules.device_kernels import cuda  # noqa: F401  (records its kernels)
 from paraplan.runtime.executing.instructions import resolve
 
@@ -90,8 +90,8 @@ def _value(x: Tensor) -> LocalValue:
     return LocalValue(dtype=name, shape=tuple(x.shape), strides=x.stride(), base="x", storage_bytes=x.nbytes)
 
 
-def _call(args: tuple[Any, ...]) -> Call:
-    return Call([_value(x) for x in args if isinstance(x, Tensor)], [], args)
+def _call(args: tuple[Any, ...]) -> OpCall:
+    return OpCall([_value(x) for x in args if isinstance(x, Tensor)], [], args)
 
 
 def _runs(place: Place, kernel: str) -> bool:

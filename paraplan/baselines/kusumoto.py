@@ -6,7 +6,7 @@ Source: Kusumoto et al. 2019 (NeurIPS).
 from __future__ import annotations
 
 from paraplan.baselines.common import Clock, Limits, answer, check_budget, fits, nothing_fits, pruned
-from paraplan.baselines.lower_sets import Forward, LowerSet, forward_of
+from paraplan.baselines.lower_sets import ForwardOps, LowerSet, forward_of
 from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.memory_schedule import freeing
 from paraplan.planner.memory.problem import MemoryProblem
@@ -47,7 +47,7 @@ def kusumoto_approx(problem: MemoryProblem, budget_bytes: int, limits: Limits) -
     return _planned(forward, sets, budget_bytes, clock, "kusumoto-approx")
 
 
-def lower_sets(forward: Forward, most: int) -> list[LowerSet] | None:
+def lower_sets(forward: ForwardOps, most: int) -> list[LowerSet] | None:
     """All lower sets but the empty one, small before large; None above `most`."""
     found: dict[LowerSet, None] = {EMPTY: None}
     queue = [EMPTY]
@@ -63,7 +63,7 @@ def lower_sets(forward: Forward, most: int) -> list[LowerSet] | None:
     return sorted((each for each in found if each), key=lambda each: (len(each), sorted(each)))
 
 
-def _planned(forward: Forward, sets: list[LowerSet], budget_bytes: int, clock: Clock, strategy: str) -> MemoryAnswer:
+def _planned(forward: ForwardOps, sets: list[LowerSet], budget_bytes: int, clock: Clock, strategy: str) -> MemoryAnswer:
     everything = [EMPTY, *sets]
     fronts: list[Front] = [[] for _ in everything]
     fronts[0] = [(0.0, 0, -1, -1)]

@@ -34,7 +34,7 @@ LowerSet = frozenset[int]
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardOps:
     """A step seen from its forward ops.
 
     Attributes:
@@ -149,7 +149,7 @@ def _pairs(chain: list[LowerSet]) -> list[tuple[LowerSet, LowerSet]]:
     return list(zip([frozenset(), *chain[:-1]], chain, strict=True))
 
 
-def forward_of(problem: MemoryProblem, strategy: str) -> Forward:
+def forward_of(problem: MemoryProblem, strategy: str) -> ForwardOps:
     """A step seen from its forward.
 
     Raises:
@@ -166,7 +166,7 @@ def forward_of(problem: MemoryProblem, strategy: str) -> Forward:
             maker = problem.tensors[tensor].maker
             if maker >= size and partner[maker] != here:  # its gradient comes first: so must that op's set, after ours
                 needs[partner[maker]].add(here)
-    return Forward(problem, size, partner, _closed(needs))
+    return ForwardOps(problem, size, partner, _closed(needs))
 
 
 def _partners(problem: MemoryProblem, size: int) -> dict[int, int]:

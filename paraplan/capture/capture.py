@@ -17,10 +17,10 @@ from paraplan.capture.cutting.auxiliary import asides_of, make_outputs, plain, r
 from paraplan.capture.cutting.cut import cut
 from paraplan.capture.cutting.flow import flows, value_of
 from paraplan.capture.cutting.kinds import make_denominator, make_kind
-from paraplan.capture.cutting.loss_terms import Term, alike, loss_terms, own_numerators
+from paraplan.capture.cutting.loss_terms import LossFraction, alike, loss_terms, own_numerators
 from paraplan.capture.cutting.mixing import tail_nodes
 from paraplan.capture.cutting.outputs import LossChoice
-from paraplan.capture.cutting.segments import Forward, closure, make_piece, signature
+from paraplan.capture.cutting.segments import ForwardGraph, closure, make_piece, signature
 from paraplan.capture.discovery.discover import attach_rules
 from paraplan.capture.exporting.clean import clean, drop_idle_detach
 from paraplan.capture.exporting.export import Exported, LossFn
@@ -251,7 +251,7 @@ def _tensors_of(model: nn.Module, precision: str) -> tuple[dict[str, ParamSpec],
 
 def _rewrite(
     exported: Exported, params: dict[str, ParamSpec], first_names: dict[str, str], precision: str, mode: FakeTensorMode
-) -> tuple[Forward, list[Term], dict[str, fx.Node]]:
+) -> tuple[ForwardGraph, list[LossFraction], dict[str, fx.Node]]:
     graph, names, constants, updates = exported[:4]
     rewriter = Rewriter(graph, mode)
     _join_ties(graph, names, first_names)
@@ -272,7 +272,7 @@ def _rewrite(
     found = flows(graph, names, trainable)
     results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
     widest = reduce(torch.promote_types, (value_of(loss).dtype for loss in results[: len(exported.losses)]))
-    terms: list[Term] = []
+    terms: list[LossFraction] = []
     for loss, (name, weight) in zip(results, exported.losses, strict=False):
         if not found[loss].carries:
             which = f"the loss {name!r}" if name else "the loss"
@@ -292,7 +292,7 @@ def _rewrite(
     roots = tuple(dict.fromkeys((*(term.numerator for term in terms), *updates.values())))
     _refuse_numbers(graph)
     numerators = frozenset(term.numerator for term in terms)
-    forward = Forward(graph, names, constants, found, roots, idle, numerators)
+    forward = ForwardGraph(graph, names, constants, found, roots, idle, numerators)
     return forward, terms, dict(zip(exported.outputs, extra, strict=True))
 
 
@@ -310,7 +310,7 @@ def _refuse_numbers(graph: fx.Graph) -> None:
             )
 
 
-def _ends(terms: Sequence[Term]) -> list[fx.Node]:
+def _ends(terms: Sequence[LossFraction]) -> list[fx.Node]:
     """What the loss is made of."""
     return [term.numerator for term in terms] + [term.denominator for term in terms if term.denominator is not None]
 
@@ -335,7 +335,7 @@ def _join_ties(graph: fx.Graph, names: dict[fx.Node, str], first_names: dict[str
 
 
 def _segment(
-    forward: Forward, mode: FakeTensorMode, read: Iterable[fx.Node], tail: frozenset[fx.Node]
+    forward: ForwardGraph, mode: FakeTensorMode, read: Iterable[fx.Node], tail: frozenset[fx.Node]
 ) -> tuple[list[SegmentKind], list[Segment], dict[fx.Node, str]]:
     """Kinds, segment instances, and the names of their outputs and asides; `read` are values some output reads."""
     pieces = [make_piece(forward, main) for main in cut(forward, tail)]
@@ -375,7 +375,7 @@ def _segment(
 
 
 def _loss(
-    forward: Forward, terms: Sequence[Term], values: Mapping[fx.Node, str], mode: FakeTensorMode
+    forward: ForwardGraph, terms: Sequence[LossFraction], values: Mapping[fx.Node, str], mode: FakeTensorMode
 ) -> tuple[list[Denominator], list[LossTerm]]:
     """The loss' terms by the program's names, and the counts they divide by, each once."""
     denominators: list[Denominator] = []

@@ -34,10 +34,10 @@ def spec_of(value: Tensor) -> TensorSpec:
     return TensorSpec(dtype=dtype_text(value.dtype), shape=tuple(int(size) for size in value.shape))
 
 
-class Writer:
+class OpCollector:
     """Collects ops while an fx graph is walked."""
 
-    def __init__(self, forms: dict[str, Callable[[Writer, fx.Node], Names]]):
+    def __init__(self, forms: dict[str, Callable[[OpCollector, fx.Node], Names]]):
         self._forms = forms
         self.env: dict[fx.Node, Names] = {}
         self.values: dict[str, TensorSpec] = {}
@@ -164,7 +164,7 @@ class Writer:
         return found
 
 
-def write_constant(writer: Writer, node: fx.Node, value: Tensor, source: str) -> None:
+def write_constant(writer: OpCollector, node: fx.Node, value: Tensor, source: str) -> None:
     """A tensor the model wrote out, as an op.
 
     Raises:
@@ -184,7 +184,7 @@ def write_constant(writer: Writer, node: fx.Node, value: Tensor, source: str) ->
     writer.env[node] = made
 
 
-def finish(writer: Writer, inputs: Sequence[str], outputs: Sequence[str | None]) -> Graph:
+def finish(writer: OpCollector, inputs: Sequence[str], outputs: Sequence[str | None]) -> Graph:
     """The graph without dead ops, absent outputs as None, sources renumbered.
 
     A result that nobody reads stays beside one that is read: its kernel makes it all the same.

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.func import functionalize
 
 from paraplan.capture.canonical import autograd
-from paraplan.capture.cutting.segments import Forward, Piece
+from paraplan.capture.cutting.segments import ForwardGraph, Piece
 from paraplan.capture.precision import pin_dtypes
 from paraplan.capture.source_lines import line_of_stack
 from paraplan.ir.errors import CaptureError, ParaplanError
@@ -33,7 +33,7 @@ LABEL = "paraplan_label"
 Label = tuple[Phase, str]
 
 
-class Joint(NamedTuple):
+class JointGraph(NamedTuple):
     """A recorded joint graph.
 
     Attributes:
@@ -129,7 +129,9 @@ def _untraceable(labels: _Labels, fault: Exception) -> CaptureError:
     return CaptureError(f"{source or 'somewhere in the forward'}: tracing {what} failed: {why}{remedy}")
 
 
-def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Sequence[fx.Node] = ()) -> Joint:
+def trace_joint(
+    forward: ForwardGraph, piece: Piece, mode: FakeTensorMode, asides: Sequence[fx.Node] = ()
+) -> JointGraph:
     """Records the joint graph of a piece; `asides` are nodes of it whose values are results too."""
     carries = forward.flows
     outside = [*piece.params, *piece.inputs]
@@ -175,7 +177,7 @@ def trace_joint(forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Se
         if torch.get_default_dtype() != torch.float32:  # which it is where the program runs
             pin_dtypes(module.graph, mode)
     count = len(piece.params)
-    return Joint(module.graph, random, tangents, tuple(wanted[:count]), tuple(wanted[count:]))
+    return JointGraph(module.graph, random, tangents, tuple(wanted[:count]), tuple(wanted[count:]))
 
 
 def _forward_first(graph: fx.Graph, num_outputs: int) -> None:
@@ -199,7 +201,7 @@ def _forward_first(graph: fx.Graph, num_outputs: int) -> None:
 
 
 def trace_forward(
-    forward: Forward, piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node
+    forward: ForwardGraph, piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node
 ) -> fx.Graph:
     """Records the forward alone of a piece; placeholders as in `trace_joint`, the seed always among them."""
     outside = [*piece.params, *piece.inputs, *piece.constants]

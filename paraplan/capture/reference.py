@@ -107,7 +107,7 @@ def _backward(kind: SegmentKind, segment: Segment, env: Env, grads: Env, param_g
             _add(param_grads, param, env[grad])
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """What one step gives.
 
     Attributes:
@@ -140,7 +140,7 @@ def run_step(
     batch: Mapping[str, Tensor],
     seeds: Sequence[Tensor] | int = 0,
     scale: float = 1.0,
-) -> Step:
+) -> StepResult:
     """One forward and backward of the whole model on one device.
 
     Args:
@@ -164,7 +164,7 @@ def run_step(
             loss = loss + _pass(program, params, values, seeds, m * program.seeds, counts, scale, param_grads)
             held |= {name: values[value] for name, value in program.buffer_updates.items()}
     after = {name: held[name] for name in program.buffer_updates}
-    return Step(loss, {name: param_grads.get(name) for name in program.params}, after)
+    return StepResult(loss, {name: param_grads.get(name) for name in program.params}, after)
 
 
 def microbatches(program: Program, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -40,8 +40,8 @@ from paraplan.rules.dims import WHOLE
 from paraplan.rules.registered_rules import (
     MANY,
     Annotation,
-    Cost,
     Names,
+    RegisteredCost,
     Work,
     add_cost,
     add_rule,
@@ -118,7 +118,7 @@ def register_cost(op: str, *, flops: Work | None = None, bytes: Work | None = No
     """
     if flops is None and bytes is None:
         raise ConstraintError(f"cost of {op}: give flops=, bytes= or both")
-    add_cost(Cost(target_of(op), flops, bytes))
+    add_cost(RegisteredCost(target_of(op), flops, bytes))
 
 
 def work_terms(op: Op, values: Values, rule: OpRule) -> dict[str, Amount]:

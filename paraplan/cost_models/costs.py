@@ -31,7 +31,7 @@ from paraplan.cost_models.profiles.curves import Curve
 from paraplan.cost_models.profiles.measured import MEASURED, MODELLED, MeasuredTimes, times_of
 from paraplan.ir.execution.rank_program import GROW, PUT, ROOM, SUM, SUMMED, Block, Instr, InstrKind, LocalValue
 from paraplan.ir.machine.cluster import ClusterSpec, Device
-from paraplan.ir.machine.kernel_choice import Call
+from paraplan.ir.machine.kernel_choice import OpCall
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.graph import Arg, refs
 from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
@@ -222,7 +222,7 @@ class Costs:
         """Seconds of the launches of an op after its first, which `op_s` counts."""
         if self.cluster.backend == "cpu":
             return 0.0
-        call = Call(inputs, outputs, instr.args)  # type: ignore[arg-type]
+        call = OpCall(inputs, outputs, instr.args)  # type: ignore[arg-type]
         count = launch_count(self.cluster.backend, instr.target, instr.kernel, call)
         return max(count - 1, 0) * max(device.launch_s for device in self.devices)
 

@@ -25,7 +25,7 @@ from paraplan.ir.machine.mesh import Layout, parse_layout
 from paraplan.ir.model.program import master_dtype, trained_params
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import Plan
-from paraplan.jobs.checking.check import Errors, SingleDevice
+from paraplan.jobs.checking.check import LargestErrors, SingleDevice
 from paraplan.jobs.data import RandomBatches, TextBatches
 from paraplan.jobs.model_identity import check_model
 from paraplan.jobs.models import Made, plan_model
@@ -68,7 +68,7 @@ class RunResult:
     measured_peak_bytes: list[int] = field(default_factory=list)
     entries_equal: bool = True
     entries_difference: str = ""
-    errors: Errors | None = None
+    errors: LargestErrors | None = None
     compiled: dict[str, str | None] = field(default_factory=dict)
     first_step: int = 0
 

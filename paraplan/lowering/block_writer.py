@@ -1,8 +1,8 @@
 """Blocks written in another order than the program's: names, views and what crosses from block to block.
 
-`Writer` keeps, per value of the flat program, what it is called now, and the block under way. Views are made again by
-the block that needs them and forgotten at its end; what instructions made goes on through the outer namespace. `loose`
-are names that stand for no value of the program: copies on tiers, and those under way.
+`BlockWriter` keeps, per value of the flat program, what it is called now, and the block under way. Views are made
+again by the block that needs them and forgotten at its end; what instructions made goes on through the outer
+namespace. `loose` are names that stand for no value of the program: copies on tiers, and those under way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paraplan.lowering.blocks.finish import with_frees
 from paraplan.lowering.flat import FlatProgram
 
 
-class Held(NamedTuple):
+class ValueNames(NamedTuple):
     """What a value is called, in blocks by the name's text; `outer` if the outer namespace has it, and not only the
     block under way."""
 
@@ -51,7 +51,7 @@ class Open:
         self.loose: list[Name] = []
 
 
-class Writer:
+class BlockWriter:
     """Writes blocks and steps over the values of a flat program.
 
     Attributes:
@@ -63,7 +63,7 @@ class Writer:
 
     def __init__(self, program: RankProgram, flat: FlatProgram) -> None:
         self.program, self.flat = program, flat
-        self.held = {value: Held(name, True) for name, value in flat.given.items()}
+        self.held = {value: ValueNames(name, True) for name, value in flat.given.items()}
         self.in_storage: dict[int, list[int]] = {}
         for value in self.held:
             self._holds(value)
@@ -136,7 +136,7 @@ class Writer:
         here = [str(self.held[other].name) for other in self.in_storage.get(of.storage, ())]
         base = next((other for other in here if other in self.open.values), str(name))
         self.open.values[str(name)] = msgspec.structs.replace(of.local, base=base)
-        self.held[value] = Held(name, False)
+        self.held[value] = ValueNames(name, False)
         self._holds(value)
         self.open.made.append(value)
         return str(name)
@@ -160,7 +160,7 @@ class Writer:
             of, name = self.flat.values[value], self.held[value].name
             if value in wanted or of.solid:
                 outs.append(name)
-                self.held[value] = Held(name, True)
+                self.held[value] = ValueNames(name, True)
             else:
                 del self.held[value]
                 self.in_storage[of.storage].remove(value)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram
-from paraplan.ir.machine.kernel_choice import Call, chosen, has_choice
+from paraplan.ir.machine.kernel_choice import OpCall, chosen, has_choice
 from paraplan.ir.model.graph import refs
 from paraplan.ir.plan import Plan
 from paraplan.ir.process.memo import Lately, Same
@@ -77,10 +77,10 @@ def _with_kernels(block: Block, plan: Plan, times: Times) -> Block:
     return msgspec.structs.replace(block, instrs=instrs)
 
 
-def call_of(block: Block, instr: Instr) -> Call:
+def call_of(block: Block, instr: Instr) -> OpCall:
     """An instruction as an op on local values."""
     inputs = [block.values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))]
-    return Call(inputs, [None if name is None else block.values[name] for name in instr.outs], instr.args)
+    return OpCall(inputs, [None if name is None else block.values[name] for name in instr.outs], instr.args)
 
 
 def _with_kernel(block: Block, instr: Instr, backend: str, times: Times) -> Instr:
@@ -98,7 +98,7 @@ def _with_kernel(block: Block, instr: Instr, backend: str, times: Times) -> Inst
     return msgspec.structs.replace(instr, kernel=kernel.name, workspace_bytes=kernel.workspace(call))
 
 
-def _tensors(call: Call) -> tuple[tuple[Measured, ...], tuple[Measured | None, ...]]:
+def _tensors(call: OpCall) -> tuple[tuple[Measured, ...], tuple[Measured | None, ...]]:
     """A call's tensors as profiles have them."""
     inputs = tuple(Measured(x.dtype, x.shape, odd_strides(x.shape, x.strides)) for x in call.inputs if x is not None)
     return inputs, tuple(None if x is None else Measured(x.dtype, x.shape) for x in call.outputs)

@@ -16,14 +16,14 @@ from paraplan.ir.execution.schedule import Action, ActionKind, parse_action
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.fused_updates import fusible_places
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.lowering.steps.buffer_steps import BufferSteps
 from paraplan.lowering.steps.gradients import Gradients
 from paraplan.lowering.steps.loss_steps import LossSteps
 from paraplan.lowering.steps.outer import outer_values, with_drops
 from paraplan.lowering.steps.segment_steps import SegmentSteps
-from paraplan.lowering.steps.stage_messages import Messages, NameOf
+from paraplan.lowering.steps.stage_messages import NameOf, StageMessages
 from paraplan.lowering.steps.stage_steps import StageSteps
 from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.lowering.steps.tied_grads import EndSteps
@@ -43,7 +43,7 @@ class RankSteps:
     """
 
     def __init__(self, blocks: PlanBlocks, group: int, actions: Sequence[str]) -> None:
-        plan, rank = blocks.plan, Rank(blocks, group)
+        plan, rank = blocks.plan, RankGroup(blocks, group)
         self.rank, self.writer = rank, StepWriter(plan.num_microbatches)
         self.texts = tuple(actions)
         self.actions: tuple[Action, ...] = tuple(parse_action(text) for text in actions)
@@ -55,7 +55,7 @@ class RankSteps:
         self.losses = LossSteps(rank, writer)
         self.segments = SegmentSteps(rank, writer, self._gradients, self.losses)
         self.stages = StageSteps(rank, writer, self.segments, self.actions)
-        self._messages = Messages(blocks, group, writer)
+        self._messages = StageMessages(blocks, group, writer)
         self._buffers = BufferSteps(rank, writer, self._messages, self.stages.gather)
         self.ends = EndSteps(rank, writer, self._messages, self.losses, self._gradients.strides_of)
         self._staged = StagedUpdates(self._states, plan.program.params, plan.optimizer, self._fused, plan.bundle_bytes)

@@ -24,7 +24,7 @@ from paraplan.ir.execution.memory_actions import Act, MemAction
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.model.strides import contiguous_strides, is_dense
-from paraplan.lowering.block_writer import Held, Writer
+from paraplan.lowering.block_writer import BlockWriter, ValueNames
 from paraplan.lowering.flat import FlatOp, FlatProgram, flatten
 from paraplan.lowering.replay import check_actions
 
@@ -50,7 +50,7 @@ def order_program(program: RankProgram, actions: Sequence[MemAction]) -> RankPro
     return order.finish()
 
 
-class _Order(Writer):
+class _Order(BlockWriter):
     """Takes actions one by one."""
 
     def __init__(self, program: RankProgram, flat: FlatProgram, actions: Sequence[MemAction]) -> None:
@@ -165,7 +165,7 @@ class _Order(Writer):
         assert local is not None
         name = self._fresh(self.flat.values[value].label)
         self.open.values[str(name)] = msgspec.structs.replace(local, base=str(issued), storage_bytes=0)
-        self.held[value] = Held(name, False)
+        self.held[value] = ValueNames(name, False)
         self._holds(value)
         self.open.made.append(value)
         self._wait(issued, there, name, storage)
@@ -203,7 +203,7 @@ class _Order(Writer):
         self._step(StepKind.ACCUMULATE, index, args=tuple(outer))
         self.open.step = index
         if kept is not None:
-            self.held[addend] = Held(kept, True)
+            self.held[addend] = ValueNames(kept, True)
             return
         others = [self.held.pop(value) for value in self.in_storage.pop(storage)]
         rest = tuple(name for name, outside in others if outside and name != outer[1])

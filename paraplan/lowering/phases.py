@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import BlockRole, RankProgram, Step, StepKind
-from paraplan.lowering.steps.delayed_update import Phase, flush_steps, in_phase
+from paraplan.lowering.steps.delayed_update import UpdatePhase, flush_steps, in_phase
 
 Steps = tuple[Step, ...]
 
@@ -41,7 +41,7 @@ class StepLists:
         restoring, flush: see the module.
     """
 
-    phases: Mapping[Phase, PhaseSteps]
+    phases: Mapping[UpdatePhase, PhaseSteps]
     ahead: Steps
     restoring: Steps
     flush: Steps
@@ -52,7 +52,7 @@ def step_lists(program: RankProgram) -> StepLists:
     before, after = split_steps(program.steps)
     ahead = tuple(step for step in before if program.role_of(step) is BlockRole.BRING)
     restores = (step for step in after if program.role_of(step) not in (None, BlockRole.RECALL))
-    phases = {phase: _in_phase(program, phase, ahead) for phase in Phase}
+    phases = {phase: _in_phase(program, phase, ahead) for phase in UpdatePhase}
     return StepLists(phases, ahead, (*ahead, *restores), flush_steps(program))
 
 
@@ -63,7 +63,7 @@ def split_steps(steps: Steps) -> tuple[Steps, Steps]:
     return steps[:position], steps[position:]
 
 
-def _in_phase(program: RankProgram, phase: Phase, ahead: Steps) -> PhaseSteps:
+def _in_phase(program: RankProgram, phase: UpdatePhase, ahead: Steps) -> PhaseSteps:
     before, after = split_steps(in_phase(program, phase).steps)
     made = {name for step in (*ahead, *after) for name in step.outs}
     again: list[Step] = []

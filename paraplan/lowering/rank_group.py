@@ -10,7 +10,7 @@ from paraplan.lowering.blocks.forward import Given
 from paraplan.lowering.stage_blocks import PlanBlocks, StageBlocks
 
 
-class Rank:
+class RankGroup:
     """A group of ranks of a plan.
 
     Args:

@@ -17,7 +17,7 @@ import msgspec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.machine.mesh import Layout, R, Shard, parse_layout
-from paraplan.ir.machine.rank_groups import Holding, Route, holdings, routes
+from paraplan.ir.machine.rank_groups import GroupPath, Holding, holdings, routes
 from paraplan.ir.machine.reshard import reshard_path
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.program import HALVES, master_dtype
@@ -109,7 +109,7 @@ class PlanBlocks:
     def __init__(self, plan: Plan, evaluate: bool = False, casts: Mapping[str, tuple[str, str]] | None = None) -> None:
         self.plan, self.evaluates, self.casts = plan, evaluate, casts or {}
         self.held: tuple[Holding, ...] = holdings(plan)
-        self.ways: tuple[Route, ...] = routes(plan, self.held)
+        self.ways: tuple[GroupPath, ...] = routes(plan, self.held)
         self.micro: ProgramMicro = program_micro(plan.program, plan.num_microbatches)
         self.tail_stage = self._stage_of_tail()
         self.maker: dict[str, int] = {}

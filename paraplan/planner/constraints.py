@@ -1,6 +1,7 @@
 """What the user pins: everything left out is the planner's to choose.
 
-An option of the planner is a field of `Constraints` and its keyword in `Pins`; `compile` and the command line follow.
+An option of the planner is a field of `Constraints` and its keyword in `ConstraintKeywords`; `compile` and the
+command line follow.
 """
 
 from __future__ import annotations
@@ -337,7 +338,7 @@ class Constraints(Options, frozen=True, kw_only=True):
         return bool(self.placed(ON_DEVICE).state_tiers) or HERE not in self.places
 
 
-class Pins(TypedDict, total=False):
+class ConstraintKeywords(TypedDict, total=False):
     """The keywords of `Constraints` with the types that callers give, for checkers of calls."""
 
     mesh: Sequence[int] | None

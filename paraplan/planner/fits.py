@@ -34,7 +34,7 @@ from paraplan.planner.contradictions import check_time_limit
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.search import Found, Progress, prepared, search
+from paraplan.planner.search import BestPlan, Progress, prepared, search
 
 ROUNDS = 10
 """Searches for fewer bytes, on one mesh and then on all."""
@@ -49,7 +49,7 @@ _NEAR = 200
 def search_room(
     job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None,
     certify: bool = True,
-) -> Found:  # fmt: skip
+) -> BestPlan:  # fmt: skip
     """The fastest plan found for which allocators have room.
 
     Args:
@@ -83,7 +83,7 @@ def search_room(
         return _timed(_last_of([*tries, lean]), deadline)
 
 
-def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: Progress) -> Found | None:
+def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: Progress) -> BestPlan | None:
     """The plan of least memory, on one device, where that fits."""
     started = time.perf_counter()
     job = prepared(job, constraints)
@@ -96,12 +96,12 @@ def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: P
     if lean is None or lean.held_bytes > budget:
         return None
     seconds = time.perf_counter() - started
-    return _with_reserved(Found(certified(lean.candidate, 0.0, 1), seconds, seconds))
+    return _with_reserved(BestPlan(certified(lean.candidate, 0.0, 1), seconds, seconds))
 
 
 def _for_fewer(
-    job: Job, constraints: Constraints, tries: list[Found], deadline: Deadline, progress: Progress
-) -> Found:  # fmt: skip
+    job: Job, constraints: Constraints, tries: list[BestPlan], deadline: Deadline, progress: Progress
+) -> BestPlan:  # fmt: skip
     """A plan that allocators have room for, of searches for fewer bytes."""
     budget = device_budget(job.cluster, constraints)
     why: NoPlanError | None = None
@@ -132,11 +132,11 @@ def _for_fewer(
     raise SolverLimitError(_no_room(budget, tries, why, deadline))
 
 
-def _with_reserved(found: Found) -> Found:
+def _with_reserved(found: BestPlan) -> BestPlan:
     return replace(found, plan=with_reserved(found.plan, lower(found.plan)))
 
 
-def _timed(found: Found, deadline: Deadline) -> Found:
+def _timed(found: BestPlan, deadline: Deadline) -> BestPlan:
     """With a note where time ran out."""
     if not deadline.is_over:
         return found
@@ -167,7 +167,7 @@ def needed_bytes(plan: Plan) -> int:
     return max(_predicted(plan).reserved_bytes or _predicted(plan).peak_bytes)
 
 
-def _last_of(tries: Sequence[Found]) -> Found:
+def _last_of(tries: Sequence[BestPlan]) -> BestPlan:
     """The last search's plan, with the bound of the first one, and a note of why it is not that one's."""
     first, plan = tries[0].plan, tries[-1].plan
     if len(tries) > 1 and plan.certificate is not None and first.certificate is not None:
@@ -182,10 +182,10 @@ def _last_of(tries: Sequence[Found]) -> Found:
             f"{say_size(needed_bytes(first))} would be reserved, of this one {say_size(needed_bytes(plan))}"
         )
         plan = msgspec.structs.replace(plan, certificate=certificate, notes=(*plan.notes, note))
-    return Found(plan, sum(each.solve_s for each in tries), sum(each.total_s for each in tries))
+    return BestPlan(plan, sum(each.solve_s for each in tries), sum(each.total_s for each in tries))
 
 
-def _no_room(budget: int, tries: Sequence[Found], why: NoPlanError | None, deadline: Deadline) -> str:
+def _no_room(budget: int, tries: Sequence[BestPlan], why: NoPlanError | None, deadline: Deadline) -> str:
     """Why there is no plan, and what to do."""
     least = min(needed_bytes(each.plan) for each in tries)
     late = f"; the time limit of {deadline.limit_s:g} s ran out, and more may help" if deadline.is_over else ""

@@ -48,7 +48,7 @@ from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.placements import ANY, ON_DEVICE
 from paraplan.planner.recompute.presets import in_layers
 from paraplan.planner.recompute.solve_jointly import solve_with_recomputation
-from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, choose, solve_mesh
+from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, choose, solve_mesh
 
 HIDDEN = 0.02
 """How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
@@ -61,7 +61,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Found:
+class BestPlan:
     """The best plan and how long it took to find: solver seconds and all seconds."""
 
     plan: Plan
@@ -73,7 +73,7 @@ class Found:
 def search(
     job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None,
     certify: bool = True,
-) -> Found:  # fmt: skip
+) -> BestPlan:  # fmt: skip
     """The fastest plan that fits.
 
     Args:
@@ -103,8 +103,8 @@ def search(
     if constraints.pp not in (None, 1):
         pipeline = _pipeline(job, constraints, deadline, progress)
         pipeline = msgspec.structs.replace(pipeline, notes=(*pipeline.notes, *alone_note(pipeline)))
-        return Found(pipeline, deadline.passed_s, deadline.passed_s)
-    limits = Limits(
+        return BestPlan(pipeline, deadline.passed_s, deadline.passed_s)
+    limits = SolveLimits(
         time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=certify and not job.compiled
     )
     meshes = candidate_meshes(job, constraints)
@@ -141,7 +141,7 @@ def search(
     )
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
-    return Found(plan, sum(candidate.solve_s for candidate in found), deadline.passed_s)
+    return BestPlan(plan, sum(candidate.solve_s for candidate in found), deadline.passed_s)
 
 
 def prepared(job: Job, constraints: Constraints) -> Job:
@@ -201,12 +201,14 @@ def _sharding(
         mesh, *more = candidate_meshes(job, constraints)
         if more:
             mesh = search(job, constraints, deadline.share_s(0.5), progress, certify=False).plan.stages[0].mesh
-    limits = Limits(time_s=deadline.share_s(0.5), memory_bytes=device_budget(job.cluster, constraints), certify=False)
+    limits = SolveLimits(
+        time_s=deadline.share_s(0.5), memory_bytes=device_budget(job.cluster, constraints), certify=False
+    )
     return choose(job, mesh, constraints.microbatches or 1, constraints, limits, kept_bytes)
 
 
 def _on_mesh(
-    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits,
+    job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits,
     failures: list[Failure], progress: Progress, cutoff_s: float,
 ) -> list[Candidate] | Skipped:  # fmt: skip
     """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster, and there is
@@ -235,7 +237,7 @@ def _on_mesh(
 
 
 def _with_other_counts(
-    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, failures: list[Failure], progress: Progress,
+    job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits, failures: list[Failure], progress: Progress,
     deadline: Deadline,
 ) -> list[Candidate]:  # fmt: skip
     """Plans for a mesh that has none in the usual numbers of microbatches, in others."""
@@ -265,7 +267,7 @@ def _tried_words(mesh: Mesh, count: int) -> str:
 class _Clock:
     """What all tries on one mesh share of the time."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SolveLimits) -> None:
         self._limits, self._started = limits, time.perf_counter()
 
     @property
@@ -274,11 +276,11 @@ class _Clock:
         return time.perf_counter() - self._started >= self._limits.time_s
 
     @property
-    def left(self) -> Limits:
+    def left(self) -> SolveLimits:
         """The limits of a try that begins now."""
         return self.part(1.0)
 
-    def part(self, share: float) -> Limits:
+    def part(self, share: float) -> SolveLimits:
         """As `left`, but a part of the time."""
         left_s = self._limits.left_s(time.perf_counter() - self._started)
         return replace(self._limits, time_s=max(share * left_s, FLOOR * self._limits.time_s))

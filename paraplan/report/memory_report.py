@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from paraplan.cost_models.simulator.live_storages import Place
-from paraplan.cost_models.simulator.peak_attribution import Peak, Role, RoleBytes, Tensor, peak_of
+from paraplan.cost_models.simulator.peak_attribution import BytesRole, Peak, RoleBytes, Tensor, peak_of
 from paraplan.cost_models.simulator.simulate import RankTrace, Simulation
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.names import Role as OuterRole
@@ -28,7 +28,7 @@ _STEPS = {
     StepKind.AWAIT: "wait for a message", StepKind.UPDATED: "wait for the host's update",
 }  # fmt: skip
 _BETWEEN = "values between steps"
-_OUTPUTS = {Role.BOUNDARY: "output", Role.BOUNDARY_GRADIENTS: "gradient of the input"}
+_OUTPUTS = {BytesRole.BOUNDARY: "output", BytesRole.BOUNDARY_GRADIENTS: "gradient of the input"}
 
 
 class PartRow(Value, frozen=True, kw_only=True):

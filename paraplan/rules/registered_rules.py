@@ -53,7 +53,7 @@ class Annotation:
 
 
 @dataclass(frozen=True)
-class Cost:
+class RegisteredCost:
     """A registered cost: functions of the tensor arguments' shapes, in the op's order."""
 
     target: str
@@ -62,7 +62,7 @@ class Cost:
 
 
 _RULES: dict[str, Annotation] = {}
-_COSTS: dict[str, Cost] = {}
+_COSTS: dict[str, RegisteredCost] = {}
 
 
 def target_of(op: str) -> str:
@@ -149,7 +149,7 @@ def add_rule(rule: Annotation) -> None:
     _RULES[rule.target] = rule
 
 
-def add_cost(cost: Cost) -> None:
+def add_cost(cost: RegisteredCost) -> None:
     """Registers a cost; a later one for the same op replaces it."""
     _COSTS[cost.target] = cost
 
@@ -159,7 +159,7 @@ def rule_for(target: str) -> Annotation | None:
     return _RULES.get(target)
 
 
-def cost_for(target: str) -> Cost | None:
+def cost_for(target: str) -> RegisteredCost | None:
     """The cost registered for an op."""
     return _COSTS.get(target)
 

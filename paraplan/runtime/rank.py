@@ -21,7 +21,7 @@ from paraplan.ir.machine.mesh import Layout, parse_layout
 from paraplan.ir.machine.rank_groups import Holding, holding_of, holdings
 from paraplan.ir.plan import Plan
 from paraplan.lowering.phases import step_lists
-from paraplan.lowering.steps.delayed_update import Phase
+from paraplan.lowering.steps.delayed_update import UpdatePhase
 from paraplan.runtime.batch import ShardedBatch, microbatches
 from paraplan.runtime.executing.executor import Executor, Late
 from paraplan.runtime.optimizers.optim import GroupMaker, param_groups
@@ -46,7 +46,7 @@ class Updates(Late, Protocol):
 
 
 @dataclass
-class Clock:
+class SharedProgress:
     """What all plans that share parameters have in common.
 
     Attributes:
@@ -98,12 +98,12 @@ class Rank:
         self.plan, self.executor, self.device = plan, executor, device
         self.stage: Holding = holding_of(holdings(plan), executor.rank)
         self.program: RankProgram = executor.program
-        self.lists, self.phase = step_lists(self.program), Phase.STEADY
+        self.lists, self.phase = step_lists(self.program), UpdatePhase.STEADY
         self.updates: Updates | None = None
         self.torn = False
         self.optimizers: list[torch.optim.Optimizer] = []
         shared = values if isinstance(values, Rank) else None
-        self.clock = Clock(seed) if shared is None else shared.clock
+        self.clock = SharedProgress(seed) if shared is None else shared.clock
         source: Values = Nothing() if isinstance(values, Rank) else values
         held = {} if shared is None else {name: x for name, x in shared.tensors.items() if name in self.program.outer}
         self.tensors: dict[Name, Tensor] = local_tensors(
@@ -200,7 +200,7 @@ class Rank:
     @property
     def delays(self) -> bool:
         """Whether what this step's optimizer would update late is to wait."""
-        return bool(self.lists.flush) and self.phase is not Phase.WARM
+        return bool(self.lists.flush) and self.phase is not UpdatePhase.WARM
 
     @property
     def has_begun(self) -> bool:
@@ -224,7 +224,9 @@ class Rank:
         self.executor.copier.forget()  # states that set out for an update that was skipped
         self.waiting.start(outer)
         warm = self.plan.delayed_update is not None and self.steps_done < self.plan.delayed_update
-        self.phase = Phase.STEADY if due or not self.lists.flush else Phase.WARM if warm else Phase.FIRST
+        self.phase = (
+            UpdatePhase.STEADY if due or not self.lists.flush else UpdatePhase.WARM if warm else UpdatePhase.FIRST
+        )
         self.executor.bind(microbatches(self.plan, self.stage, batch, self.program.outer, self.device, homes))
         self.executor.seed(self.seed, self.steps_done)
         self.steps_done += 1

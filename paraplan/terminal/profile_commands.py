@@ -43,7 +43,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 @documented
-class Measuring(Options, frozen=True, kw_only=True):
+class MeasuringOptions(Options, frozen=True, kw_only=True):
     """How ops are measured."""
 
     threads: Annotated[int, Option("Of a CPU process.")] = 1
@@ -53,7 +53,9 @@ class Measuring(Options, frozen=True, kw_only=True):
     again: Annotated[bool, Option("Measure what is known once more, and pool both.")] = False
 
 
-@with_options(JobOptions, Measuring, only=("batch", "seq", "optimizer", "precision", "threads", "processes", "again"))
+@with_options(
+    JobOptions, MeasuringOptions, only=("batch", "seq", "optimizer", "precision", "threads", "processes", "again")
+)
 def profile(
     model: ModelName,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile; what it has is not measured again.")],
@@ -66,7 +68,7 @@ def profile(
 ) -> None:
     """Measure a model's ops on a device, at every local shape a plan may choose."""
     gc.set_threshold(*RARELY)
-    job, how = from_keywords(JobOptions, options), from_keywords(Measuring, options)
+    job, how = from_keywords(JobOptions, options), from_keywords(MeasuringOptions, options)
     if min(devices, how.threads, how.processes) < 1:
         raise ConstraintError(f"--devices {devices}, --threads {how.threads}, --processes {how.processes}: at least 1")
     if how.processes > 1 and device != "cpu":

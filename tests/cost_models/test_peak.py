@@ -14,7 +14,7 @@ from paraplan.capture import capture
 from paraplan.cost_models.constants import CUDA_BLOCK_BYTES
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk
-from paraplan.cost_models.simulator.peak_attribution import Peak, Role, peak_of
+from paraplan.cost_models.simulator.peak_attribution import BytesRole, Peak, peak_of
 from paraplan.cost_models.simulator.simulate import RankTrace
 from paraplan.ir.execution.names import Role as OuterRole
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
@@ -79,8 +79,8 @@ def lowered(name: str) -> tuple[Plan, tuple[RankProgram, ...], tuple[RankTrace, 
     return plan, programs, simulate_plan(plan, programs).traces
 
 
-def by_role(peak: Peak, tier: str = "") -> Counter[Role]:
-    found: Counter[Role] = Counter()
+def by_role(peak: Peak, tier: str = "") -> Counter[BytesRole]:
+    found: Counter[BytesRole] = Counter()
     for row in peak.roles:
         found[row.role] += row.nbytes if row.tier == tier else 0
     return found
@@ -98,11 +98,11 @@ def test_the_parts_are_the_peak(name: str) -> None:
         peak = peak_of(made, trace, plan.program)
         found = by_role(peak)
         assert found.total() == peak.nbytes == trace.peak_bytes
-        assert found[Role.STATES] == made.optimizer_bytes
+        assert found[BytesRole.STATES] == made.optimizer_bytes
         params = sum(value.nbytes for value in made.outer.values() if value.role is OuterRole.PARAMETER)
-        assert found[Role.PARAMETERS] == params
+        assert found[BytesRole.PARAMETERS] == params
         assert sum(each.nbytes for each in peak.tensors if not each.tier) == (
-            trace.peak_bytes - made.optimizer_bytes - found[Role.WORKSPACE]
+            trace.peak_bytes - made.optimizer_bytes - found[BytesRole.WORKSPACE]
         )
 
 
@@ -136,11 +136,11 @@ def test_saved_activations_are_those_the_blocks_save() -> None:
     handed_on = (OuterRole.VALUE, OuterRole.BATCH)
     boundary = {id(held.storage) for name, held in walk.outer.items() if name.role in handed_on}
     wanted = {id(storage): storage.nbytes for storage in saved.values() if id(storage) not in boundary}
-    assert by_role(peak)[Role.SAVED] == sum(wanted.values()) > 0
-    assert {row.kind for row in peak.roles if row.role is Role.SAVED} == {
+    assert by_role(peak)[BytesRole.SAVED] == sum(wanted.values()) > 0
+    assert {row.kind for row in peak.roles if row.role is BytesRole.SAVED} == {
         plan.program.segments[step.segment].kind for step in made.steps[:first] if step.segment >= 0
     }  # fmt: skip
-    assert not by_role(peak)[Role.RECOMPUTED]
+    assert not by_role(peak)[BytesRole.RECOMPUTED]
 
 
 def test_recomputed_activations_are_the_forward_s_ops_in_the_backward() -> None:
@@ -159,16 +159,16 @@ def test_recomputed_activations_are_the_forward_s_ops_in_the_backward() -> None:
         ]  # fmt: skip
         if again:
             seen += 1
-            assert by_role(peak_of(made, at(trace, index, again[-1]), plan.program))[Role.RECOMPUTED] > 0
-        assert not by_role(peak_of(made, at(trace, index, -1), plan.program))[Role.RECOMPUTED]
+            assert by_role(peak_of(made, at(trace, index, again[-1]), plan.program))[BytesRole.RECOMPUTED] > 0
+        assert not by_role(peak_of(made, at(trace, index, -1), plan.program))[BytesRole.RECOMPUTED]
     assert seen > 2
 
 
 def test_what_is_away_stands_beside() -> None:
     plan, (made,), (trace,) = lowered("host")
     peak = peak_of(made, trace, plan.program)
-    assert 0 < by_role(peak, "host")[Role.SAVED] <= trace.tier_peak_bytes["host"]
-    assert by_role(peak, "host").total() == by_role(peak, "host")[Role.SAVED]
+    assert 0 < by_role(peak, "host")[BytesRole.SAVED] <= trace.tier_peak_bytes["host"]
+    assert by_role(peak, "host").total() == by_role(peak, "host")[BytesRole.SAVED]
 
 
 def test_messages_are_told_apart() -> None:
@@ -176,7 +176,7 @@ def test_messages_are_told_apart() -> None:
     for made, trace in zip(programs, traces, strict=True):
         index = next(i for i, step in enumerate(made.steps) if step.kind is StepKind.RECV)
         found = by_role(peak_of(made, at(trace, index, -1), plan.program))
-        assert found[Role.MESSAGES] >= made.transfers[made.steps[index].transfer].nbytes
+        assert found[BytesRole.MESSAGES] >= made.transfers[made.steps[index].transfer].nbytes
 
 
 def test_rounding_is_of_cuda_and_beside_the_peak() -> None:

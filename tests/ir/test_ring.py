@@ -13,7 +13,7 @@ from paraplan.ir.model.graph import Graph, Op
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.blocks.forward import extend
-from paraplan.planner.sharding.prices import Prices
+from paraplan.planner.sharding.prices import MeshPrices
 from paraplan.rules.strategies import AxisChoice, Strategy, op_strategies
 
 SHAPE, STATS = (2, 4, 12, 8), (2, 4, 12)
@@ -95,7 +95,7 @@ def test_the_planner_prices_what_is_lowered(backward: bool, key: str, mesh: tupl
         ClusterSpec.local(mesh[0] * mesh[-1] if len(mesh) > 1 else mesh[0]), make_mesh(mesh, ("a", "b")[: len(mesh)])
     )
     block = lowered(graph, key, mesh)
-    priced = Prices(costs, (1, *mesh))
+    priced = MeshPrices(costs, (1, *mesh))
     work = dict.fromkeys(priced.streams, 0.0)
     for instr in block.instrs:
         if not instr.layout_change:

@@ -12,7 +12,7 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.model.graph import Graph, Op
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.planner.sharding.prices import Prices
+from paraplan.planner.sharding.prices import MeshPrices
 from paraplan.rules.expansions.route import expected_rows
 from paraplan.rules.strategies import op_strategies
 
@@ -47,7 +47,7 @@ def test_the_planner_prices_what_is_lowered(graph: Graph, key: str, mesh: tuple[
     for size in mesh:
         ranks *= size
     costs = Costs(ClusterSpec.local(ranks), make_mesh(mesh, ("a", "b")[: len(mesh)]))
-    priced = Prices(costs, (1, *mesh))
+    priced = MeshPrices(costs, (1, *mesh))
     work = dict.fromkeys(priced.streams, 0.0)
     for instr in lowered(graph, key, mesh).instrs:
         if not instr.layout_change:

@@ -16,7 +16,7 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.graph import Op
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.jobs.checking.check import Errors, SingleDevice
+from paraplan.jobs.checking.check import LargestErrors, SingleDevice
 from paraplan.jobs.models import Made
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
@@ -91,7 +91,7 @@ class Run:
         self, count: int = 1, before: Callable[[InProcessTrainer], None] | None = None,
         after: Callable[[InProcessTrainer], None] | None = None,
         found: Callable[[Tensors, Tensors], None] | None = None,
-    ) -> Errors:  # fmt: skip
+    ) -> LargestErrors:  # fmt: skip
         """Take steps; `before` the update, `after` it, and on the (gradients, tensors) found."""
         trainer = self.trainer
         for step in range(count):
@@ -110,7 +110,7 @@ class Run:
         return self.single.errors
 
 
-def check(model: nn.Module, inputs: Callable[[int], Tensors] = batch, steps: int = 2, **how: Any) -> Errors:
+def check(model: nn.Module, inputs: Callable[[int], Tensors] = batch, steps: int = 2, **how: Any) -> LargestErrors:
     """A model's plan of one device, checked."""
     return Run(planned(captured(model, inputs(0), **how)), model, inputs).steps(steps)
 

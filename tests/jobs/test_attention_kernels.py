@@ -16,7 +16,7 @@ from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import with_used_profile
 from paraplan.ir.execution.rank_program import LocalValue
-from paraplan.ir.machine.kernel_choice import Call, Kernel, fitting
+from paraplan.ir.machine.kernel_choice import Kernel, OpCall, fitting
 from paraplan.ir.plan import OPTIMIZERS, Plan
 from paraplan.ir.profile import OpTime, Profile
 from paraplan.jobs.checking.without_device import dispatched_methods
@@ -61,10 +61,10 @@ def _value(x: Tensor) -> LocalValue:
     return LocalValue(dtype=name, shape=tuple(x.shape), strides=x.stride(), base="x", storage_bytes=nbytes)
 
 
-def _call(tensors: list[Tensor], args: tuple[Any, ...]) -> Call:
+def _call(tensors: list[Tensor], args: tuple[Any, ...]) -> OpCall:
     refs = iter(range(len(tensors)))
     named = tuple(f"%{next(refs)}" if isinstance(arg, Tensor) else arg for arg in args)
-    return Call([_value(x) for x in tensors], [], named)
+    return OpCall([_value(x) for x in tensors], [], named)
 
 
 def _cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -100,7 +100,7 @@ def test_what_is_said_of_each_kernel_is_what_it_does() -> None:
     assert set(seen) == {"flash", "efficient", "cudnn"} and min(seen.values()) > 20
 
 
-def _assert_said(target: str, kernel: Kernel, call: Call, args: tuple[Any, ...]) -> None:
+def _assert_said(target: str, kernel: Kernel, call: OpCall, args: tuple[Any, ...]) -> None:
     where = (target, kernel.name, [(x.dtype, x.shape, x.strides) for x in call.inputs if x is not None], args[-7:])
     with fake_mode(), torch.no_grad(), dispatched_methods():
         given = [_fake(arg) for arg in args]

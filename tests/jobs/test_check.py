@@ -12,7 +12,7 @@ from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.jobs.checking.check import Captured, Errors, SingleDevice, max_error
+from paraplan.jobs.checking.check import Captured, LargestErrors, SingleDevice, max_error
 from paraplan.jobs.models import Made
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
@@ -54,7 +54,9 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-2)
 
 
-def checked(plan: Plan, spoil_grads: Spoil | None = None, spoil_params: Spoil | None = None) -> tuple[Errors, float]:
+def checked(
+    plan: Plan, spoil_grads: Spoil | None = None, spoil_params: Spoil | None = None
+) -> tuple[LargestErrors, float]:
     """A plan's errors, and how far its parameters end from one device that updates with its own gradients.
 
     Spoilers change the second step's gradients or parameters in place, before the run goes on with them.

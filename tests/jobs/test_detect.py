@@ -12,7 +12,7 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.jobs.measuring import detect as module
 from paraplan.jobs.measuring.detect import Gpu, catalog_name, cpu_cluster, detect, gpu_cluster, visible
 from paraplan.jobs.measuring.measure import copy_bytes_per_s, launch_s, matmul_flops_per_s
-from paraplan.jobs.measuring.topology import Launch
+from paraplan.jobs.measuring.topology import JobTopology
 
 from . import topologies
 
@@ -33,7 +33,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Says:
 def test_a_node_of_known_gpus(says: Says) -> None:
     says(topologies.DGX_H100, "5, 16\n" * 4)
     gpus = (*[Gpu("NVIDIA H100 80GB HBM3", 84_900_000_000)] * 3, Gpu("NVIDIA H100 80GB HBM3", 84_000_000_000))
-    cluster = gpu_cluster(gpus, Launch(nodes=2, processes_per_node=4, source="torchrun"), {})
+    cluster = gpu_cluster(gpus, JobTopology(nodes=2, processes_per_node=4, source="torchrun"), {})
     (group,) = cluster.groups
     assert (group.nodes, group.devices_per_node, cluster.name) == (2, 4, "detected 4xH100:2")
     assert group.device.memory_bytes == 84_000_000_000  # of the smallest, as the driver says
@@ -46,7 +46,7 @@ def test_a_node_of_known_gpus(says: Says) -> None:
 
 def test_without_nvidia_smi_the_catalog_speaks_and_says_so(says: Says) -> None:
     says()
-    cluster = gpu_cluster((Gpu("AMD Instinct MI300X", 206_000_000_000),) * 8, Launch(), {})
+    cluster = gpu_cluster((Gpu("AMD Instinct MI300X", 206_000_000_000),) * 8, JobTopology(), {})
     (group,) = cluster.groups
     assert cluster.between_nodes is None and group.device.kind == "MI300X"
     assert group.in_node.bytes_per_s == CATALOG["MI300X"].in_node.bytes_per_s
@@ -56,14 +56,14 @@ def test_without_nvidia_smi_the_catalog_speaks_and_says_so(says: Says) -> None:
 def test_a_job_on_some_of_a_nodes_gpus(says: Says) -> None:
     says(topologies.FOUR_A100_BOARD)
     gpus = (Gpu("NVIDIA A100-SXM4-40GB", 42 * GIB),) * 4
-    assert gpu_cluster(gpus, Launch(2, 2, "SLURM"), {}).num_devices == 4
-    assert gpu_cluster(gpus, Launch(1, 9, "SLURM"), {}).num_devices == 4  # never more than there are
+    assert gpu_cluster(gpus, JobTopology(2, 2, "SLURM"), {}).num_devices == 4
+    assert gpu_cluster(gpus, JobTopology(1, 9, "SLURM"), {}).num_devices == 4  # never more than there are
 
 
 def test_unequal_gpus_are_refused(says: Says) -> None:
     says()
     with pytest.raises(ClusterError, match=r"NVIDIA H100 PCIe and NVIDIA L40S.*CUDA_VISIBLE_DEVICES"):
-        gpu_cluster((Gpu("NVIDIA H100 PCIe", 80 * GIB), Gpu("NVIDIA L40S", 44 * GIB)), Launch(), {})
+        gpu_cluster((Gpu("NVIDIA H100 PCIe", 80 * GIB), Gpu("NVIDIA L40S", 44 * GIB)), JobTopology(), {})
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_share_the_machine(measured: None) -> None:
-    one, four = cpu_cluster(1, Launch()), cpu_cluster(4, Launch(nodes=2))
+    one, four = cpu_cluster(1, JobTopology()), cpu_cluster(4, JobTopology(nodes=2))
     assert (one.num_devices, four.num_devices) == (1, 8)
     alone, shared = one.groups[0].device, four.groups[0].device
     assert alone.flops_per_s == {"float32": 4.12e10} and shared.flops_per_s == {"float32": 1.03e10}

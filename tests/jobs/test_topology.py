@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paraplan.jobs.measuring.topology import (
-    Launch,
+    JobTopology,
     in_node_link,
     parse_pcie,
     parse_port_rate,
@@ -123,4 +123,4 @@ def test_ports() -> None:
 def test_launchers(env: dict[str, str], nodes: int, processes: int | None) -> None:
     found = read_launch(env)
     assert (found.nodes, found.processes_per_node) == (nodes, processes)
-    assert bool(found.source) == (found != Launch())
+    assert bool(found.source) == (found != JobTopology())

@@ -22,7 +22,7 @@ from paraplan.planner.search import search
 from paraplan.planner.sharding.formulate import network_of
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.objective import work_of_choices
-from paraplan.planner.sharding.solve import Limits, decisions_of, problem_of, solve_mesh
+from paraplan.planner.sharding.solve import SolveLimits, decisions_of, problem_of, solve_mesh
 
 PINS = [
     Constraints(cp=4, cp_mode="alltoall"),
@@ -88,7 +88,7 @@ def test_no_step_is_below_its_bound(pins: Constraints, fused: bool) -> None:
 def test_streams_do_what_they_are_priced_at(pins: Constraints) -> None:
     """The choices' price, stream by stream, is no more than the plan of these choices takes."""
     made_of = job(cluster="4xH100")
-    (mesh, *_), limits = candidate_meshes(made_of, pins), Limits(time_s=60.0, memory_bytes=float(1 << 40))
+    (mesh, *_), limits = candidate_meshes(made_of, pins), SolveLimits(time_s=60.0, memory_bytes=float(1 << 40))
     space = problem_of(made_of, mesh, 1, pins)
     found = optimise(network_of(space, None), limits.time_s, limits.relative_gap)
     assert found.choices is not None
@@ -105,7 +105,7 @@ def test_streams_do_what_they_are_priced_at(pins: Constraints) -> None:
 def test_a_bound_above_the_step_is_withdrawn_and_told() -> None:
     made_of, pins = job(layers=1), Constraints(dp=4)
     (mesh, *_) = candidate_meshes(made_of, pins)
-    best = solve_mesh(made_of, mesh, 1, pins, Limits(time_s=60.0, memory_bytes=float(1 << 40), certify=False))
+    best = solve_mesh(made_of, mesh, 1, pins, SolveLimits(time_s=60.0, memory_bytes=float(1 << 40), certify=False))
     plan = certified(best, 2 * best.simulation.step_s, 1)
     assert plan.certificate is not None and plan.certificate.bound_s == 0.0
     assert FAULT in plan.notes[-1]

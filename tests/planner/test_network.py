@@ -17,9 +17,9 @@ from paraplan.planner.sharding.network import optimise as optimise_module
 from paraplan.planner.sharding.network.cost_network import Factor, Network, Row
 from paraplan.planner.sharding.network.ilp import build_ilp
 from paraplan.planner.sharding.network.lagrangian import evaluate, scalarised
-from paraplan.planner.sharding.network.message_passing import Messages, groupings
+from paraplan.planner.sharding.network.message_passing import MessagePassing, groupings
 from paraplan.planner.sharding.network.optimise import least_activity, optimise
-from paraplan.planner.sharding.solve import Limits
+from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.planner.sharding.step_bound import step_bound
 from paraplan.planner.solvers.milp import Status, solve
 
@@ -117,7 +117,7 @@ def test_bounds_never_fall_and_options_keep_theirs(seed: int) -> None:
     network = random_network(seed, blocked=0.0)
     weights = np.ones(STREAMS)
     unary = [price @ weights for price in network.prices]
-    messages = Messages(network, unary, [factor.prices @ weights for factor in network.factors])
+    messages = MessagePassing(network, unary, [factor.prices @ weights for factor in network.factors])
     last = -math.inf
     for _ in range(6):
         messages.sweep()
@@ -166,9 +166,9 @@ def test_many_readers_are_looked_at_by_sets(monkeypatch: pytest.MonkeyPatch) -> 
         network = whole.restricted(kept)
         costs = scalarised(network, np.ones(STREAMS), np.zeros(0))
         monkeypatch.setattr(message_passing, "MANY", 1)
-        by_sets = Messages(network, *costs)
+        by_sets = MessagePassing(network, *costs)
         monkeypatch.setattr(message_passing, "MANY", 9)
-        by_groups = Messages(network, *costs)
+        by_groups = MessagePassing(network, *costs)
         for _ in range(3):
             by_sets.sweep()
             by_groups.sweep()
@@ -234,7 +234,7 @@ def test_messages_of_the_whole_are_taken_over_by_a_part() -> None:
         point = evaluate(network, weights, np.zeros(0), time.perf_counter() + 60)
         kept = [np.arange(len(price))[-2:] for price in network.prices]
         part = network.restricted(kept)
-        messages = Messages(part, *scalarised(part, weights, np.zeros(0)), point.messages)
+        messages = MessagePassing(part, *scalarised(part, weights, np.zeros(0)), point.messages)
         least = min(float(work.sum()) for _, work in every_choice(part))
         assert point.bound - 1e-9 <= messages.bound() <= least + 1e-9
 
@@ -257,8 +257,8 @@ def test_a_cutoff_ends_the_search_only_where_all_choices_cost_more() -> None:
 def test_a_deadline_is_looked_at_inside_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of time, what there is is given back: a bound that holds, and choices that are possible."""
     visited: list[int] = []
-    visit = Messages._visit
-    monkeypatch.setattr(Messages, "_visit", lambda self, at, step: (visited.append(at), visit(self, at, step))[1])
+    visit = MessagePassing._visit
+    monkeypatch.setattr(MessagePassing, "_visit", lambda self, at, step: (visited.append(at), visit(self, at, step))[1])
     network = random_network(3, blocked=0.0)
     late = evaluate(network, np.ones(STREAMS), np.zeros(0), -math.inf)
     assert not visited
@@ -271,5 +271,5 @@ def test_a_deadline_is_looked_at_inside_of_sweeps(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tries_on_a_mesh_share_its_time() -> None:
-    limits = Limits(time_s=4.0, memory_bytes=1.0)
+    limits = SolveLimits(time_s=4.0, memory_bytes=1.0)
     assert [limits.left_s(taken) for taken in (0.0, 1.5, 4.0, 9.0)] == [4.0, 2.5, 0.4, 0.4]

@@ -28,8 +28,8 @@ from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.fits import needed_bytes, search_room
-from paraplan.planner.search import Found, search
-from paraplan.planner.sharding.solve import Limits
+from paraplan.planner.search import BestPlan, search
+from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.report.explain import verdict
 
 MIB = 1 << 20
@@ -167,7 +167,7 @@ def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     now, given = [0.0], list[float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
-    def searched(job: Job, constraints: Constraints, time_limit_s: float, *rest: object, **more: object) -> Found:
+    def searched(job: Job, constraints: Constraints, time_limit_s: float, *rest: object, **more: object) -> BestPlan:
         given.append(time_limit_s)
         now[0] += 6.0
         return search(job, constraints, time_limit_s, certify=False)
@@ -188,7 +188,7 @@ def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     on_mesh = search_module._on_mesh
 
-    def slow(job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, *rest: object) -> object:
+    def slow(job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits, *rest: object) -> object:
         given.append(limits.time_s)
         found = on_mesh(job, mesh, constraints, limits, *rest)  # type: ignore[arg-type]
         now[0] += 4.0

@@ -29,12 +29,12 @@ from paraplan.planner.sharding.network.ilp import build_ilp
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.objective import held_bytes, work_of_choices
 from paraplan.planner.sharding.pins import LINEAR, NORMS
-from paraplan.planner.sharding.solve import Limits, problem_of, solve_mesh
+from paraplan.planner.sharding.solve import SolveLimits, problem_of, solve_mesh
 from paraplan.planner.sharding.space import Decider, End, Space
 from paraplan.planner.sharding.step_bound import step_bound
 from paraplan.planner.solvers.milp import Status, solve
 
-NO_LIMIT = Limits(time_s=60.0, memory_bytes=float(1 << 40))
+NO_LIMIT = SolveLimits(time_s=60.0, memory_bytes=float(1 << 40))
 LINE, GRID = make_mesh((2,), ("axis0",)), make_mesh((2, 2), ("axis0", "axis1"))
 
 
@@ -204,7 +204,7 @@ def test_memory_limits_are_kept_and_cost_time(tiny_stacks) -> None:  # type: ign
     peak = max(free.simulation.peak_bytes)
     last, proved = free.objective_s, False
     for share in (1.0, 0.92, 0.7, 0.5, 0.4):
-        limits = Limits(time_s=60.0, memory_bytes=peak * share)
+        limits = SolveLimits(time_s=60.0, memory_bytes=peak * share)
         try:
             found = solve_mesh(job, LINE, 1, Constraints(), limits)
         except NoPlanError:
@@ -219,7 +219,7 @@ def test_memory_limits_are_kept_and_cost_time(tiny_stacks) -> None:  # type: ign
         InfeasibleError,
         match=r"no sharding fits .* on mesh \(2,\): at least .* needed.*the largest tensor is .* use more devices",
     ):
-        solve_mesh(job, LINE, 1, Constraints(), Limits(time_s=60.0, memory_bytes=1000.0))
+        solve_mesh(job, LINE, 1, Constraints(), SolveLimits(time_s=60.0, memory_bytes=1000.0))
 
 
 def test_how_much_is_missing_is_solved_for_when_it_is_read(tiny_mlp, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -322,12 +322,14 @@ def test_all_tries_on_a_mesh_share_its_time(tiny_mlp, monkeypatch) -> None:  # t
     now, tries = [0.0], list[tuple[str, int, float]]()
     monkeypatch.setattr(search_module.time, "perf_counter", lambda: now[0])
 
-    def kept(job: Job, mesh: Mesh, count: int, pins: Constraints, limits: Limits, cutoff_s: float) -> SimpleNamespace:
+    def kept(
+        job: Job, mesh: Mesh, count: int, pins: Constraints, limits: SolveLimits, cutoff_s: float
+    ) -> SimpleNamespace:
         tries.append(("kept", count, limits.time_s))
         now[0] += 6.0
         return SimpleNamespace(simulation=SimpleNamespace(step_s=1 / count), memory_binds=True)
 
-    def recomputed(job: Job, mesh: Mesh, count: int, pins: Constraints, limits: Limits) -> None:
+    def recomputed(job: Job, mesh: Mesh, count: int, pins: Constraints, limits: SolveLimits) -> None:
         tries.append(("recomputed", count, limits.time_s))
         raise SolverLimitError("none")
 

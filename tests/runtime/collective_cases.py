@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paraplan.ir.machine.collectives import COLLECTIVES
-from paraplan.runtime.transport.collectives import Route
+from paraplan.runtime.transport.collectives import UnevenRoute
 
 Dims = tuple[int, ...]
 Array = NDArray[np.float64]
@@ -24,9 +24,9 @@ class Case(NamedTuple):
     reduction: str
     inputs: list[Tensor]
     wanted: list[Tensor]
-    routes: tuple[Route, ...] = ()
+    routes: tuple[UnevenRoute, ...] = ()
 
-    def route(self, rank: int) -> Route | None:
+    def route(self, rank: int) -> UnevenRoute | None:
         return self.routes[rank] if self.routes else None
 
 
@@ -86,7 +86,7 @@ def _route(n: int, block: Dims, spare: int) -> Case:
 
     wanted = buffers([[rows[s][t] for s in range(n)] for t in range(n)], 0.0)
     routes = tuple(
-        Route(torch.tensor(counts[rank]), torch.tensor(counts[:, rank]), len(wanted[rank])) for rank in range(n)
+        UnevenRoute(torch.tensor(counts[rank]), torch.tensor(counts[:, rank]), len(wanted[rank])) for rank in range(n)
     )
     return Case("route", "", buffers(rows, 7.0), wanted, routes)
 

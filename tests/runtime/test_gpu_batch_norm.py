@@ -128,7 +128,8 @@ _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paraplan.kernels.gpu import batch_norm, split_lookup, whole_batch_norm
+from paraplan.kernels.gpu import batch_norm, whole_batch_norm
+from paraplan.kernels.gpu.rows import split_lookup
 tensors = dict.fromkeys(("x", "g", "w", "bias", "running"), "*bf16") | {"ids": "*i64", "local": "*i64"}
 tensors |= dict.fromkeys(("mean", "rstd", "dw", "db", "parts", "first", "second", "squares", "total"), "*fp32")
 tensors |= dict.fromkeys(("y", "added", "dx", "masked", "old_mean", "old_var", "new_mean", "new_var"), "*bf16")

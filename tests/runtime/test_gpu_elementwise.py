@@ -11,7 +11,7 @@ from paraplan.kernels import reference_kernels
 
 pytest.importorskip("triton")
 
-from paraplan.ir.machine.kernel_choice import Call, chosen
+from paraplan.ir.machine.kernel_choice import OpCall, chosen
 from paraplan.kernels.gpu import elementwise
 from paraplan.rules.device_kernels import cuda  # noqa: F401  (records its kernels)
 from tests.runtime.compiling import compiled
@@ -65,12 +65,12 @@ def test_gated_activations(dtype: torch.dtype, activation: str) -> None:
 def test_halves_of_one_tensor_are_read_where_they_are() -> None:
     """And what cannot be seen as dense rows is copied, which is said."""
 
-    def call(*given: Tensor) -> Call:
+    def call(*given: Tensor) -> OpCall:
         values = [
             LocalValue(dtype="float32", shape=tuple(x.shape), strides=x.stride(), base="x", storage_bytes=0)
             for x in given
         ]
-        return Call(values, values[:1], ("%a", "%b", ":silu"))
+        return OpCall(values, values[:1], ("%a", "%b", ":silu"))
 
     halves = torch.zeros(3, 4, 16).chunk(2, -1)
     turned = torch.zeros(3, 8, 4).mT

@@ -125,13 +125,13 @@ _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paraplan.kernels.gpu import experts, grouped
+from paraplan.kernels.gpu.rows import experts, grouped_products
 tensors = dict.fromkeys(("x", "g", "xs", "gs", "u", "d", "y", "a", "b", "out", "total", "part"), "*bf16")
 tensors |= dict.fromkeys(("weights", "gw"), "*fp32") | dict.fromkeys(("ends", "inverse"), "*i32")
 tensors |= dict.fromkeys(("ranked", "order", "first", "ids"), "*i64") | {"bs": ("i64", "i64", "i64")}
 fixed = dict(block=1024, grad=True, gated=True, kind=1, weighted=True, adds=True, tile_m=128, tile_n=128, tile_k=32)
 for kernel in (experts._place, experts._gather, experts._hidden, experts._hidden_grad, experts._combine, experts._add,
-               grouped._product, grouped._outer):
+               grouped_products._product, grouped_products._outer):
     names = [each.name for each in kernel.params]
     signature = {name: "constexpr" if name in fixed else tensors.get(name, "i32") for name in names}
     constants = {name: value for name, value in fixed.items() if name in names}

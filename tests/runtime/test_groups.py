@@ -16,7 +16,7 @@ import torch.distributed as dist
 from paraplan.ir.errors import ConstraintError, RuntimeFailure
 from paraplan.runtime.optimizers.delayed import LateUpdates
 from paraplan.runtime.transport.launch import host_threads, init_distributed, spawn_local
-from paraplan.runtime.transport.tier_copies import Copier, Flight
+from paraplan.runtime.transport.tier_copies import Copier, CopyUnderWay
 
 WORKER = str(Path(__file__).with_name("groups_worker.py"))
 
@@ -81,7 +81,7 @@ def test_a_rank_without_a_gpu_is_refused_or_uses_gloo(
 
 def test_threads_work_on_the_device_of_who_starts_them(gpus: Callable[[int], list[tuple[int, Any]]]) -> None:
     told, found = gpus(4), []
-    flight = Flight(lambda: found.append(threading.get_ident()), "a copy", 0.0)
+    flight = CopyUnderWay(lambda: found.append(threading.get_ident()), "a copy", 0.0)
     copier = Copier("cuda")
     copier._queue("disk", "out").put(flight)
     assert flight.done.wait(10)
@@ -98,7 +98,7 @@ def test_threads_work_on_the_device_of_who_starts_them(gpus: Callable[[int], lis
 
 
 def test_a_cpu_process_sets_no_device(gpus: Callable[[int], list[tuple[int, Any]]]) -> None:
-    told, flight, copier = gpus(4), Flight(lambda: None, "a copy", 0.0), Copier(beside=True)
+    told, flight, copier = gpus(4), CopyUnderWay(lambda: None, "a copy", 0.0), Copier(beside=True)
     copier._queue("disk", "out").put(flight)
     assert flight.done.wait(10) and told == []
 

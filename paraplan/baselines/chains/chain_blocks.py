@@ -25,7 +25,7 @@ MAX_WIDTH = 4
 
 
 @dataclass(frozen=True)
-class Step:
+class BlockRun:
     """A block executed."""
 
     block: int
@@ -69,14 +69,14 @@ class Chain:
         """Bytes of some tensors."""
         return sum(self.problem.tensors[tensor].nbytes for tensor in tensors)
 
-    def ops(self, steps: list[Step]) -> tuple[int, ...]:
+    def ops(self, steps: list[BlockRun]) -> tuple[int, ...]:
         """The ops that some steps execute, in order."""
         return tuple(op for s in steps for op in (self.backward[s.block] if s.backward else self.forward[s.block]))
 
 
-def forwards(first: int, end: int) -> list[Step]:
+def forwards(first: int, end: int) -> list[BlockRun]:
     """The forwards of blocks first … end − 1."""
-    return [Step(block) for block in range(first, end)]
+    return [BlockRun(block) for block in range(first, end)]
 
 
 def split_backward(problem: MemoryProblem, strategy: str) -> int:

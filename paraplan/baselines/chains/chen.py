@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 
-from paraplan.baselines.chains.chain_blocks import Chain, Step, chain_of, forwards
+from paraplan.baselines.chains.chain_blocks import BlockRun, Chain, chain_of, forwards
 from paraplan.baselines.common import Limits, answer_ops, best_within, check_budget, fits, keep_all
 from paraplan.planner.memory.answer import MemoryAnswer
 from paraplan.planner.memory.problem import MemoryProblem
@@ -35,7 +35,7 @@ def segmented(chain: Chain, starts: list[int]) -> tuple[int, ...]:
     for number, (first, end) in reversed(list(enumerate(zip(starts, ends, strict=True)))):
         if number < len(starts) - 1:
             steps += forwards(first, end)
-        steps += [Step(block, backward=True) for block in reversed(range(first, end))]
+        steps += [BlockRun(block, backward=True) for block in reversed(range(first, end))]
     return chain.ops(steps)
 
 
@@ -98,9 +98,9 @@ def divide_conquer(problem: MemoryProblem, budget_bytes: int, limits: Limits) ->
         leaf = (leaf + 1) // 2
 
 
-def halved(first: int, end: int, leaf: int) -> list[Step]:
+def halved(first: int, end: int, leaf: int) -> list[BlockRun]:
     """The steps of blocks first … end − 1, whose first boundary is there."""
     if end - first <= leaf:
-        return forwards(first, end) + [Step(block, backward=True) for block in reversed(range(first, end))]
+        return forwards(first, end) + [BlockRun(block, backward=True) for block in reversed(range(first, end))]
     middle = (first + end) // 2
     return forwards(first, middle) + halved(middle, end, leaf) + halved(first, middle, leaf)

@@ -15,7 +15,7 @@ import contextlib
 
 from paraplan.baselines.chains.block_costs import BlockCosts, block_costs
 from paraplan.baselines.chains.chain_blocks import Chain, chain_of
-from paraplan.baselines.chains.pofo_program import Program
+from paraplan.baselines.chains.pofo_program import PofoTable
 from paraplan.baselines.chains.rotor import plan_chain
 from paraplan.baselines.common import (
     Clock,
@@ -65,7 +65,7 @@ def _combined(
 ) -> MemoryAnswer | None:
     if room < 0:
         return None
-    problem, planned = chain.problem, Program(costs, room, tier, clock).plan()
+    problem, planned = chain.problem, PofoTable(costs, room, tier, clock).plan()
     if planned is None:
         return None
     steps, away = planned

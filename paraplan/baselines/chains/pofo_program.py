@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paraplan.baselines.chains.block_costs import BlockCosts
-from paraplan.baselines.chains.chain_blocks import Step, forwards
+from paraplan.baselines.chains.chain_blocks import BlockRun, forwards
 from paraplan.baselines.chains.rotor import Table
 from paraplan.baselines.common import Clock
 from paraplan.planner.memory.problem import Tier
@@ -50,7 +50,7 @@ class Choice:
     offloads: bool
 
 
-class Program:
+class PofoTable:
     """V for every block, and the choice that attains it; of no use where time passed on the way."""
 
     def __init__(self, costs: BlockCosts, room_bytes: int, tier: Tier, clock: Clock) -> None:
@@ -147,10 +147,10 @@ class Program:
     def _level(self, nbytes: NDArray[np.float64]) -> NDArray[np.int64]:
         return np.rint(nbytes / self.unit).astype(np.int64)
 
-    def plan(self) -> tuple[list[Step], frozenset[int]] | None:
+    def plan(self) -> tuple[list[BlockRun], frozenset[int]] | None:
         """The steps and the tensors copied out of the best path; None where there is none."""
-        before: list[Step] = []
-        after: list[list[Step]] = []
+        before: list[BlockRun] = []
+        after: list[list[BlockRun]] = []
         away: set[int] = set()
         first, m, q, r = 0, self.table.room, 0, 0
         if not np.isfinite(self.value[0][m, q, r]):
@@ -159,13 +159,13 @@ class Program:
             choice = self.choices[first][int(self.taken[first][m, q, r])]
             _, slots, queue, wanted = self._moved(choice)
             before += forwards(first, choice.last + 1)
-            after.append([Step(first, backward=True)] if choice.saves else self._reversal(choice, m, r))
+            after.append([BlockRun(first, backward=True)] if choice.saves else self._reversal(choice, m, r))
             if choice.offloads:
                 away |= self.costs.saved[first] if choice.saves else self.chain.boundary[choice.last]
             first, m, q, r = choice.last + 1, int(slots[m]), int(queue[m, q]), int(wanted[m, r])
         return before + [step for steps in reversed(after) for step in steps], frozenset(away)
 
-    def _reversal(self, choice: Choice, m: int, r: int) -> list[Step]:
+    def _reversal(self, choice: Choice, m: int, r: int) -> list[BlockRun]:
         """C's steps beside what is coming back, or in all the room where that is shorter."""
         room = m - int(-(-r * self.unit // self.table.unit))
         inside = self.table.seconds[choice.first, choice.last]

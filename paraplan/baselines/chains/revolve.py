@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from paraplan.baselines.chains.chain_blocks import Step, chain_of, forwards
+from paraplan.baselines.chains.chain_blocks import BlockRun, chain_of, forwards
 from paraplan.baselines.common import Limits, answer_ops, check_budget, fits, nothing_fits
 from paraplan.planner.memory.answer import MemoryAnswer
 from paraplan.planner.memory.problem import MemoryProblem
@@ -33,16 +33,16 @@ def best_split(length: int, slots: int) -> tuple[int, int]:
     return min((j + best_split(length - j, slots - 1)[0] + best_split(j, slots)[0], j) for j in range(1, length))
 
 
-def reversal(first: int, length: int, slots: int) -> list[Step]:
+def reversal(first: int, length: int, slots: int) -> list[BlockRun]:
     """The steps that reverse blocks first … first + length − 1, whose first boundary is there."""
     if length == 1:
-        return [Step(first), Step(first, backward=True)]
+        return [BlockRun(first), BlockRun(first, backward=True)]
     _, split = best_split(length, slots)
     if split == 0:
         return [
             step
             for block in reversed(range(first, first + length))
-            for step in (*forwards(first, block + 1), Step(block, backward=True))
+            for step in (*forwards(first, block + 1), BlockRun(block, backward=True))
         ]
     return [
         *forwards(first, first + split),

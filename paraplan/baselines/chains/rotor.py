@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paraplan.baselines.chains.block_costs import BlockCosts, block_costs
-from paraplan.baselines.chains.chain_blocks import Chain, Step, chain_of, forwards
+from paraplan.baselines.chains.chain_blocks import BlockRun, Chain, chain_of, forwards
 from paraplan.baselines.common import Clock, Limits, answer, check_budget, fits, given_bytes, nothing_fits, pruned
 from paraplan.planner.memory.answer import MemoryAnswer, MemoryStatus
 from paraplan.planner.memory.memory_schedule import freeing
@@ -82,13 +82,13 @@ class Table:
             seconds[begin:][better] = found[better]
             choice[begin:][better] = start
 
-    def steps(self, first: int, last: int, room: int) -> list[Step]:
+    def steps(self, first: int, last: int, room: int) -> list[BlockRun]:
         """The steps of an entry of the table that is finite."""
         start = int(self.choice[first, last, room])
         if start == SAVE:
             inner = room - self.slots(self.costs.saved_bytes[first])
             rest = self.steps(first + 1, last, inner) if first < last else []
-            return [Step(first), *rest, Step(first, backward=True)]
+            return [BlockRun(first), *rest, BlockRun(first, backward=True)]
         held = self.slots(self.costs.checkpoint_bytes(first, start - 1))
         return [*forwards(first, start), *self.steps(start, last, room - held), *self.steps(first, start - 1, room)]
 

@@ -22,7 +22,7 @@ from paraplan.planner.memory.answer import MemoryAnswer
 from paraplan.planner.memory.problem import MemoryProblem
 
 
-class Cost(Enum):
+class ScoreCost(Enum):
     """Which seconds a score counts."""
 
     NEIGHBOURHOOD = "neighbourhood"
@@ -35,7 +35,7 @@ class Cost(Enum):
 class Heuristic:
     """A score of tensors, the lowest to be evicted: cost / (bytes if `by_size`) / (staleness if `by_age`)."""
 
-    cost: Cost
+    cost: ScoreCost
     by_size: bool
     by_age: bool
 
@@ -43,21 +43,21 @@ class Heuristic:
         """The score of a resident tensor."""
         problem = machine.problem
         value = 1.0
-        if self.cost is not Cost.NONE:
+        if self.cost is not ScoreCost.NONE:
             value = problem.ops[problem.tensors[tensor].maker].time_s
-        if self.cost in (Cost.NEIGHBOURHOOD, Cost.ANCESTORS):
-            value += machine.neighbourhood_s(tensor, self.cost is Cost.NEIGHBOURHOOD)
+        if self.cost in (ScoreCost.NEIGHBOURHOOD, ScoreCost.ANCESTORS):
+            value += machine.neighbourhood_s(tensor, self.cost is ScoreCost.NEIGHBOURHOOD)
         if self.by_size:
             value /= problem.tensors[tensor].nbytes
         return value / machine.stale_s(tensor) if self.by_age else value
 
 
 HEURISTICS = {
-    "h_dtr": Heuristic(Cost.NEIGHBOURHOOD, by_size=True, by_age=True),
-    "h_dtr_local": Heuristic(Cost.LOCAL, by_size=True, by_age=True),
-    "h_lru": Heuristic(Cost.NONE, by_size=False, by_age=True),
-    "h_size": Heuristic(Cost.NONE, by_size=True, by_age=False),
-    "h_msps": Heuristic(Cost.ANCESTORS, by_size=True, by_age=False),
+    "h_dtr": Heuristic(ScoreCost.NEIGHBOURHOOD, by_size=True, by_age=True),
+    "h_dtr_local": Heuristic(ScoreCost.LOCAL, by_size=True, by_age=True),
+    "h_lru": Heuristic(ScoreCost.NONE, by_size=False, by_age=True),
+    "h_size": Heuristic(ScoreCost.NONE, by_size=True, by_age=False),
+    "h_msps": Heuristic(ScoreCost.ANCESTORS, by_size=True, by_age=False),
 }
 
 

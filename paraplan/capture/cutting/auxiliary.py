@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from paraplan.capture.canonical import autograd
 from paraplan.capture.cutting.kinds import make_output
-from paraplan.capture.cutting.segments import Forward, Piece, closure
+from paraplan.capture.cutting.segments import ForwardGraph, Piece, closure
 from paraplan.ir.model.program import Output
 from paraplan.kernels.torch_private import FakeTensorMode
 
@@ -69,7 +69,7 @@ def plain(node: fx.Node) -> fx.Node:
     return node
 
 
-def wanted_outputs(forward: Forward, nodes: Mapping[str, fx.Node]) -> dict[str, Wanted]:
+def wanted_outputs(forward: ForwardGraph, nodes: Mapping[str, fx.Node]) -> dict[str, Wanted]:
     """What computes each output."""
     found = {}
     for name, node in nodes.items():
@@ -88,7 +88,7 @@ def read_asides(wanted: Mapping[str, Wanted]) -> dict[fx.Node, None]:
 
 
 def make_outputs(
-    forward: Forward, wanted: Mapping[str, Wanted], values: Mapping[fx.Node, str], params: set[str],
+    forward: ForwardGraph, wanted: Mapping[str, Wanted], values: Mapping[fx.Node, str], params: set[str],
     mode: FakeTensorMode,
 ) -> dict[str, Output]:  # fmt: skip
     """The outputs that can be computed.

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from paraplan.capture.canonical import autograd, experts
 from paraplan.capture.cutting.flow import aten_name, is_heavy
 from paraplan.capture.cutting.order import hoist_reductions
-from paraplan.capture.cutting.segments import Forward, make_piece, signature
+from paraplan.capture.cutting.segments import ForwardGraph, make_piece, signature
 from paraplan.capture.substituting.substitute_tensor import is_piece
 
 MAX_LIVE = 4
@@ -27,14 +27,14 @@ _LIGHT = frozenset({"sort", "topk"})  # dear to clone, but no work
 FAR_WORK = 16  # more than lies between a value and its last reader within any one layer
 
 
-def cut(forward: Forward, tail: Set[fx.Node] = frozenset()) -> list[list[fx.Node]]:
+def cut(forward: ForwardGraph, tail: Set[fx.Node] = frozenset()) -> list[list[fx.Node]]:
     """Main nodes of each segment, in order; those of the tail are the last one."""
     nodes = [node for node in forward.graph.nodes if forward.is_main(node)]
     ends = [[node for node in nodes if node in tail]] if tail else []
     return [*_cut_main(forward, [node for node in nodes if node not in tail]), *ends]
 
 
-def _cut_main(forward: Forward, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+def _cut_main(forward: ForwardGraph, nodes: list[fx.Node]) -> list[list[fx.Node]]:
     main = hoist_reductions(nodes, _is_work)
     work = [0]
     for node in main:
@@ -88,7 +88,7 @@ def _cuts(live: Sequence[int], work: Sequence[int], start: int, end: int, width:
     return found
 
 
-def _merge(forward: Forward, pieces: list[list[fx.Node]]) -> list[list[fx.Node]]:
+def _merge(forward: ForwardGraph, pieces: list[list[fx.Node]]) -> list[list[fx.Node]]:
     works = [any(_is_work(node) for node in piece) for piece in pieces]
     kinds = [signature(forward, make_piece(forward, piece)) for piece in pieces]
     joined: list[list[fx.Node]] = []

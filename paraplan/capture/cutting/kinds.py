@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
-from paraplan.capture.convert import Writer, finish, write_constant
-from paraplan.capture.cutting.segments import Forward, Piece
+from paraplan.capture.convert import OpCollector, finish, write_constant
+from paraplan.capture.cutting.segments import ForwardGraph, Piece
 from paraplan.capture.exporting.user_functions import has_own_backward
 from paraplan.capture.joint_graph import line_of_node, trace_forward, trace_joint
 from paraplan.capture.rewriting.complex_forms import COMPLEX_FORMS
@@ -26,7 +26,7 @@ _FORMS = {**FORMS, **COMPLEX_FORMS, **INDEX_FORMS, **NORM_FORMS, **VISION_FORMS}
 
 
 def make_kind(
-    name: str, forward: Forward, piece: Piece, mode: FakeTensorMode, asides: Sequence[fx.Node] = ()
+    name: str, forward: ForwardGraph, piece: Piece, mode: FakeTensorMode, asides: Sequence[fx.Node] = ()
 ) -> tuple[SegmentKind, tuple[fx.Node, ...]]:
     """Traces a piece and writes it down.
 
@@ -43,7 +43,7 @@ def make_kind(
         The kind, and the asides it has.
     """
     joint = trace_joint(forward, piece, mode, asides)
-    writer = Writer(_FORMS)
+    writer = OpCollector(_FORMS)
     places = (node for node in joint.graph.nodes if node.op == "placeholder")
     params = [writer.add_input(next(places), f"p{index}") for index in range(len(piece.params))]
     inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.inputs))]
@@ -71,29 +71,29 @@ def make_kind(
     return kind, tuple(kept)
 
 
-def make_denominator(forward: Forward, piece: Piece, mode: FakeTensorMode) -> Denominator:
+def make_denominator(forward: ForwardGraph, piece: Piece, mode: FakeTensorMode) -> Denominator:
     """A count of the batch as a graph of its own."""
     names = tuple(forward.names[node] for node in piece.inputs)
     return Denominator(graph=_forward_graph(forward, piece, mode), inputs=names)
 
 
-def make_whole(forward: Forward, piece: Piece, mode: FakeTensorMode) -> Denominator:
+def make_whole(forward: ForwardGraph, piece: Piece, mode: FakeTensorMode) -> Denominator:
     """The forward alone of a piece, each op under the name of the node it comes from; parameters, then inputs."""
     graph = _forward_graph(forward, piece, mode, str)
     return Denominator(graph=graph, inputs=tuple(map(str, (*piece.params, *piece.inputs))))
 
 
-def make_output(forward: Forward, piece: Piece, names: Sequence[str], mode: FakeTensorMode) -> Output:
+def make_output(forward: ForwardGraph, piece: Piece, names: Sequence[str], mode: FakeTensorMode) -> Output:
     """An auxiliary output as a graph of its own; `names` are the program's names of its parameters, then inputs."""
     return Output(graph=_forward_graph(forward, piece, mode), inputs=tuple(names))
 
 
 def _forward_graph(
-    forward: Forward, piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node
+    forward: ForwardGraph, piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node
 ) -> Graph:
     """The forward alone of a piece; its inputs are the piece's parameters and inputs, and the seed where it is read."""
     graph = trace_forward(forward, piece, mode, source_of)
-    writer = Writer(_FORMS)
+    writer = OpCollector(_FORMS)
     places = (node for node in graph.nodes if node.op == "placeholder")
     inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.params) + len(piece.inputs))]
     _write_constants(writer, places, forward, piece)
@@ -103,14 +103,14 @@ def _forward_graph(
     return found if not any(seed in op.tensors for op in found.ops) else finish(writer, [*inputs, seed], outputs)
 
 
-def _write_constants(writer: Writer, places: Iterator[fx.Node], forward: Forward, piece: Piece) -> None:
+def _write_constants(writer: OpCollector, places: Iterator[fx.Node], forward: ForwardGraph, piece: Piece) -> None:
     for node in piece.constants:
         reader = next((user for user in piece.nodes if node in user.all_input_nodes), None)
         source = line_of_stack(reader.meta.get("stack_trace")) if reader is not None else ""
         write_constant(writer, next(places), forward.constants[forward.names[node].split(":", 1)[1]], source)
 
 
-def _write_body(writer: Writer, graph: fx.Graph) -> Iterator[object]:
+def _write_body(writer: OpCollector, graph: fx.Graph) -> Iterator[object]:
     """Writes all calls; yields the results."""
     for node in graph.nodes:
         if node.op == "call_function":
@@ -119,9 +119,9 @@ def _write_body(writer: Writer, graph: fx.Graph) -> Iterator[object]:
     return iter(results)
 
 
-def _plain(writer: Writer, node: object) -> str:
+def _plain(writer: OpCollector, node: object) -> str:
     return str(writer.ref(node))[1:]
 
 
-def _grad(writer: Writer, node: object) -> str | None:
+def _grad(writer: OpCollector, node: object) -> str | None:
     return None if node is None else _plain(writer, node)

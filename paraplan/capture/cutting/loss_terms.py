@@ -33,7 +33,7 @@ _FILLED: dict[str, Callable[[fx.Node], object]] = {
 """Scalars that are numbers."""
 
 
-class Term(NamedTuple):
+class LossFraction(NamedTuple):
     """One addend of the loss; `denominator` is None where the numerator is already a mean.
 
     `name` and `weight` are those of the loss it belongs to; the weight is in the numerator.
@@ -59,7 +59,7 @@ class _Addend(NamedTuple):
 def loss_terms(
     loss: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter, dtype: torch.dtype, name: str = "",
     weight: float = 1.0,
-) -> list[Term]:  # fmt: skip
+) -> list[LossFraction]:  # fmt: skip
     """Takes the loss apart; factors are moved into the numerators as new nodes.
 
     Args:
@@ -78,13 +78,13 @@ def loss_terms(
             continue
         numerator = _cast(_numerator(addend, factor, loss, order, flows, rewriter), dtype, flows, rewriter)
         count = addend.denominator
-        terms.append(Term(numerator, count and _cast(count, dtype, flows, rewriter), name, weight))
+        terms.append(LossFraction(numerator, count and _cast(count, dtype, flows, rewriter), name, weight))
     return terms
 
 
 def own_numerators(
-    terms: Sequence[Term], taken: Set[fx.Node], flows: dict[fx.Node, Flow], rewriter: Rewriter
-) -> list[Term]:
+    terms: Sequence[LossFraction], taken: Set[fx.Node], flows: dict[fx.Node, Flow], rewriter: Rewriter
+) -> list[LossFraction]:
     """The terms, each with a numerator that is a node of its own.
 
     Args:
@@ -129,7 +129,7 @@ def _cast(node: fx.Node, dtype: torch.dtype, flows: dict[fx.Node, Flow], rewrite
     return made
 
 
-def alike(terms: Sequence[Term], flows: dict[fx.Node, Flow], rewriter: Rewriter) -> list[Term]:
+def alike(terms: Sequence[LossFraction], flows: dict[fx.Node, Flow], rewriter: Rewriter) -> list[LossFraction]:
     """The terms in the widest dtype of any, for all are added up."""
     dtype = reduce(torch.promote_types, (value_of(term.numerator).dtype for term in terms))
     found = []

@@ -13,7 +13,7 @@ import math
 from torch import fx
 
 from paraplan.capture.cutting.kinds import make_whole
-from paraplan.capture.cutting.segments import Forward, Piece, make_piece
+from paraplan.capture.cutting.segments import ForwardGraph, Piece, make_piece
 from paraplan.capture.discovery.discover import attach_rules
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.mesh import Placement, R, S
@@ -22,7 +22,7 @@ from paraplan.kernels.torch_private import FakeTensorMode
 from paraplan.rules.time_axis import mixing_ops, program_micro, smallest_divisor
 
 
-def tail_nodes(forward: Forward, program: Program, mode: FakeTensorMode) -> frozenset[fx.Node]:
+def tail_nodes(forward: ForwardGraph, program: Program, mode: FakeTensorMode) -> frozenset[fx.Node]:
     """The main nodes of the tail; none where no op mixes samples, or too much follows from those that do.
 
     Args:

@@ -16,7 +16,7 @@ from paraplan.capture.cutting.flow import Flow
 from paraplan.kernels.torch_private import OpOverload
 
 
-class Forward(NamedTuple):
+class ForwardGraph(NamedTuple):
     """The forward graph after all rewriting.
 
     Attributes:
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
     outputs: tuple[fx.Node, ...]
 
 
-def make_piece(forward: Forward, main: Sequence[fx.Node]) -> Piece:
+def make_piece(forward: ForwardGraph, main: Sequence[fx.Node]) -> Piece:
     """The piece whose main nodes are given."""
     own = set(main)
     order: dict[fx.Node, None] = {}
@@ -97,13 +97,13 @@ def make_piece(forward: Forward, main: Sequence[fx.Node]) -> Piece:
     )
 
 
-def closure(forward: Forward, root: fx.Node) -> Piece:
+def closure(forward: ForwardGraph, root: fx.Node) -> Piece:
     """Everything a side value is computed from, as a piece of its own."""
     made = make_piece(forward, (root,))
     return made._replace(outputs=(root,))
 
 
-def signature(forward: Forward, piece: Piece) -> str:
+def signature(forward: ForwardGraph, piece: Piece) -> str:
     """Digest of a piece's structure; equal for pieces one joint graph serves."""
     numbers: dict[fx.Node, str] = {}
     lines: list[str] = []

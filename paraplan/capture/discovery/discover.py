@@ -17,7 +17,7 @@ import torch
 from paraplan.capture.discovery.discover_apart import run_apart
 from paraplan.capture.discovery.discover_cache import RuleCache
 from paraplan.capture.discovery.discover_confirm import contradiction
-from paraplan.capture.discovery.discover_dims import Found, Letter, find, real_parts, still_legal
+from paraplan.capture.discovery.discover_dims import Letter, OpStructure, find, real_parts, still_legal
 from paraplan.capture.discovery.discover_memory import how_results_lie, storages, workspace
 from paraplan.capture.discovery.discover_run import (
     MAX_ELEMENTS,
@@ -203,7 +203,7 @@ def _real(small: Bench) -> Bench | None:
     return real_bench(small)
 
 
-def _rule_of(probe: Probe, bench: Bench, named: Sequence[tuple[str, Letter]], found: Found) -> OpRule:
+def _rule_of(probe: Probe, bench: Bench, named: Sequence[tuple[str, Letter]], found: OpStructure) -> OpRule:
     inputs = [[WHOLE] * len(spec.shape) for spec in probe.specs]
     outputs = [None if spec is None else [WHOLE] * len(spec.shape) for spec in probe.outs]
     for name, letter in named:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paraplan.capture.discovery.discover_dims import (
-    Found,
     Letter,
+    OpStructure,
     counts_of,
     holds,
     is_linear,
@@ -28,7 +28,7 @@ from paraplan.capture.discovery.discover_run import Bench, other_benches
 MAX_NUDGED = 3
 
 
-def contradiction(bench: Bench, found: Found) -> str:
+def contradiction(bench: Bench, found: OpStructure) -> str:
     """What is wrong with letters and linear sets found on a bench; "" where every test holds."""
     for other, what in other_benches(bench):
         wrong = _fault(other, found, [other.draws[1], *_nudged(other)])
@@ -37,7 +37,7 @@ def contradiction(bench: Bench, found: Found) -> str:
     return ""
 
 
-def _fault(bench: Bench, found: Found, draws: Sequence[Draw]) -> str:
+def _fault(bench: Bench, found: OpStructure, draws: Sequence[Draw]) -> str:
     fitting = [letter for letter in found.letters if _fits(bench, letter)]
     for letter in fitting:
         if not holds(bench, letter, draws):

@@ -54,7 +54,7 @@ class Letter:
 
 
 @dataclass(frozen=True)
-class Found:
+class OpStructure:
     """What an op is: its letters and the sets of values it is linear in."""
 
     letters: tuple[Letter, ...] = ()
@@ -362,10 +362,10 @@ def is_linear(bench: Bench, group: tuple[int, ...]) -> bool:
     return not unmoved
 
 
-def find(bench: Bench) -> Found:
+def find(bench: Bench) -> OpStructure:
     """Everything about an op's dims."""
     letters, addends = find_letters(bench)
-    return Found(letters, find_linear(bench), addends)
+    return OpStructure(letters, find_linear(bench), addends)
 
 
 def real_parts(bench: Bench, letter: Letter) -> int:

@@ -21,7 +21,7 @@ from paraplan.capture.discovery.discover_dims import Letter
 from paraplan.capture.discovery.discover_draws import Outputs, draw
 from paraplan.capture.discovery.discover_run import MAX_ELEMENTS, Bench
 from paraplan.ir.model.graph import Arg
-from paraplan.ir.model.op_rule import ALIAS, ELEMENTWISE, PART, ROWS, Amount, Term, fit_amount
+from paraplan.ir.model.op_rule import ALIAS, ELEMENTWISE, PART, ROWS, Amount, WorkTerm, fit_amount
 from paraplan.ir.model.strides import elementwise_strides
 from paraplan.kernels.torch_private import (
     COMPILED,
@@ -149,7 +149,7 @@ def workspace(bench: Bench, letters: Sequence[tuple[str, Letter]]) -> tuple[Amou
     lengths = {len(moments) for moments, _ in runs.values()}
     if len(lengths) != 1:
         worst = max(max(moments, default=0) - made for moments, made in runs.values())
-        return ((Term(amount=float(worst)),),) if worst > 0 else ()
+        return ((WorkTerm(amount=float(worst)),),) if worst > 0 else ()
     found = []
     for index in range(lengths.pop()):
         values = {key: float(moments[index] - made) for key, (moments, made) in runs.items()}
@@ -193,7 +193,7 @@ def storages(bench: Bench, letters: Sequence[tuple[str, Letter]], lies: Sequence
                 bench.probe.call(bench.draws[-1].tensors, bench.sizing.args, bench.sizing.kwargs)[index]
             )
             names = tuple(name for name, letter in letters if isinstance(letter.ways[index], int))
-            found.append((Term(amount=times / max(out.nbytes, 1) * spec.nbytes, letters=names),))
+            found.append((WorkTerm(amount=times / max(out.nbytes, 1) * spec.nbytes, letters=names),))
     return tuple(found)
 
 

@@ -31,7 +31,7 @@ from paraplan.kernels.torch_private import is_fake
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredTensor:
     """A parameter or buffer of the model in question, whatever it holds."""
 
     name: str
@@ -42,7 +42,7 @@ class Registered:
 
 PLAIN = (
     bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, enum.Enum, slice, range, decimal.Decimal,
-    fractions.Fraction, datetime.date, datetime.timedelta, pathlib.PurePath, re.Pattern, Registered,
+    fractions.Fraction, datetime.date, datetime.timedelta, pathlib.PurePath, re.Pattern, RegisteredTensor,
 )  # fmt: skip
 _GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
 """Data whose `repr` says all."""
@@ -74,7 +74,7 @@ def named(value: object, names: Mapping[int, str]) -> object:
         names: of parameters and buffers by id; a value that holds none of them is returned itself.
     """
     if isinstance(value, Tensor):
-        return Registered(names[id(value)]) if id(value) in names else value
+        return RegisteredTensor(names[id(value)]) if id(value) in names else value
     if isinstance(value, dict):
         found = {key: named(item, names) for key, item in value.items()}
         return found if any(found[key] is not item for key, item in value.items()) else value

@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 from torch import fx
 
-from paraplan.capture.convert import Names, Writer, spec_of
+from paraplan.capture.convert import Names, OpCollector, spec_of
 from paraplan.ir.model.graph import encode_number
 
-Form = Callable[[Writer, fx.Node], Names]
+Form = Callable[[OpCollector, fx.Node], Names]
 
 
 def _elementwise(target: str, of_number: Callable[[complex], complex] = complex) -> Form:
     """The op `target`; of a number, what it makes of that."""
 
-    def form(writer: Writer, node: fx.Node) -> Names:
+    def form(writer: OpCollector, node: fx.Node) -> Names:
         given, spec = node.args[0], spec_of(node.meta["val"])
         if not isinstance(given, fx.Node):
             args = (spec.shape, encode_number(of_number(complex(given))))  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ def _elementwise(target: str, of_number: Callable[[complex], complex] = complex)
     return form
 
 
-def _same(writer: Writer, node: fx.Node) -> Names:
+def _same(writer: OpCollector, node: fx.Node) -> Names:
     return str(writer.ref(node.args[0]))[1:]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from paraplan.capture.convert import Names, Writer, spec_of
+from paraplan.capture.convert import Names, OpCollector, spec_of
 from paraplan.capture.rewriting.normal_forms import view_to
 from paraplan.ir.model.graph import Arg
 from paraplan.ir.model.tensor import TensorSpec
@@ -14,21 +14,21 @@ def _spec(node: fx.Node) -> TensorSpec:
     return spec_of(node.meta["val"])
 
 
-def _indices(writer: Writer, given: object) -> tuple[Arg, ...]:
+def _indices(writer: OpCollector, given: object) -> tuple[Arg, ...]:
     return tuple(None if index is None else writer.ref(index) for index in given)  # type: ignore[attr-defined]
 
 
-def _index(writer: Writer, node: fx.Node) -> Names:
+def _index(writer: OpCollector, node: fx.Node) -> Names:
     return writer.one("paraplan.index", (writer.ref(node.args[0]), _indices(writer, node.args[1])), _spec(node))
 
 
-def _index_put(writer: Writer, node: fx.Node) -> Names:
+def _index_put(writer: OpCollector, node: fx.Node) -> Names:
     accumulate = bool(node.args[3]) if len(node.args) > 3 else bool(node.kwargs.get("accumulate", False))
     args = (writer.ref(node.args[0]), _indices(writer, node.args[1]), writer.ref(node.args[2]), accumulate)
     return writer.one("paraplan.index_put", args, _spec(node))
 
 
-def _repeat(writer: Writer, node: fx.Node) -> Names:
+def _repeat(writer: OpCollector, node: fx.Node) -> Names:
     """repeat -> every repeated dim apart, widened, and merged again."""
     name, spec = str(writer.ref(node.args[0]))[1:], _spec(node)
     times = tuple(int(n) for n in node.args[1])  # type: ignore[union-attr]

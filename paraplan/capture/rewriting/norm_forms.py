@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from paraplan.capture.convert import Names, Writer, spec_of
+from paraplan.capture.convert import Names, OpCollector, spec_of
 from paraplan.capture.substituting.substitute import arguments
 from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
 
@@ -18,14 +18,14 @@ def _statistic(node: fx.Node, index: int) -> TensorSpec:
     return spec if DTYPE_BYTES[spec.dtype] >= 4 else TensorSpec(dtype="float32", shape=spec.shape)
 
 
-def layer_norm(writer: Writer, node: fx.Node) -> Names:
+def layer_norm(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.layer_norm`."""
     found = arguments(node)
     args = tuple(writer.arg(found[name]) for name in ("input", "normalized_shape", "weight", "bias", "eps"))
     return writer.emit("paraplan.layer_norm", args, (_out(node, 0), _statistic(node, 1), _statistic(node, 2)))
 
 
-def layer_norm_backward(writer: Writer, node: fx.Node) -> Names:
+def layer_norm_backward(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.layer_norm_grad`."""
     found = arguments(node)
     wanted = tuple(bool(want) for want in found["output_mask"])  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def layer_norm_backward(writer: Writer, node: fx.Node) -> Names:
     return writer.emit("paraplan.layer_norm_grad", (*args, wanted), specs)
 
 
-def group_norm(writer: Writer, node: fx.Node) -> Names:
+def group_norm(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.group_norm`; numbers of samples and channels follow from the input."""
     found = arguments(node)
     args = (found["input"], found["weight"], found["bias"], found["group"], found["eps"])
@@ -43,7 +43,7 @@ def group_norm(writer: Writer, node: fx.Node) -> Names:
     return writer.emit("paraplan.group_norm", tuple(writer.arg(arg) for arg in args), specs)
 
 
-def group_norm_backward(writer: Writer, node: fx.Node) -> Names:
+def group_norm_backward(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.group_norm_grad`."""
     found = arguments(node)
     wanted = tuple(bool(want) for want in found["output_mask"])  # type: ignore[attr-defined]

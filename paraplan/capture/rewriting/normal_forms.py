@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from paraplan.capture.convert import Names, Writer, spec_of
+from paraplan.capture.convert import Names, OpCollector, spec_of
 from paraplan.ir.model.graph import Arg, encode_number
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.kernels.torch_private import OpOverload
 
-Form = Callable[[Writer, fx.Node], Names]
+Form = Callable[[OpCollector, fx.Node], Names]
 
 
 def _spec(node: object) -> TensorSpec:
@@ -30,16 +30,16 @@ def _arguments(node: fx.Node) -> dict[str, object]:
     return found | dict(node.kwargs)
 
 
-def _name(writer: Writer, node: object) -> str:
+def _name(writer: OpCollector, node: object) -> str:
     return str(writer.ref(node))[1:]
 
 
-def _same(writer: Writer, node: fx.Node) -> Names:
+def _same(writer: OpCollector, node: fx.Node) -> Names:
     """The value itself."""
     return _name(writer, node.args[0])
 
 
-def view_to(writer: Writer, name: str, shape: Sequence[int]) -> str:
+def view_to(writer: OpCollector, name: str, shape: Sequence[int]) -> str:
     """A view of a value; views of views collapse, idle ones vanish."""
     spec = writer.values[name]
     maker = writer.maker(name)
@@ -51,11 +51,11 @@ def view_to(writer: Writer, name: str, shape: Sequence[int]) -> str:
     return writer.one("aten.view.default", ("%" + name, tuple(shape)), TensorSpec(dtype=spec.dtype, shape=tuple(shape)))
 
 
-def _view(writer: Writer, node: fx.Node) -> Names:
+def _view(writer: OpCollector, node: fx.Node) -> Names:
     return view_to(writer, _name(writer, node.args[0]), _spec(node).shape)
 
 
-def _permuted(writer: Writer, name: str, order: Sequence[int]) -> str:
+def _permuted(writer: OpCollector, name: str, order: Sequence[int]) -> str:
     maker = writer.maker(name)
     if maker is not None and maker.target == "aten.permute.default":
         name, order = maker.args[0][1:], [maker.args[1][dim] for dim in order]
@@ -66,13 +66,13 @@ def _permuted(writer: Writer, name: str, order: Sequence[int]) -> str:
     return writer.one("aten.permute.default", ("%" + name, tuple(order)), TensorSpec(dtype=spec.dtype, shape=shape))
 
 
-def _permute(writer: Writer, node: fx.Node) -> Names:
+def _permute(writer: OpCollector, node: fx.Node) -> Names:
     name = _name(writer, node.args[0])
     rank = len(writer.values[name].shape)
     return _permuted(writer, name, [int(dim) % rank for dim in node.args[1]])  # type: ignore[union-attr]
 
 
-def _transpose(writer: Writer, node: fx.Node) -> Names:
+def _transpose(writer: OpCollector, node: fx.Node) -> Names:
     name = _name(writer, node.args[0])
     rank = len(writer.values[name].shape)
     if rank < 2:
@@ -83,14 +83,14 @@ def _transpose(writer: Writer, node: fx.Node) -> Names:
     return _permuted(writer, name, order)
 
 
-def _expand(writer: Writer, node: fx.Node) -> Names:
+def _expand(writer: OpCollector, node: fx.Node) -> Names:
     name, spec = _name(writer, node.args[0]), _spec(node)
     if writer.values[name].shape == spec.shape:
         return name
     return writer.one("aten.expand.default", ("%" + name, spec.shape), spec)
 
 
-def _cast(writer: Writer, node: fx.Node) -> Names:
+def _cast(writer: OpCollector, node: fx.Node) -> Names:
     name, spec = _name(writer, node.args[0]), _spec(node)
     if writer.values[name].dtype == spec.dtype:
         return name
@@ -102,7 +102,7 @@ def _number(value: object) -> Arg:
 
 
 def _full(pick: Callable[[fx.Node], object]) -> Form:
-    def form(writer: Writer, node: fx.Node) -> Names:
+    def form(writer: OpCollector, node: fx.Node) -> Names:
         spec = _spec(node)
         value = pick(node)
         if isinstance(value, fx.Node):
@@ -112,7 +112,7 @@ def _full(pick: Callable[[fx.Node], object]) -> Form:
     return form
 
 
-def _arange(writer: Writer, node: fx.Node) -> Names:
+def _arange(writer: OpCollector, node: fx.Node) -> Names:
     found, spec = _arguments(node), _spec(node)
     args = (_number(found.get("start", 0)), _number(found["end"]), _number(found.get("step", 1)))
     return writer.one("aten.arange.start_step", args, spec, {"dtype": ":" + spec.dtype})
@@ -125,7 +125,7 @@ def _dims(node: fx.Node, value: object) -> tuple[int, ...]:
     return tuple(int(dim) % rank for dim in (value if isinstance(value, (tuple, list)) else (value,))) if rank else ()
 
 
-def _summed(writer: Writer, node: fx.Node, dims: tuple[int, ...], keep: bool) -> str:
+def _summed(writer: OpCollector, node: fx.Node, dims: tuple[int, ...], keep: bool) -> str:
     spec = _spec(node)
     source = writer.ref(node.args[0])
     given = writer.values[str(source)[1:]]
@@ -139,18 +139,18 @@ def _summed(writer: Writer, node: fx.Node, dims: tuple[int, ...], keep: bool) ->
     return writer.one("aten.sum.dim_IntList", (source, dims, keep), spec, {"dtype": ":" + wanted} if wanted else {})
 
 
-def _as_dtype(writer: Writer, name: str, spec: TensorSpec) -> str:
+def _as_dtype(writer: OpCollector, name: str, spec: TensorSpec) -> str:
     if writer.values[name].dtype == spec.dtype:
         return name
     return writer.one("aten._to_copy.default", ("%" + name,), spec, {"dtype": ":" + spec.dtype})
 
 
-def _sum(writer: Writer, node: fx.Node) -> Names:
+def _sum(writer: OpCollector, node: fx.Node) -> Names:
     found = _arguments(node)
     return _summed(writer, node, _dims(node, found.get("dim")), bool(found.get("keepdim", False)))
 
 
-def _mean(writer: Writer, node: fx.Node) -> Names:
+def _mean(writer: OpCollector, node: fx.Node) -> Names:
     found = _arguments(node)
     dims = _dims(node, found.get("dim"))
     count = math.prod(_spec(node.args[0]).shape[dim] for dim in dims)
@@ -161,7 +161,7 @@ def _mean(writer: Writer, node: fx.Node) -> Names:
 def _with_number(target: str) -> Form:
     """add.Scalar(x, c) -> add.Tensor(x, c): one rule serves both."""
 
-    def form(writer: Writer, node: fx.Node) -> Names:
+    def form(writer: OpCollector, node: fx.Node) -> Names:
         kwargs = {key: writer.arg(value) for key, value in node.kwargs.items()}
         args = [writer.arg(value) for value in node.args]
         if len(args) > 2:
@@ -174,7 +174,7 @@ def _with_number(target: str) -> Form:
 def _unless_idle(form: Form, idle: float) -> Form:
     """x + 0 and x · 1 are x."""
 
-    def checked(writer: Writer, node: fx.Node) -> Names:
+    def checked(writer: OpCollector, node: fx.Node) -> Names:
         second = node.args[1]
         plain = isinstance(second, (int, float)) and not isinstance(second, bool) and second == idle
         if plain and isinstance(node.args[0], fx.Node) and _spec(node.args[0]) == _spec(node):
@@ -184,11 +184,11 @@ def _unless_idle(form: Form, idle: float) -> Form:
     return checked
 
 
-def _as_recorded(writer: Writer, node: fx.Node) -> Names:
+def _as_recorded(writer: OpCollector, node: fx.Node) -> Names:
     return None
 
 
-def _copy(writer: Writer, node: fx.Node) -> Names:
+def _copy(writer: OpCollector, node: fx.Node) -> Names:
     """copy(x, y) is y in x's shape and dtype."""
     spec = _spec(node)
     return _broadcast(
@@ -198,20 +198,20 @@ def _copy(writer: Writer, node: fx.Node) -> Names:
     )
 
 
-def _broadcast(writer: Writer, name: str, spec: TensorSpec) -> str:
+def _broadcast(writer: OpCollector, name: str, spec: TensorSpec) -> str:
     if writer.values[name].shape == spec.shape:
         return name
     return writer.one("aten.expand.default", ("%" + name, spec.shape), spec)
 
 
-def _fill(writer: Writer, node: fx.Node) -> Names:
+def _fill(writer: OpCollector, node: fx.Node) -> Names:
     spec, value = _spec(node), node.args[1]
     if isinstance(value, fx.Node):
         return _copy(writer, node)
     return writer.one("aten.full.default", (spec.shape, _number(value)), spec, {"dtype": ":" + spec.dtype})
 
 
-def _replaced(writer: Writer, node: fx.Node, middle: str, dim: int, start: int, end: int) -> str:
+def _replaced(writer: OpCollector, node: fx.Node, middle: str, dim: int, start: int, end: int) -> str:
     """The first argument with [start, end) along dim taken from `middle`: before, middle and after in one cat."""
     spec = _spec(node)
     parts = []
@@ -227,14 +227,14 @@ def _replaced(writer: Writer, node: fx.Node, middle: str, dim: int, start: int, 
     return parts[0][1:] if len(parts) == 1 else writer.one("aten.cat.default", (tuple(parts), dim), spec)
 
 
-def _slice_scatter(writer: Writer, node: fx.Node) -> Names:
+def _slice_scatter(writer: OpCollector, node: fx.Node) -> Names:
     found, spec = _arguments(node), _spec(node)
     dim = int(found["dim"]) % len(spec.shape)  # type: ignore[call-overload]
     start, end = _bounds(found["start"], found["end"], spec.shape[dim])
     return None if found["step"] != 1 else _replaced(writer, node, _name(writer, node.args[1]), dim, start, end)
 
 
-def _select_scatter(writer: Writer, node: fx.Node) -> Names:
+def _select_scatter(writer: OpCollector, node: fx.Node) -> Names:
     spec = _spec(node)
     dim = int(node.args[2]) % len(spec.shape)  # type: ignore[arg-type]
     index = int(node.args[3]) % spec.shape[dim]  # type: ignore[arg-type]
@@ -242,7 +242,7 @@ def _select_scatter(writer: Writer, node: fx.Node) -> Names:
     return _replaced(writer, node, middle, dim, index, index + 1)
 
 
-def _divided(writer: Writer, node: fx.Node) -> Names:
+def _divided(writer: OpCollector, node: fx.Node) -> Names:
     """x / c -> x · (1/c) for floats."""
     divisor = node.args[1]
     if not isinstance(divisor, (int, float, complex)) or node.kwargs or not divisor or not _spec(node.args[0]).is_float:
@@ -250,7 +250,7 @@ def _divided(writer: Writer, node: fx.Node) -> Names:
     return writer.one("aten.mul.Tensor", (writer.ref(node.args[0]), _number(1.0 / divisor)), _spec(node))
 
 
-def _slice(writer: Writer, node: fx.Node) -> Names:
+def _slice(writer: OpCollector, node: fx.Node) -> Names:
     found, given = _arguments(node), _spec(node.args[0])
     dim = int(found["dim"]) % len(given.shape)  # type: ignore[call-overload]
     start, end = _bounds(found["start"], found["end"], given.shape[dim])
@@ -268,7 +268,7 @@ def _bounds(start: object, end: object, size: int) -> tuple[int, int]:
     return first, min(max(last, first), size)
 
 
-def _slice_backward(writer: Writer, node: fx.Node) -> Names:
+def _slice_backward(writer: OpCollector, node: fx.Node) -> Names:
     g, sizes, dim, start, end, step = node.args
     dim = int(dim) % len(sizes)
     first, last = _bounds(start, end, int(sizes[dim]))
@@ -277,13 +277,13 @@ def _slice_backward(writer: Writer, node: fx.Node) -> Names:
     )
 
 
-def _select(writer: Writer, node: fx.Node) -> Names:
+def _select(writer: OpCollector, node: fx.Node) -> Names:
     shape = _spec(node.args[0]).shape
     dim = int(node.args[1]) % len(shape)  # type: ignore[arg-type]
     return writer.one("aten.select.int", (writer.ref(node.args[0]), dim, int(node.args[2]) % shape[dim]), _spec(node))  # type: ignore[arg-type]
 
 
-def _select_backward(writer: Writer, node: fx.Node) -> Names:
+def _select_backward(writer: OpCollector, node: fx.Node) -> Names:
     g, sizes, dim, index = node.args
     dim = int(dim) % len(sizes)
     return writer.one(
@@ -291,7 +291,7 @@ def _select_backward(writer: Writer, node: fx.Node) -> Names:
     )
 
 
-def _split(writer: Writer, node: fx.Node) -> Names:
+def _split(writer: OpCollector, node: fx.Node) -> Names:
     """One slice per piece."""
     given = _spec(node.args[0])
     dim = int(_arguments(node)["dim"]) % len(given.shape)  # type: ignore[call-overload]
@@ -303,7 +303,7 @@ def _split(writer: Writer, node: fx.Node) -> Names:
     return tuple(names)
 
 
-def _unbind(writer: Writer, node: fx.Node) -> Names:
+def _unbind(writer: OpCollector, node: fx.Node) -> Names:
     given = _spec(node.args[0])
     dim = int(_arguments(node)["dim"]) % len(given.shape)  # type: ignore[call-overload]
     return tuple(
@@ -312,7 +312,7 @@ def _unbind(writer: Writer, node: fx.Node) -> Names:
     )
 
 
-def _cat(writer: Writer, node: fx.Node) -> Names:
+def _cat(writer: OpCollector, node: fx.Node) -> Names:
     rank = len(_spec(node).shape)
     parts = [x for x in node.args[0] if math.prod(_spec(x).shape)] or list(node.args[0])  # type: ignore[union-attr]
     if len(parts) == 1:
@@ -321,7 +321,7 @@ def _cat(writer: Writer, node: fx.Node) -> Names:
     return writer.one("aten.cat.default", (tuple(writer.ref(x) for x in parts), dim), _spec(node))
 
 
-def _softmax(writer: Writer, node: fx.Node) -> Names:
+def _softmax(writer: OpCollector, node: fx.Node) -> Names:
     """dim counted from the front."""
     rank = max(len(_spec(node).shape), 1)
     assert isinstance(node.target, OpOverload)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from paraplan.capture.convert import Names, Writer, spec_of
+from paraplan.capture.convert import Names, OpCollector, spec_of
 from paraplan.capture.cutting.flow import aten_name
 from paraplan.capture.rewriting.normal_forms import view_to
 from paraplan.capture.substituting.substitute import arguments
@@ -29,11 +29,11 @@ def _given(node: fx.Node, position: int) -> TensorSpec:
     return spec_of(source.meta["val"])
 
 
-def _one(writer: Writer, target: str, args: Sequence[object], spec: TensorSpec) -> str:
+def _one(writer: OpCollector, target: str, args: Sequence[object], spec: TensorSpec) -> str:
     return writer.one(f"paraplan.{target}", tuple(writer.arg(arg) for arg in args), spec)
 
 
-def _own(writer: Writer, target: str, args: Sequence[Arg], spec: TensorSpec) -> str:
+def _own(writer: OpCollector, target: str, args: Sequence[Arg], spec: TensorSpec) -> str:
     """An op over arguments that are the program's already ("%name")."""
     return writer.one(f"paraplan.{target}", tuple(args), spec)
 
@@ -54,14 +54,14 @@ def _conv_rest(found: Found, count: int) -> tuple[object, ...]:
     return (*spaced, bool(found["transposed"]), _each(found["output_padding"], count), found["groups"])
 
 
-def convolution(writer: Writer, node: fx.Node) -> Names:
+def convolution(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.conv`."""
     found = arguments(node)
     rest = _conv_rest(found, len(_out(node).shape) - 2)
     return _one(writer, "conv", (found["input"], found["weight"], found["bias"], *rest), _out(node))
 
 
-def convolution_backward(writer: Writer, node: fx.Node) -> Names:
+def convolution_backward(writer: OpCollector, node: fx.Node) -> Names:
     """One op per gradient that is wanted."""
     found, g = arguments(node), _given(node, 0)
     x, w = _given(node, 1), _given(node, 2)
@@ -87,7 +87,7 @@ def _pool_window(node: fx.Node, found: Found) -> tuple[tuple[int, ...], tuple[in
     return window, stride, _each(found["padding"], count)
 
 
-def max_pool(writer: Writer, node: fx.Node) -> Names:
+def max_pool(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.max_pool`: values and indices."""
     found = arguments(node)
     window, stride, padding = _pool_window(node, found)
@@ -95,25 +95,25 @@ def max_pool(writer: Writer, node: fx.Node) -> Names:
     return writer.emit("paraplan.max_pool", (writer.ref(node.args[0]), *rest), (_out(node, 0), _out(node, 1)))
 
 
-def adaptive_max_pool(writer: Writer, node: fx.Node) -> Names:
+def adaptive_max_pool(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.adaptive_max_pool`: values and indices."""
     size = tuple(node.args[1])  # type: ignore[arg-type]
     return writer.emit("paraplan.adaptive_max_pool", (writer.ref(node.args[0]), size), (_out(node, 0), _out(node, 1)))
 
 
-def max_pool_backward(writer: Writer, node: fx.Node) -> Names:
+def max_pool_backward(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.max_pool_grad` needs the indices and a size, not the input."""
     found, spec = arguments(node), _out(node)
     count = 3 if "3d" in aten_name(node.target) else 2
     return _one(writer, "max_pool_grad", (node.args[0], found["indices"], spec.shape[-count:]), spec)
 
 
-def avg_pool(writer: Writer, node: fx.Node) -> Names:
+def avg_pool(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.avg_pool`."""
     return _one(writer, "avg_pool", (node.args[0], *_avg_rest(node)), _out(node))
 
 
-def avg_pool_backward(writer: Writer, node: fx.Node) -> Names:
+def avg_pool_backward(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.avg_pool_grad`."""
     rest = _avg_rest(node)
     size = _out(node).shape[-len(rest[0]) :]  # type: ignore[arg-type]
@@ -127,25 +127,25 @@ def _avg_rest(node: fx.Node) -> tuple[object, ...]:
     return (window, stride, padding, *flags)
 
 
-def adaptive_avg_pool(writer: Writer, node: fx.Node) -> Names:
+def adaptive_avg_pool(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.adaptive_avg_pool`."""
     return _one(writer, "adaptive_avg_pool", (node.args[0], tuple(node.args[1])), _out(node))  # type: ignore[arg-type]
 
 
-def adaptive_avg_pool_backward(writer: Writer, node: fx.Node) -> Names:
+def adaptive_avg_pool_backward(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.adaptive_avg_pool_grad`."""
     count = 3 if "3d" in aten_name(node.target) else 2
     return _one(writer, "adaptive_avg_pool_grad", (node.args[0], _out(node).shape[-count:]), _out(node))
 
 
-def upsample(writer: Writer, node: fx.Node) -> Names:
+def upsample(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.upsample`; sizes given as scales are spelled out."""
     spec, name = _out(node), aten_name(node.target)
     rest = _resize_rest(node)
     return _one(writer, "upsample", (node.args[0], name, spec.shape[2:], rest), spec)
 
 
-def upsample_backward(writer: Writer, node: fx.Node) -> Names:
+def upsample_backward(writer: OpCollector, node: fx.Node) -> Names:
     """`paraplan.upsample_grad`."""
     spec, g, name = _out(node), _given(node, 0), aten_name(node.target).removesuffix("_backward")
     return _one(writer, "upsample_grad", (node.args[0], name, g.shape[2:], spec.shape[2:], _resize_rest(node)), spec)
@@ -173,11 +173,11 @@ class _Batch:
         self.dims = tuple(dim for dim in range(len(x.shape)) if dim != 1)
 
 
-def _ref(writer: Writer, value: object) -> Arg:
+def _ref(writer: OpCollector, value: object) -> Arg:
     return None if value is None else writer.ref(value)
 
 
-def batch_norm(writer: Writer, node: fx.Node) -> Names:
+def batch_norm(writer: OpCollector, node: fx.Node) -> Names:
     """Result, mean, reciprocal deviation and, where they are kept, running mean and variance after this step."""
     found, own = arguments(node), _Batch(_given(node, 0))
     x, eps = writer.ref(node.args[0]), float(found["eps"])  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ def batch_norm(writer: Writer, node: fx.Node) -> Names:
     return (out, mean, rstd, *after)
 
 
-def batch_norm_backward(writer: Writer, node: fx.Node) -> Names:
+def batch_norm_backward(writer: OpCollector, node: fx.Node) -> Names:
     """Sums over samples first (they are the gradients of weight and bias), then the input's gradient from them."""
     found, own = arguments(node), _Batch(_given(node, 1))
     dx, dw, db = found["output_mask"]  # type: ignore[misc]
@@ -223,13 +223,13 @@ def batch_norm_backward(writer: Writer, node: fx.Node) -> Names:
     return tuple(made)
 
 
-def _cast(writer: Writer, name: str, spec: TensorSpec) -> str:
+def _cast(writer: OpCollector, name: str, spec: TensorSpec) -> str:
     if writer.values[name].dtype == spec.dtype:
         return name
     return writer.one("aten._to_copy.default", ("%" + name,), spec, {"dtype": ":" + spec.dtype})
 
 
-def stack(writer: Writer, node: fx.Node) -> Names:
+def stack(writer: OpCollector, node: fx.Node) -> Names:
     """A concatenation along the new dim: concatenation alone has to know memory orders."""
     spec, parts = _out(node), node.args[0]
     dim = int(arguments(node)["dim"]) % len(spec.shape)  # type: ignore[call-overload]
@@ -238,7 +238,7 @@ def stack(writer: Writer, node: fx.Node) -> Names:
     return views[0][1:] if len(views) == 1 else writer.one("aten.cat.default", (views, dim), spec)
 
 
-def roll(writer: Writer, node: fx.Node) -> Names:
+def roll(writer: OpCollector, node: fx.Node) -> Names:
     """Without dims all are rolled as one."""
     found, spec = arguments(node), _out(node)
     if found["dims"]:

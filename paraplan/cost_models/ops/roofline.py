@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from paraplan.cost_models.constants import efficiency_of
 from paraplan.cost_models.ops.tiles import Product, filled, product_of
@@ -21,20 +20,8 @@ from paraplan.ir.execution.rank_program import SUM
 from paraplan.ir.machine.cluster import Device
 from paraplan.ir.model.graph import Arg
 from paraplan.ir.model.tensor import DTYPE_BYTES, FLOATS
+from paraplan.ir.profile import Spec
 from paraplan.ir.struct import Value
-
-
-class Spec(Protocol):
-    """Anything with a dtype and a local shape: `TensorSpec`, `LocalValue`."""
-
-    @property
-    def dtype(self) -> str:
-        """Torch's name."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Local shape."""
-
 
 Specs = tuple[Spec, ...]
 Outs = tuple[Spec | None, ...]

@@ -33,7 +33,7 @@ Family = str
 
 
 @dataclass(frozen=True)
-class Errors:
+class InterpolationErrors:
     """How far interpolation is off, by cross-validation.
 
     Attributes:
@@ -144,7 +144,7 @@ class MeasuredTimes:
         """Likewise, seconds of the calling thread's own work."""
         return _curves(self.profile.collectives, lambda each: each.called_s)
 
-    def cross_validate(self) -> dict[str, Errors]:
+    def cross_validate(self) -> dict[str, InterpolationErrors]:
         """Per class, and over "all", how far curves are off shapes they were not fitted to.
 
         Shapes are dealt into folds in their order; each fold is foretold from the others.
@@ -161,7 +161,7 @@ class MeasuredTimes:
                     errors[kind].append(error)
                     errors["all"].append(error)
         return {
-            kind: Errors(len(found), median(found), sorted(found)[math.ceil(0.9 * len(found)) - 1])
+            kind: InterpolationErrors(len(found), median(found), sorted(found)[math.ceil(0.9 * len(found)) - 1])
             for kind, found in sorted(errors.items())
         }
 

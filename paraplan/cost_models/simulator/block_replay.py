@@ -22,7 +22,7 @@ ArgState = tuple[int, bool, int]
 
 
 @dataclass(frozen=True)
-class Profile:
+class MemoryProfile:
     """What a call does to memory, in one situation.
 
     Attributes:
@@ -42,13 +42,13 @@ class Profile:
     net: int
     peak: int
     peak_instr: int
-    tiers: tuple[tuple[str, Profile], ...] = ()
+    tiers: tuple[tuple[str, MemoryProfile], ...] = ()
 
 
 _PROFILES = 64
 """Situations remembered of a block, which a search's plans share."""
 
-NO_EFFECT = Profile(begin_drop=0, allocated=(), freed=(), end_drop=0, net=0, peak=0, peak_instr=-1)
+NO_EFFECT = MemoryProfile(begin_drop=0, allocated=(), freed=(), end_drop=0, net=0, peak=0, peak_instr=-1)
 """Of a block on a tier it has no values on."""
 
 
@@ -56,7 +56,7 @@ NO_EFFECT = Profile(begin_drop=0, allocated=(), freed=(), end_drop=0, net=0, pea
 class MemoryBlock(BlockStorages):
     """A block's storages, and what calls of it do to memory."""
 
-    _profiles: dict[object, Profile] = field(default_factory=dict, repr=False, compare=False)
+    _profiles: dict[object, MemoryProfile] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def tiers(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class MemoryBlock(BlockStorages):
         values = self.block.values
         return tuple(tuple(values[name].shape for name in instr.outs if name) for instr in self.block.instrs)
 
-    def profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...]) -> Profile:
+    def profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...]) -> MemoryProfile:
         """The effect on memory of a call whose arguments are in state `args`, taking the results in `taken`."""
         key = (args, taken)
         if key not in self._profiles:
@@ -104,7 +104,7 @@ class MemoryBlock(BlockStorages):
                 given[index] = min(last, count)
         return made, given
 
-    def _make_profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...], tier: str) -> Profile:
+    def _make_profile(self, args: tuple[ArgState, ...], taken: tuple[bool, ...], tier: str) -> MemoryProfile:
         block = self.block
         freed = [0] * (len(block.instrs) + 1)
         begin_drop = 0
@@ -121,7 +121,7 @@ class MemoryBlock(BlockStorages):
                 freed[last] += args[index][2]
         return self._walk(begin_drop, freed, tier)
 
-    def _walk(self, begin_drop: int, freed: list[int], tier: str) -> Profile:
+    def _walk(self, begin_drop: int, freed: list[int], tier: str) -> MemoryProfile:
         live, peak, peak_instr = -begin_drop, 0, -1
         values = self.block.values
         allocated = tuple(sum(size for name, size in made if values[name].tier == tier) for made in self.fresh)
@@ -131,7 +131,7 @@ class MemoryBlock(BlockStorages):
             if peak_instr < 0 or live + workspace > peak:
                 peak, peak_instr = live + workspace, index
             live -= freed[index]
-        return Profile(
+        return MemoryProfile(
             begin_drop=begin_drop, allocated=allocated, freed=tuple(freed[:-1]), end_drop=freed[-1],
             net=live - freed[-1], peak=peak, peak_instr=peak_instr,
         )  # fmt: skip

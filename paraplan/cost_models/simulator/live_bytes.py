@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from paraplan.cost_models.simulator.block_replay import NO_EFFECT, ArgState, MemoryBlock, Profile
+from paraplan.cost_models.simulator.block_replay import NO_EFFECT, ArgState, MemoryBlock, MemoryProfile
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.entry import Entry
 from paraplan.ir.execution.names import Name
@@ -43,7 +43,7 @@ class Bytes(dict[str, int]):
         return 0
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """What an outer name stands for: a storage, and the tensor lying in it."""
 
     storage: Storage
@@ -80,9 +80,9 @@ class StepMemory(NamedTuple):
     peak: int
     dropped: int = 0
     overwritten: int = 0
-    profile: Profile | None = None
+    profile: MemoryProfile | None = None
     moved: bool = False
-    held: Held | None = None
+    held: HeldTensor | None = None
     added: str = ""
     made: int = 0
     args: tuple[ArgState, ...] = ()
@@ -97,10 +97,10 @@ class MemoryWalk:
         self.blocks = {
             name: _BLOCKS.get(Same(block), partial(MemoryBlock, block)) for name, block in program.blocks.items()
         }
-        self.outer: dict[Name, Held] = {}
+        self.outer: dict[Name, HeldTensor] = {}
         self.levels = Bytes({tier: program.update_bytes(tier)[0] for tier in ("", *program.update_tiers)})
         for name, value in program.outer.items():
-            self._bind(name, Held(Storage(value.nbytes, value.tier), value.dtype, value.shape), Bytes())
+            self._bind(name, HeldTensor(Storage(value.nbytes, value.tier), value.dtype, value.shape), Bytes())
             self.levels[value.tier] += value.nbytes
         self.taken = 0
         self._beside = Bytes()
@@ -137,7 +137,7 @@ class MemoryWalk:
         tiers = {tier: part._replace(peak=part.peak + self._beside[tier]) for tier, part in result.tiers.items()}
         return result._replace(tiers=tiers)
 
-    def _bind(self, name: Name, held: Held, died: Bytes) -> None:
+    def _bind(self, name: Name, held: HeldTensor, died: Bytes) -> None:
         """Give a name to a value; what dies because the name meant something else is added to `died`."""
         held.storage.names += 1
         if name in self.outer:
@@ -186,7 +186,7 @@ class MemoryWalk:
         })  # fmt: skip
 
     def _called(
-        self, tier: str, profile: Profile, dropped: Bytes, overwritten: Bytes, args: tuple[ArgState, ...] = (),
+        self, tier: str, profile: MemoryProfile, dropped: Bytes, overwritten: Bytes, args: tuple[ArgState, ...] = (),
         tiers: dict[str, StepMemory] | None = None,
     ) -> StepMemory:  # fmt: skip
         """What a call did to one tier."""
@@ -198,10 +198,10 @@ class MemoryWalk:
             tiers=tiers or {},
         )  # fmt: skip
 
-    def _take_results(self, step: Step, block: MemoryBlock, held: list[Held]) -> Bytes:
+    def _take_results(self, step: Step, block: MemoryBlock, held: list[HeldTensor]) -> Bytes:
         inputs = dict(zip(block.block.inputs, held, strict=True))
         made: dict[str, Storage] = {}
-        results: list[tuple[Name, Held]] = []
+        results: list[tuple[Name, HeldTensor]] = []
         for name, local in zip(step.outs, block.results, strict=True):
             if name is None or local is None:
                 continue
@@ -212,7 +212,7 @@ class MemoryWalk:
                 storage = made.setdefault(
                     owner, Storage(block.storage_bytes.get(owner, 0), block.block.values[owner].tier)
                 )
-            results.append((name, Held(storage, value.dtype, value.shape)))
+            results.append((name, HeldTensor(storage, value.dtype, value.shape)))
         # All results are held at once before any old meaning of a name is given up.
         for _, value_held in results:
             value_held.storage.names += 1
@@ -248,7 +248,7 @@ class MemoryWalk:
         for out in step.outs:
             if out is not None:
                 made += transfer.nbytes
-                self._bind(out, Held(Storage(transfer.nbytes), transfer.dtype, transfer.shape), died)
+                self._bind(out, HeldTensor(Storage(transfer.nbytes), transfer.dtype, transfer.shape), died)
         return StepMemory(
             before=self.live, after=self.live + made - died[""], peak=self.live + made, dropped=died[""], made=made,
             tiers=self._without(died),

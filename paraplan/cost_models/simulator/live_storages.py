@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paraplan.cost_models.simulator.block_replay import MemoryBlock
-from paraplan.cost_models.simulator.live_bytes import Held, MemoryWalk, StepMemory, Storage
+from paraplan.cost_models.simulator.live_bytes import HeldTensor, MemoryWalk, StepMemory, Storage
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import BACKWARDS, RankProgram, Step, StepKind
 from paraplan.ir.model.graph import refs
@@ -96,7 +96,7 @@ class _Census:
             self.uses[block] = _Uses.of(self.walk.blocks[block])
         return self.uses[block]
 
-    def alive(self, storage: Storage, names: list[Name], held: Held) -> Alive:
+    def alive(self, storage: Storage, names: list[Name], held: HeldTensor) -> Alive:
         """A storage of the outer namespace."""
         name, place, out = self.made.get(storage, (str(names[0]), BEFORE, 0))
         if place[1] >= 0:

@@ -25,7 +25,7 @@ from paraplan.ir.model.sources import graph_of_block
 from paraplan.ir.struct import Value
 
 
-class Role(Enum):
+class BytesRole(Enum):
     """What bytes are for, in the order they are told."""
 
     PARAMETERS = "parameters"
@@ -51,25 +51,28 @@ class Role(Enum):
 
 _Outer = outer_names.Role
 _BEFORE = {
-    _Outer.PARAMETER: Role.PARAMETERS, _Outer.STATE: Role.MASTERS, _Outer.SLOTS: Role.STATES,
-    _Outer.LATE: Role.GRADIENTS, _Outer.WAITING: Role.GRADIENTS, _Outer.BATCH: Role.BATCH, _Outer.BUFFER: Role.BUFFERS,
-    _Outer.SEED: Role.BUFFERS, _Outer.LOSS_SCALE: Role.BUFFERS,
+    _Outer.PARAMETER: BytesRole.PARAMETERS, _Outer.STATE: BytesRole.MASTERS, _Outer.SLOTS: BytesRole.STATES,
+    _Outer.LATE: BytesRole.GRADIENTS, _Outer.WAITING: BytesRole.GRADIENTS, _Outer.BATCH: BytesRole.BATCH,
+    _Outer.BUFFER: BytesRole.BUFFERS, _Outer.SEED: BytesRole.BUFFERS, _Outer.LOSS_SCALE: BytesRole.BUFFERS,
 }  # fmt: skip
 """Of what is there before the step."""
 _MADE = {
-    _Outer.ACCUMULATOR: Role.GRADIENTS, _Outer.GRADIENT: Role.GRADIENTS, _Outer.TIED: Role.GRADIENTS,
-    _Outer.GATHERED: Role.GATHERED, _Outer.FETCHED: Role.GATHERED, _Outer.HELD: Role.GATHERED,
-    _Outer.UNDER_WAY: Role.COMMUNICATION, _Outer.VALUE_GRADIENT: Role.BOUNDARY_GRADIENTS,
-    _Outer.PARAMETER: Role.PARAMETERS, _Outer.STATE: Role.MASTERS, _Outer.BUFFER: Role.BUFFERS,
-    _Outer.SLOTS: Role.STATES, _Outer.LATE: Role.GRADIENTS, _Outer.WAITING: Role.GRADIENTS,
-    _Outer.MAGNITUDE: Role.GRADIENTS, _Outer.HALF: Role.HALVES,
+    _Outer.ACCUMULATOR: BytesRole.GRADIENTS, _Outer.GRADIENT: BytesRole.GRADIENTS, _Outer.TIED: BytesRole.GRADIENTS,
+    _Outer.GATHERED: BytesRole.GATHERED, _Outer.FETCHED: BytesRole.GATHERED, _Outer.HELD: BytesRole.GATHERED,
+    _Outer.UNDER_WAY: BytesRole.COMMUNICATION, _Outer.VALUE_GRADIENT: BytesRole.BOUNDARY_GRADIENTS,
+    _Outer.PARAMETER: BytesRole.PARAMETERS, _Outer.STATE: BytesRole.MASTERS, _Outer.BUFFER: BytesRole.BUFFERS,
+    _Outer.SLOTS: BytesRole.STATES, _Outer.LATE: BytesRole.GRADIENTS, _Outer.WAITING: BytesRole.GRADIENTS,
+    _Outer.MAGNITUDE: BytesRole.GRADIENTS, _Outer.HALF: BytesRole.HALVES,
 }  # fmt: skip
 """Of what the step makes."""
 _HELD = frozenset({
-    Role.GRADIENTS, Role.GATHERED, Role.COMMUNICATION, Role.PARAMETERS, Role.MASTERS, Role.STATES, Role.BUFFERS,
+    BytesRole.GRADIENTS, BytesRole.GATHERED, BytesRole.COMMUNICATION, BytesRole.PARAMETERS, BytesRole.MASTERS,
+    BytesRole.STATES, BytesRole.BUFFERS,
 })  # fmt: skip
 _BUNDLE = "paraplan.pack"
-_ACTIVATIONS = frozenset({Role.SAVED, Role.RECOMPUTED, Role.FORWARD, Role.BACKWARD, Role.HALVES})
+_ACTIVATIONS = frozenset(
+    {BytesRole.SAVED, BytesRole.RECOMPUTED, BytesRole.FORWARD, BytesRole.BACKWARD, BytesRole.HALVES}
+)
 
 
 class RoleBytes(Value, frozen=True, kw_only=True):
@@ -83,7 +86,7 @@ class RoleBytes(Value, frozen=True, kw_only=True):
         count: how many storages.
     """
 
-    role: Role
+    role: BytesRole
     kind: int
     tier: str
     nbytes: int
@@ -106,7 +109,7 @@ class Tensor(Value, frozen=True, kw_only=True):
     name: str
     holder: Name | None
     others: int
-    role: Role
+    role: BytesRole
     kind: int
     tier: str
     nbytes: int
@@ -151,12 +154,12 @@ def peak_of(program: RankProgram, trace: RankTrace, model: Program, backend: str
     place = (trace.peak_step, trace.peak_instr)
     roles = _Roles(program, model)
     told = [(roles.of(each), each) for each in alive_at(program, place)]
-    sizes: Counter[tuple[Role, int, str]] = Counter()
-    counts: Counter[tuple[Role, int, str]] = Counter()
+    sizes: Counter[tuple[BytesRole, int, str]] = Counter()
+    counts: Counter[tuple[BytesRole, int, str]] = Counter()
     for (role, kind), each in told:
         sizes[role, kind, each.tier] += each.nbytes
         counts[role, kind, each.tier] += 1
-    order = [*Role]
+    order = [*BytesRole]
     tensors = [(role, kind, each) for (role, kind), each in told if each.dtype]
     ranked = sorted(tensors, key=lambda item: (-item[2].nbytes, item[2].maker, item[2].name))
     return Peak(
@@ -172,7 +175,7 @@ def peak_of(program: RankProgram, trace: RankTrace, model: Program, backend: str
     )  # fmt: skip
 
 
-def _tensor(role: Role, kind: int, each: Alive) -> Tensor:
+def _tensor(role: BytesRole, kind: int, each: Alive) -> Tensor:
     held = bool(each.names) and role not in _ACTIVATIONS
     holder = next((name for name in each.names if held or str(name) == each.name), None)
     return Tensor(
@@ -188,57 +191,57 @@ class _Roles:
     def __init__(self, program: RankProgram, model: Program) -> None:
         self.program, self.model, self.graphs = program, model, graph_of_block(model)
 
-    def of(self, each: Alive) -> tuple[Role, int]:
+    def of(self, each: Alive) -> tuple[BytesRole, int]:
         """A storage's role, and the kind whose activation it is."""
         if not each.dtype:
-            return {STATES: Role.STATES, WORKSPACE: Role.WORKSPACE}[each.name], -1
+            return {STATES: BytesRole.STATES, WORKSPACE: BytesRole.WORKSPACE}[each.name], -1
         for name in each.names:
             if name in self.program.outer:
                 return _BEFORE[name.role], -1
         at, instr = each.maker
         step = self.program.steps[at] if at >= 0 else None
         if step is None:
-            return Role.OTHER, -1
+            return BytesRole.OTHER, -1
         kind = self.model.segments[step.segment].kind if step.segment >= 0 else -1
         if step.kind in MESSAGES:
-            return Role.MESSAGES, -1
+            return BytesRole.MESSAGES, -1
         held = self._held(each)
         if held in _HELD:
             return held, -1
         role = self._made(each, step, self.program.blocks[step.block].instrs[instr], held)
-        return role, -1 if role in (Role.COMMUNICATION, Role.GATHERED, Role.OTHER) else kind
+        return role, -1 if role in (BytesRole.COMMUNICATION, BytesRole.GATHERED, BytesRole.OTHER) else kind
 
-    def _held(self, each: Alive) -> Role | None:
+    def _held(self, each: Alive) -> BytesRole | None:
         """What the names that hold it say; a plain one is a value that a segment hands on."""
         for name in each.names:
             if name.role in _MADE:
                 return _MADE[name.role]
             if name.role is _Outer.VALUE and name.transit is Transit.NONE:
-                return Role.BOUNDARY
+                return BytesRole.BOUNDARY
         return None
 
-    def _made(self, each: Alive, step: Step, instr: Instr, held: Role | None) -> Role:
+    def _made(self, each: Alive, step: Step, instr: Instr, held: BytesRole | None) -> BytesRole:
         """What its maker says, where its holders leave it open."""
         does = self.program.role_of(step)
         backward = does in BACKWARDS
         if instr.kind is InstrKind.COPY and (step.segment < 0 or does is BlockRole.FETCH):
-            return Role.MASTERS if step.segment < 0 else Role.GATHERED
+            return BytesRole.MASTERS if step.segment < 0 else BytesRole.GATHERED
         if instr.kind is InstrKind.COPY:
-            return Role.SAVED if each.tier else Role.FETCHED
+            return BytesRole.SAVED if each.tier else BytesRole.FETCHED
         if held is not None and step.segment >= 0:
             return held
         if each.backward and not backward and step.segment >= 0:
-            return Role.SAVED
+            return BytesRole.SAVED
         if instr.kind is InstrKind.COLLECTIVE or instr.target == _BUNDLE:
-            return Role.GATHERED if self._moves_parameter(step, instr) else Role.COMMUNICATION
+            return BytesRole.GATHERED if self._moves_parameter(step, instr) else BytesRole.COMMUNICATION
         op = self._op(step, instr)
         if step.segment < 0:
-            return Role.OTHER
+            return BytesRole.OTHER
         if op is None:
-            return Role.BACKWARD if backward else Role.FORWARD
+            return BytesRole.BACKWARD if backward else BytesRole.FORWARD
         if op.phase is Phase.BACKWARD:
-            return Role.BACKWARD
-        return Role.RECOMPUTED if backward else Role.FORWARD
+            return BytesRole.BACKWARD
+        return BytesRole.RECOMPUTED if backward else BytesRole.FORWARD
 
     def _op(self, step: Step, instr: Instr) -> Op | None:
         """The joint graph's op an instruction serves."""

@@ -14,7 +14,7 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.schedule import Action, ActionKind
 
 
-class Message(NamedTuple):
+class MessageEnd(NamedTuple):
     """What one end of a message is to the other.
 
     Attributes:
@@ -27,10 +27,10 @@ class Message(NamedTuple):
 
 
 MESSAGES = {
-    ActionKind.SEND_F: Message(1, ActionKind.RECV_F),
-    ActionKind.RECV_F: Message(-1, ActionKind.SEND_F),
-    ActionKind.SEND_B: Message(-1, ActionKind.RECV_B),
-    ActionKind.RECV_B: Message(1, ActionKind.SEND_B),
+    ActionKind.SEND_F: MessageEnd(1, ActionKind.RECV_F),
+    ActionKind.RECV_F: MessageEnd(-1, ActionKind.SEND_F),
+    ActionKind.SEND_B: MessageEnd(-1, ActionKind.RECV_B),
+    ActionKind.RECV_B: MessageEnd(1, ActionKind.SEND_B),
 }
 
 Meeting = dict[int, Action]

@@ -19,7 +19,7 @@ Values = Sequence[LocalValue | None]
 Args = tuple[Arg, ...]
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """An op on local values.
 
     Attributes:
@@ -46,9 +46,9 @@ class Kernel(NamedTuple):
     """
 
     name: str
-    fits: Callable[[Call], bool]
-    launches: Callable[[Call], int]
-    workspace: Callable[[Call], int]
+    fits: Callable[[OpCall], bool]
+    launches: Callable[[OpCall], int]
+    workspace: Callable[[OpCall], int]
     capability: int = 8
 
 
@@ -69,12 +69,12 @@ def offered(backend: str) -> dict[str, tuple[Kernel, ...]]:
     return {target: kernels for (of, target), kernels in _KERNELS.items() if of == backend}
 
 
-def fitting(backend: str, target: str, call: Call) -> tuple[Kernel, ...]:
+def fitting(backend: str, target: str, call: OpCall) -> tuple[Kernel, ...]:
     """The kernels that take a call, the preferred ones first."""
     return tuple(kernel for kernel in _KERNELS.get((backend, target), ()) if kernel.fits(call))
 
 
-def chosen(backend: str, target: str, call: Call, seconds: Seconds | None = None) -> Kernel | None:
+def chosen(backend: str, target: str, call: OpCall, seconds: Seconds | None = None) -> Kernel | None:
     """The kernel an op runs as: the quickest of those measured, else the first; None for the reference kernel.
 
     Args:

@@ -45,7 +45,7 @@ class Holding:
     graded: tuple[str, ...]
 
 
-class Route(NamedTuple):
+class GroupPath(NamedTuple):
     """A way through the groups.
 
     Attributes:
@@ -115,7 +115,7 @@ def _agreed(held: list[tuple[int, Stage]], what: str) -> dict:  # type: ignore[t
     return found
 
 
-def routes(plan: Plan, held: tuple[Holding, ...]) -> tuple[Route, ...]:
+def routes(plan: Plan, held: tuple[Holding, ...]) -> tuple[GroupPath, ...]:
     """The ways microbatches take through the groups, in order of the first microbatch of each.
 
     Raises:
@@ -124,7 +124,7 @@ def routes(plan: Plan, held: tuple[Holding, ...]) -> tuple[Route, ...]:
     """
     if plan.schedule.num_replicas == 1:
         alone = tuple(next(g for g, each in enumerate(held) if s in each.stages) for s in range(len(plan.stages)))
-        return (Route(alone, tuple(range(plan.num_microbatches))),)
+        return (GroupPath(alone, tuple(range(plan.num_microbatches))),)
     group_of = {device: group for group, holding in enumerate(held) for device in holding.mesh.devices}
     runners = plan.schedule.runners()
     found: dict[tuple[int, ...], list[int]] = {}
@@ -145,7 +145,7 @@ def routes(plan: Plan, held: tuple[Holding, ...]) -> tuple[Route, ...]:
                 f"schedule {plan.schedule.name}: rank {holding.mesh.devices[0]} holds stage {idle[0]} and runs no "
                 "microbatch of it; take it from the stage's replicas"
             )
-    return tuple(Route(groups, tuple(micros)) for groups, micros in found.items())
+    return tuple(GroupPath(groups, tuple(micros)) for groups, micros in found.items())
 
 
 def group_of_class(plan: Plan, held: tuple[Holding, ...], actions: tuple[str, ...]) -> int:

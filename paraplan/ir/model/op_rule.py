@@ -17,14 +17,14 @@ DISCOVERED, REGISTERED, UNKNOWN = "discovered", "registered", "unknown"
 ROWS, ELEMENTWISE, ALIAS, PART = "rows", "elementwise", "alias", "part"
 
 
-class Term(Value, frozen=True, array_like=True):
+class WorkTerm(Value, frozen=True, array_like=True):
     """`amount` times the shares of `letters`."""
 
     amount: float
     letters: tuple[str, ...] = ()
 
 
-Amount = tuple[Term, ...]
+Amount = tuple[WorkTerm, ...]
 ArgPath = tuple[int | str, ...]
 
 
@@ -118,7 +118,7 @@ def fit_amount(values: Mapping[frozenset[str], float]) -> Amount:
         terms = after
     largest = max((abs(value) for value in terms.values()), default=0.0)
     return tuple(
-        Term(amount=value, letters=tuple(sorted(key)))
+        WorkTerm(amount=value, letters=tuple(sorted(key)))
         for key, value in sorted(terms.items(), key=lambda item: (len(item[0]), sorted(item[0])))
         if abs(value) > 1e-9 * largest
     )

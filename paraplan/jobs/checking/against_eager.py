@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.model.program import Program
-from paraplan.jobs.checking.captured import Outcome
+from paraplan.jobs.checking.captured import StepOutcome
 from paraplan.jobs.checking.differences import FLOOR, Difference, differences, floor_of, relative
-from paraplan.jobs.checking.eager import Call, Eager, Taken
+from paraplan.jobs.checking.eager import Eager, ModelCall, Taken
 from paraplan.jobs.checking.random_replay import SHARED_SEED, Replay, draws_of, shared_draws
 
 Tensors = Mapping[str, Tensor]
@@ -107,7 +107,7 @@ class AgainstEager:
         summed_in: the precision in which gradients are summed over ranks, where that is the plan's to say.
     """
 
-    def __init__(self, call: Call, program: Program, summed_in: str = "") -> None:
+    def __init__(self, call: ModelCall, program: Program, summed_in: str = "") -> None:
         self.call, self.program = call, program
         self.precision = program.precision if call.casts is None else _NAMED[call.casts]
         loss, tensors = BASE[self.precision]
@@ -120,8 +120,8 @@ class AgainstEager:
         self.last: Taken | None = None
 
     def compare(
-        self, batch: Tensors, params: Tensors, buffers: Tensors, seeds: Sequence[int], found: Outcome,
-        captured: Callable[[Program, Sequence[int]], Outcome],
+        self, batch: Tensors, params: Tensors, buffers: Tensors, seeds: Sequence[int], found: StepOutcome,
+        captured: Callable[[Program, Sequence[int]], StepOutcome],
     ) -> Verdict:  # fmt: skip
         """A step against the eager model's from the same start.
 
@@ -196,7 +196,7 @@ class AgainstEager:
             self._wide = Eager(self.call, self.program, torch.float32 if half else torch.float64, widened=True)
         return self._wide
 
-    def _judge(self, found: Outcome, runs: _Runs, drawn: str) -> Verdict:
+    def _judge(self, found: StepOutcome, runs: _Runs, drawn: str) -> Verdict:
         if self.precision == "fp64":
             return self._exactly(found, runs, drawn)
         own, wide = runs.own, runs.widen(runs)
@@ -218,7 +218,7 @@ class AgainstEager:
         verdict.how = _words(drawn, said if own is not None else missing)
         return verdict
 
-    def _exactly(self, found: Outcome, runs: _Runs, drawn: str) -> Verdict:
+    def _exactly(self, found: StepOutcome, runs: _Runs, drawn: str) -> Verdict:
         """In float64: the model as it is, or with every float of its forward float64, as the program has them."""
         own = None if runs.own is None else _compared(found, runs.own, BASE["fp64"])
         if own is not None and own.holds:
@@ -257,9 +257,13 @@ def _noise(own: Taken, wide: Taken, floor: float) -> dict[str, float]:
 
 
 def _compared(
-    found: Outcome, wanted: Taken | Outcome, base: tuple[float, float], noise: Mapping[str, float] | None = None,
-    floor: float = FLOOR, kinds: Taken | None = None,
-) -> Verdict:  # fmt: skip
+    found: StepOutcome,
+    wanted: Taken | StepOutcome,
+    base: tuple[float, float],
+    noise: Mapping[str, float] | None = None,
+    floor: float = FLOOR,
+    kinds: Taken | None = None,
+) -> Verdict:
     """Everything a step gave against what it should have.
 
     Args:

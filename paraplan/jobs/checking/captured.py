@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paraplan.capture.reference import Step, run_step
+from paraplan.capture.reference import StepResult, run_step
 from paraplan.ir.model.program import Program, master_dtype, trained_params
 from paraplan.ir.model.seeds import segment_seed
 from paraplan.ir.plan import Plan
@@ -18,7 +18,7 @@ Tensors = Mapping[str, Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What a step gave: its loss, gradients (of a name None: none), and all buffers after it; None: not looked at."""
 
     loss: float
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 def run_program_on(
     program: Program, params: Tensors, buffers: Tensors, batch: Tensors, seeds: Sequence[int], scale: float = 1.0
-) -> Step:
+) -> StepResult:
     """One step of a program of a batch in any dtypes."""
     cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in program.batch.items()}
     return run_step(program, params, buffers, cast, [torch.tensor(seed) for seed in seeds], scale)
@@ -89,17 +89,17 @@ class Captured:
         """Of the segments, in the next step."""
         return [segment_seed(self.seed, self.done, index) for index in range(self.program.num_seeds)]
 
-    def taken(self, batch: Tensors, program: Program, seeds: Sequence[int], scale: float = 1.0) -> Step:
+    def taken(self, batch: Tensors, program: Program, seeds: Sequence[int], scale: float = 1.0) -> StepResult:
         """A forward and backward from where it is, of this program or one with other draws; nothing is updated."""
         params = {
             name: x.detach().to(getattr(torch, program.params[name].spec.dtype)) for name, x in self.masters.items()
         }
         return run_program_on(program, params, self.buffers, batch, seeds, scale)
 
-    def outcome(self, batch: Tensors, program: Program, seeds: Sequence[int]) -> Outcome:
+    def outcome(self, batch: Tensors, program: Program, seeds: Sequence[int]) -> StepOutcome:
         """What such a step gives, every buffer under all of its names."""
         step = self.taken(batch, program, seeds)
-        return Outcome(float(step.loss), step.grads, with_aliases({**self.buffers, **step.buffers}, self.aliases))
+        return StepOutcome(float(step.loss), step.grads, with_aliases({**self.buffers, **step.buffers}, self.aliases))
 
     def late(self) -> tuple[str, ...]:
         """What this step's gradients update one step late, as the plan's does (`lowering.steps.delayed_update`)."""

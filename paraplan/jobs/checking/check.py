@@ -27,14 +27,14 @@ from paraplan.ir.errors import CheckError
 from paraplan.ir.model.program import Program, master_dtype
 from paraplan.ir.plan import Plan
 from paraplan.jobs.checking.against_eager import CAPTURED, ROUNDING, AgainstEager, Fault, Verdict
-from paraplan.jobs.checking.captured import Captured, MakeOptimizer, Outcome, Tensors, overflows, with_aliases
+from paraplan.jobs.checking.captured import Captured, MakeOptimizer, StepOutcome, Tensors, overflows, with_aliases
 from paraplan.jobs.checking.differences import Difference, differences, floor_of, max_error, relative
-from paraplan.jobs.checking.eager import Call, Taken
+from paraplan.jobs.checking.eager import ModelCall, Taken
 from paraplan.jobs.checking.random_replay import repeated
 from paraplan.jobs.models import Made
 from paraplan.runtime.ragged import RowPadding
 
-__all__ = ["Captured", "Errors", "SingleDevice", "max_error", "relative"]
+__all__ = ["Captured", "LargestErrors", "SingleDevice", "max_error", "relative"]
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1e-1, "fp16": 5e-2, "fp8": 3e-1}
 """Largest errors of loss and tensors against the captured program, beside `ROUNDING` times those of the eager model;
@@ -46,7 +46,7 @@ UPDATED_NARROW = 1e-5
 
 
 @dataclass
-class Errors:
+class LargestErrors:
     """The largest errors seen so far.
 
     Attributes:
@@ -129,9 +129,9 @@ class SingleDevice:
 
     def __init__(self, plan: Plan, made: Made, optimizer: MakeOptimizer, seed: int, choice: LossChoice = None) -> None:
         refuse_hooks(made.model)  # copies of it have none
-        self.program, self.errors, self._step = plan.program, Errors(), 0
+        self.program, self.errors, self._step = plan.program, LargestErrors(), 0
         self.captured, self._padding = Captured(plan, made.model, optimizer, seed), RowPadding(plan)
-        self.eager = AgainstEager(Call.of(made, plan.program, choice), plan.program, plan.reduce_dtype)
+        self.eager = AgainstEager(ModelCall.of(made, plan.program, choice), plan.program, plan.reduce_dtype)
         self._limit = max(TOLERANCE[each] for each in (plan.program.precision, plan.reduce_dtype) if each)
         self._updates = _Updates(self.eager, self.captured, optimizer)
         self.errors.failure = shared_numbers(plan.program)
@@ -157,7 +157,7 @@ class SingleDevice:
         held = None if buffers is None else with_aliases({**before, **_named(buffers, before)}, captured.aliases)
         seeds = captured.seeds()
         overflown = overflows(self.program, grads)
-        found = Outcome(loss, None if overflown else grads, held)
+        found = StepOutcome(loss, None if overflown else grads, held)
         verdict = self.eager.compare(rows, captured.masters, before, seeds, found, partial(captured.outcome, batch))
         rereads = self.eager.rereads(rows, captured.masters, before, seeds)
         taken = self.eager.last

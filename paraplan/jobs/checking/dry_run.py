@@ -23,7 +23,7 @@ from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, LocalVal
 from paraplan.jobs.checking.without_device import dispatched_methods
 from paraplan.kernels.torch_private import OpOverload, fake_mode, has_kernel
 from paraplan.runtime.executing.interpret import Line, make_tape
-from paraplan.runtime.executing.launch_counts import Launch, LaunchCounter
+from paraplan.runtime.executing.launch_counts import KernelCall, LaunchCounter
 from paraplan.runtime.executing.tracker import Ledger, Tracker
 
 
@@ -39,7 +39,7 @@ class InstrRun(NamedTuple):
 
     index: int
     target: str
-    launches: tuple[Launch, ...]
+    launches: tuple[KernelCall, ...]
     workspace_bytes: int
 
 

@@ -57,7 +57,7 @@ class Taken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """How the user calls the model.
 
     Attributes:
@@ -73,7 +73,7 @@ class Call:
     positional: bool = False
 
     @classmethod
-    def of(cls, made: Made, program: Program, choice: LossChoice = None, casts: torch.dtype | None = None) -> Call:
+    def of(cls, made: Made, program: Program, choice: LossChoice = None, casts: torch.dtype | None = None) -> ModelCall:
         """As the example inputs say; several losses as the program weighs them, where nothing else is said."""
         named = {term.name: term.weight for term in program.loss if term.name}
         inputs = made.example_inputs
@@ -91,7 +91,7 @@ class Eager:
         widened: whether narrower floats that forward makes or casts to are of that dtype too.
     """
 
-    def __init__(self, call: Call, program: Program, dtype: torch.dtype, widened: bool = False) -> None:
+    def __init__(self, call: ModelCall, program: Program, dtype: torch.dtype, widened: bool = False) -> None:
         self.call, self.program, self.dtype, self.widened = call, program, dtype, widened
         self.model = _copied(call.made.model, program.precision, dtype)
         self._buffers = dict(self.model.named_buffers(remove_duplicate=False))

@@ -15,9 +15,9 @@ from paraplan.ir.errors import CheckError
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.seeds import segment_seed
 from paraplan.jobs.checking.against_eager import AgainstEager
-from paraplan.jobs.checking.captured import Outcome, aliases_of, run_program_on, with_aliases
+from paraplan.jobs.checking.captured import StepOutcome, aliases_of, run_program_on, with_aliases
 from paraplan.jobs.checking.check import eager_failure, shared_numbers
-from paraplan.jobs.checking.eager import Call, generators_kept
+from paraplan.jobs.checking.eager import ModelCall, generators_kept
 from paraplan.runtime.fitted_step import FittedStep
 
 Tensors = Mapping[str, Tensor]
@@ -32,7 +32,7 @@ class FirstSteps:
         tell: told how each came out.
     """
 
-    def __init__(self, call: Call, count: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, call: ModelCall, count: int, tell: Callable[[str], None]) -> None:
         self._call, self._left, self._done, self._tell = call, count, 0, tell
 
     def __call__(self, step: FittedStep, batch: Tensors) -> None:
@@ -55,10 +55,10 @@ class FirstSteps:
         found, seeds = _taken_aside(step, batch)
         against = AgainstEager(self._call, program)
 
-        def captured(other: Program, seeds: Sequence[int]) -> Outcome:
+        def captured(other: Program, seeds: Sequence[int]) -> StepOutcome:
             taken = run_program_on(other, params, buffers, step.padding.pad(batch), seeds)
             after = with_aliases({**buffers, **taken.buffers}, aliases_of(model))
-            return Outcome(float(taken.loss), taken.grads, after)
+            return StepOutcome(float(taken.loss), taken.grads, after)
 
         verdict = against.compare(batch, params, buffers, seeds, found, captured)
         rereads = against.rereads(batch, params, buffers, seeds)
@@ -70,7 +70,7 @@ class FirstSteps:
         return f"step {self._done}: {rereads}" if rereads else ""
 
 
-def _taken_aside(step: FittedStep, batch: Tensors) -> tuple[Outcome, list[int]]:
+def _taken_aside(step: FittedStep, batch: Tensors) -> tuple[StepOutcome, list[int]]:
     """What the planned step gives, and the seeds of its segments; nothing is changed by it."""
     program, done = step.plan.program, step.steps_done
     with generators_kept():
@@ -89,4 +89,4 @@ def _taken_aside(step: FittedStep, batch: Tensors) -> tuple[Outcome, list[int]]:
         with torch.no_grad():
             for x, before in held:
                 x.copy_(before)
-    return Outcome(float(loss.detach()), dict(zip(wanted, grads, strict=True)), after), seeds
+    return StepOutcome(float(loss.detach()), dict(zip(wanted, grads, strict=True)), after), seeds

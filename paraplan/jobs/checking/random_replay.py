@@ -28,11 +28,11 @@ from paraplan.kernels.random_kernels import dropout, uniform
 from paraplan.kernels.torch_private import OpOverload, TorchDispatchMode, in_backward
 
 SHARED_SEED = 20
-Places = dict[tuple[int, int], deque["Draw"]]
+Places = dict[tuple[int, int], deque["RandomOp"]]
 Found = dict[str, Any]
 
 
-class Draw(NamedTuple):
+class RandomOp(NamedTuple):
     """A random op of a program: its seed, which of the seed's it is, whether it makes a mask of its numbers (a
     dropout), and the rows and columns of what it draws."""
 
@@ -43,10 +43,10 @@ class Draw(NamedTuple):
     columns: int
 
 
-def draws_of(program: Program) -> tuple[Draw, ...]:
+def draws_of(program: Program) -> tuple[RandomOp, ...]:
     """The random ops of a program, in order."""
     return tuple(
-        Draw(m * program.seeds + number, slot, is_mask, *rows_and_columns(shape))
+        RandomOp(m * program.seeds + number, slot, is_mask, *rows_and_columns(shape))
         for m in range(program.apart)
         for segment in program.segments
         for number, slot, is_mask, shape in _slots(program.kinds[segment.kind], segment.seeds)
@@ -58,7 +58,7 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), (shape[-1] if shape else 1)
 
 
-def repeated(program: Program) -> Draw | None:
+def repeated(program: Program) -> RandomOp | None:
     """A draw that has the numbers of an earlier one; None where each has its own."""
     seen: set[tuple[int, int]] = set()
     for draw in draws_of(program):
@@ -132,7 +132,7 @@ class Replay(TorchDispatchMode):
         super().__init__()
         self.count, self.unmatched, self._seeds = 0, "", seeds
         self._places: Places = {}
-        self._tickets: dict[int, Draw] = {}
+        self._tickets: dict[int, RandomOp] = {}
         for draw in draws_of(program):
             self._places.setdefault((draw.rows, draw.columns), deque()).append(draw)
 
@@ -176,7 +176,7 @@ class Replay(TorchDispatchMode):
         self._tickets[ticket] = draw
         return Numbers(self._seeds[draw.seed], draw.slot, draw.is_mask and is_mask, out)
 
-    def _next(self, rows: int, columns: int, is_mask: bool) -> Draw | None:
+    def _next(self, rows: int, columns: int, is_mask: bool) -> RandomOp | None:
         """The program's next draw of a shape: a mask for a mask; numbers may be one too (⌊p + rand⌋)."""
         waiting = self._places.get((rows, columns), deque())
         fitting = [draw for draw in waiting if draw.is_mask == is_mask] or ([] if is_mask else list(waiting))

@@ -13,7 +13,7 @@ from paraplan.codegen import build_modules
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.plan import Plan
-from paraplan.jobs.checking.check import Errors, SingleDevice
+from paraplan.jobs.checking.check import LargestErrors, SingleDevice
 from paraplan.jobs.models import Made
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 from paraplan.jobs.trainers import check_model
@@ -25,7 +25,7 @@ _RATE = 1e-3
 def rehearse(
     plan: Plan, programs: Sequence[RankProgram], model: nn.Module, batches: Sequence[Mapping[str, Any]],
     loss_fn: Callable[..., Any] | None, loss: LossChoice, seed: int,
-) -> Errors:  # fmt: skip
+) -> LargestErrors:  # fmt: skip
     """A step for every batch, each compared.
 
     Args:

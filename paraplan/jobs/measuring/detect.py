@@ -26,7 +26,7 @@ from paraplan.ir.machine.reserves import cpu_reserves, cuda_reserves
 from paraplan.ir.process.cores import num_cores
 from paraplan.jobs.measuring.measure import copy_bytes_per_s, launch_s, matmul_flops_per_s
 from paraplan.jobs.measuring.topology import (
-    Launch,
+    JobTopology,
     in_node_link,
     parse_pcie,
     parse_port_rate,
@@ -83,7 +83,7 @@ def catalog_name(name: str) -> str | None:
     return next((kind for pattern, kind in _NAMES if re.search(pattern, name.strip(), re.IGNORECASE)), None)
 
 
-def gpu_cluster(gpus: tuple[Gpu, ...], launch: Launch, env: Mapping[str, str]) -> ClusterSpec:
+def gpu_cluster(gpus: tuple[Gpu, ...], launch: JobTopology, env: Mapping[str, str]) -> ClusterSpec:
     """Equal nodes of these devices.
 
     Raises:
@@ -124,7 +124,7 @@ def gpu_device(gpus: tuple[Gpu, ...], entry: CatalogEntry | None) -> Device:
     return measured_device(gpus[0].name, "cuda", memory, reported["memory_bytes"], 1)
 
 
-def cpu_cluster(processes: int, launch: Launch) -> ClusterSpec:
+def cpu_cluster(processes: int, launch: JobTopology) -> ClusterSpec:
     """CPU processes that share this machine's cores and memory, measured; links are `ClusterSpec.local`'s."""
     usual = CATALOG["cpu"]
     cores, memory = num_cores(), memory_bytes()
@@ -171,7 +171,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _cluster(group: NodeGroup, launch: Launch, usual: CatalogEntry) -> ClusterSpec:
+def _cluster(group: NodeGroup, launch: JobTopology, usual: CatalogEntry) -> ClusterSpec:
     between = None
     if launch.nodes > 1:
         ports = [parse_port_rate(_read(path)) for path in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate"))]

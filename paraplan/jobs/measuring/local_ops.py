@@ -21,7 +21,7 @@ from paraplan.cost_models.ops.roofline import is_free, variant
 from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.execution.schedule import accumulate
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.machine.kernel_choice import Call, chosen, fitting, has_choice
+from paraplan.ir.machine.kernel_choice import OpCall, chosen, fitting, has_choice
 from paraplan.ir.machine.mesh import Layout, R, layout_text, local_shape, make_mesh
 from paraplan.ir.model.graph import Arg, Graph, Op, Phase, map_refs, refs
 from paraplan.ir.model.program import Program
@@ -78,11 +78,11 @@ class LocalOp:
         return "" if found is None else found.name
 
     @property
-    def _call(self) -> Call:
+    def _call(self) -> OpCall:
         inputs, outputs = (
             [None if each is None else _local(each) for each in of] for of in (self.inputs, self.outputs)
         )
-        return Call(inputs, outputs, self.args)
+        return OpCall(inputs, outputs, self.args)
 
     def ways(self, backend: str, capability: int) -> tuple[LocalOp, ...]:
         """The op as each kernel of a device that takes it, where there is a choice; else itself.

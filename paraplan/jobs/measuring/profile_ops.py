@@ -21,7 +21,7 @@ import torch
 
 from paraplan.cost_models.machine.catalog import catalog_device
 from paraplan.cost_models.profiles.learn import pooled
-from paraplan.cost_models.profiles.measured import Errors, MeasuredTimes
+from paraplan.cost_models.profiles.measured import InterpolationErrors, MeasuredTimes
 from paraplan.cost_models.profiles.profile_file import Machine, ProfileWriter
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
@@ -40,7 +40,7 @@ UPDATED = tuple(1 << power for power in range(6, 23, 2))
 
 
 @dataclass
-class Measuring:
+class MeasuringRun:
     """What a run of measuring did.
 
     Attributes:
@@ -54,7 +54,7 @@ class Measuring:
     known: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     profile: Profile | None = None
-    errors: dict[str, Errors] = field(default_factory=dict)
+    errors: dict[str, InterpolationErrors] = field(default_factory=dict)
 
 
 @dataclass
@@ -149,7 +149,7 @@ def this_machine(device: str, threads: int = 1, processes: int = 1) -> Machine:
 def profile_program(
     program: Program, path: Path, *, device: str = "cpu", ways: int = 8, optimizer: str = "adamw", threads: int = 1,
     processes: int = 1, again: bool = False, tell: Callable[[str], None] = lambda text: None,
-) -> Measuring:  # fmt: skip
+) -> MeasuringRun:  # fmt: skip
     """Measure what a file lacks of a program's local ops.
 
     Args:
@@ -169,7 +169,7 @@ def profile_program(
     """
     machine = this_machine(device, threads, processes)
     kind = _kind(device)
-    done = Measuring()
+    done = MeasuringRun()
     beside = companions(machine.processes - 1, threads)
     with ProfileWriter(path, machine) as writer, _threads(threads), beside as others:
         meter = Meter(device, others, crowding(machine.processes))
@@ -202,7 +202,7 @@ def _kind(device: str) -> tuple[str, int]:
     return backend, torch.cuda.get_device_capability(device)[0] if backend == "cuda" else 0
 
 
-def _measure(op: LocalOp, meter: Meter, book: Book, done: Measuring) -> None:
+def _measure(op: LocalOp, meter: Meter, book: Book, done: MeasuringRun) -> None:
     if not book.lacks(op.full_key):
         done.known += 1
         return
@@ -248,7 +248,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def json_of(done: Measuring) -> dict[str, Any]:
+def json_of(done: MeasuringRun) -> dict[str, Any]:
     """The JSON object of `--json`."""
     assert done.profile is not None
     return {

@@ -100,7 +100,7 @@ def parse_port_rate(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class Launch:
+class JobTopology:
     """What a launcher says of the job.
 
     Attributes:
@@ -114,18 +114,18 @@ class Launch:
     source: str = ""
 
 
-def read_launch(env: Mapping[str, str]) -> Launch:
+def read_launch(env: Mapping[str, str]) -> JobTopology:
     """Nodes and processes from torchrun's or SLURM's environment; malformed variables count as absent."""
     world, local = _count(env, "WORLD_SIZE"), _count(env, "LOCAL_WORLD_SIZE")
     if world and local and world % local == 0:
-        return Launch(world // local, local, "torchrun (WORLD_SIZE, LOCAL_WORLD_SIZE)")
+        return JobTopology(world // local, local, "torchrun (WORLD_SIZE, LOCAL_WORLD_SIZE)")
     nodes = _count(env, "SLURM_NNODES") or _count(env, "SLURM_JOB_NUM_NODES")
     if nodes:
         tasks = re.match(r"(\d+)(?:\(x\d+\))?$", env.get("SLURM_TASKS_PER_NODE", ""))
         gpus = _count(env, "SLURM_GPUS_ON_NODE")
         per_node = gpus or (int(tasks[1]) if tasks else None)
-        return Launch(nodes, per_node, "SLURM (SLURM_NNODES, SLURM_GPUS_ON_NODE or SLURM_TASKS_PER_NODE)")
-    return Launch()
+        return JobTopology(nodes, per_node, "SLURM (SLURM_NNODES, SLURM_GPUS_ON_NODE or SLURM_TASKS_PER_NODE)")
+    return JobTopology()
 
 
 def _count(env: Mapping[str, str], name: str) -> int:

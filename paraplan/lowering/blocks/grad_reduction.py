@@ -17,7 +17,7 @@ from paraplan.ir.execution.rank_program import BlockRole
 from paraplan.ir.machine.mesh import Layout, R, parse_layout
 from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.lowering.transfers.bundled_transfers import IN_FLIGHT, Parcel, ParcelBlocks, Parcels, travels_with
 from paraplan.lowering.transfers.flights import Flights
@@ -36,7 +36,7 @@ class Reductions:
     """
 
     def __init__(
-        self, rank: Rank, writer: StepWriter, accumulates: Mapping[str, str], reduced: Callable[[str, Name], None]
+        self, rank: RankGroup, writer: StepWriter, accumulates: Mapping[str, str], reduced: Callable[[str, Name], None]
     ) -> None:
         plan = rank.plan
         self._layouts, self._accumulates, self._wire_dtype = rank.holding.params, accumulates, plan.wire_dtype
@@ -103,7 +103,7 @@ class Partials:
     """
 
     def __init__(
-        self, rank: Rank, writer: StepWriter, add: Callable[[str, Name], None],
+        self, rank: RankGroup, writer: StepWriter, add: Callable[[str, Name], None],
         final: Callable[[Iterable[str]], None],
     ) -> None:  # fmt: skip
         plan = rank.plan

@@ -17,7 +17,7 @@ from paraplan.ir.machine.reshard import Move
 from paraplan.ir.model.strides import is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.step_writer import StepWriter
 
 Dims = tuple[int, ...]
@@ -33,7 +33,7 @@ class Accumulators:
         fused: the places whose updates fused kernels make.
     """
 
-    rank: Rank
+    rank: RankGroup
     writer: StepWriter
     dtypes: Mapping[str, str]
     fused: frozenset[str]

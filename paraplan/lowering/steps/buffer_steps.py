@@ -19,8 +19,8 @@ from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.machine.mesh import Layout, Partial, R, Shard
 from paraplan.lowering.blocks.forward import Given
 from paraplan.lowering.blocks.small_blocks import buffer_block, share_block
-from paraplan.lowering.rank_group import Rank
-from paraplan.lowering.steps.stage_messages import Messages
+from paraplan.lowering.rank_group import RankGroup
+from paraplan.lowering.steps.stage_messages import StageMessages
 from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.lowering.steps.whole_batch import whole_of
 from paraplan.lowering.transfers.mesh_transfers import Message
@@ -35,7 +35,9 @@ class BufferSteps:
         gather: puts together what the microbatches say of a value; gives the outer name of the whole.
     """
 
-    def __init__(self, rank: Rank, writer: StepWriter, messages: Messages, gather: Callable[[str], Name]) -> None:
+    def __init__(
+        self, rank: RankGroup, writer: StepWriter, messages: StageMessages, gather: Callable[[str], Name]
+    ) -> None:
         self._rank, self._writer, self._messages, self._gather = rank, writer, messages, gather
         self._program, self._group = rank.program, rank.group
 

@@ -30,7 +30,7 @@ from paraplan.ir.execution.names import Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
 
 
-class Phase(Enum):
+class UpdatePhase(Enum):
     """WARM: no update is late yet. FIRST: no gradient is held at the step's start. STEADY: as the plan is priced."""
 
     WARM = "warm"
@@ -38,21 +38,21 @@ class Phase(Enum):
     STEADY = "steady"
 
 
-def in_phase(program: RankProgram, phase: Phase) -> RankProgram:
+def in_phase(program: RankProgram, phase: UpdatePhase) -> RankProgram:
     """What a rank executes in a step of some phase: of `program`, which is that of a steady one."""
     flush = flush_steps(program)
-    if phase is Phase.STEADY or not flush:
+    if phase is UpdatePhase.STEADY or not flush:
         return program
     begin, end, *restore = flush
     steps: list[Step] = []
     for step in program.steps:
-        if step is begin or (phase is Phase.FIRST and any(step is each for each in restore)):
+        if step is begin or (phase is UpdatePhase.FIRST and any(step is each for each in restore)):
             continue
-        if step is end and phase is Phase.FIRST:  # there is nothing to wait for
+        if step is end and phase is UpdatePhase.FIRST:  # there is nothing to wait for
             step = msgspec.structs.replace(end, drops=())
         elif step is end:
             step = msgspec.structs.replace(begin, action=end.action, late=False)
-        elif phase is Phase.WARM and _holds(program, step):
+        elif phase is UpdatePhase.WARM and _holds(program, step):
             step = msgspec.structs.replace(step, kind=StepKind.DROP, args=(), drops=step.args[1:])
         steps.append(step)
     outer = {name: value for name, value in program.outer.items() if value.role is not Role.LATE}

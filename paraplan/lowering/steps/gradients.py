@@ -16,7 +16,7 @@ from paraplan.ir.execution.schedule import Action
 from paraplan.ir.machine.reshard import Move
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.grad_reduction import Partials, Reductions
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.rewrites.accumulators import Accumulators
 from paraplan.lowering.steps.microbatch_groups import Groups
 from paraplan.lowering.steps.step_writer import StepWriter
@@ -40,7 +40,7 @@ class Gradients:
     """
 
     def __init__(
-        self, rank: Rank, writer: StepWriter, states: StateCopies, fused: frozenset[str], actions: Sequence[Action]
+        self, rank: RankGroup, writer: StepWriter, states: StateCopies, fused: frozenset[str], actions: Sequence[Action]
     ) -> None:
         self._rank, self._writer, self._states = rank, writer, states
         holders = Counter(name for holding in rank.lowered.held for name in holding.trained)

@@ -18,7 +18,7 @@ from paraplan.ir.model.program import LossTerm
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.grad_reduction import Reductions
 from paraplan.lowering.blocks.small_blocks import count_block, loss_block, tangent_block
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.step_writer import Flight, StepWriter
 from paraplan.lowering.transfers.bundled_transfers import Parcel
 
@@ -34,7 +34,7 @@ class LossSteps:
         tangent_of: their gradients.
     """
 
-    def __init__(self, rank: Rank, writer: StepWriter) -> None:
+    def __init__(self, rank: RankGroup, writer: StepWriter) -> None:
         self._rank, self._writer = rank, writer
         self.numerators = {
             term.numerator: index

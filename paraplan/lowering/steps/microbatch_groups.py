@@ -16,7 +16,7 @@ from paraplan.ir.execution.rank_program import LocalValue, StepKind
 from paraplan.ir.execution.schedule import Action, ActionKind
 from paraplan.ir.machine.reshard import Move
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.rewrites.accumulators import Accumulators
 from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.lowering.transfers.bundled_transfers import Parcel
@@ -36,7 +36,7 @@ class Groups:
     """
 
     def __init__(
-        self, rank: Rank, writer: StepWriter, accumulators: Accumulators, send: Callable[[str, Parcel], None],
+        self, rank: RankGroup, writer: StepWriter, accumulators: Accumulators, send: Callable[[str, Parcel], None],
         actions: Iterable[Action],
     ) -> None:  # fmt: skip
         self._rank, self._writer, self._accumulators, self._send = rank, writer, accumulators, send

@@ -18,7 +18,7 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.backward import LoweredBackward
 from paraplan.lowering.blocks.backward_halves import half_of, needs_zero, returning
 from paraplan.lowering.blocks.small_blocks import zero_block
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.stage_blocks import StageBlocks
 from paraplan.lowering.steps.gradients import Gradients
 from paraplan.lowering.steps.loss_steps import LossSteps
@@ -45,7 +45,7 @@ class SegmentSteps:
         losses: what is to be known of the loss.
     """
 
-    def __init__(self, rank: Rank, writer: StepWriter, gradients: Gradients, losses: LossSteps) -> None:
+    def __init__(self, rank: RankGroup, writer: StepWriter, gradients: Gradients, losses: LossSteps) -> None:
         self._rank, self._writer, self._gradients, self._losses = rank, writer, gradients, losses
         self._program = rank.program
         self._casts = CastSteps(rank, writer)

@@ -33,7 +33,7 @@ NameOf = Callable[[str, int], Name]
 """(value, group of ranks that sends it) -> its outer name."""
 
 
-class Messages:
+class StageMessages:
     """Writes the steps that send and receive.
 
     Args:

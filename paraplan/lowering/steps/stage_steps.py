@@ -10,7 +10,7 @@ from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.execution.schedule import Action, ActionKind
 from paraplan.lowering.blocks.backward_halves import half_of
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.segment_steps import SegmentSteps
 from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.lowering.steps.whole_batch import Turn, cut_block, gather_block
@@ -27,7 +27,7 @@ class StageSteps:
         InvalidPlanError: of the stage that holds the tail, a backward precedes a forward.
     """
 
-    def __init__(self, rank: Rank, writer: StepWriter, segments: SegmentSteps, actions: Sequence[Action]) -> None:
+    def __init__(self, rank: RankGroup, writer: StepWriter, segments: SegmentSteps, actions: Sequence[Action]) -> None:
         self._rank, self._writer, self._segments, self._actions = rank, writer, segments, actions
         self._turn: Turn | None = None
         stage = rank.lowered.tail_stage

@@ -17,9 +17,9 @@ from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.machine.mesh import Layout, R, parse_layout
 from paraplan.lowering.blocks.forward import Given
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.loss_steps import LossSteps
-from paraplan.lowering.steps.stage_messages import Messages
+from paraplan.lowering.steps.stage_messages import StageMessages
 from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.lowering.transfers.bundled_transfers import local_bytes
 from paraplan.lowering.transfers.mesh_transfers import Message
@@ -39,7 +39,7 @@ class EndSteps:
     """
 
     def __init__(
-        self, rank: Rank, writer: StepWriter, messages: Messages, losses: LossSteps,
+        self, rank: RankGroup, writer: StepWriter, messages: StageMessages, losses: LossSteps,
         strides_of: Mapping[Name, tuple[int, ...]],
     ) -> None:  # fmt: skip
         self._rank, self._writer, self._messages, self._losses = rank, writer, messages, losses

@@ -20,7 +20,7 @@ from paraplan.ir.model.program import Program
 from paraplan.ir.model.strides import is_dense
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import Stage
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.step_writer import BlockCache, Flight
 from paraplan.lowering.transfers.activation_offload import AwayValue, away_block, back_block, leaving
 from paraplan.lowering.transfers.flights import Stop
@@ -70,7 +70,7 @@ class Boundaries:
         InvalidPlanError: one is read by a segment of another stage, or does not lie dense.
     """
 
-    def __init__(self, rank: Rank, cache: BlockCache) -> None:
+    def __init__(self, rank: RankGroup, cache: BlockCache) -> None:
         self._cache = cache
         self._there: set[tuple[str, int]] = set()
         self.tiers: dict[str, str] = {}
@@ -78,7 +78,7 @@ class Boundaries:
             self.tiers |= boundary_tiers(rank.program, rank.plan.stages[stage], rank.micro.tail)
         self._lies = {name: self._part(rank, name, tier) for name, tier in self.tiers.items()}
 
-    def _part(self, rank: Rank, name: str, tier: str) -> tuple[TensorSpec, tuple[int, ...] | None]:
+    def _part(self, rank: RankGroup, name: str, tier: str) -> tuple[TensorSpec, tuple[int, ...] | None]:
         """A rank's part of a value, and its strides."""
         spec, given = rank.spec_of(name), rank.made(name)
         shape = local_shape(spec.shape, given.layout, rank.extended)

@@ -25,7 +25,7 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Stage
 from paraplan.ir.process.memo import Lately, Same
 from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.rewrites.float8_casts import CAST, SCALE
 from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.rules.strategies import Strategy
@@ -173,7 +173,7 @@ class CastSteps:
         rank, writer: whose steps are written.
     """
 
-    def __init__(self, rank: Rank, writer: StepWriter) -> None:
+    def __init__(self, rank: RankGroup, writer: StepWriter) -> None:
         self._rank, self._writer = rank, writer
         self._cast: set[str] = set()
 

@@ -20,7 +20,7 @@ from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKin
 from paraplan.ir.machine.mesh import local_shape, parse_layout
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.finish import finish_block
-from paraplan.lowering.rank_group import Rank
+from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.step_writer import BlockCache, Flight
 from paraplan.lowering.transfers.activation_offload import AwayValue, back_block, leaving
 
@@ -36,7 +36,7 @@ class Fetches:
         cache: its blocks.
     """
 
-    rank: Rank
+    rank: RankGroup
     cache: BlockCache
 
     def is_away(self, name: str) -> bool:

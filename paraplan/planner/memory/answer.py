@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from paraplan.ir.execution.memory_actions import Actions
-from paraplan.planner.memory.memory_schedule import Evaluation
+from paraplan.planner.memory.memory_schedule import ScheduleCost
 
 
 class MemoryStatus(Enum):
@@ -34,7 +34,7 @@ class MemoryAnswer:
     """
 
     actions: Actions
-    evaluation: Evaluation
+    evaluation: ScheduleCost
     bound_s: float | None
     status: MemoryStatus
     notes: tuple[str, ...] = ()

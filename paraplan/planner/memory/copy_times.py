@@ -17,14 +17,14 @@ import numpy as np
 
 from paraplan.ir.execution.memory_actions import Act, Actions, MemAction, free, run
 from paraplan.planner.memory.problem import Tier
-from paraplan.planner.memory.reruns import Floats, Ints, Profile
+from paraplan.planner.memory.reruns import Floats, Ints, Residency
 
 Stay = tuple[int, int]
 """A tensor, and the key of the reader it is brought back for."""
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedStay:
     """A stay in a profile.
 
     Attributes:
@@ -45,12 +45,12 @@ class Placed:
 
 @dataclass(frozen=True)
 class Copies:
-    """Stays on a tier; as `reruns.Away`, with the positions at which nobody need wait."""
+    """Stays on a tier; as `reruns.CopiedAway`, with the positions at which nobody need wait."""
 
     tier: Tier
     stays: tuple[Stay, ...]
 
-    def absent(self, profile: Profile) -> Ints:
+    def absent(self, profile: Residency) -> Ints:
         """[position] bytes away without anybody waiting for a copy."""
         change = np.zeros(len(profile.keys) + 1, np.int64)
         for stay in place(profile, self):
@@ -60,7 +60,7 @@ class Copies:
         return np.cumsum(change[:-1])
 
 
-def place(profile: Profile, copies: Copies) -> list[Placed]:
+def place(profile: Residency, copies: Copies) -> list[PlacedStay]:
     """Stays that the keys leave room for, in order of making, where nobody waits."""
     arrays, tier = profile.arrays, copies.tier
     ends: Floats = np.cumsum(arrays.time_s[profile.ops])
@@ -91,19 +91,19 @@ def place(profile: Profile, copies: Copies) -> list[Placed]:
         clock = min(clock, float(starts[reader])) - tier.back_s(int(arrays.nbytes[tensor]))
         returns[index] = min(reader, max(0, int(np.searchsorted(starts, clock, side="right")) - 1))
     return [
-        Placed(tensor, made, before, reader, leave, back)
+        PlacedStay(tensor, made, before, reader, leave, back)
         for (made, tensor, before, reader), leave, back in zip(gaps, leaves, returns, strict=True)
     ]
 
 
-def _use_before(profile: Profile, version: int, reader: int) -> int:
+def _use_before(profile: Residency, version: int, reader: int) -> int:
     length = len(profile.keys)
     at = int(np.searchsorted(profile.use_keys, version * length + reader))
     used = at > 0 and profile.use_keys[at - 1] // length == version
     return int(profile.use_keys[at - 1] % length) if used else max(int(profile.start[version]), -1)
 
 
-def fit(profile: Profile, budget_bytes: int) -> list[Placed] | None:
+def fit(profile: Residency, budget_bytes: int) -> list[PlacedStay] | None:
     """Stays with what memory allows of their copies' time; None where even instant copies do not fit.
 
     `profile`: of `Copies`.
@@ -131,11 +131,11 @@ def fit(profile: Profile, budget_bytes: int) -> list[Placed] | None:
         full = np.flatnonzero(live[stay.before + 1 : most] + nbytes[stay.tensor] > budget_bytes)
         leaves = int(full[0]) + stay.before + 1 if len(full) else most
         live[stay.before + 1 : leaves] += nbytes[stay.tensor]
-        placed.append(Placed(stay.tensor, stay.made, stay.before, stay.reader, leaves, returns))
+        placed.append(PlacedStay(stay.tensor, stay.made, stay.before, stay.reader, leaves, returns))
     return [stay for stay in placed if stay.leaves < stay.returns]
 
 
-def actions_of(profile: Profile, placed: list[Placed]) -> Actions:
+def actions_of(profile: Residency, placed: list[PlacedStay]) -> Actions:
     """The schedule: frees as soon as possible, copies out as tensors are made, stays where they were placed."""
     copies = profile.away
     assert isinstance(copies, Copies)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from paraplan.planner.memory.problem import GIVEN
-from paraplan.planner.memory.reruns import Arrays, Bools, Ints, Profile, profile_of, with_first, without_dead
+from paraplan.planner.memory.reruns import Arrays, Bools, Ints, Residency, profile_of, with_first, without_dead
 
 
-def realise(arrays: Arrays, instants: tuple[int, ...], residents: Bools, returns: Bools | None = None) -> Profile:
+def realise(arrays: Arrays, instants: tuple[int, ...], residents: Bools, returns: Bools | None = None) -> Residency:
     """The reruns of residents at instants ([instant, tensor]), and of what is brought back from a tier after them.
 
     What cannot be made again is taken as resident. Reruns nobody needs are left out.
@@ -30,7 +30,7 @@ def realise(arrays: Arrays, instants: tuple[int, ...], residents: Bools, returns
     return without_dead(profile_of(arrays, with_first(arrays, _keys(keys))))
 
 
-def overflowing(profile: Profile, budget_bytes: int, known: set[int], most: int = 4) -> set[int]:
+def overflowing(profile: Residency, budget_bytes: int, known: set[int], most: int = 4) -> set[int]:
     """New instants: stages of the highest overflows of a schedule, some distance apart, or the nearest not known."""
     n = profile.arrays.num_ops
     live = np.where(profile.live > budget_bytes, profile.live, 0)
@@ -47,7 +47,7 @@ def overflowing(profile: Profile, budget_bytes: int, known: set[int], most: int 
     return found
 
 
-def separating(profile: Profile, known: set[int], most: int) -> set[int]:
+def separating(profile: Residency, known: set[int], most: int) -> set[int]:
     """Instants between which a schedule executes as little as possible more than once, chosen one by one.
 
     A relaxation counts a rerun once between two of its instants, so these are where it can come near the schedule.

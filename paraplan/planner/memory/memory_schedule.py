@@ -15,7 +15,7 @@ from paraplan.planner.memory.problem import GIVEN, MemoryProblem, Tier
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ScheduleCost:
     """What a schedule costs.
 
     Attributes:
@@ -37,7 +37,7 @@ class Evaluation:
     tier_bytes: tuple[int, ...]
 
 
-def evaluate(problem: MemoryProblem, actions: Actions) -> Evaluation:
+def evaluate(problem: MemoryProblem, actions: Actions) -> ScheduleCost:
     """Replays a schedule.
 
     Raises:
@@ -48,7 +48,7 @@ def evaluate(problem: MemoryProblem, actions: Actions) -> Evaluation:
     for position, action in enumerate(actions):
         _TAKE[action.act](machine, action, position)
     machine.check_end()
-    return Evaluation(
+    return ScheduleCost(
         machine.now,
         machine.peak,
         machine.peak_action,

@@ -19,13 +19,13 @@ import numpy as np
 
 from paraplan.ir.execution.memory_actions import Actions
 from paraplan.planner.memory.copy_times import Copies, Stay, actions_of, fit
-from paraplan.planner.memory.improvement.greedy_eviction import Prices, polish, squeeze
+from paraplan.planner.memory.improvement.greedy_eviction import EvictionPrices, polish, squeeze
 from paraplan.planner.memory.improvement.improve import improve
 from paraplan.planner.memory.just_in_time import overflowing, realise
 from paraplan.planner.memory.memory_schedule import evaluate
 from paraplan.planner.memory.problem import MemoryProblem, Tier
 from paraplan.planner.memory.relaxations.relaxation import Relaxation, build_relaxation
-from paraplan.planner.memory.reruns import Arrays, Floats, Profile, profile_of, without_dead
+from paraplan.planner.memory.reruns import Arrays, Floats, Residency, profile_of, without_dead
 from paraplan.planner.solvers.milp import Status, solve
 
 _BOTH_SHARE, _COPIES_SHARE = 0.5, 0.15
@@ -35,7 +35,7 @@ _ROUNDS = 10
 
 
 @dataclass(frozen=True)
-class Joint:
+class ScheduleWithCopies:
     """The best schedule with copies.
 
     Attributes:
@@ -52,8 +52,8 @@ class Joint:
 
 
 def plan_joint(
-    problem: MemoryProblem, budget_bytes: int, instants: set[int], known: Profile | None, deadline: float, gap: float
-) -> Joint:
+    problem: MemoryProblem, budget_bytes: int, instants: set[int], known: Residency | None, deadline: float, gap: float
+) -> ScheduleWithCopies:
     """Copies with reruns, and copies alone, from some instants on; `known`: the best without copies."""
     search = _JointSearch(problem, budget_bytes, deadline, gap)
     if known is not None:
@@ -64,7 +64,7 @@ def plan_joint(
     if not infeasible:
         search.refine(set(instants), False, begun + (_BOTH_SHARE + _COPIES_SHARE) * (deadline - begun))
         search.around()
-    return Joint(search.actions, search.best_s, search.bound_s, infeasible)
+    return ScheduleWithCopies(search.actions, search.best_s, search.bound_s, infeasible)
 
 
 class _JointSearch:
@@ -77,7 +77,7 @@ class _JointSearch:
         self.actions: Actions | None = None
         self.best_s = np.inf
         self.bound_s = problem.compute_s
-        self.profile: Profile | None = None
+        self.profile: Residency | None = None
 
     def refine(self, instants: set[int], rerun: bool, until: float) -> bool:
         """Relaxations with more and more instants; says whether one is infeasible."""
@@ -115,7 +115,7 @@ class _JointSearch:
             self._keep(found)
             self.swap(found)
 
-    def _realised(self, relaxation: Relaxation, values: Floats) -> Profile:
+    def _realised(self, relaxation: Relaxation, values: Floats) -> Residency:
         """The reruns, and the stays: from an instant a tensor is missing at to its next reader."""
         residents, returns = relaxation.residents(values), relaxation.returns(values)
         plain = realise(self.arrays, relaxation.instants, residents, returns)
@@ -129,7 +129,7 @@ class _JointSearch:
                     stays[tensor, int(plain.keys[plain.use_keys[after] % len(plain.keys)])] = None
         return profile_of(self.arrays, plain.keys, Copies(self.tier, _within(self.arrays, self.tier, tuple(stays))))
 
-    def _consider(self, start: Profile, rerun: bool) -> None:
+    def _consider(self, start: Residency, rerun: bool) -> None:
         """Keeps the schedule if it is the best: without waiting where that can be made to fit, else waiting."""
         self._keep(start)
         if not rerun:
@@ -142,11 +142,11 @@ class _JointSearch:
             self._keep(found)
             self.swap(found)
 
-    def swap(self, profile: Profile) -> None:
+    def swap(self, profile: Residency) -> None:
         """Keeps a schedule with copies in place of reruns, one by one, the most seconds per byte first."""
         away = profile.away if isinstance(profile.away, Copies) else Copies(self.tier, ())
         best = without_dead(profile_of(self.arrays, profile.keys, away))
-        prices = Prices.true(self.arrays)
+        prices = EvictionPrices.true(self.arrays)
         reruns = np.flatnonzero(best.rerun)
         order = np.argsort(-prices.seconds[best.ops[reruns]] / prices.nbytes[best.ops[reruns]], kind="stable")
         for key in best.keys[reruns[order]].tolist():
@@ -162,7 +162,7 @@ class _JointSearch:
                 best, away = found, tried
         self._keep(best)
 
-    def _keep(self, profile: Profile) -> None:
+    def _keep(self, profile: Residency) -> None:
         placed = fit(profile, self.budget)
         if placed is None:
             return
@@ -174,7 +174,7 @@ class _JointSearch:
             self.profile = profile if profile.peak <= self.budget else self.profile
 
 
-def _readers(profile: Profile, position: int) -> list[Stay]:
+def _readers(profile: Residency, position: int) -> list[Stay]:
     """What would have to be brought back if a rerun were not made: its results, for their first readers after it."""
     length, found = len(profile.keys), []
     for tensor in profile.arrays.problem.ops[int(profile.ops[position])].makes:

@@ -23,7 +23,7 @@ from paraplan.planner.memory.improvement.improve import improve
 from paraplan.planner.memory.improvement.merge import improve_merging, merge
 from paraplan.planner.memory.just_in_time import overflowing, realise, separating
 from paraplan.planner.memory.relaxations.relaxation import Relaxation, build_relaxation
-from paraplan.planner.memory.reruns import Arrays, Ints, Profile, profile_of
+from paraplan.planner.memory.reruns import Arrays, Ints, Residency, profile_of
 from paraplan.planner.solvers.milp import DEFAULT_BACKEND, Solution, Status, solve
 
 _WIDE, _DEEP = 0.01, 0.03
@@ -81,15 +81,15 @@ class Recomputation:
         self.compute_s = arrays.problem.compute_s
         self.deadline = time.perf_counter() + limits.time_s
         self.everything = profile_of(arrays, arrays.diagonal())
-        self.best: Profile | None = None
+        self.best: Residency | None = None
         self.bound_s = self.compute_s
         self.instants: set[int] = set()
         self.refuted: tuple[int, ...] = ()
         self._searches = 0
         self._bounding = Lock()
         self._proving: Future[None] | None = None
-        self._starts: list[Profile] = []
-        self._seen: list[Profile] = []
+        self._starts: list[Residency] = []
+        self._seen: list[Residency] = []
         self._drafts: list[Ints] = []
         self._highest = int(self.everything.live.argmax()) if arrays.num_ops else 0
 
@@ -145,7 +145,7 @@ class Recomputation:
         )
         self._searches += 1
 
-    def _take(self, draft: Profile) -> None:
+    def _take(self, draft: Residency) -> None:
         """A schedule that a relaxation said: squeezed, and merged with the best."""
         self._drafts.append(draft.keys)
         self._consider(draft)
@@ -153,7 +153,7 @@ class Recomputation:
             until = time.perf_counter() + min(_MERGE_S, self.left_s / 4)
             self.best, _ = merge(self.best, draft.keys, self.budget, until)
 
-    def _prove(self, best: Profile) -> None:
+    def _prove(self, best: Residency) -> None:
         """Relaxations with the bytes at every op, from instants that tell apart a schedule's reruns on."""
         instants = separating(best, {self._highest}, _SEPARATING)
         while self.left_s > 0 and self.gap > self.limits.gap:
@@ -204,7 +204,7 @@ class Recomputation:
             return self.left_s
         return self.left_s - (_DEEP_SHARE if self.gap > _DEEP else _WIDE_SHARE) * self.limits.time_s
 
-    def _consider(self, start: Profile) -> None:
+    def _consider(self, start: Residency) -> None:
         """Squeezes a schedule until it fits, polishes it and keeps the better."""
         most = math.inf if self.best is None else 1.5 * self.best.recomputed_s + 0.02 * self.compute_s
         found = squeeze(start, self.budget, self.deadline, most_s=most)
@@ -256,7 +256,7 @@ class Recomputation:
         return found
 
 
-def _keeping(arrays: Arrays, instant: int, stride: int) -> Profile:
+def _keeping(arrays: Arrays, instant: int, stride: int) -> Residency:
     """Of what was made by an instant, only every so many ops' results kept (0: none), the rest made again late."""
     made = arrays.maker <= instant
     kept = made & (arrays.maker % stride == 0) if stride else np.zeros_like(made)

@@ -78,15 +78,15 @@ def gather(start: Ints, items: Ints, chosen: Ints) -> tuple[Ints, Ints]:
     return owner, items[start[chosen][owner] + inside]
 
 
-class Away(Protocol):
+class CopiedAway(Protocol):
     """What is copied to a tier while nobody reads it."""
 
-    def absent(self, profile: Profile) -> Ints:
+    def absent(self, profile: Residency) -> Ints:
         """[position] bytes not resident, of a profile worked out without it."""
 
 
 @dataclass(frozen=True, eq=False)
-class Profile:
+class Residency:
     """What is resident when, for a set of reruns; a version is one making of a tensor until its last reader.
 
     Attributes:
@@ -110,9 +110,9 @@ class Profile:
     last: Ints
     use_keys: Ints
     live: Ints
-    away: Away | None = None
+    away: CopiedAway | None = None
 
-    def again(self, keys: Ints) -> Profile:
+    def again(self, keys: Ints) -> Residency:
         """Other keys, with the same away."""
         return profile_of(self.arrays, keys, self.away)
 
@@ -141,7 +141,7 @@ class Profile:
         return bisect_left(self.lists[1], tensor * (len(self.keys) + 1) + position + 1) - 1
 
 
-def profile_of(arrays: Arrays, keys: Ints, away: Away | None = None) -> Profile:
+def profile_of(arrays: Arrays, keys: Ints, away: CopiedAway | None = None) -> Residency:
     """Bytes over time of a set of keys (sorted, each once, first executions included), less what is away."""
     n, length = arrays.num_ops, len(keys)
     ops, stages = keys % n, keys // n
@@ -163,7 +163,7 @@ def profile_of(arrays: Arrays, keys: Ints, away: Away | None = None) -> Profile:
     np.subtract.at(change, last[there] + 1, arrays.nbytes[tensor[there]])
     live = np.cumsum(change[:-1]) + arrays.base + arrays.workspace[ops]
     use_keys = np.sort(version * max(length, 1) + read_at)
-    found = Profile(arrays, keys, ops, stages, version_keys, tensor, start, last, use_keys, live, away)
+    found = Residency(arrays, keys, ops, stages, version_keys, tensor, start, last, use_keys, live, away)
     return found if away is None else replace(found, live=live - away.absent(found))
 
 
@@ -172,7 +172,7 @@ def with_first(arrays: Arrays, reruns: Ints) -> Ints:
     return np.unique(np.concatenate([arrays.diagonal(), reruns]))
 
 
-def without_dead(profile: Profile) -> Profile:
+def without_dead(profile: Residency) -> Residency:
     """Without reruns whose results nobody needs."""
     while True:
         needed = np.zeros(len(profile.keys), bool)
@@ -187,5 +187,5 @@ def without_dead(profile: Profile) -> Profile:
         profile = profile.again(profile.keys[keep])
 
 
-def _only_last(profile: Profile) -> Bools:
+def _only_last(profile: Residency) -> Bools:
     return profile.start == len(profile.keys) - 1

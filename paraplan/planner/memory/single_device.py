@@ -29,7 +29,7 @@ from paraplan.planner.memory.flatten import flatten
 from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemoryProblem, Tier
-from paraplan.planner.memory.relaxations.least_budget import Need, least_need
+from paraplan.planner.memory.relaxations.least_budget import LeastBytes, least_need
 from paraplan.planner.memory.reruns import Arrays
 
 ROUNDS = 6
@@ -113,7 +113,7 @@ class Least:
         found_bytes: a schedule within it was found.
     """
 
-    need: Need
+    need: LeastBytes
     found_bytes: int
 
 

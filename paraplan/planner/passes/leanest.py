@@ -26,12 +26,12 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemoryProblem
-from paraplan.planner.memory.relaxations.least_budget import Need, least_need
+from paraplan.planner.memory.relaxations.least_budget import LeastBytes, least_need
 from paraplan.planner.memory.reruns import Arrays
 from paraplan.planner.memory.single_device import memory_problem, memory_tiers, peak_without
 from paraplan.planner.pipeline.microbatches import most_to_order
 from paraplan.planner.placements import ON_DEVICE
-from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, solve_mesh
+from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
 
 ROOM = float(1 << 60)
 BUDGETS = 3
@@ -53,7 +53,7 @@ class Lean:
     candidate: Candidate
     held_bytes: int
     problem: MemoryProblem
-    need: Need
+    need: LeastBytes
 
 
 def lean_time_s(limit_s: float) -> float:
@@ -116,7 +116,7 @@ def _in_microbatches(job: Job, mesh: Mesh, constraints: Constraints, count: int,
     """Plans of one number of microbatches: as captured, and within less and less memory."""
     stop = time.perf_counter() + time_s
     kept = constraints.placed(ON_DEVICE)
-    limits = Limits(time_s=time_s, memory_bytes=ROOM, certify=False)
+    limits = SolveLimits(time_s=time_s, memory_bytes=ROOM, certify=False)
     try:
         roomy = solve_mesh(job, mesh, count, kept, limits)
     except NoPlanError:

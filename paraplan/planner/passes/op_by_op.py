@@ -18,14 +18,16 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.plan_memory import MemoryLimits
 from paraplan.planner.memory.single_device import memory_tiers, schedule_memory
-from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, solve_mesh
+from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
 
 ROOM = float(1 << 60)
 MOST_S = 30.0
 """For the order of ops; of the limit given where that is less."""
 
 
-def solve_op_by_op(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits) -> Candidate:
+def solve_op_by_op(
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: SolveLimits
+) -> Candidate:
     """The best plan found on one device in whose step any op may be executed again, and any tensor wait on the host
     where that is allowed.
 

@@ -19,17 +19,17 @@ from paraplan.planner.passes.grad_reductions import reducing
 from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.passes.state_placement import choose_places
 from paraplan.planner.placements import ON_DEVICE
-from paraplan.planner.sharding.solve import Candidate, Limits, Skipped, solve_mesh
+from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
 
 
-def quickened(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
+def quickened(best: Candidate, limits: SolveLimits, constraints: Constraints) -> Candidate:
     """The candidate with what makes its step shorter in the same layouts."""
     made, budget = Realised(best.plan, lower(best.plan), best.simulation), int(limits.memory_bytes)
     made = overlapped(reducing(cast_once(made, budget), budget), constraints.overlap, budget)
     return placed(replace(best, plan=made.plan, simulation=made.simulation), limits, constraints)
 
 
-def by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: Limits) -> list[Candidate]:
+def by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: SolveLimits) -> list[Candidate]:
     """The plan of least work with memory for anything, within its limits by what leaves the device alone, if any is."""
     roomy = replace(limits, memory_bytes=float(1 << 60))
     try:
@@ -43,7 +43,7 @@ def by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits
     return [] if made.peak_bytes > limits.memory_bytes or made.over_bytes else [there]
 
 
-def placed(best: Candidate, limits: Limits, constraints: Constraints) -> Candidate:
+def placed(best: Candidate, limits: SolveLimits, constraints: Constraints) -> Candidate:
     """The candidate with states and parameters where that is fastest, and updated by whom and when, as far as the
     planner may choose."""
     away = any(layouts.place != HERE for stage in best.plan.stages for layouts in stage.params.values())

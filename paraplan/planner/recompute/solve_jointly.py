@@ -31,7 +31,7 @@ from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.solve import (
     LATE,
     Candidate,
-    Limits,
+    SolveLimits,
     check_objective,
     decisions_of,
     largest,
@@ -48,7 +48,7 @@ ROUNDS = 6
 
 
 def solve_with_recomputation(
-    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: SolveLimits
 ) -> Candidate:
     """The best plan found on a mesh that may recompute activations.
 
@@ -112,7 +112,7 @@ def _recomputing(
     return Fitted(made.plan, made.simulation, work_s(made.simulation) - work_s(kept), made.peak)
 
 
-def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> str:
+def _too_small(job: Job, space: Space, mesh: Mesh, limits: SolveLimits) -> str:
     need = least_memory(space, limits, activations=False)
     if need <= limits.memory_bytes:
         return without_room(space, limits, need)
@@ -125,7 +125,7 @@ def _too_small(job: Job, space: Space, mesh: Mesh, limits: Limits) -> str:
 
 
 def _not_found(
-    job: Job, mesh: Mesh, constraints: Constraints, limits: Limits, closest: tuple[Decisions, Unfit] | None
+    job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits, closest: tuple[Decisions, Unfit] | None
 ) -> str:
     seen = "" if closest is None else _closest_words(job, *closest)
     rooms = [

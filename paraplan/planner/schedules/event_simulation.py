@@ -61,7 +61,7 @@ class Event(Value, frozen=True, kw_only=True):
     end_s: float
 
 
-class Evaluation(Value, frozen=True, kw_only=True):
+class ScheduleTimes(Value, frozen=True, kw_only=True):
     """What some orders take.
 
     Attributes:
@@ -85,7 +85,7 @@ class Evaluation(Value, frozen=True, kw_only=True):
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s) if self.step_s else 0.0
 
 
-def evaluate(orders: Orders, stages: tuple[StageCosts, ...], noise: Noise | None = None) -> Evaluation:
+def evaluate(orders: Orders, stages: tuple[StageCosts, ...], noise: Noise | None = None) -> ScheduleTimes:
     """Simulate.
 
     Args:
@@ -100,7 +100,7 @@ def evaluate(orders: Orders, stages: tuple[StageCosts, ...], noise: Noise | None
     walk = _Walk(orders, stages, noise or Noise())
     events = walk.run()
     peaks = [_peaks(order, stages) for order in orders]
-    return Evaluation(
+    return ScheduleTimes(
         events=events, step_s=max((event.end_s for event in events), default=0.0), busy_s=tuple(walk.busy_s),
         peak_bytes=tuple(peak for peak, _ in peaks), peak_in_flight=tuple(most for _, most in peaks),
     )  # fmt: skip

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.planner.schedules.event_simulation import Evaluation
+from paraplan.planner.schedules.event_simulation import ScheduleTimes
 from paraplan.planner.schedules.schedule_problem import COMPUTE
 
 
-def draw(evaluation: Evaluation, columns: int = 120) -> str:
+def draw(evaluation: ScheduleTimes, columns: int = 120) -> str:
     """The computations of an evaluation over time.
 
     Args:

@@ -31,8 +31,8 @@ from paraplan.planner.sharding.layout_options import (
 )
 from paraplan.planner.sharding.param_memory import param_held
 from paraplan.planner.sharding.pins import Pins
-from paraplan.planner.sharding.prices import Prices
-from paraplan.planner.sharding.space import Alike, End, Space, Transfer, saved_as
+from paraplan.planner.sharding.prices import MeshPrices
+from paraplan.planner.sharding.space import Alike, End, Space, WantedValue, saved_as
 from paraplan.rules.strategies import AxisChoice, AxisKeys, op_signature, op_strategies
 from paraplan.rules.time_axis import KindMicro, dual, program_micro
 
@@ -41,7 +41,7 @@ Dims = tuple[int, ...]
 
 def build_space(
     job: Job,
-    prices: Prices,
+    prices: MeshPrices,
     num_microbatches: int,
     pins: Pins,
 ) -> Space:
@@ -190,7 +190,7 @@ class _KindTransfers:
             readers[name, Phase.FORWARD].append(end)
         for (name, phase), ends in readers.items():
             for source, count in self._sources(name, made):
-                self.space.transfers.append(Transfer(
+                self.space.transfers.append(WantedValue(
                     self.kind.graph.values[name], saved.get(name, source) if phase is Phase.BACKWARD else source,
                     tuple(dict.fromkeys(ends)), count * self.m, f"{self.kind.name}.{name}.{phase.value}",
                     self.index, phase, name in self.kind.params or name in self.kind.param_grads,
@@ -201,7 +201,7 @@ class _KindTransfers:
             what, spec = f"{self.kind.name}.{name}.saved", self.kind.graph.values[name]
             forward = Phase.FORWARD
             self.space.transfers.append(
-                Transfer(spec, made[name], (end,), 1, what, self.index, forward, False, "", end.decider, lean=True)
+                WantedValue(spec, made[name], (end,), 1, what, self.index, forward, False, "", end.decider, lean=True)
             )
         self._saved(made, once)
 

@@ -11,7 +11,7 @@ import numpy as np
 from paraplan.ir.machine.mesh import Layout
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.planner.sharding.network.cost_network import Factor, Floats, Ints, Network, Row
-from paraplan.planner.sharding.space import End, Space, Transfer
+from paraplan.planner.sharding.space import End, Space, WantedValue
 
 Held = list[tuple[int, tuple[int, ...]]]
 """Bytes each decider's options hold."""
@@ -64,7 +64,7 @@ def _numbers(layouts: tuple[Layout, ...], index: dict[Layout, int]) -> Ints:
 
 
 def _factor(
-    space: Space, transfer: Transfer, prices: list[Floats], factors: list[Factor], makes: dict[Layout, int],
+    space: Space, transfer: WantedValue, prices: list[Floats], factors: list[Factor], makes: dict[Layout, int],
     asks: dict[Layout, int],
 ) -> Factor:  # fmt: skip
     have = _numbers(transfer.source.layouts, makes)

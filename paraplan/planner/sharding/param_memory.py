@@ -20,7 +20,7 @@ from paraplan.ir.plan import REDUCE_DTYPES
 from paraplan.planner.assemble import Job
 from paraplan.planner.decision_classes import ParamClass
 from paraplan.planner.sharding.layout_options import ParamOption
-from paraplan.planner.sharding.prices import Price, Prices, add, scale
+from paraplan.planner.sharding.prices import MeshPrices, Price, add, scale
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ParamHeld:
     here: int = 0
 
 
-def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m: int) -> ParamHeld:
+def param_held(job: Job, prices: MeshPrices, cls: ParamClass, option: ParamOption, m: int) -> ParamHeld:
     """The bytes and the price of an option, with m microbatches."""
     n, slots, place = len(cls.params), job.optimizer.state_slots, option.place
     stored, fetched = prices.nbytes(cls.spec, (R, *option.stored)), prices.zero
@@ -95,7 +95,7 @@ def param_held(job: Job, prices: Prices, cls: ParamClass, option: ParamOption, m
     return ParamHeld(cost, (kept + accumulated) * n, left * n, work, one, away=away, here=stays)
 
 
-def _reduced(job: Job, prices: Prices, master: TensorSpec, option: ParamOption) -> Price:
+def _reduced(job: Job, prices: MeshPrices, master: TensorSpec, option: ParamOption) -> Price:
     """An accumulated gradient brought to the optimizer's layout, in the dtype it is summed over ranks in; what one
     gradient alone accumulates is not cast to it."""
     source, target, wire = (R, *option.grad), (R, *option.state), REDUCE_DTYPES[job.reduce_dtype]

@@ -47,7 +47,7 @@ def scale(price: Price, factor: float) -> Price:
 
 
 @dataclass(frozen=True)
-class Prices:
+class MeshPrices:
     """Prices on a mesh.
 
     Attributes:

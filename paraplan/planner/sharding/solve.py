@@ -34,7 +34,7 @@ from paraplan.planner.sharding.network.cost_network import Row
 from paraplan.planner.sharding.network.optimise import Optimum, least_activity, optimise
 from paraplan.planner.sharding.objective import held_bytes, work_of_choices
 from paraplan.planner.sharding.pins import make_pins
-from paraplan.planner.sharding.prices import Prices
+from paraplan.planner.sharding.prices import MeshPrices
 from paraplan.planner.sharding.space import Space
 from paraplan.planner.sharding.step_bound import step_bound
 from paraplan.planner.solvers.milp import Status
@@ -49,7 +49,7 @@ SCOPE = "one sharding per segment kind, this mesh and microbatch count, captured
 
 
 @dataclass(frozen=True)
-class Limits:
+class SolveLimits:
     """Bounds on the search.
 
     Attributes:
@@ -114,7 +114,7 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
         InfeasibleError: what is pinned to a tier does not fit there.
     """
     costs = Costs(job.cluster, mesh, job.profile, job.optimizer.timed_as)
-    prices = Prices(costs, (job.program.shares(num_microbatches), *mesh.shape), constraints.every_place)
+    prices = MeshPrices(costs, (job.program.shares(num_microbatches), *mesh.shape), constraints.every_place)
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
     space = build_space(job, prices, num_microbatches, pins)
     for tier, held in space.away.items():
@@ -131,7 +131,7 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
 
 
 def solve_mesh(
-    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits, cutoff_s: float = np.inf
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: SolveLimits, cutoff_s: float = np.inf
 ) -> Candidate | Skipped:
     """The best plan on a mesh; nothing where all its plans take more work than the cutoff.
 
@@ -199,7 +199,7 @@ def solve_mesh(
     return Candidate(made.plan, made.simulation, float(work.sum()), bound_s, status, solve_s, binds)
 
 
-def _none_fits(space: Space, problem: Formulation, limits: Limits, taken_s: float) -> bool:
+def _none_fits(space: Space, problem: Formulation, limits: SolveLimits, taken_s: float) -> bool:
     """Whether what does not fit with activations saved as they are made would not fit as they are read either."""
     if not space.saved_less:
         return True
@@ -210,7 +210,7 @@ def _none_fits(space: Space, problem: Formulation, limits: Limits, taken_s: floa
 
 
 def choose(
-    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: Limits,
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: SolveLimits,
     kept_bytes: float | None = None,
 ) -> Decisions:  # fmt: skip
     """The sharding of least work on a mesh, memory of activations left out; nothing is lowered or simulated, so depth
@@ -294,7 +294,9 @@ def _ways_out(space: Space) -> str:
     return f"{leave}use smaller microbatches, an optimizer of fewer states, or more devices"
 
 
-def _out_of_tries(space: Space, mesh: Mesh, limits: Limits, closest: Realised | None, tries: int) -> SolverLimitError:
+def _out_of_tries(
+    space: Space, mesh: Mesh, limits: SolveLimits, closest: Realised | None, tries: int
+) -> SolverLimitError:
     return SolverLimitError(
         f"no plan under {say_size(limits.memory_bytes)} was found on mesh {mesh.shape} after {tries} tries; "
         f"the closest peaks at {_closest(closest)}; {_ways_out(space)}"
@@ -302,7 +304,7 @@ def _out_of_tries(space: Space, mesh: Mesh, limits: Limits, closest: Realised | 
 
 
 def _failure(
-    job: Job, space: Space, found: Optimum, limits: Limits, proved: bool, closest: Realised | None = None
+    job: Job, space: Space, found: Optimum, limits: SolveLimits, proved: bool, closest: Realised | None = None
 ) -> NoPlanError:
     """Why there is no choice; what would do is solved for when it is read."""
     if found.status is not Status.INFEASIBLE:
@@ -314,7 +316,7 @@ def _failure(
     return InfeasibleError(partial(_too_much, job, space, limits))
 
 
-def _too_much_in_passing(job: Job, space: Space, limits: Limits, closest: Realised | None) -> str:
+def _too_much_in_passing(job: Job, space: Space, limits: SolveLimits, closest: Realised | None) -> str:
     need = least_memory(space, limits)
     return _only_without_room(space, limits, need) or (
         f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
@@ -323,7 +325,7 @@ def _too_much_in_passing(job: Job, space: Space, limits: Limits, closest: Realis
     )
 
 
-def _too_much(job: Job, space: Space, limits: Limits) -> str:
+def _too_much(job: Job, space: Space, limits: SolveLimits) -> str:
     need = least_memory(space, limits)
     missing = max(need - limits.memory_bytes, 0.0)
     return _only_without_room(space, limits, need) or (
@@ -333,12 +335,12 @@ def _too_much(job: Job, space: Space, limits: Limits) -> str:
     )
 
 
-def _only_without_room(space: Space, limits: Limits, need: float) -> str:
+def _only_without_room(space: Space, limits: SolveLimits, need: float) -> str:
     """What is said where only tiers lack room; empty where the device does too."""
     return without_room(space, limits, need) if need <= limits.memory_bytes and space.away else ""
 
 
-def without_room(space: Space, limits: Limits, need: float) -> str:
+def without_room(space: Space, limits: SolveLimits, need: float) -> str:
     """What is said where the device would have memory enough, were there more room elsewhere."""
     tiers = dict.fromkeys(tier for place in space.prices.places if place.states for tier in TIERS[place.states].way)
     said = " and ".join(f"{say_size(tier_room_bytes(space, tier))} on {tier}" for tier in sorted(tiers))
@@ -352,7 +354,7 @@ def without_room(space: Space, limits: Limits, need: float) -> str:
     )
 
 
-def least_memory(space: Space, limits: Limits, activations: bool = True) -> float:
+def least_memory(space: Space, limits: SolveLimits, activations: bool = True) -> float:
     """What any plan in scope holds at least at the loss, or at the update (each row alone: a lower bound)."""
     network = with_rows(formulate(space).network, memory_rows(space, limits.memory_bytes, activations, proof=True))
     stop = time.perf_counter() + limits.time_s

@@ -2,7 +2,7 @@
 
 Deciders each take one of their options: every op of every kind (a strategy), every parameter class (where it
 is stored, how its gradient accumulates, where it is updated), every class of boundary gradients (the layout it
-is handed over in) and every batch input. A `Transfer` is a value that readers want in layouts of their own: it
+is handed over in) and every batch input. A `WantedValue` is a value that readers want in layouts of their own: it
 is moved once per distinct layout wanted, in each phase. `Kept` is memory that a decider's option holds.
 
 Equal segments take equal options here, and op strategies with partial inputs are offered only where all
@@ -20,7 +20,7 @@ from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.planner.decision_classes import ParamClass
 from paraplan.planner.sharding.layout_options import ParamOption
-from paraplan.planner.sharding.prices import Floats, Price, Prices
+from paraplan.planner.sharding.prices import Floats, MeshPrices, Price
 from paraplan.rules.strategies import Strategy
 from paraplan.rules.time_axis import ProgramMicro
 
@@ -34,7 +34,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class WantedValue:
     """A value some readers want.
 
     Attributes:
@@ -62,7 +62,7 @@ class Transfer:
     saved: int = -1
     lean: bool = False
 
-    def prices(self, prices: Prices, have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Floats:
+    def prices(self, prices: MeshPrices, have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Floats:
         """[have, want, stream] of each move, once; infinite where there is no way."""
         found = prices.transfers(self.spec, have, want, self.bundled, self.wire)
         if self.lean:
@@ -71,7 +71,7 @@ class Transfer:
         return found
 
 
-def saved_as(prices: Prices, spec: TensorSpec, made: Layout, read: Layout) -> bool:
+def saved_as(prices: MeshPrices, spec: TensorSpec, made: Layout, read: Layout) -> bool:
     """Whether lowering may save what it makes in one layout in another one, to which the forward brings it."""
     return made == read or prices.nbytes(spec, read) <= prices.nbytes(spec, made)
 
@@ -132,10 +132,10 @@ class Space:
         strategies: per (kind, op), the options on the mesh.
     """
 
-    prices: Prices
+    prices: MeshPrices
     micro: ProgramMicro
     deciders: list[Decider] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[WantedValue] = field(default_factory=list)
     at_loss: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     at_update: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     saved_less: dict[int, tuple[int, ...]] = field(default_factory=dict)

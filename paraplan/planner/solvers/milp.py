@@ -25,10 +25,10 @@ from paraplan.planner.solvers.milp_problem import (
     Floats,
     Milp,
     MilpBuilder,
-    Options,
-    Outcome,
     Solution,
+    SolverAnswer,
     SolverError,
+    SolverOptions,
     Status,
     normalised,
 )
@@ -78,7 +78,9 @@ def solve(
     started = time.perf_counter()
     problem = problem.relaxed() if relax else problem
     scaled, factor = normalised(problem)
-    options = Options(time_limit_s=time_limit_s, relative_gap=relative_gap, threads=threads, warm_start=warm_start)
+    options = SolverOptions(
+        time_limit_s=time_limit_s, relative_gap=relative_gap, threads=threads, warm_start=warm_start
+    )
     outcome = _run(scaled, backend, options)
     if outcome.status is Status.UNBOUNDED:
         outcome = _settle_unbounded(scaled, backend, options)
@@ -101,7 +103,7 @@ def _solution(
     status: Status,
     values: Floats | None,
     bound: float,
-    options: Options,
+    options: SolverOptions,
     *,
     started: float,
     backend: str,
@@ -130,16 +132,16 @@ def _solution(
     )
 
 
-def _run(problem: Milp, backend: str, options: Options) -> Outcome:
+def _run(problem: Milp, backend: str, options: SolverOptions) -> SolverAnswer:
     """One backend on one problem; trivial cases that backends disagree about are settled here."""
     family, _, name = backend.partition("-")
     if (problem.lower > problem.upper).any() or (problem.row_lower > problem.row_upper).any():
-        return Outcome(status=Status.INFEASIBLE)
+        return SolverAnswer(status=Status.INFEASIBLE)
     empty = np.diff(problem.row_starts) == 0
     if (problem.row_lower[empty] > 0).any() or (problem.row_upper[empty] < 0).any():
-        return Outcome(status=Status.INFEASIBLE)
+        return SolverAnswer(status=Status.INFEASIBLE)
     if problem.num_columns == 0:
-        return Outcome(status=Status.OPTIMAL, bound=0.0, values=np.empty(0))
+        return SolverAnswer(status=Status.OPTIMAL, bound=0.0, values=np.empty(0))
     if family == "mathopt" and backend in milp_mathopt.BACKENDS:
         return milp_mathopt.run(problem, backend, options)
     if family == "pulp" and name:
@@ -147,16 +149,16 @@ def _run(problem: Milp, backend: str, options: Options) -> Outcome:
     raise SolverError(f"no solver backend {backend!r}; there are: {', '.join(backends())}")
 
 
-def _settle_unbounded(problem: Milp, backend: str, options: Options) -> Outcome:
+def _settle_unbounded(problem: Milp, backend: str, options: SolverOptions) -> SolverAnswer:
     """Backends say "unbounded" of relaxations, or "infeasible or unbounded"; whether a solution exists decides."""
     anything = msgspec.structs.replace(problem, objective=np.zeros(problem.num_columns))
     outcome = _run(anything, backend, options)
     if outcome.status in (Status.OPTIMAL, Status.FEASIBLE):
-        return Outcome(status=Status.UNBOUNDED)
-    return Outcome(status=Status.LIMIT if outcome.status is Status.UNBOUNDED else outcome.status)
+        return SolverAnswer(status=Status.UNBOUNDED)
+    return SolverAnswer(status=Status.LIMIT if outcome.status is Status.UNBOUNDED else outcome.status)
 
 
-def _repaired(problem: Milp, values: Floats, backend: str, options: Options) -> Floats | None:
+def _repaired(problem: Milp, values: Floats, backend: str, options: SolverOptions) -> Floats | None:
     """The point with exact integers and within its bounds; None where the rows do not allow it.
 
     Rounding an integer that was off by 1e-6 can break a row; the continuous columns are then solved for again.

@@ -13,7 +13,15 @@ import numpy as np
 from ortools.math_opt import callback_pb2, model_parameters_pb2, model_pb2, parameters_pb2, result_pb2, solution_pb2
 from ortools.math_opt.core.python import solver as mathopt
 
-from paraplan.planner.solvers.milp_problem import Floats, Milp, Options, Outcome, SolverError, Status, dual_bound
+from paraplan.planner.solvers.milp_problem import (
+    Floats,
+    Milp,
+    SolverAnswer,
+    SolverError,
+    SolverOptions,
+    Status,
+    dual_bound,
+)
 
 _SOLVERS: dict[str, Any] = {
     "mathopt-highs": parameters_pb2.SOLVER_TYPE_HIGHS,
@@ -39,7 +47,7 @@ _STATUS = {
 }
 
 
-def run(problem: Milp, backend: str, options: Options) -> Outcome:
+def run(problem: Milp, backend: str, options: SolverOptions) -> SolverAnswer:
     """Solve with one of `BACKENDS`.
 
     Raises:
@@ -60,7 +68,7 @@ def run(problem: Milp, backend: str, options: Options) -> Outcome:
         )
     except Exception as fault:  # noqa: BLE001 - the binding's StatusNotOk has no importable, stable home
         if "PrimalSolutionProto.objective_value" in str(fault):  # SCIP's answer to an unbounded LP: a point at -inf
-            return Outcome(status=Status.UNBOUNDED)
+            return SolverAnswer(status=Status.UNBOUNDED)
         raise SolverError(f"{backend}: {fault}") from None
     return _outcome(problem, backend, result)
 
@@ -96,7 +104,7 @@ def _model(problem: Milp) -> model_pb2.ModelProto:
     return model
 
 
-def _parameters(backend: str, options: Options) -> parameters_pb2.SolveParametersProto:
+def _parameters(backend: str, options: SolverOptions) -> parameters_pb2.SolveParametersProto:
     parameters = parameters_pb2.SolveParametersProto()
     if backend != "mathopt-pdlp":  # has no randomness, and rejects a seed
         parameters.random_seed = 0
@@ -120,7 +128,7 @@ def _parameters(backend: str, options: Options) -> parameters_pb2.SolveParameter
     return parameters
 
 
-def _hints(options: Options) -> model_parameters_pb2.ModelSolveParametersProto:
+def _hints(options: SolverOptions) -> model_parameters_pb2.ModelSolveParametersProto:
     hints = model_parameters_pb2.ModelSolveParametersProto()
     if options.warm_start is not None:
         values = hints.solution_hints.add().variable_values
@@ -129,12 +137,12 @@ def _hints(options: Options) -> model_parameters_pb2.ModelSolveParametersProto:
     return hints
 
 
-def _outcome(problem: Milp, backend: str, result: result_pb2.SolveResultProto) -> Outcome:
+def _outcome(problem: Milp, backend: str, result: result_pb2.SolveResultProto) -> SolverAnswer:
     termination = result.termination
     values = _primal_values(problem, result)
     status = _STATUS.get(termination.reason)
     if status is None and termination.reason == result_pb2.TERMINATION_REASON_IMPRECISE and values is not None:
-        return Outcome(status=Status.FEASIBLE, values=values)
+        return SolverAnswer(status=Status.FEASIBLE, values=values)
     if status is None:
         reason = result_pb2.TerminationReasonProto.Name(termination.reason)
         raise SolverError(f"{backend}: {reason}: {termination.detail or 'no further detail'}")
@@ -143,7 +151,7 @@ def _outcome(problem: Milp, backend: str, result: result_pb2.SolveResultProto) -
     bound = termination.objective_bounds.dual_bound
     if backend == "mathopt-pdlp":  # a first-order method's own bound is off by its dual infeasibility
         bound = _bound_of_duals(problem, result)
-    return Outcome(status=status, bound=bound, values=values)
+    return SolverAnswer(status=status, bound=bound, values=values)
 
 
 def _primal_values(problem: Milp, result: result_pb2.SolveResultProto) -> Floats | None:

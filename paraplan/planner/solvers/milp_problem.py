@@ -157,7 +157,7 @@ class Solution(Value, frozen=True, kw_only=True, eq=False):
         return (self.objective - self.bound) / max(abs(self.objective), 1e-300)
 
 
-class Options(Value, frozen=True, kw_only=True, eq=False):
+class SolverOptions(Value, frozen=True, kw_only=True, eq=False):
     """What a backend is told; see `milp.solve`."""
 
     time_limit_s: float | None
@@ -166,7 +166,7 @@ class Options(Value, frozen=True, kw_only=True, eq=False):
     warm_start: Floats | None
 
 
-class Outcome(Value, frozen=True, kw_only=True, eq=False):
+class SolverAnswer(Value, frozen=True, kw_only=True, eq=False):
     """What a backend answers, unverified. UNBOUNDED here may also mean "infeasible or unbounded"."""
 
     status: Status

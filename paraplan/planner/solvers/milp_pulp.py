@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pulp
 
-from paraplan.planner.solvers.milp_problem import Milp, Options, Outcome, SolverError, Status
+from paraplan.planner.solvers.milp_problem import Milp, SolverAnswer, SolverError, SolverOptions, Status
 
 _CBC = "PULP_CBC_CMD"
 
@@ -28,7 +28,7 @@ def available() -> tuple[str, ...]:
     return tuple("pulp-cbc" if name == _CBC else f"pulp-{name}" for name in pulp.listSolvers(onlyAvailable=True))
 
 
-def run(problem: Milp, backend: str, options: Options) -> Outcome:
+def run(problem: Milp, backend: str, options: SolverOptions) -> SolverAnswer:
     """Solve with "pulp-cbc" or "pulp-<NAME>".
 
     Raises:
@@ -52,18 +52,18 @@ def run(problem: Milp, backend: str, options: Options) -> Outcome:
         elif _may_be_unbounded(problem):  # CBC's presolve says "infeasible" of both; the caller settles which
             status = Status.UNBOUNDED
     if status not in (Status.OPTIMAL, Status.FEASIBLE):
-        return Outcome(status=status, bound=_logged_bound(log_text) if status is Status.LIMIT else -np.inf)
+        return SolverAnswer(status=status, bound=_logged_bound(log_text) if status is Status.LIMIT else -np.inf)
     values = np.array([variable.varValue or 0.0 for variable in variables])
     if status is Status.FEASIBLE:
-        return Outcome(status=status, bound=_logged_bound(log_text), values=values)
+        return SolverAnswer(status=status, bound=_logged_bound(log_text), values=values)
     objective = problem.evaluate(values)
     slack = options.relative_gap * abs(objective)
     if problem.is_integer.any() and problem.objective.any():
         slack = max(slack, _CBC_INCREMENT)
-    return Outcome(status=status, bound=objective - slack, values=values)
+    return SolverAnswer(status=status, bound=objective - slack, values=values)
 
 
-def _model(problem: Milp, options: Options) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+def _model(problem: Milp, options: SolverOptions) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
     model = pulp.LpProblem("paraplan", pulp.LpMinimize)
     kinds = np.where(problem.is_integer, pulp.LpInteger, pulp.LpContinuous).tolist()
     bounds = zip(_or_none(problem.lower), _or_none(problem.upper), kinds, strict=True)
@@ -83,7 +83,7 @@ def _model(problem: Milp, options: Options) -> tuple[pulp.LpProblem, list[pulp.L
     return model, variables
 
 
-def _solver(backend: str, options: Options, log: Path, folder: str) -> pulp.LpSolver:
+def _solver(backend: str, options: SolverOptions, log: Path, folder: str) -> pulp.LpSolver:
     name = _CBC if backend == "pulp-cbc" else backend.removeprefix("pulp-")
     settings: dict[str, object] = {"msg": False, "gapRel": options.relative_gap, "threads": options.threads}
     settings |= {"timeLimit": options.time_limit_s, "warmStart": options.warm_start is not None}
@@ -110,7 +110,7 @@ def _status(model: pulp.LpProblem) -> Status:
     return Status.FEASIBLE if model.sol_status == pulp.LpSolutionIntegerFeasible else Status.LIMIT
 
 
-def _out_of_time(options: Options, elapsed_s: float, log_text: str) -> bool:
+def _out_of_time(options: SolverOptions, elapsed_s: float, log_text: str) -> bool:
     """Whether "infeasible" may only mean that time ran out during the root relaxation, as CBC is known to say."""
     if options.time_limit_s is None:
         return False

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from paraplan.ir.execution.rank_program import SUMMED, LocalValue
-from paraplan.ir.machine.kernel_choice import Call, Kernel, norm_splits, offer, whole_splits
+from paraplan.ir.machine.kernel_choice import Kernel, OpCall, norm_splits, offer, whole_splits
 from paraplan.ir.model.strides import is_contiguous, view_strides
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.rules.device_kernels.cuda_attention import HALF
@@ -14,39 +14,39 @@ from paraplan.rules.layers.float8 import num_parts
 from paraplan.rules.workspace.expert_workspace import grouped_experts, grouped_experts_grad, pieces
 
 
-def _always(call: Call) -> bool:
+def _always(call: OpCall) -> bool:
     return True
 
 
-def _contiguous_launches(launches: int, *positions: int) -> tuple[Callable[[Call], int], Callable[[Call], int]]:
+def _contiguous_launches(launches: int, *positions: int) -> tuple[Callable[[OpCall], int], Callable[[OpCall], int]]:
     """Launches and workspace of kernels that want these inputs contiguous: one more, and a copy, for every other."""
 
-    def copied(call: Call) -> list[LocalValue]:
+    def copied(call: OpCall) -> list[LocalValue]:
         inputs = [call.inputs[position] for position in positions]
         return [x for x in inputs if x is not None and not is_contiguous(x.shape, x.strides)]
 
     return lambda call: launches + len(copied(call)), lambda call: sum(x.nbytes for x in copied(call))
 
 
-def _scale_of_parts() -> tuple[Callable[[Call], int], Callable[[Call], int]]:
+def _scale_of_parts() -> tuple[Callable[[OpCall], int], Callable[[OpCall], int]]:
     """Launches and workspace of a scale: maxima of parts, joined."""
     launches, copied = _contiguous_launches(2, 0)
     return launches, lambda call: copied(call) + 4 * num_parts(call.inputs[0])
 
 
-def _is_whole_table(v_start: int) -> Callable[[Call], bool]:
+def _is_whole_table(v_start: int) -> Callable[[OpCall], bool]:
     """Whether the block of a vocabulary begins where that does, on every rank: it is all of it."""
     return lambda call: call.args[v_start] in (0, "#")
 
 
 def _plus(
-    found: tuple[Callable[[Call], int], Callable[[Call], int]], workspace: Callable[[Call], int]
-) -> tuple[Callable[[Call], int], Callable[[Call], int]]:
+    found: tuple[Callable[[OpCall], int], Callable[[OpCall], int]], workspace: Callable[[OpCall], int]
+) -> tuple[Callable[[OpCall], int], Callable[[OpCall], int]]:
     """Launches, and workspace with more of it."""
     return found[0], lambda call: found[1](call) + workspace(call)
 
 
-def _ids_bytes(call: Call) -> int:
+def _ids_bytes(call: OpCall) -> int:
     """Row numbers of ids, for a gradient that is summed by them."""
     assert call.inputs[1] is not None
     return 8 * math.prod(call.inputs[1].shape)
@@ -55,10 +55,10 @@ def _ids_bytes(call: Call) -> int:
 _local_ids = _plus(_contiguous_launches(2, 0, 1), _ids_bytes)
 
 
-def _sums_over_samples(*positions: int) -> tuple[Callable[[Call], int], Callable[[Call], int]]:
+def _sums_over_samples(*positions: int) -> tuple[Callable[[OpCall], int], Callable[[OpCall], int]]:
     """Parts of as many sums as there are tensors to sum over, in float32 at least, and sums nobody wants."""
 
-    def parts(call: Call) -> int:
+    def parts(call: OpCall) -> int:
         x = call.inputs[0]
         assert x is not None
         channels, samples = x.shape[1], math.prod(x.shape) // max(x.shape[1], 1)
@@ -69,19 +69,19 @@ def _sums_over_samples(*positions: int) -> tuple[Callable[[Call], int], Callable
     return _plus(_contiguous_launches(2, *positions), parts)
 
 
-def _is_wide(call: Call) -> bool:
+def _is_wide(call: OpCall) -> bool:
     """Whether a product of halves is to be in float32."""
     made, given = call.outputs[0], call.inputs[0]
     return made is not None and given is not None and made.dtype == "float32" and given.dtype in HALF
 
 
-def _flat_copies(call: Call) -> list[LocalValue]:
+def _flat_copies(call: OpCall) -> list[LocalValue]:
     """Operands whose leading dims do not merge in a view."""
     shapes = [(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in call.inputs if x is not None]
     return [x for x, flat in shapes if view_strides(x.shape, x.strides, flat) is None]
 
 
-def _splits(call: Call) -> tuple[int, int]:
+def _splits(call: OpCall) -> tuple[int, int]:
     """Parts in which batch norm over all samples goes over them, and the bytes of two sums of each; none of a whole."""
     x = call.inputs[0]
     assert x is not None
@@ -90,22 +90,22 @@ def _splits(call: Call) -> tuple[int, int]:
     return parts, 2 * parts * channels * max(DTYPE_BYTES[x.dtype], 4) * (parts > 1)
 
 
-def _strided_planes(call: Call) -> list[LocalValue]:
+def _strided_planes(call: OpCall) -> list[LocalValue]:
     return [x for x in call.inputs if x is not None and len(x.shape) > 1 and not is_contiguous(x.shape, x.strides)]
 
 
-_all_samples: tuple[Callable[[Call], int], Callable[[Call], int]] = (
+_all_samples: tuple[Callable[[OpCall], int], Callable[[OpCall], int]] = (
     lambda call: 1 + (_splits(call)[0] > 1) + len(_strided_planes(call)),
     lambda call: _splits(call)[1] + sum(x.nbytes for x in _strided_planes(call)),
 )
 """Launches and workspace of batch norm over all samples: one more where parts are joined."""
 
 
-def _rotary_fits(call: Call) -> bool:
+def _rotary_fits(call: OpCall) -> bool:
     return call.inputs[0] is not None and len(call.inputs[0].shape) <= 4
 
 
-def _without_dense_rows(call: Call) -> list[LocalValue]:
+def _without_dense_rows(call: OpCall) -> list[LocalValue]:
     """Inputs that cannot be seen as dense rows one pitch apart."""
 
     def copied(x: LocalValue) -> bool:
@@ -116,19 +116,19 @@ def _without_dense_rows(call: Call) -> list[LocalValue]:
     return [x for x in call.inputs if x is not None and copied(x)]
 
 
-_dense_rows_launches: tuple[Callable[[Call], int], Callable[[Call], int]] = (
+_dense_rows_launches: tuple[Callable[[OpCall], int], Callable[[OpCall], int]] = (
     lambda call: 1 + len(_without_dense_rows(call)),
     lambda call: sum(x.nbytes for x in _without_dense_rows(call)),
 )
 
 
-def _mixture(call: Call) -> tuple[list[LocalValue], int]:
+def _mixture(call: OpCall) -> tuple[list[LocalValue], int]:
     """Inputs of a mixture, gradients first, and the number of experts on all ranks."""
     inputs = [x for x in call.inputs if x is not None]
     return inputs, int(call.args[len(inputs) + 1])
 
 
-def _grouped_fits(call: Call) -> bool:
+def _grouped_fits(call: OpCall) -> bool:
     """Rows and stacks of one dtype, none of them empty."""
     *_, w_in, w_out = inputs = _mixture(call)[0]
     dtypes = {x.dtype for x in (*inputs[:-4], w_in, w_out)}
@@ -136,7 +136,7 @@ def _grouped_fits(call: Call) -> bool:
     return some and w_in.shape[0] <= 1023 and len(dtypes) == 1 and w_in.dtype in (*HALF, "float32")
 
 
-def _grouped_launches(call: Call) -> int:
+def _grouped_launches(call: OpCall) -> int:
     """Sorting and finding ends; in each piece five, or with gradients six and two for those of the stacks, which later
     pieces add to those of the first."""
     inputs, total = _mixture(call)

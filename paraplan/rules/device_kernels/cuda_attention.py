@@ -16,7 +16,7 @@ import math
 
 from paraplan.ir.execution.offsets import parse_offset
 from paraplan.ir.execution.rank_program import LocalValue
-from paraplan.ir.machine.kernel_choice import Call, Kernel, offer
+from paraplan.ir.machine.kernel_choice import Kernel, OpCall, offer
 from paraplan.ir.model.strides import elementwise_strides, is_contiguous
 from paraplan.ir.model.tensor import DTYPE_BYTES
 
@@ -32,7 +32,7 @@ class _Attention:
         grad, out, lse, mask_grad: of a backward.
     """
 
-    def __init__(self, call: Call, backward: bool) -> None:
+    def __init__(self, call: OpCall, backward: bool) -> None:
         inputs, args, first = call.inputs, call.args, int(backward)
         query, key, value = inputs[first : first + 3]
         assert query is not None and key is not None and value is not None
@@ -88,7 +88,7 @@ def _is_heads_last(x: LocalValue) -> bool:
 # Torch's FlashAttention-2
 
 
-def _flash_fits(call: Call, backward: bool) -> bool:
+def _flash_fits(call: OpCall, backward: bool) -> bool:
     """Half precision, heads of at most 256, and of a causal matrix squares on or off the diagonal."""
     of = _Attention(call, backward)
     width = of.query.shape[3]
@@ -100,23 +100,23 @@ _STATE = 16 + 8
 """Two uint64 and one, which torch's kernel returns."""
 
 
-def _flash_launches(call: Call) -> int:
+def _flash_launches(call: OpCall) -> int:
     """The kernel, and a copy of its result where the queries are not stored heads last; a rank for which a block of a
     causal ring lies in the future only fills zeros."""
     return 1 + (not _is_heads_last(_Attention(call, False).query))
 
 
-def _flash_workspace(call: Call) -> int:
+def _flash_workspace(call: OpCall) -> int:
     """The kernel's state of random numbers; its result, where that is copied."""
     query = _Attention(call, False).query
     return _STATE + (0 if _is_heads_last(query) else query.nbytes)
 
 
-def _flash_grad_launches(call: Call) -> int:
+def _flash_grad_launches(call: OpCall) -> int:
     return 1 + sum(not _is_heads_last(x) for x in _Attention(call, True).inputs)
 
 
-def _flash_grad_workspace(call: Call) -> int:
+def _flash_grad_workspace(call: OpCall) -> int:
     """Gradients before they are copied; inside of the kernel, sums of dQ in float32, δ, and dK and dV of every head of
     a group."""
     query, key, value = _Attention(call, True).inputs
@@ -131,7 +131,7 @@ def _flash_grad_workspace(call: Call) -> int:
 # cuDNN's
 
 
-def _cudnn_fits(call: Call, backward: bool) -> bool:
+def _cudnn_fits(call: OpCall, backward: bool) -> bool:
     """What flash takes, of heads of at most 128 and more than one key; no masks: what cuDNN makes of a row that attends
     to nothing is not said anywhere."""
     of = _Attention(call, backward)
@@ -139,7 +139,7 @@ def _cudnn_fits(call: Call, backward: bool) -> bool:
     return small and _flash_fits(call, backward)
 
 
-def _cudnn_grad_workspace(call: Call) -> int:
+def _cudnn_grad_workspace(call: OpCall) -> int:
     """As flash's, with an empty state of random numbers."""
     return _STATE + _flash_grad_workspace(call)
 
@@ -152,7 +152,7 @@ def _aligned(x: LocalValue) -> int:
     return 16 // DTYPE_BYTES[x.dtype]
 
 
-def _efficient_fits(call: Call, backward: bool) -> bool:
+def _efficient_fits(call: OpCall, backward: bool) -> bool:
     """No dropout; heads, and strides of all, in whole 16 bytes; every head its own keys; a mask of these keys, boolean
     or in the dtype of the queries, whose gradient is wanted for every score or not at all."""
     of = _Attention(call, backward)
@@ -200,13 +200,13 @@ def _padded_lse_bytes(of: _Attention) -> int:
     return 4 * b * h * -(-s // 32) * 32
 
 
-def _efficient_launches(call: Call) -> int:
+def _efficient_launches(call: OpCall) -> int:
     """The kernel, what makes the mask, and a copy of the log-sums without the padding."""
     of = _Attention(call, False)
     return 1 + _mask_copies(of) + (of.query.shape[2] % 32 > 0)
 
 
-def _efficient_workspace(call: Call) -> int:
+def _efficient_workspace(call: OpCall) -> int:
     """The mask, and in half precision the float32 sums of values wider than 128, beside padded log-sums, which are
     copied once those are gone."""
     of = _Attention(call, False)
@@ -225,12 +225,12 @@ def _lse_copies(of: _Attention) -> int:
     return pads + (pads or of.mask is not None or not is_contiguous(lse.shape, lse.strides))
 
 
-def _efficient_grad_launches(call: Call) -> int:
+def _efficient_grad_launches(call: OpCall) -> int:
     of = _Attention(call, True)
     return 1 + _mask_copies(of) + _lse_copies(of) + (not _is_exactly_heads_last(of.grad))
 
 
-def _efficient_grad_workspace(call: Call) -> int:
+def _efficient_grad_workspace(call: OpCall) -> int:
     """A copy of the gradient, the mask's and the log-sums'; inside of the kernel δ, and sums in float32: of dQ in whole
     tiles, and of heads wider than 128 in half precision those of dK and dV."""
     of = _Attention(call, True)
@@ -257,28 +257,28 @@ def _copies(*values: LocalValue | None) -> list[LocalValue]:
     return [x for x in values if x is not None and x.shape and x.strides[-1] != 1 and x.shape[-1] > 1]
 
 
-def _tiled_fits(call: Call) -> bool:
+def _tiled_fits(call: OpCall) -> bool:
     of = _Attention(call, False)
     return of.query.dtype in (*HALF, "float32") and max(of.query.shape[3], of.value.shape[3]) <= 256
 
 
-def _tiled_grad_fits(call: Call) -> bool:
+def _tiled_grad_fits(call: OpCall) -> bool:
     of = _Attention(call, True)
     fits = of.query.dtype in (*HALF, "float32") and max(of.query.shape[3], of.value.shape[3]) <= 256
     mask = of.mask if of.mask_grad else None
     return fits and (mask is None or (mask.shape[2] == of.query.shape[2] and mask.shape[3] >= of.key.shape[2] > 1))
 
 
-def _tiled_workspace(call: Call) -> int:
+def _tiled_workspace(call: OpCall) -> int:
     return sum(x.nbytes for x in _copies(*_Attention(call, False).inputs))
 
 
-def _tiled_grad_launches(call: Call) -> int:
+def _tiled_grad_launches(call: OpCall) -> int:
     of = _Attention(call, True)
     return 3 + 2 * of.mask_grad + len(_copies(of.grad, *of.inputs))
 
 
-def _tiled_grad_workspace(call: Call) -> int:
+def _tiled_grad_workspace(call: OpCall) -> int:
     """δ, and copies."""
     of = _Attention(call, True)
     return 4 * math.prod(of.query.shape[:3]) + sum(x.nbytes for x in _copies(of.grad, *of.inputs))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from paraplan.ir.execution.rank_program import SUM, LocalValue
-from paraplan.ir.machine.kernel_choice import Call, offered
+from paraplan.ir.machine.kernel_choice import OpCall, offered
 from paraplan.ir.model.strides import is_contiguous, view_strides
 from paraplan.rules.layers.float8 import filled
 from paraplan.rules.workspace.workspace import unmerged
@@ -18,7 +18,7 @@ from paraplan.rules.workspace.workspace import unmerged
 _RESERVES = frozenset({"aten.empty.memory_format"})
 
 
-def launch_count(backend: str, target: str, kernel: str, call: Call) -> int:
+def launch_count(backend: str, target: str, kernel: str, call: OpCall) -> int:
     """Kernels launched by an op on local values.
 
     Args:
@@ -36,7 +36,7 @@ def launch_count(backend: str, target: str, kernel: str, call: Call) -> int:
     return 1 if counted is None else counted(call)
 
 
-def _always(count: int) -> Callable[[Call], int]:
+def _always(count: int) -> Callable[[OpCall], int]:
     return lambda call: count
 
 
@@ -51,44 +51,44 @@ def _flattened(x: LocalValue | None) -> bool:
     return view_strides(x.shape, x.strides, (math.prod(x.shape[:-1]), x.shape[-1])) is None
 
 
-def _linear(call: Call) -> int:
+def _linear(call: OpCall) -> int:
     """A strided input is multiplied batch by batch, copied where batch dims do not merge, and the bias added after."""
     biased = len(call.inputs) == 3 and _copied(call.inputs[0]) and _flattened(call.inputs[0])
     return 1 + biased + len(unmerged(call.inputs[:1]))
 
 
-def _turned(transposed: bool) -> Callable[[Call], int]:
+def _turned(transposed: bool) -> Callable[[OpCall], int]:
     """A product in float8, and a copy of a weight that lies the other way."""
     return lambda call: 1 + (bool(call.args[4]) == transposed)
 
 
-def _linear_grad_weight(call: Call) -> int:
+def _linear_grad_weight(call: OpCall) -> int:
     return 1 + sum(map(_flattened, call.inputs))
 
 
-def _row_major_planes(call: Call) -> int:
+def _row_major_planes(call: OpCall) -> int:
     """Copies of strided planes and weights."""
     return 1 + sum(_copied(x) for x in call.inputs if x is not None and len(x.shape) > 2)
 
 
-def _merge(call: Call) -> int:
+def _merge(call: OpCall) -> int:
     """Casts of what is not in the dtype of sums."""
     (out, lse), other = call.outputs, call.inputs[2]
     assert out is not None and lse is not None and other is not None
     return 9 + (other.dtype != lse.dtype) + (out.dtype != lse.dtype)
 
 
-def _pack(call: Call) -> int:
+def _pack(call: OpCall) -> int:
     dims = call.args[2]
     assert isinstance(dims, (tuple, list))
     return len(call.inputs) if any(dims) or any(map(_copied, call.inputs)) else 1
 
 
-def _unpack_stacked(call: Call) -> int:
+def _unpack_stacked(call: OpCall) -> int:
     return sum(out is not None and 0 not in out.shape for out in call.outputs)
 
 
-_COMPOSED: dict[str, Callable[[Call], int]] = {
+_COMPOSED: dict[str, Callable[[OpCall], int]] = {
     "paraplan.batched_product": lambda call: 1 + len(unmerged(call.inputs)),
     "paraplan.attention_merge": _merge,
     "paraplan.conv": _row_major_planes,

@@ -26,7 +26,7 @@ from paraplan.runtime.executing.instructions import INSTR, grow_
 from paraplan.runtime.executing.interpret import Player, Tape, make_tape
 from paraplan.runtime.executing.observers import Account, Observer
 from paraplan.runtime.executing.plain import plainly
-from paraplan.runtime.transport.tier_copies import Away, Copier
+from paraplan.runtime.transport.tier_copies import Copier, TierTensor
 from paraplan.runtime.transport.transport import Handle, Port
 
 Modules = Mapping[str, fx.GraphModule]
@@ -250,7 +250,7 @@ class Executor:
     def _give_up(self) -> None:
         """After a failure: what the step has on tiers goes."""
         self.copier.abandon()
-        for name in [name for name, value in self.outer.items() if isinstance(value, Away)]:
+        for name in [name for name, value in self.outer.items() if isinstance(value, TierTensor)]:
             if name not in self.program.outer:
                 del self.outer[name]
 

@@ -27,7 +27,7 @@ from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.kernels import gpu, reference_kernels
 from paraplan.runtime.executing.products_into import linear_grad_weight_, linear_into_, linear_rows
 from paraplan.runtime.optimizers.grad_norms import magnitude
-from paraplan.runtime.transport.tier_copies import Away, Copier
+from paraplan.runtime.transport.tier_copies import Copier, TierTensor
 
 # Keys of node.meta in emitted graphs, see `codegen.block_graph`.
 INSTR, LOCAL, OFFSET, COPIER = "instr", "local", "offset", "copier"
@@ -189,32 +189,32 @@ def wait_holding(issued: Tensor, *held: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(issued)  # type: ignore[no-any-return]
 
 
-def offload(x: Tensor, tier: str, copier: Copier) -> Away:
+def offload(x: Tensor, tier: str, copier: Copier) -> TierTensor:
     """Begins to copy x to a tier."""
     return copier.offload(x, tier)
 
 
-def prefetch(away: Away, tier: str, copier: Copier) -> Tensor:
+def prefetch(away: TierTensor, tier: str, copier: Copier) -> Tensor:
     """Begins to copy a tensor back from a tier."""
     return copier.prefetch(away, tier)
 
 
-def bring(away: Away, tier: str, copier: Copier) -> Tensor:
+def bring(away: TierTensor, tier: str, copier: Copier) -> Tensor:
     """Begins to copy what lives on a tier to the device."""
     return copier.bring(away, tier)
 
 
-def lift(away: Away, tier: str, copier: Copier) -> Away:
+def lift(away: TierTensor, tier: str, copier: Copier) -> TierTensor:
     """Begins to copy a tensor from disk to the host's memory."""
     return copier.lift(away, tier)
 
 
-def store(x: Tensor | Away, tier: str, home: Away, copier: Copier) -> Away:
+def store(x: Tensor | TierTensor, tier: str, home: TierTensor, copier: Copier) -> TierTensor:
     """Begins to overwrite a tensor that lives on a tier."""
     return copier.store(x, tier, home)
 
 
-def keep(x: Tensor, tier: str, home: Away, copier: Copier) -> Away:
+def keep(x: Tensor, tier: str, home: TierTensor, copier: Copier) -> TierTensor:
     """Begins to overwrite, or to add to, a gradient that waits on a tier."""
     return copier.store(x, tier, home)
 

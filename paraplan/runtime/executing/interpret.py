@@ -19,7 +19,7 @@ from paraplan.ir.machine.collectives import COLLECTIVES
 from paraplan.runtime.executing.instructions import COPIER, COPY_KERNELS, INSTR, LAYOUT_KERNELS, OFFSET, wait_copy
 from paraplan.runtime.executing.observers import Observer
 from paraplan.runtime.executing.tracker import is_kernel
-from paraplan.runtime.transport.collectives import Route
+from paraplan.runtime.transport.collectives import UnevenRoute
 from paraplan.runtime.transport.transport import Handle, Port
 
 
@@ -170,7 +170,7 @@ class Player:
         reduction = instr.args[1]
         assert isinstance(reduction, str)
         uneven = COLLECTIVES[instr.target].uneven
-        route = Route(*map_arg(head.args[4:], env.__getitem__)) if uneven else None
+        route = UnevenRoute(*map_arg(head.args[4:], env.__getitem__)) if uneven else None
         source = env[head.args[0]]  # type: ignore[index]
         overwrites = in_place(block, instr)
         return self.port.issue(instr.target, source, reduction.removeprefix(":"), instr.axis, overwrites, route)

@@ -14,7 +14,7 @@ from torch import Tensor
 from paraplan.runtime.executing.torch_private import TorchDispatchMode, storage_key, storage_of, tree_leaves
 
 
-class Launch(NamedTuple):
+class KernelCall(NamedTuple):
     """One call that reaches the device.
 
     Attributes:
@@ -31,7 +31,7 @@ class LaunchCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches: list[Launch] = []
+        self.launches: list[KernelCall] = []
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class LaunchCounter(TorchDispatchMode):
             written = made if not func._schema.is_mutable else [*_written(func, args, kwargs), *_own(made, given)]
             if func.namespace == "paraplan_gpu":  # says apart what it reads and what it writes
                 written = []
-            self.launches.append(Launch(str(func), sum(map(_nbytes, (*given, *written)))))
+            self.launches.append(KernelCall(str(func), sum(map(_nbytes, (*given, *written)))))
 
 
 def launches(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:

@@ -13,7 +13,7 @@ from paraplan.ir.execution.entry import Entry
 from paraplan.ir.execution.rank_program import Instr, InstrKind, Step
 from paraplan.runtime.executing.torch_private import untracked
 from paraplan.runtime.executing.tracker import Ledger, changes
-from paraplan.runtime.transport.tier_copies import Away
+from paraplan.runtime.transport.tier_copies import TierTensor
 
 
 class Observer:
@@ -26,7 +26,7 @@ class Observer:
         """Call an instruction's kernel; `is_plain`: all it makes are its results."""
         return function(*args, **kwargs)
 
-    def made(self, results: Sequence[Tensor | Away]) -> None:
+    def made(self, results: Sequence[Tensor | TierTensor]) -> None:
         """What has begun made these, and gives up inputs next."""
 
     def played(self, instr: Instr) -> None:
@@ -70,7 +70,7 @@ class Account(Observer):
         self.ledger.register_all(result)
         return result
 
-    def made(self, results: Sequence[Tensor | Away]) -> None:
+    def made(self, results: Sequence[Tensor | TierTensor]) -> None:
         """What is alive now was allocated, what dies from here on is freed."""
         self._shapes = tuple(tuple(x.shape) for x in results)
         self._middle, self._most = self.ledger.live_bytes, self.ledger.levels()

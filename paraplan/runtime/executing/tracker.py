@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paraplan.kernels.torch_private import COMPILED, OpOverload, call_within, is_composite
 from paraplan.runtime.executing.torch_private import TorchDispatchMode, storage_key, storage_of, tree_leaves
-from paraplan.runtime.transport.tier_copies import Away
+from paraplan.runtime.transport.tier_copies import TierTensor
 
 
 class Ledger:
@@ -61,7 +61,7 @@ class Ledger:
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.register(leaf)
-            elif isinstance(leaf, Away):
+            elif isinstance(leaf, TierTensor):
                 tier = self.tiers.setdefault(leaf.tier, Ledger())
                 if id(leaf) not in tier._alive:
                     tier._book(id(leaf), leaf, leaf.nbytes)

@@ -27,7 +27,7 @@ from paraplan.capture.python_state.values import is_plain, named, same_text, tex
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.model.program import Program
 from paraplan.runtime.state.methods import Methods
-from paraplan.runtime.state.registered import Registered
+from paraplan.runtime.state.registered import Registries
 
 _OPTION = (bool, int, float, str, type(None))
 _MODE = "training"
@@ -49,7 +49,7 @@ class Settings:
     ) -> None:  # fmt: skip
         self._model, self._program, self._reads, self._again = weakref.ref(model), program, reads or Reads(), again
         self._modules = [_Module(name, module) for name, module in model.named_modules()]
-        self._registered, self._methods = Registered(model), Methods(model)
+        self._registered, self._methods = Registries(model), Methods(model)
         globals_ = ((from_key(key), text) for key, text in program.settings.items() if key.startswith(GLOBAL))
         outside = self._reads.outside or [(each, text) for each, text in globals_ if each is not None]
         self._names = names_of(model)

@@ -33,7 +33,7 @@ class _Slot(NamedTuple):
 _ABSENT = _Slot()
 
 
-class Registered:
+class Registries:
     """The registries of one model, as they are now.
 
     Args:

@@ -20,7 +20,7 @@ from paraplan.runtime.executing.torch_private import exchange_rows, rank_in_grou
 from paraplan.runtime.transport.row_counts import row_counts
 
 
-class Route(NamedTuple):
+class UnevenRoute(NamedTuple):
     """How an uneven collective goes: rows sent to and received from each rank, rows of the result, rows priced."""
 
     sent: Tensor
@@ -39,7 +39,7 @@ class Implementation(NamedTuple):
     """
 
     start: Callable[..., Tensor]
-    exchange: Callable[[Sequence[Tensor], str, Sequence[Route]], Sequence[Tensor]]
+    exchange: Callable[[Sequence[Tensor], str, Sequence[UnevenRoute]], Sequence[Tensor]]
     start_in_place: Callable[..., Tensor] | None = None
 
 
@@ -117,7 +117,7 @@ def start_route(x: Tensor, reduction: str, n: int, group: str, sent: Tensor, rec
     return out
 
 
-def _routed(inputs: Sequence[Tensor], routes: Sequence[Route]) -> list[Tensor]:
+def _routed(inputs: Sequence[Tensor], routes: Sequence[UnevenRoute]) -> list[Tensor]:
     """What each rank has after an all-to-all of unequal parts.
 
     Raises:

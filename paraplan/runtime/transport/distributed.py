@@ -23,7 +23,7 @@ from paraplan.ir.machine.collectives import COLLECTIVES
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.runtime.executing import instructions
 from paraplan.runtime.executing.tracker import Tracker
-from paraplan.runtime.transport.collectives import IMPLEMENTATIONS, Route, as_sent
+from paraplan.runtime.transport.collectives import IMPLEMENTATIONS, UnevenRoute, as_sent
 from paraplan.runtime.transport.process_groups import limit_group, make_group
 from paraplan.runtime.transport.transport import Handle
 
@@ -111,7 +111,7 @@ class DistributedTransport:
         return "" if self.mesh.shape[axis] == 1 else str(self._group(axis).group_name)
 
     def issue(
-        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: Route | None = None
+        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: UnevenRoute | None = None
     ) -> Handle:
         """Start a collective on a private copy of x; `in_place`: its result is written into x."""
         size, what = self.mesh.shape[axis], f"{kind} over axis {self.mesh.axes[axis]}"

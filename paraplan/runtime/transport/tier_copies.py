@@ -1,10 +1,10 @@
 """Copies between the device and the tiers outside of it: the host's memory, and files on its disk.
 
-A rank has a `Copier`. `offload` begins to copy a tensor away and returns what stands for it there (`Away`); `prefetch`
-begins to copy it back and returns the tensor, which holds nothing yet; `wait` ends either. What lives on a tier
-(`disk_store`) is brought to the device likewise, or to the host's memory by `lift`, and overwritten by `store`. What is
-copied from must live until then, which the program sees to. Each tier has one stream each way, on which copies run in
-order:
+A rank has a `Copier`. `offload` begins to copy a tensor away and returns what stands for it there (`TierTensor`);
+`prefetch` begins to copy it back and returns the tensor, which holds nothing yet; `wait` ends either. What lives on a
+tier (`disk_store`) is brought to the device likewise, or to the host's memory by `lift`, and overwritten by `store`.
+What is copied from must live until then, which the program sees to. Each tier has one stream each way, on which
+copies run in order:
 
 * CUDA: a stream of the device and pinned memory, ordered by events; nothing blocks the host but files.
 * CPU: a thread, so that copies run beside the program; or (`beside=False`) at once, for runs that are to be the same
@@ -40,7 +40,7 @@ Pace = Callable[[str, int], float]
 """(tier, bytes) -> the least seconds a copy takes."""
 
 
-class Away:
+class TierTensor:
     """A tensor on a tier.
 
     Attributes:
@@ -61,7 +61,7 @@ class Away:
         self.adds = False
 
 
-def tensor_of(value: Tensor | Away) -> Tensor:
+def tensor_of(value: Tensor | TierTensor) -> Tensor:
     """A tensor, wherever in memory it is."""
     if isinstance(value, Tensor):
         return value
@@ -69,7 +69,7 @@ def tensor_of(value: Tensor | Away) -> Tensor:
     return value.content
 
 
-class Flight:
+class CopyUnderWay:
     """A copy under way. What it copies is let go before it says that it is done."""
 
     def __init__(self, work: Callable[[], object], what: str, least_s: float) -> None:
@@ -93,7 +93,7 @@ class Flight:
         self.done.set()
 
 
-def _serve(queue: SimpleQueue[Flight | None], begin: Callable[[], None]) -> None:
+def _serve(queue: SimpleQueue[CopyUnderWay | None], begin: Callable[[], None]) -> None:
     begin()
     while (flight := queue.get()) is not None:
         flight.fly()
@@ -121,54 +121,56 @@ class Copier:
         self._folder = TensorFolder(folder, rank)
         self._is_full = False
         self.homes = Homes(folder, rank)
-        self._flights: dict[int, tuple[Any, str, Flight]] = {}
-        self._queues: dict[tuple[str, str], SimpleQueue[Flight | None]] = {}
+        self._flights: dict[int, tuple[Any, str, CopyUnderWay]] = {}
+        self._queues: dict[tuple[str, str], SimpleQueue[CopyUnderWay | None]] = {}
         self._streams: dict[str, Any] = {}
         self._end = weakref.finalize(self, _end, self._queues)
 
-    def offload(self, x: Tensor, tier: str) -> Away:
+    def offload(self, x: Tensor, tier: str) -> TierTensor:
         """Begin to copy a tensor to a tier."""
-        away, x = Away(x, tier), x.detach()
+        away, x = TierTensor(x, tier), x.detach()
         what = f"offload of {away.nbytes} bytes to {tier}"
         if self.device == "cuda":
             return self._begin(away, self._from_cuda(away, x, what), "out")
         put = _to_host if TIERS[tier].is_memory else self._to_file(away)
-        return self._begin(away, Flight(lambda: put(away, x), what, self._least_s(away)), "out")
+        return self._begin(away, CopyUnderWay(lambda: put(away, x), what, self._least_s(away)), "out")
 
-    def prefetch(self, away: Away, tier: str) -> Tensor:
+    def prefetch(self, away: TierTensor, tier: str) -> Tensor:
         """Begin to copy a tensor back; it holds nothing until the wait."""
         out = torch.empty_strided(away.shape, away.strides, dtype=away.dtype, device=self.device)
         what = f"prefetch of {away.nbytes} bytes from {tier}"
         if self.device == "cuda":
             return self._begin(out, self._to_cuda(away, out, what), "in", tier)
-        return self._begin(out, Flight(lambda: _fetch(away, out), what, self._least_s(away)), "in", tier)
+        return self._begin(out, CopyUnderWay(lambda: _fetch(away, out), what, self._least_s(away)), "in", tier)
 
-    def kept(self, x: Tensor, tier: str) -> Away:
+    def kept(self, x: Tensor, tier: str) -> TierTensor:
         """What stands for a tensor that lives on a tier."""
-        away = Away(x, tier)
+        away = TierTensor(x, tier)
         away.content = x if TIERS[tier].is_memory else self.homes.region_of(x)
         return away
 
-    def bring(self, away: Away, tier: str) -> Tensor:
+    def bring(self, away: TierTensor, tier: str) -> Tensor:
         """Begin to copy what lives on a tier to the device."""
         return self.prefetch(away, tier)
 
-    def lift(self, away: Away, tier: str) -> Away:
+    def lift(self, away: TierTensor, tier: str) -> TierTensor:
         """Begin to copy a tensor from files to the memory where the host updates it."""
         pinned = self.device == "cuda"
         blank = torch.empty_strided(away.shape, away.strides, dtype=away.dtype, pin_memory=pinned)
-        made = Away(blank, TIERS[tier].updated_in)
+        made = TierTensor(blank, TIERS[tier].updated_in)
         made.content = blank
         what = f"lift of {away.nbytes} bytes from {tier}"
-        return self._begin(made, Flight(lambda: _fetch(away, blank), what, self._least_s(away, True)), "in", tier)
+        return self._begin(made, CopyUnderWay(lambda: _fetch(away, blank), what, self._least_s(away, True)), "in", tier)
 
-    def store(self, x: Tensor | Away, tier: str, home: Away) -> Away:
+    def store(self, x: Tensor | TierTensor, tier: str, home: TierTensor) -> TierTensor:
         """Begin to overwrite a tensor that lives on a tier."""
-        source, from_host = tensor_of(x).detach(), isinstance(x, Away)
+        source, from_host = tensor_of(x).detach(), isinstance(x, TierTensor)
         what = f"store of {home.nbytes} bytes to {tier}"
         if source.is_cuda:
             return self._begin(home, self._store_cuda(source, home, what), "out")
-        return self._begin(home, Flight(lambda: self._put(home, source), what, self._least_s(home, from_host)), "out")
+        return self._begin(
+            home, CopyUnderWay(lambda: self._put(home, source), what, self._least_s(home, from_host)), "out"
+        )
 
     def wait(self, issued: Any) -> Any:
         """End what was begun; `issued` is what that returned.
@@ -186,7 +188,7 @@ class Copier:
             torch.cuda.current_stream().wait_event(flight.event)
         return issued
 
-    def _put(self, home: Away, x: Tensor) -> None:
+    def _put(self, home: TierTensor, x: Tensor) -> None:
         """Overwrite what lives there; nothing any more once that failed, so that what was to follow stays as it was."""
         if self._is_full:
             raise OSError("not tried, since a write before it failed")
@@ -230,7 +232,7 @@ class Copier:
         """The disk tier's files, in order of their names."""
         return self._folder.files
 
-    def _begin(self, result: Any, flight: Flight, way: str, tier: str = "") -> Any:
+    def _begin(self, result: Any, flight: CopyUnderWay, way: str, tier: str = "") -> Any:
         tier = tier or result.tier
         self._flights[id(result)] = (result, tier, flight)
         if self.device == "cuda" and TIERS[tier].is_memory:
@@ -241,7 +243,7 @@ class Copier:
             flight.fly()
         return result
 
-    def _queue(self, tier: str, way: str) -> SimpleQueue[Flight | None]:
+    def _queue(self, tier: str, way: str) -> SimpleQueue[CopyUnderWay | None]:
         queue = self._queues.get((tier, way))
         if queue is None:
             queue = self._queues[tier, way] = SimpleQueue()
@@ -249,14 +251,14 @@ class Copier:
             threading.Thread(target=_serve, args=given, name=f"copy:{tier}:{way}", daemon=True).start()
         return queue
 
-    def _least_s(self, away: Away, from_host: bool = False) -> float:
+    def _least_s(self, away: TierTensor, from_host: bool = False) -> float:
         if self._pace is None:
             return 0.0
         least = self._pace(away.tier, away.nbytes)
         through = TIERS[away.tier].through
         return max(0.0, least - self._pace(through, away.nbytes)) if from_host and through else least
 
-    def _to_file(self, away: Away) -> Callable[[Away, Tensor], None]:
+    def _to_file(self, away: TierTensor) -> Callable[[TierTensor, Tensor], None]:
         path = self._folder.path()
         weakref.finalize(away, self._folder.remove, path)
         return lambda made, x: _write(made, x, path)
@@ -268,7 +270,7 @@ class Copier:
         self._streams[way].wait_stream(torch.cuda.current_stream())
         return self._streams[way]
 
-    def _from_cuda(self, away: Away, x: Tensor, what: str) -> Flight:
+    def _from_cuda(self, away: TierTensor, x: Tensor, what: str) -> CopyUnderWay:
         """The device's part is begun here. The program's stream waits for it before x is given back, and the flight is
         kept until then, so the allocator need not be told of the other stream."""
         side = self._side("out")
@@ -278,7 +280,7 @@ class Copier:
             event = side.record_event()
         if TIERS[away.tier].is_memory:
             away.content = host
-            flight = Flight(lambda: None, what, 0.0)
+            flight = CopyUnderWay(lambda: None, what, 0.0)
         else:
             put = self._to_file(away)
 
@@ -286,17 +288,17 @@ class Copier:
                 event.synchronize()
                 put(away, host)
 
-            flight = Flight(write, what, 0.0)
+            flight = CopyUnderWay(write, what, 0.0)
         flight.event = event
         return flight
 
-    def _to_cuda(self, away: Away, out: Tensor, what: str) -> Flight:
+    def _to_cuda(self, away: TierTensor, out: Tensor, what: str) -> CopyUnderWay:
         """`out` may be memory whose last reader the program's stream has yet to reach: the side stream waits for it."""
         side = self._side("in")
         if isinstance(away.content, Tensor):
             with torch.cuda.stream(side):
                 out.copy_(away.content, non_blocking=True)
-                flight = Flight(lambda: None, what, 0.0)
+                flight = CopyUnderWay(lambda: None, what, 0.0)
                 flight.event = side.record_event()
             return flight
 
@@ -307,9 +309,9 @@ class Copier:
                 out.copy_(host, non_blocking=True)
                 side.record_event().synchronize()
 
-        return Flight(read, what, 0.0)
+        return CopyUnderWay(read, what, 0.0)
 
-    def _store_cuda(self, x: Tensor, home: Away, what: str) -> Flight:
+    def _store_cuda(self, x: Tensor, home: TierTensor, what: str) -> CopyUnderWay:
         """As `_from_cuda`; the program waits for what is stored before it gives x back."""
         side, there = self._side("out"), home.content
         later = home.adds or not isinstance(there, Tensor)
@@ -322,18 +324,18 @@ class Copier:
             event.synchronize()
             self._put(home, host)
 
-        flight = Flight(write if later else lambda: None, what, 0.0)
+        flight = CopyUnderWay(write if later else lambda: None, what, 0.0)
         flight.event = event
         return flight
 
 
-def _to_host(away: Away, x: Tensor) -> None:
+def _to_host(away: TierTensor, x: Tensor) -> None:
     with torch.no_grad():
         content = torch.empty_strided(away.shape, away.strides, dtype=away.dtype)
         away.content = content.copy_(x)
 
 
-def _write(away: Away, x: Tensor, path: Path) -> None:
+def _write(away: TierTensor, x: Tensor, path: Path) -> None:
     """The tensor's elements in row-major order; what was written of a file that does not fit is removed."""
     try:
         with open(path, "wb") as file:
@@ -344,7 +346,7 @@ def _write(away: Away, x: Tensor, path: Path) -> None:
     away.content = path
 
 
-def _put(home: Away, x: Tensor) -> None:
+def _put(home: TierTensor, x: Tensor) -> None:
     """Overwrite what lives there, or add to it."""
     if isinstance(home.content, Tensor):
         with torch.no_grad():
@@ -359,7 +361,7 @@ def _put(home: Away, x: Tensor) -> None:
     home.content.write(memoryview(_bytes(x.contiguous())))
 
 
-def _fetch(away: Away, out: Tensor) -> None:
+def _fetch(away: TierTensor, out: Tensor) -> None:
     if isinstance(away.content, Tensor):
         with torch.no_grad():
             out.copy_(away.content)
@@ -380,6 +382,6 @@ def _bytes(x: Tensor) -> Any:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def _end(queues: dict[tuple[str, str], SimpleQueue[Flight | None]]) -> None:
+def _end(queues: dict[tuple[str, str], SimpleQueue[CopyUnderWay | None]]) -> None:
     for queue in queues.values():
         queue.put(None)

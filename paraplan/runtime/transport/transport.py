@@ -22,7 +22,7 @@ from paraplan.ir.machine.mesh import Mesh
 from paraplan.runtime.executing import instructions
 from paraplan.runtime.executing.torch_private import untracked
 from paraplan.runtime.executing.tracker import Tracker
-from paraplan.runtime.transport.collectives import IMPLEMENTATIONS, Route
+from paraplan.runtime.transport.collectives import IMPLEMENTATIONS, UnevenRoute
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Port(Protocol):
     """A rank's way out."""
 
     def issue(
-        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: Route | None = None
+        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: UnevenRoute | None = None
     ) -> Handle:
         """Start a collective over a mesh axis; `in_place`: its result replaces x."""
 
@@ -90,7 +90,7 @@ class _Meeting:
     shape: tuple[int, ...]
     dtype: torch.dtype
     inputs: dict[int, Tensor] = field(default_factory=dict)
-    routes: dict[int, Route] = field(default_factory=dict)
+    routes: dict[int, UnevenRoute] = field(default_factory=dict)
     handles: dict[int, Handle] = field(default_factory=dict)
 
 
@@ -128,7 +128,7 @@ class InProcessTransport:
 
     def issue(
         self, rank: int, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False,
-        route: Route | None = None,
+        route: UnevenRoute | None = None,
     ) -> Handle:  # fmt: skip
         """See `Port.issue`.
 
@@ -181,7 +181,7 @@ class InProcessTransport:
             received.handle.done = sent.handle.done = True
         return handle
 
-    def _result(self, kind: str, x: Tensor, size: int, route: Route | None) -> Tensor:
+    def _result(self, kind: str, x: Tensor, size: int, route: UnevenRoute | None) -> Tensor:
         with untracked():
             shape = COLLECTIVES[kind].result_shape(x.shape, size, 0 if route is None else route.rows)
             copied = COLLECTIVES[kind].in_place
@@ -199,7 +199,7 @@ class InProcessPort:
     rank: int
 
     def issue(
-        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: Route | None = None
+        self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: UnevenRoute | None = None
     ) -> Handle:
         """Start a collective."""
         return self.transport.issue(self.rank, kind, x, reduction, axis, in_place, route)

@@ -14,7 +14,7 @@ import paraplan as pp
 from paraplan.capture.register import apply_annotation, work_terms
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.model.graph import Op
-from paraplan.ir.model.op_rule import Term, amount_of, fit_amount
+from paraplan.ir.model.op_rule import WorkTerm, amount_of, fit_amount
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.rules import registered_rules
 from paraplan.rules.registered_rules import cost_for, forget, parse, rule_for
@@ -191,5 +191,5 @@ def test_costs_become_numbers_over_shares() -> None:
 def test_amounts_are_fitted_exactly() -> None:
     values = {frozenset(): 15.0, frozenset("a"): 11.0, frozenset("b"): 13.5, frozenset("ab"): 10.25}
     assert fit_amount(values) == (
-        Term(amount=7.0), Term(amount=5.0, letters=("a",)), Term(amount=3.0, letters=("a", "b")),
+        WorkTerm(amount=7.0), WorkTerm(amount=5.0, letters=("a",)), WorkTerm(amount=3.0, letters=("a", "b")),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from paraplan.planner.memory.just_in_time import separating
 from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import MemoryProblem
 from paraplan.planner.memory.relaxations.relaxation import build_relaxation
-from paraplan.planner.memory.reruns import Arrays, Ints, Profile, profile_of, with_first
+from paraplan.planner.memory.reruns import Arrays, Ints, Residency, profile_of, with_first
 from paraplan.planner.solvers.milp import SolverError, Status, solve
 from tests.planner.memory.brute import least
 from tests.planner.memory.graphs import chain, random_step
@@ -73,7 +73,7 @@ def test_what_has_no_schedule_has_no_solution(seed: int) -> None:
     assert solve(program.milp, backend="mathopt-cpsat").status is Status.INFEASIBLE
 
 
-def squeezed(seed: int, num_ops: int) -> tuple[Profile, int]:
+def squeezed(seed: int, num_ops: int) -> tuple[Residency, int]:
     """A schedule and the budget it fits, of a step that does not without reruns."""
     problem = chain(num_ops // 2) if seed % 3 == 0 else random_step(seed, num_ops)
     arrays = Arrays(problem)

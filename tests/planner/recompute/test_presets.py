@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.zoo import build
 from paraplan.capture import capture
-from paraplan.capture.reference import Step, run_step
+from paraplan.capture.reference import StepResult, run_step
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
@@ -39,7 +39,7 @@ class _Case:
         self.program = capture(self.small.model, self.small.batch, precision="fp64")
         self.wanted = self.step(self.program)
 
-    def step(self, program: Program) -> Step:
+    def step(self, program: Program) -> StepResult:
         tensors = dict(self.small.model.named_parameters(remove_duplicate=False))
         buffers = dict(self.small.model.named_buffers(remove_duplicate=False))
         held = {name: x.double() if x.is_floating_point() else x for name, x in buffers.items()}

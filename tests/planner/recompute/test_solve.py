@@ -25,7 +25,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import PRESETS, Constraints
 from paraplan.planner.recompute.solve_jointly import solve_with_recomputation
 from paraplan.planner.search import search
-from paraplan.planner.sharding.solve import Limits
+from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
@@ -101,7 +101,7 @@ def test_op_by_op_competes_and_runs(gpt2) -> None:  # type: ignore[no-untyped-de
     small, program, wanted, free = gpt2
     budget = int(free.prediction.peak_bytes[0] * 0.65)
     constraints = Constraints(mesh=(1,), memory_bytes=budget, microbatches=1)
-    job, limits = job_of(program, 1), Limits(time_s=10, memory_bytes=budget)
+    job, limits = job_of(program, 1), SolveLimits(time_s=10, memory_bytes=budget)
     by_kinds = solve_with_recomputation(job, make_mesh((1,), ("d0",)), 1, constraints, limits)
     plan = search(job, constraints).plan
     assert plan.memory_actions is not None and plan.prediction.step_s < by_kinds.simulation.step_s

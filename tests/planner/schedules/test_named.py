@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paraplan.ir.errors import ConstraintError
 from paraplan.lowering.verification.verify_schedule import verify_schedule
 from paraplan.planner.schedules.complete import orders_of
-from paraplan.planner.schedules.event_simulation import Evaluation, evaluate
+from paraplan.planner.schedules.event_simulation import ScheduleTimes, evaluate
 from paraplan.planner.schedules.named import NAMED, applicable, named_orders, named_schedule
 from paraplan.planner.schedules.schedule_problem import COMPUTE, Orders, StageCosts, stages_of
 
@@ -17,11 +17,11 @@ EQUAL = StageCosts(backward_s=1.0)
 """Forward and backward a slot each."""
 
 
-def over(orders: Orders, costs: StageCosts) -> Evaluation:
+def over(orders: Orders, costs: StageCosts) -> ScheduleTimes:
     return evaluate(orders, (costs,) * (1 + max(max(held) for held in stages_of(orders))))
 
 
-def spans(found: Evaluation) -> list[tuple[float, float]]:
+def spans(found: ScheduleTimes) -> list[tuple[float, float]]:
     """Per position, from when to when it is at work."""
     own: list[list[float]] = [[] for _ in found.busy_s]
     for event in found.events:

@@ -15,7 +15,7 @@ from paraplan.planner.schedules.named import NAMED, applicable
 from paraplan.planner.schedules.schedule_problem import PipelineProblem, StageCosts, stages_of
 from paraplan.planner.schedules.searching.dispatch import dispatch, rules
 from paraplan.planner.schedules.searching.exact_schedule import solve_exactly
-from paraplan.planner.schedules.searching.job_shop import Placed, build_shop, placements
+from paraplan.planner.schedules.searching.job_shop import StagePositions, build_shop, placements
 from paraplan.planner.schedules.searching.schedule_search import Effort, search
 from paraplan.planner.schedules.searching.shop_bound import machine_bound, preemptive
 from paraplan.planner.schedules.searching.timing import timing
@@ -50,7 +50,7 @@ def interleavings(chains: list[list[Action]]) -> list[tuple[Action, ...]]:
     return found
 
 
-def shortest(problem: PipelineProblem, placed: Placed, split: bool) -> float:
+def shortest(problem: PipelineProblem, placed: StagePositions, split: bool) -> float:
     """The least step over all orders in which each microbatch's own computations are in a possible order."""
     kinds = (ActionKind.I, ActionKind.W) if split else (ActionKind.B,)
     every = []

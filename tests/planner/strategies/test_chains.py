@@ -8,7 +8,7 @@ from math import comb, isqrt
 import pytest
 
 from paraplan.baselines import MEMORY, Limits
-from paraplan.baselines.chains.chain_blocks import Step, chain_of, forwards
+from paraplan.baselines.chains.chain_blocks import BlockRun, chain_of, forwards
 from paraplan.baselines.chains.revolve import best_split, reversal
 from paraplan.baselines.common import pruned
 from paraplan.ir.errors import ConstraintError, SolverLimitError
@@ -155,10 +155,10 @@ def test_halving_takes_a_logarithm_of_memory(power: int) -> None:
     assert found.recomputed_s <= layers * power / 2
 
 
-def persistent(first: int, last: int) -> list[list[Step]]:
+def persistent(first: int, last: int) -> list[list[BlockRun]]:
     """Every persistent schedule of some blocks."""
     inner = persistent(first + 1, last) if first < last else [[]]
-    found = [[Step(first), *rest, Step(first, backward=True)] for rest in inner]
+    found = [[BlockRun(first), *rest, BlockRun(first, backward=True)] for rest in inner]
     for start in range(first + 1, last + 1):
         for later in persistent(start, last):
             for sooner in persistent(first, start - 1):

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from paraplan.planner.memory.problem import GIVEN
-from paraplan.planner.memory.reruns import Arrays, Floats, Ints, Profile, with_first, without_dead
+from paraplan.planner.memory.reruns import Arrays, Floats, Ints, Residency, with_first, without_dead
 
 _MOST_CLOSURE = 200
 """Ops in one recursive rerun."""
@@ -37,7 +37,7 @@ class Eviction:
 
 
 @dataclass(frozen=True, eq=False)
-class Prices:
+class EvictionPrices:
     """What choices are compared by: [op] seconds of a rerun, and [op] bytes it makes."""
 
     seconds: Floats
@@ -50,26 +50,26 @@ class Prices:
         return found
 
     @staticmethod
-    def true(arrays: Arrays) -> Prices:
+    def true(arrays: Arrays) -> EvictionPrices:
         """As they are."""
         made = np.zeros(arrays.num_ops)
         there = arrays.maker != GIVEN
         np.add.at(made, arrays.maker[there], arrays.nbytes[there])
-        return Prices(arrays.time_s, np.maximum(made, 1.0))
+        return EvictionPrices(arrays.time_s, np.maximum(made, 1.0))
 
     @staticmethod
-    def drawn(arrays: Arrays, draw: np.random.Generator) -> Prices:
+    def drawn(arrays: Arrays, draw: np.random.Generator) -> EvictionPrices:
         """Seconds times random factors."""
         spread = draw.choice((0.1, 0.1, 0.4, 1.0))
-        true = Prices.true(arrays)
-        return Prices(true.seconds * np.exp(draw.normal(0.0, spread, arrays.num_ops)), true.nbytes)
+        true = EvictionPrices.true(arrays)
+        return EvictionPrices(true.seconds * np.exp(draw.normal(0.0, spread, arrays.num_ops)), true.nbytes)
 
 
 def squeeze(
-    profile: Profile, budget_bytes: int, deadline: float, most_s: float = np.inf, prices: Prices | None = None
-) -> Profile | None:
+    profile: Residency, budget_bytes: int, deadline: float, most_s: float = np.inf, prices: EvictionPrices | None = None
+) -> Residency | None:
     """The schedule with reruns added until it fits; None where that fails, takes too long or costs above `most_s`."""
-    prices = prices or Prices.true(profile.arrays)
+    prices = prices or EvictionPrices.true(profile.arrays)
     best_excess, stalled = np.inf, 0
     while profile.peak > budget_bytes:
         if profile.recomputed_s > most_s or time.perf_counter() > deadline:
@@ -86,14 +86,14 @@ def squeeze(
     return profile
 
 
-def _excess(profile: Profile, budget_bytes: int) -> float:
+def _excess(profile: Residency, budget_bytes: int) -> float:
     """Bytes above the budget, the most of each stage, summed."""
     over = np.maximum(profile.live - budget_bytes, 0)
     first = np.flatnonzero(np.append(True, profile.stages[1:] != profile.stages[:-1]))
     return float(np.maximum.reduceat(over, first).sum())
 
 
-def _step(profile: Profile, budget_bytes: int, prices: Prices) -> Ints | None:
+def _step(profile: Residency, budget_bytes: int, prices: EvictionPrices) -> Ints | None:
     """Keys to add for the worst position; None where nothing can be let go of there."""
     over = np.maximum(profile.live - budget_bytes, 0)
     position = int(over.argmax())
@@ -120,7 +120,7 @@ def _step(profile: Profile, budget_bytes: int, prices: Prices) -> Ints | None:
     return None if best is None else np.array(best[1].keys, np.int64)
 
 
-def idle_at(profile: Profile, position: int) -> tuple[Ints, Ints, Ints]:
+def idle_at(profile: Residency, position: int) -> tuple[Ints, Ints, Ints]:
     """Versions resident at a position, idle there, that could be made again after it: (version, idle from, idle to)."""
     arrays, length, n = profile.arrays, len(profile.keys), profile.arrays.num_ops
     versions = np.flatnonzero((profile.start < position) & (profile.last > position))
@@ -138,7 +138,7 @@ def idle_at(profile: Profile, position: int) -> tuple[Ints, Ints, Ints]:
 
 
 def evict(
-    profile: Profile, tensor: int, stage: int, position: int, budget_bytes: int, deep: bool, prices: Prices,
+    profile: Residency, tensor: int, stage: int, position: int, budget_bytes: int, deep: bool, prices: EvictionPrices,
     most_s: float = np.inf,
 ) -> Eviction | None:  # fmt: skip
     """What it takes to make a tensor again in a stage instead of holding it at a position.
@@ -179,12 +179,12 @@ def evict(
     return Eviction(tuple(keys), seconds, sizes[tensor] - held) if keys else None
 
 
-def polish(profile: Profile, budget_bytes: int, prices: Prices | None = None) -> Profile:
+def polish(profile: Residency, budget_bytes: int, prices: EvictionPrices | None = None) -> Residency:
     """Without reruns that fit without: each is taken away where retaining what it makes stays within the budget.
 
     The most seconds per byte are tried first.
     """
-    prices = prices or Prices.true(profile.arrays)
+    prices = prices or EvictionPrices.true(profile.arrays)
     order = -prices.seconds / prices.nbytes
     while True:
         before = len(profile.keys)
@@ -193,7 +193,7 @@ def polish(profile: Profile, budget_bytes: int, prices: Prices | None = None) ->
             return profile
 
 
-def _polish_once(profile: Profile, budget_bytes: int, order: Floats) -> Profile:
+def _polish_once(profile: Residency, budget_bytes: int, order: Floats) -> Residency:
     arrays = profile.arrays
     live, last = profile.live.copy(), profile.last.copy()
     merged = np.arange(len(last))  # version -> the one it was merged into
@@ -219,7 +219,7 @@ def _polish_once(profile: Profile, budget_bytes: int, order: Floats) -> Profile:
     return _without(profile, gone, budget_bytes)
 
 
-def _without(profile: Profile, gone: list[int], budget_bytes: int) -> Profile:
+def _without(profile: Residency, gone: list[int], budget_bytes: int) -> Residency:
     """Without some positions; without as many as fit where copies, whose times then change, no longer do."""
     found = profile.again(np.delete(profile.keys, gone))
     if profile.away is None or found.peak <= budget_bytes:

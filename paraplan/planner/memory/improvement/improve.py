@@ -15,8 +15,8 @@ import time
 
 import numpy as np
 
-from paraplan.planner.memory.improvement.greedy_eviction import Prices, polish, squeeze
-from paraplan.planner.memory.reruns import Floats, Profile, without_dead
+from paraplan.planner.memory.improvement.greedy_eviction import EvictionPrices, polish, squeeze
+from paraplan.planner.memory.reruns import Floats, Residency, without_dead
 
 _ANEW = 4
 """Every so many rounds begin anew; from `_SETTLED` rounds on a quarter as often."""
@@ -24,9 +24,9 @@ _SETTLED = 20
 
 
 def improve(
-    best: Profile, budget_bytes: int, rounds: int, deadline: float, enough_s: float = 0.0, seed: int = 0,
-    seen: list[Profile] | None = None,
-) -> Profile:  # fmt: skip
+    best: Residency, budget_bytes: int, rounds: int, deadline: float, enough_s: float = 0.0, seed: int = 0,
+    seen: list[Residency] | None = None,
+) -> Residency:  # fmt: skip
     """A schedule no worse, after some rounds or where the deadline passes or `enough_s` of reruns are reached.
 
     `seen`: takes every schedule that was found.
@@ -36,7 +36,7 @@ def improve(
     for index in range(rounds):
         if time.perf_counter() > deadline or best.recomputed_s <= enough_s * (1 + 1e-9):
             break
-        prices = Prices.drawn(best.arrays, draw)
+        prices = EvictionPrices.drawn(best.arrays, draw)
         anew = index % (_ANEW if index < _SETTLED else 4 * _ANEW) == 0
         start = best.again(best.arrays.diagonal()) if anew else _ruined(current, draw)
         found = squeeze(start, budget_bytes, deadline, most_s=1.2 * best.recomputed_s, prices=prices)
@@ -52,7 +52,7 @@ def improve(
     return best
 
 
-def _ruined(profile: Profile, draw: np.random.Generator) -> Profile:
+def _ruined(profile: Residency, draw: np.random.Generator) -> Residency:
     """With a share of the reruns taken away, in a window of the stages."""
     stages = profile.arrays.num_ops
     share = draw.choice((0.1, 0.3, 0.6, 1.0))

@@ -20,7 +20,7 @@ import numpy as np
 from paraplan.planner.memory.improvement.greedy_eviction import polish, squeeze
 from paraplan.planner.memory.improvement.merge_program import MergeProgram
 from paraplan.planner.memory.problem import GIVEN
-from paraplan.planner.memory.reruns import Arrays, Ints, Profile, profile_of, without_dead
+from paraplan.planner.memory.reruns import Arrays, Ints, Residency, profile_of, without_dead
 from paraplan.planner.solvers.milp import SolverError, solve
 
 _BACKEND = "mathopt-cpsat"
@@ -33,7 +33,7 @@ _KINDS = (0.45, 0.35, 0.2)
 """How often what stages read is drawn, what ops make, and other schedules."""
 
 
-def merge(best: Profile, offered: Ints, budget_bytes: int, deadline: float) -> tuple[Profile, bool]:
+def merge(best: Residency, offered: Ints, budget_bytes: int, deadline: float) -> tuple[Residency, bool]:
     """A schedule no worse, of its own reruns and the keys offered, and whether it is known to be the best of those."""
     arrays = best.arrays
     program = MergeProgram(arrays, np.append(best.keys, offered), best.keys, budget_bytes)
@@ -48,7 +48,7 @@ def merge(best: Profile, offered: Ints, budget_bytes: int, deadline: float) -> t
     settled = time.perf_counter() - started < left / 2
     if solution.values is None:
         return best, settled
-    found: Profile | None = without_dead(profile_of(arrays, program.keys(solution.values)))
+    found: Residency | None = without_dead(profile_of(arrays, program.keys(solution.values)))
     if found is not None and found.peak > budget_bytes:  # by rounding
         found = squeeze(found, budget_bytes, deadline, most_s=best.recomputed_s)
     if found is None or found.recomputed_s >= best.recomputed_s * (1 - 1e-9):
@@ -57,8 +57,8 @@ def merge(best: Profile, offered: Ints, budget_bytes: int, deadline: float) -> t
 
 
 def improve_merging(
-    best: Profile, others: Sequence[Ints], budget_bytes: int, deadline: float, enough_s: float = 0.0, seed: int = 0
-) -> Profile:
+    best: Residency, others: Sequence[Ints], budget_bytes: int, deadline: float, enough_s: float = 0.0, seed: int = 0
+) -> Residency:
     """A schedule no worse, where the deadline passes or `enough_s` of reruns are reached.
 
     `others`: keys of schedules to draw from.
@@ -78,7 +78,7 @@ def improve_merging(
     return best
 
 
-def _of_others(best: Profile, others: Sequence[Ints], draw: np.random.Generator, most: float) -> Ints:
+def _of_others(best: Residency, others: Sequence[Ints], draw: np.random.Generator, most: float) -> Ints:
     """Of some other schedules, as many as keep to so many places; of the first some stages, where it is too large."""
     found = np.zeros(0, np.int64)
     for index in draw.permutation(len(others)).tolist():
@@ -93,7 +93,7 @@ def _of_others(best: Profile, others: Sequence[Ints], draw: np.random.Generator,
     return found
 
 
-def _drawn(best: Profile, budget_bytes: int, draw: np.random.Generator, most: float, by_op: bool) -> Ints:
+def _drawn(best: Residency, budget_bytes: int, draw: np.random.Generator, most: float, by_op: bool) -> Ints:
     """The reruns of consecutive stages, or of consecutive ops, that the schedule lacks: about so many."""
     n = best.arrays.num_ops
     seconds = best.arrays.time_s[best.ops] * best.rerun
@@ -109,7 +109,7 @@ def _drawn(best: Profile, budget_bytes: int, draw: np.random.Generator, most: fl
 class _Behind:
     """What may be executed again for what stages read."""
 
-    def __init__(self, best: Profile, budget_bytes: int) -> None:
+    def __init__(self, best: Residency, budget_bytes: int) -> None:
         self.arrays: Arrays = best.arrays
         self.n = best.arrays.num_ops
         self.able = (best.arrays.repeatable & (best.arrays.working <= budget_bytes)).tolist()

@@ -27,17 +27,17 @@ from paraplan.planner.solvers.milp import MilpBuilder, Status, solve
 
 
 @dataclass(frozen=True)
-class Need:
+class LeastBytes:
     """Bytes that no schedule in the given order can do without, and the op at which it needs them."""
 
     nbytes: int
     op: int
 
 
-def least_need(arrays: Arrays, deadline: float = math.inf) -> Need:
+def least_need(arrays: Arrays, deadline: float = math.inf) -> LeastBytes:
     """The largest need of any op; of those looked at before the deadline, where there is one."""
     largest = int(arrays.working.argmax())
-    best = Need(int(arrays.working[largest]), largest)
+    best = LeastBytes(int(arrays.working[largest]), largest)
     if arrays.problem.tiers:  # what waits on a tier is not resident
         return best
     lasting = _lasting(arrays)
@@ -45,12 +45,12 @@ def least_need(arrays: Arrays, deadline: float = math.inf) -> Need:
     everything = profile_of(arrays, arrays.diagonal()).live
     for op in np.argsort(-direct, kind="stable").tolist():
         if direct[op] > best.nbytes:
-            best = Need(int(direct[op]), op)
+            best = LeastBytes(int(direct[op]), op)
     for op in np.argsort(-direct, kind="stable").tolist():
         if time.perf_counter() > deadline:
             break
         if everything[op] > best.nbytes:
-            best = max(best, Need(need_bytes(arrays, op), op), key=lambda need: need.nbytes)
+            best = max(best, LeastBytes(need_bytes(arrays, op), op), key=lambda need: need.nbytes)
     return best
 
 

@@ -34,7 +34,7 @@ import numpy as np
 from paraplan.planner.memory.problem import GIVEN, Tier
 from paraplan.planner.memory.relaxations.bursts import add_bursts, repeats_inside
 from paraplan.planner.memory.relaxations.relaxed_copies import add_copies
-from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, Profile, gather
+from paraplan.planner.memory.reruns import Arrays, Bools, Floats, Ints, Residency, gather
 from paraplan.planner.solvers.milp import Milp, MilpBuilder
 
 _TINY, _ALL_TINY = 1e-3, 1e-2
@@ -82,7 +82,7 @@ class Relaxation:
         """[instant, tensor] of a solution: what is brought back from a tier."""
         return np.asarray(np.where(self.back >= 0, values[self.back], 0.0) > 0.5)
 
-    def encode(self, profile: Profile) -> Floats:
+    def encode(self, profile: Residency) -> Floats:
         """The columns of a schedule, which satisfy every row where it fits."""
         values = np.zeros(self.milp.num_columns)
         values[0] = 1.0

@@ -19,7 +19,7 @@ F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 
 
 @dataclass(frozen=True)
-class Placed:
+class StagePositions:
     """Where stages lie.
 
     Attributes:
@@ -35,7 +35,7 @@ class Placed:
         return self.position[microbatch % len(self.position)][stage]
 
 
-def placements(problem: PipelineProblem) -> tuple[Placed, ...]:
+def placements(problem: PipelineProblem) -> tuple[StagePositions, ...]:
     """Those to search: the one given; else in turns and in waves, and with one stage a position two ways at once.
 
     Raises:
@@ -52,23 +52,23 @@ def placements(problem: PipelineProblem) -> tuple[Placed, ...]:
                 f"schedule searched: placement {problem.placement} of {count} stages on {size} positions; give each "
                 "stage a position and each position a stage"
             )
-        return (Placed("given", (problem.placement,)),)
+        return (StagePositions("given", (problem.placement,)),)
     if count % size:
         raise ConstraintError(
             f"schedule searched: {count} stages on {size} positions; give a multiple of {size}, or a placement"
         )
     turns = tuple(stage % size for stage in range(count))
     waves = tuple(stage % size if stage // size % 2 == 0 else size - 1 - stage % size for stage in range(count))
-    found = [Placed("in turns", (turns,))]
+    found = [StagePositions("in turns", (turns,))]
     if waves != turns:
-        found.append(Placed("in waves", (waves,)))
+        found.append(StagePositions("in waves", (waves,)))
     if problem.replicas and count == size > 1 and problem.num_microbatches > 1:
-        found.append(Placed("two ways", (turns, turns[::-1])))
+        found.append(StagePositions("two ways", (turns, turns[::-1])))
     return tuple(found)
 
 
 @dataclass(frozen=True)
-class Need:
+class Precedence:
     """What an operation waits for.
 
     Attributes:
@@ -98,7 +98,7 @@ class Shop:
     actions: tuple[Action, ...]
     position: tuple[int, ...]
     seconds: tuple[float, ...]
-    needs: tuple[tuple[Need, ...], ...]
+    needs: tuple[tuple[Precedence, ...], ...]
     before_bytes: tuple[int, ...]
     after_bytes: tuple[int, ...]
     queues: tuple[tuple[tuple[int, ...], ...], ...]
@@ -119,12 +119,12 @@ class Shop:
         return tuple(map(tuple, found))
 
     @cached_property
-    def readers(self) -> tuple[tuple[Need, ...], ...]:
+    def readers(self) -> tuple[tuple[Precedence, ...], ...]:
         """Per operation, who waits for it: needs seen from the other end."""
-        found: list[list[Need]] = [[] for _ in self.actions]
+        found: list[list[Precedence]] = [[] for _ in self.actions]
         for op, needs in enumerate(self.needs):
             for need in needs:
-                found[need.op].append(Need(op, need.seconds, need.link))
+                found[need.op].append(Precedence(op, need.seconds, need.link))
         return tuple(map(tuple, found))
 
     def orders(self, sequences: list[list[int]]) -> Orders:
@@ -162,7 +162,7 @@ class Shop:
         return live <= limit
 
 
-def build_shop(problem: PipelineProblem, placed: Placed, split: bool) -> Shop:
+def build_shop(problem: PipelineProblem, placed: StagePositions, split: bool) -> Shop:
     """The operations of a problem under one placement, the backward whole or split."""
     stages, m = problem.stages, problem.num_microbatches
     actions = [at(stage, F, micro) for stage in range(len(stages)) for micro in range(m)]
@@ -178,16 +178,16 @@ def build_shop(problem: PipelineProblem, placed: Placed, split: bool) -> Shop:
         here = placed.of(stage, micro)
         found = []
         if action.kind is W:
-            found.append(Need(number[at(stage, I, micro)], 0.0, None))
+            found.append(Precedence(number[at(stage, I, micro)], 0.0, None))
         elif action.kind is not F:
-            found.append(Need(number[at(stage, F, micro)], 0.0, None))
+            found.append(Precedence(number[at(stage, F, micro)], 0.0, None))
         step, kind = (-1, F) if action.kind is F else (1, backward)
         if action.kind is not W and 0 <= stage + step < len(stages):
             there = placed.of(stage + step, micro)
             source = stages[stage + step]
             seconds = source.send_forward_s if kind is F else source.send_backward_s
             link = (there, here) if there != here else None
-            found.append(Need(number[at(stage + step, kind, micro)], seconds if link else 0.0, link))
+            found.append(Precedence(number[at(stage + step, kind, micro)], seconds if link else 0.0, link))
         needs.append(tuple(found))
         before.append(costs.activation_bytes if action.kind is F else 0)
         after.append({

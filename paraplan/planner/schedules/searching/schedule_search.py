@@ -17,12 +17,12 @@ from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.execution.schedule import Schedule
 from paraplan.ir.struct import Value
 from paraplan.planner.schedules.complete import complete
-from paraplan.planner.schedules.event_simulation import Evaluation, evaluate
+from paraplan.planner.schedules.event_simulation import ScheduleTimes, evaluate
 from paraplan.planner.schedules.named import NAMED, applicable
 from paraplan.planner.schedules.schedule_problem import Orders, PipelineProblem
 from paraplan.planner.schedules.searching.dispatch import dispatch, rules
 from paraplan.planner.schedules.searching.exact_schedule import solve_exactly
-from paraplan.planner.schedules.searching.job_shop import Placed, Shop, build_shop, placements
+from paraplan.planner.schedules.searching.job_shop import Shop, StagePositions, build_shop, placements
 from paraplan.planner.schedules.searching.shop_bound import machine_bound
 from paraplan.planner.schedules.searching.tabu import improve
 from paraplan.planner.schedules.searching.timing import timing
@@ -69,7 +69,7 @@ class Searched(Value, frozen=True, kw_only=True):
     num_replicas: int
     placement: str
     found_by: str
-    evaluation: Evaluation
+    evaluation: ScheduleTimes
     bound_s: float
     bound_scope: str
     gap: float
@@ -85,7 +85,7 @@ class Searched(Value, frozen=True, kw_only=True):
 class _Case:
     """One shop and what is known of it: (step, found by, sequences), shortest first, of equal ones the smallest."""
 
-    placed: Placed
+    placed: StagePositions
     split: bool
     shop: Shop
     bound_s: float

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paraplan.planner.sharding.network.cost_network import Floats, Network
-from paraplan.planner.sharding.network.message_passing import Messages
+from paraplan.planner.sharding.network.message_passing import MessagePassing
 from paraplan.planner.solvers.milp import MilpBuilder, solve
 
 TIGHT = 1e-7
@@ -59,7 +59,7 @@ class Point:
     choices: tuple[int, ...]
     work: Floats
     slack: Floats
-    messages: Messages
+    messages: MessagePassing
 
     @property
     def value(self) -> float:
@@ -86,7 +86,7 @@ def scalarised(network: Network, weights: Floats, multipliers: Floats) -> tuple[
 
 
 def evaluate(
-    network: Network, weights: Floats, multipliers: Floats, stop: float, warm: Messages | None = None,
+    network: Network, weights: Floats, multipliers: Floats, stop: float, warm: MessagePassing | None = None,
     gap: float = TIGHT, enough: float = np.inf,
 ) -> Point:  # fmt: skip
     """q and the choices that attain it, as near as the messages get.
@@ -100,7 +100,7 @@ def evaluate(
         gap: relative difference of bound and choices at which to stop.
         enough: a bound at which to stop; sweeps that come a hundredth nearer to it are worth going on.
     """
-    messages = Messages(network, *scalarised(network, weights, multipliers), warm)
+    messages = MessagePassing(network, *scalarised(network, weights, multipliers), warm)
     offset = float(multipliers @ network.limits())
     best: tuple[float, list[int]] | None = None
     bound = last = -np.inf
@@ -151,7 +151,7 @@ class Ascent:
         return max(self.points, key=lambda point: point.bound)
 
     def start(
-        self, weights: Floats, multipliers: Floats, warm: Messages | None = None, enough: float = np.inf
+        self, weights: Floats, multipliers: Floats, warm: MessagePassing | None = None, enough: float = np.inf
     ) -> Point:
         """Evaluate at a point, up to a bound that is enough."""
         point = evaluate(self.network, weights, multipliers, self.stop, warm, self.gap, enough)

@@ -196,7 +196,7 @@ class _Factor:
         return np.array([least[sets >> at & 1 == 1].min() for at in range(len(m[place]))]) - m[place]
 
 
-class Messages:
+class MessagePassing:
     """Dual ascent on a network under scalar costs.
 
     Args:
@@ -207,7 +207,7 @@ class Messages:
     """
 
     def __init__(
-        self, network: Network, unary: Sequence[Floats], pairs: Sequence[Floats], warm: Messages | None = None
+        self, network: Network, unary: Sequence[Floats], pairs: Sequence[Floats], warm: MessagePassing | None = None
     ) -> None:
         self.network = network
         self.unary = [np.array(costs) for costs in unary]
@@ -230,7 +230,7 @@ class Messages:
                     self.costs[variable] += factor.messages[place][factor.layouts[place]]
         self._forward = True
 
-    def _take_over(self, warm: Messages) -> None:
+    def _take_over(self, warm: MessagePassing) -> None:
         for factor, known in zip(self.factors, warm.factors, strict=True):
             for place, (mine, theirs) in enumerate(zip(factor.messages, known.messages, strict=True)):
                 present, side = factor.present[place], min(place, 1)
